@@ -37,6 +37,8 @@ _POLL_S = 0.05
 #: Rank, and bytes that follow.
 _WORD = struct.Struct("!IQ")
 
+_HAS_LEFT = "a peer has left"
+
 #: Called with why, once, from another thread than that which uses the transport.
 OnLost = Callable[[str], None]
 
@@ -148,7 +150,9 @@ class LinkTransport:
         self.others: Collection[bytes] = ()
         self._on_lost = on_lost
         #: Why nothing can be waited for any more.
-        self._over: str | None = None
+        self._over: TransportError | None = None
+        #: The first end of another one's link.
+        self._lost: str | None = None
         self._gatherings = itertools.count()
         self._sums: dict[Group, int] = {}
         self._spare = SpareBuffers()
@@ -197,6 +201,7 @@ class LinkTransport:
             self.heard(self.links.identity, said)
         self._wait_wanted(lambda: len(self._standings) == self.size, check_newest)
         with self.links.lock:
+            self._check_all_there()
             standings = sorted(self._standings.values())  # begin with the rank
             table = b"".join(_WORD.pack(0, len(each)) + each for each in standings)
             label = Label(Kind.TABLE, _MEETING, 0)
@@ -224,18 +229,17 @@ class LinkTransport:
         def asked() -> bool:
             if done():
                 return True
-            self._check()
             self._check_all_there()
             return False
 
         while not self.links.wait(asked, time.monotonic() + _POLL_S):
             check_newest()
 
-    def _check_all_there(self) -> None:
-        for peer in self.others:
-            if self.links.has_called_off(peer):
-                raise CalledOff("the meeting was called off")
-            self._check_there(peer)
+    def _check_all_there(self, *, but: Collection[Kind] = ()) -> None:
+        """Nobody may have left, `but` in these ways."""
+        if how := self.links.how_left(self.others).difference(but):
+            self.left(Kind.CALLED_OFF if Kind.CALLED_OFF in how else Kind.GIVEN_UP)
+        self._check()
 
     def _connect(self, cards: Sequence[Card], near: Collection[int]) -> None:
         """The one with the larger identity calls. One that is waited for in vain is called all the
@@ -244,6 +248,7 @@ class LinkTransport:
         with self.links.lock:
             self._cards, self._peers = cards, tuple(card.identity for card in cards)
             self.others = frozenset(self._peers) - {own}
+            self._check_all_there(but=[Kind.GOODBYE])
         missing = {peer for peer in near if not self.links.linked(self._peers[peer])}
         self.links.connect([cards[peer] for peer in missing if own > self._peers[peer]])
         patient_until = time.monotonic() + PATIENCE_S
@@ -405,18 +410,28 @@ class LinkTransport:
 
     def _check(self) -> None:
         if self._over is not None:
-            raise TransportError(self._over)
+            raise type(self._over)(*self._over.args)  # each raise has a traceback of its own
 
     def _check_there(self, peer: bytes) -> None:
         if self.links.has_left(peer):
-            raise TransportError("a peer has left")
+            raise TransportError(_HAS_LEFT)
 
-    def lost(self, peer: bytes, why: str) -> None:
-        if self._over is None:
-            self._over = why
+    def left(self, kind: Kind) -> None:
+        if kind == Kind.CALLED_OFF:
+            self._end(CalledOff("the meeting was called off"))
+        else:
+            self._end(TransportError(_HAS_LEFT))
+
+    def lost(self, why: str) -> None:
+        self._lost = self._lost or why
+        self._end(TransportError(why))
+
+    def _end(self, why: TransportError) -> None:
+        self._over = self._over or why
 
     def tell_lost(self) -> None:
-        self._on_lost(self._over or "a peer was lost")
+        assert self._lost is not None, "only a loss is told"
+        self._on_lost(self._lost)
 
     def silent(self) -> list[int]:
         """Ranks of those whose hosts give no sign of life."""
@@ -429,8 +444,7 @@ class LinkTransport:
 
     def abort(self) -> None:
         with self.links.lock:
-            if self._over is None:
-                self._over = "an operation was given up"
+            self._end(TransportError("an operation was given up"))
             self.links.leave(self._epoch, Kind.GIVEN_UP)
             self.links.wake()
 

@@ -32,6 +32,8 @@ _READ = select.EPOLLIN
 _END = select.EPOLLRDHUP
 _NOTHING = memoryview(b"")
 _GONE = "a peer is gone"
+#: Without whom nothing of the meeting can go on. Who takes leave in order has done its part.
+_ENDING = (Kind.GIVEN_UP, Kind.CALLED_OFF)
 #: Members that come to a later meeting than the present one are remembered, so many of each.
 _MOST_AHEAD = 4096
 
@@ -45,12 +47,17 @@ class Member(Protocol):
     def heard(self, peer: bytes, standing: bytes) -> None:
         """`peer` has come to the meeting. Called with the links' lock held."""
 
-    def lost(self, peer: bytes, why: str) -> None:
+    def left(self, kind: Kind) -> None:
+        """Another member has given the meeting up or called it off: whatever waits ends, else those
+        who are left might wait for each other for ever. Called with the links' lock held."""
+
+    def lost(self, why: str) -> None:
         """The link to another member has ended: whatever waits ends. Called with the links' lock
         held."""
 
     def tell_lost(self) -> None:
-        """Called soon after a link's end, from the hub's own thread and without the lock."""
+        """Called soon after a link's end, unless the meeting was left meanwhile; from a thread of
+        its own, which may take its time, and without the lock."""
 
 
 class Feeding(Protocol):
@@ -100,6 +107,8 @@ class Links:
         self._leaving: Kind | None = None
         #: What those have said who have come to a later one, by epoch and then by who they are.
         self._ahead: dict[int, dict[bytes, bytes]] = {}
+        #: How those have left who have left a later one already, by epoch as well.
+        self._left_ahead: dict[int, dict[bytes, int]] = {}
         self._to_tell: Member | None = None
         #: When the hosts' signs of life are looked at next; who is being asked for one; and who was
         #: asked in vain.
@@ -107,7 +116,7 @@ class Links:
         self._asked: set[bytes] = set()
         self._unanswered: set[bytes] = set()
         self._closed = False
-        #: What has ended the hub's own thread.
+        #: What nobody is to go on after, as it has ended the hub's own thread.
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="links", daemon=True)
         self._thread.start()
@@ -118,10 +127,13 @@ class Links:
         """Take part in the meeting `epoch`, which is later than all before; nothing of those is
         wanted any more. `secret` lets others in."""
         with self.lock:
+            self._check_sound()
             assert epoch > self._epoch, "meetings follow each other"
             self._epoch = epoch
             self._member = member
-            self._left.clear()
+            self._to_tell = None
+            self._left = self._left_ahead.pop(epoch, {})
+            self._left_ahead = {e: left for e, left in self._left_ahead.items() if e > epoch}
             self._leaving = None
             self._unanswered.clear()
             for link in self._links.values():
@@ -148,7 +160,7 @@ class Links:
                 for each in self._links.values():
                     each.raise_floor(epoch + 1)
                 self._pressing = self._feeding is not None
-            self._member = None
+            self._member = self._to_tell = None
             # All, since the others of a meeting may not be known yet; to the rest it says nothing.
             for link in list(self._links.values()):
                 self._write(link, epoch, Label(kind, 0, 0), _NOTHING)
@@ -207,24 +219,19 @@ class Links:
 
     def send(self, peer: bytes, label: Label, content: memoryview) -> Outgoing:
         """Raises TransportError when there is no link."""
-        frame = self._write(self._link(peer), self._epoch, label, content)
-        if frame is None:
-            raise TransportError(_GONE)
-        return frame
+        return self._write(self._link(peer), self._epoch, label, content)
 
     def send_ahead(
         self, feeding: Feeding, peer: bytes, label: Label, content: memoryview
     ) -> Outgoing:
         """For the meeting that is prepared. Raises TransportError when there is no link."""
-        frame = self._write(self._link(peer), feeding.epoch, label, content)
-        if frame is None:
-            raise TransportError(_GONE)
-        return frame
+        return self._write(self._link(peer), feeding.epoch, label, content)
 
     def post(self, peer: bytes, label: Label, incoming: Incoming) -> None:
         self._link(peer).post(label, incoming)
 
     def _link(self, peer: bytes) -> Link:
+        self._check_sound()
         try:
             return self._links[peer]
         except KeyError:
@@ -235,13 +242,8 @@ class Links:
         self._pressing += change
         self._arm()
 
-    def _write(self, link: Link, epoch: int, label: Label, content: memoryview) -> Outgoing | None:
-        """None: the connection is over."""
-        try:
-            frame = link.send(epoch, label, content)
-        except OSError as error:
-            self._end(link, error)
-            return None
+    def _write(self, link: Link, epoch: int, label: Label, content: memoryview) -> Outgoing:
+        frame = link.send(epoch, label, content)
         self._poll_for(link)
         return frame
 
@@ -298,6 +300,7 @@ class Links:
         if self._by_descriptor.get(link.socket.fileno()) is not link:
             return
         self._drop(link)
+        why = link.problem or why
         if isinstance(why, TimeoutError) or why.errno in NO_WAY:
             self._unanswered.add(link.peer)
         if link.peer not in self._left:
@@ -307,7 +310,7 @@ class Links:
         member = self._member
         if member is None or peer not in member.others:
             return
-        member.lost(peer, why)
+        member.lost(why)
         self._to_tell = member
         self._ring(self._bell)
         self._ring(self._own_bell)
@@ -317,20 +320,28 @@ class Links:
             ahead = self._ahead.setdefault(epoch, {})
             if len(ahead) < _MOST_AHEAD:
                 ahead[link.peer] = content
+        elif epoch > self._epoch:
+            left = self._left_ahead.setdefault(epoch, {})
+            if len(left) < _MOST_AHEAD:
+                left[link.peer] = kind
         if epoch != self._epoch:
             return
+        member = self._member
         if kind != Kind.STANDING:
             self._left.setdefault(link.peer, kind)
-        elif self._member is not None:
-            self._member.heard(link.peer, content)
+            if member is not None and kind in _ENDING and link.peer in member.others:
+                member.left(Kind(kind))
+        elif member is not None:
+            member.heard(link.peer, content)
         self._ring(self._bell)
 
     def has_left(self, peer: bytes) -> bool:
         """Whether nothing more comes from it in this meeting."""
         return peer in self._left
 
-    def has_called_off(self, peer: bytes) -> bool:
-        return self._left.get(peer) == Kind.CALLED_OFF
+    def how_left(self, peers: Collection[bytes]) -> frozenset[Kind]:
+        """In which ways some of them have left this meeting."""
+        return frozenset(Kind(kind) for peer, kind in self._left.items() if peer in peers)
 
     # ---- traffic
 
@@ -338,6 +349,7 @@ class Links:
         """Read and write until `done`, which is asked with the lock held and may raise; returns
         False where the clock is at `until` first. One thread waits at a time."""
         with self.lock:
+            self._check_sound()
             if done():
                 return True
             assert not self._taken, "one thread waits at a time"
@@ -345,8 +357,6 @@ class Links:
             self._arm()
             try:
                 while not done():
-                    if self._failure is not None:
-                        raise InvariantViolation(f"the links failed: {self._failure!r}")
                     left_s = None if until is None else until - time.monotonic()
                     if left_s is not None and left_s <= 0:
                         return False
@@ -356,6 +366,7 @@ class Links:
                             ready = self._traffic.poll(left_s)
                     finally:
                         self.lock.acquire()
+                    self._check_sound()
                     self._carry(ready)
             finally:
                 self._taken = False
@@ -381,8 +392,7 @@ class Links:
         except OSError as error:
             self._end(link, error)
             return
-        if link.socket.fileno() >= 0:  # else what has come in made it send, and that failed
-            self._poll_for(link)
+        self._poll_for(link)
 
     def _ring(self, bell: int) -> None:
         if not self._closed:
@@ -398,12 +408,18 @@ class Links:
             while self._turn():
                 pass
         except BaseException as error:
-            # Nobody else sees it: whoever waits raises it.
-            with self.lock:
-                self._failure = error
-                if not self._closed:
-                    self._ring(self._bell)
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Nobody else sees it: whoever uses the links, now or later, raises it."""
+        with self.lock:
+            self._failure = error
+            self._ring(self._bell)
+
+    def _check_sound(self) -> None:
+        if self._failure is not None:
+            raise InvariantViolation(f"the links failed: {self._failure!r}")
 
     def _turn(self) -> bool:
         """Do what there is to do; whether there will be more."""
@@ -411,7 +427,6 @@ class Links:
         ready = self._events.poll(wait_s)
         with self.lock:
             if self._closed:
-                self._close_all()
                 return False
             for descriptor, events in ready:
                 self._attend(descriptor, events)
@@ -422,9 +437,21 @@ class Links:
                 self._next_look = time.monotonic() + self._patience.every_s
                 self._look_for_silence()
             told, self._to_tell = self._to_tell, None
-        if told is not None:
-            told.tell_lost()
+            if told is not None:
+                threading.Thread(
+                    target=self._tell_lost, args=(told,), name="loss", daemon=True
+                ).start()
         return True
+
+    def _tell_lost(self, member: Member) -> None:
+        try:
+            with self.lock:
+                if member is not self._member:
+                    return
+            member.tell_lost()
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _attend(self, descriptor: int, events: int) -> None:
         if descriptor == self._own_bell:
@@ -475,13 +502,16 @@ class Links:
     # ---- end
 
     def close(self) -> None:
-        """Close all; nobody uses the links any more."""
+        """Close all; nobody uses the links any more. Raises InvariantViolation if they failed."""
         with self.lock:
             if self._closed:
                 return
             self._ring(self._own_bell)
             self._closed = True
         self._thread.join()
+        with self.lock:
+            self._close_all()
+            self._check_sound()
 
     def _close_all(self) -> None:
         for link in list(self._by_descriptor.values()):

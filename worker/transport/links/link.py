@@ -7,6 +7,7 @@ read to its end and forgotten: so the connection stays fit for the next one. Mus
 frames are for.
 """
 
+import contextlib
 import socket
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -26,8 +27,12 @@ from oobleck.worker.transport.links.frame import (
 _BUFFER_BYTES = 64 << 10
 #: Of what nobody wants any more.
 _SCRATCH_BYTES = 1 << 20
-#: Read from one link before others get their turn.
+#: Read from one link, or written to it, before others get their turn.
 _TURN_BYTES = 1 << 20
+#: Of frames for meetings that this worker has not come to, beside what the peer says as it comes:
+#: before all have come, nobody says more. For the present one there is no limit: what is waited for
+#: may be behind what is not yet, so to read no further could hold both ends up for ever.
+_MOST_AHEAD_BYTES = 1 << 20
 _PRIORITY_COUNT = BACKGROUND + 1
 #: What the kernel has not sent yet may be so much: more would hold up what is urgent.
 _UNSENT_BYTES = 256 << 10
@@ -130,8 +135,8 @@ class _Standing(Incoming):
 
 
 class Link:
-    """The end of a connection that this worker has. All methods but `post` raise OSError when the
-    connection is over."""
+    """The end of a connection that this worker has. Only reading finds that the connection is over:
+    what the peer said before its end may still be there when nothing can be written any more."""
 
     def __init__(self, peer: bytes, serial: int, connected: socket.socket, feeds: Feeds) -> None:
         """`peer`: the identity of the process at the other end; `serial`: counts the connections
@@ -145,6 +150,8 @@ class Link:
         self.socket = connected
         #: What the poll is asked for, as far as it was told.
         self.polled_for = 0
+        #: Why nothing goes out any more.
+        self.problem: OSError | None = None
         #: The newest meeting of which a frame has begun to come or to go.
         self.used_in = 0
         self._queues: list[deque[Outgoing]] = [deque() for _ in range(_PRIORITY_COUNT)]
@@ -153,6 +160,8 @@ class Link:
         self._floor = 0
         self._posted: defaultdict[Label, deque[Incoming]] = defaultdict(deque)
         self._early: dict[tuple[int, Label], deque[Early]] = {}
+        #: Of those in `_early` that are for later meetings than the present one.
+        self._ahead_bytes = 0
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0
         self._scratch = memoryview(b"")
@@ -166,10 +175,13 @@ class Link:
     # ---- out
 
     def send(self, epoch: int, label: Label, content: memoryview) -> Outgoing:
-        """Queue a frame, and hand the kernel what it takes."""
+        """Queue a frame, and hand the kernel what it takes. Where nothing goes out any more it is
+        never done."""
         frame = Outgoing(epoch, label, content)
         if label.kind not in FEEDING:
             self.used_in = max(self.used_in, epoch)
+        if self.problem is not None:
+            return frame
         idle = not self.blocked
         self._queues[priority_of(label.kind)].append(frame)
         if idle:
@@ -182,12 +194,17 @@ class Link:
         return self._writing is not None or any(self._queues)
 
     def write(self) -> None:
-        """Hand the kernel what it takes of what waits."""
-        while (frame := self._next_frame()) is not None:
+        """Hand the kernel what it takes of what waits, or a good part of it."""
+        left = _TURN_BYTES
+        while left > 0 and (frame := self._next_frame()) is not None:
             try:
                 count = self.socket.sendmsg(frame.left)
             except BlockingIOError:
                 return
+            except OSError as error:
+                self._stop_writing(error)
+                return
+            left -= count
             frame.started = True
             while frame.left and count >= len(frame.left[0]):
                 count -= len(frame.left.pop(0))
@@ -196,6 +213,14 @@ class Link:
                 continue
             frame.done = not frame.given_up
             self._writing = None
+
+    def _stop_writing(self, why: OSError) -> None:
+        self.problem = why
+        self._writing = None
+        for queue in self._queues:
+            queue.clear()
+        with contextlib.suppress(OSError):  # it may be over already; else reading would find no end
+            self.socket.shutdown(socket.SHUT_RDWR)
 
     def _next_frame(self) -> Outgoing | None:
         if self._writing is None:
@@ -219,8 +244,8 @@ class Link:
             self._posted[label].append(incoming)
 
     def read(self, on_news: OnNews) -> None:
-        """Take in what is there, or a good part of it. Raises ConnectionError at the end of the
-        connection."""
+        """Take in what is there, or a good part of it. Raises BlockingIOError where nothing is, and
+        another OSError at the end of the connection."""
         left = _TURN_BYTES
         while left > 0:
             if self._missing:
@@ -294,9 +319,18 @@ class Link:
             if not posted:
                 del self._posted[label]
         else:
+            if epoch > self._floor:
+                self._count_ahead(size)
             self._reading = early = Early()
             self._early.setdefault((epoch, label), deque()).append(early)
         self._room = self._reading.room(size)
+
+    def _count_ahead(self, size: int) -> None:
+        self._ahead_bytes += HEADER.size + size
+        if self._ahead_bytes > _MOST_AHEAD_BYTES:
+            raise ConnectionError(
+                f"a peer sends more than {_MOST_AHEAD_BYTES} bytes for meetings that have not begun"
+            )
 
     def _forget(self) -> None:
         self._reading = _NOBODY
@@ -311,6 +345,12 @@ class Link:
         self._floor = epoch
         self._posted.clear()
         self._early = {key: early for key, early in self._early.items() if key[0] >= epoch}
+        self._ahead_bytes = sum(
+            HEADER.size + len(each.content)
+            for key, early in self._early.items()
+            if key[0] > epoch
+            for each in early
+        )
         if self._reading is not None and self._reading_epoch < epoch:
             self._forget()
         self._withdraw(lambda frame: frame.epoch < epoch and frame.kind not in LEAVING)

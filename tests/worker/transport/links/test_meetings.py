@@ -261,7 +261,7 @@ def test_a_sum_for_which_all_is_there_ends_though_one_has_left(ends: bool) -> No
         adding = adds.all_reduce(total, group)
         adds.send(filled(LARGE, 1.0), 1, 7)  # the sum is behind it
         share(leaves)
-        leaves.abort()
+        leaves.stand_down()
         if ends:
             party.links[1].close()
             until(lambda: len(adds.links.peers) == 1, "the end is seen")

@@ -1,0 +1,211 @@
+"""How a meeting ends early, and a link, and the links' own thread: nobody waits for ever, nothing
+that was said is lost, and nothing is told of a meeting that is over."""
+
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from oobleck.worker.runtime.errors import CalledOff, InvariantViolation, TransportError
+from oobleck.worker.transport.linked import LinkTransport
+from oobleck.worker.transport.links.frame import Kind, Label
+from oobleck.worker.transport.links.link import Incoming, Link
+from support.meeting import SECRET, Party
+from support.waiting import until
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [(Kind.GIVEN_UP, TransportError), (Kind.CALLED_OFF, CalledOff)]
+)
+def test_two_that_wait_for_each_other_are_released_by_a_third_that_leaves(
+    kind: Kind, error: type[TransportError]
+) -> None:
+    """Each waits for the sum that the other adds up, and both lack the third one's share."""
+    group, lost = (0, 1, 2), []
+    with Party(3) as party:
+        party.meet(on_lost=lambda rank, why: lost.append(rank))
+
+        def add(transport: LinkTransport) -> None:
+            if transport.rank == 2:
+                time.sleep(0.1)
+                transport.links.leave(1, kind)
+                return
+            for_ever = threading.Timer(20, transport.abort)
+            for_ever.start()
+            sums = [transport.all_reduce(torch.ones(4), group) for _ in group[:2]]
+            with pytest.raises(error, match=r"has left|called off"):
+                sums[1 - transport.rank].wait()
+            for_ever.cancel()
+
+        party.everywhere(add)
+        assert lost == []
+
+
+def test_who_has_come_and_left_before_the_host_came_ends_the_meeting() -> None:
+    with Party(2) as party:
+        party.meet()
+        with party.links[0].lock:
+            party.links[0].press(+1)  # reads while nobody waits
+        early = LinkTransport(party.links[1], 9, SECRET, 1, 2)
+        coming = threading.Thread(target=come_in_vain, args=(early, party))
+        coming.start()
+        until(lambda: party.links[0]._ahead.get(9), "it has come")
+        early.abort()
+        coming.join()
+        until(lambda: party.links[0]._left_ahead.get(9), "it has left")
+        host = LinkTransport(party.links[0], 9, SECRET, 0, 2)
+        with pytest.raises(TransportError, match="a peer has left"):
+            host.meet(party.links[0].card, {1}, b"", lambda: None)
+
+
+def come_in_vain(transport: LinkTransport, party: Party) -> None:
+    with pytest.raises(TransportError, match="given up"):
+        transport.meet(party.links[0].card, {0}, b"", lambda: None)
+
+
+def test_what_a_peer_said_before_its_end_is_heard_though_nothing_can_be_written_to_it() -> None:
+    lost: list[int] = []
+    with Party(2) as party:
+        here, there = party.meet(on_lost=lambda rank, why: lost.append(rank))
+        link = here.links._links[there.links.identity]
+        value = torch.zeros(1)
+        arriving = here.receive(value, 1, 3)
+        with here.links.lock:  # so nothing is read meanwhile
+            there.send(torch.full((1,), 5.0), 0, 3).wait()
+            there.stand_down()
+            party.links[1].close()
+
+            def cannot_be_written_to() -> bool:
+                here.send(torch.ones(1), 1, 1)
+                return link.problem is not None
+
+            until(cannot_be_written_to, "an error")
+        arriving.wait()
+        assert value.tolist() == [5.0]
+        with pytest.raises(TransportError, match="a peer has left"):
+            here.receive(value, 1, 3).wait()
+        assert lost == []
+
+
+def test_a_loss_is_not_told_once_the_meeting_was_left() -> None:
+    told: list[tuple[int, str]] = []
+    with Party(3) as party:
+        here = party.meet(on_lost=lambda rank, why: told.append((rank, "first")))[0]
+        with here.links.lock:
+            here.links._end(here.links._links[party.links[1].identity], ConnectionError("gone"))
+            assert here.links._to_tell is here
+            here.abort()
+        here.links._tell_lost(here)  # as a thread that comes late
+        party.meet(on_lost=lambda rank, why: told.append((rank, "second")))
+        party.links[2].close()
+        until(lambda: {(0, "second"), (1, "second")} <= set(told), "the loss is told")
+        assert (0, "first") not in told
+
+
+def test_who_takes_long_over_a_loss_holds_up_no_link() -> None:
+    go_on = threading.Event()
+
+    def lost(rank: int, why: str) -> None:
+        if rank == 0:
+            assert go_on.wait(60)
+
+    def talk(transport: LinkTransport) -> list[float]:
+        word = torch.tensor(float(transport.rank))
+        return [float(each) for each in transport.all_gather(word)]
+
+    with Party(4) as party:
+        party.meet(lambda rank, size: {0, 1, 3} if rank == 2 else {2}, on_lost=lost, host=2)
+        party.links[2].close()
+        until(lambda: any(t.name == "loss" for t in threading.enumerate()), "it is told")
+        # Those who are left have no links yet, and get them from the links' own threads.
+        party.meet(members=[party.links[rank] for rank in (0, 1, 3)])
+        assert party.everywhere(talk) == [[0.0, 1.0, 2.0]] * 3
+        go_on.set()
+
+
+class _Wrong(Incoming):
+    """Ours: what must not happen."""
+
+    def room(self, size: int) -> memoryview:
+        return memoryview(bytearray(size))
+
+    def arrived(self) -> None:
+        raise ValueError("wrong")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_ends_the_links_own_thread_is_raised_by_whoever_uses_them_next() -> None:
+    lost: list[int] = []
+    with Party(2) as party:
+        here, there = party.meet(on_lost=lambda rank, why: lost.append(rank))
+        with here.links.lock:
+            here.links.post(there.links.identity, Label(Kind.MESSAGE, 5, 0), _Wrong())
+            here.links.press(+1)
+        there.send(torch.ones(1), 0, 5).wait()
+        until(lambda: here.links._failure, "the thread ends")
+        for use in (
+            lambda: here.links.wait(lambda: True),
+            lambda: here.send(torch.ones(1), 1, 1),
+            lambda: here.receive(torch.ones(1), 1, 1),
+            lambda: LinkTransport(here.links, 9, SECRET, 0, 1),
+            here.links.close,
+        ):
+            with pytest.raises(InvariantViolation, match="wrong"):
+                use()
+        until(lambda: lost == [1], "the peer sees the links closed")
+
+
+class _Sink:
+    """A socket that takes all that it is given, or nothing."""
+
+    def __init__(self) -> None:
+        self.full = True
+
+    def setblocking(self, blocking: bool) -> None:
+        pass
+
+    def setsockopt(self, *option: int) -> None:
+        pass
+
+    def sendmsg(self, parts: Sequence[memoryview]) -> int:
+        if self.full:
+            raise BlockingIOError
+        return sum(map(len, parts))
+
+
+def test_a_link_is_written_to_in_turns() -> None:
+    sink = _Sink()
+    link = Link(b"", 1, sink)  # type: ignore[arg-type]  # as much of a socket as is used
+    content = memoryview(bytes(300 << 10))
+    frames = [link.send(1, Label(Kind.MESSAGE, number, 0), content) for number in range(10)]
+    sink.full = False
+    turns = []
+    while link.blocked:
+        before = sum(frame.done for frame in frames)
+        link.write()
+        turns.append(sum(frame.done for frame in frames) - before)
+    assert turns == [4, 4, 2]
+
+
+@pytest.mark.parametrize(("size", "stays"), [(600 << 10, True), (2 << 20, False)])
+def test_what_comes_for_a_meeting_that_has_not_begun_is_bounded(size: int, stays: bool) -> None:
+    lost: list[tuple[int, str]] = []
+    label, content = Label(Kind.MESSAGE, 7, 0), memoryview(bytes(size))
+    with Party(2) as party:
+        here, there = party.meet(on_lost=lambda rank, why: lost.append((rank, why)))
+        link = here.links._links[there.links.identity]
+        for epoch in range(1, 3):
+            with here.links.lock:
+                here.links.press(+1)  # reads while nobody waits
+            with there.links.lock:
+                there.links._write(
+                    there.links._links[here.links.identity], epoch + 1, label, content
+                )
+            if not stays:
+                until(lambda: dict(lost).get(0, "").startswith("a peer sends more"), "the end")
+                return
+            until(lambda: link._early, "it comes")
+            here, there = party.meet()
+            here.receive(torch.ones(size // 4), 1, 7).wait()
