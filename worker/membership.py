@@ -15,10 +15,12 @@ from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError, Unreached
 from oobleck.worker.runtime.waiting import Waits
 from oobleck.worker.transport.connect import links_of, owner_groups
-from oobleck.worker.transport.linked import LinkTransport, epoch_of, secret_of
+from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.door import Card
+from oobleck.worker.transport.meeting import epoch_of, secret_of
 from oobleck.worker.transport.nccl import NcclLink
 from oobleck.worker.transport.transport import Group, Transport
+from oobleck.worker.transport.words import joined, parts
 
 log = logging.getLogger(__name__)
 
@@ -33,33 +35,40 @@ def handover_members(assign: Assign) -> tuple[WorkerId, ...]:
     return tuple(sorted({*assign.plan.workers, *assign.leaving}))
 
 
-def join_handover(context: WorkerContext, assign: Assign) -> "Membership":
+def join_handover(context: WorkerContext, assign: Assign, standing: bytes) -> "Membership":
     """Join those of `handover_members`. Raises as `join` does."""
-    return _join(context, assign, handover_members(assign), suffix="/handover")
+    return _join(context, assign, handover_members(assign), standing, suffix="/handover")
 
 
 def join(
-    context: WorkerContext, assign: Assign, programs: Mapping[WorkerId, Program]
+    context: WorkerContext,
+    assign: Assign,
+    programs: Mapping[WorkerId, Program],
+    standing: bytes,
 ) -> "Membership":
-    """Join the plan's workers, to run `programs`. Raises TransportError when one is lost or not to
-    be reached, Superseded when a newer generation is wanted."""
+    """Join the plan's workers, to run `programs`. `standing`: what this one tells them as it comes.
+
+    Raises TransportError when one is lost or not to be reached, Superseded when a newer generation
+    is wanted.
+    """
     plan = assign.plan
     _probe(context, "before:rendezvous", assign)
     groups, links = owner_groups(programs.values(), plan), links_of(programs, plan)
-    return _join(context, assign, plan.workers, groups=groups, links=links)
+    return _join(context, assign, plan.workers, standing, groups=groups, links=links)
 
 
 def _join(
     context: WorkerContext,
     assign: Assign,
     members: Sequence[WorkerId],
+    standing: bytes,
     *,
     groups: Sequence[Group] = (),
     links: Sequence[NcclLink] = (),
     suffix: str = "",
 ) -> "Membership":
     try:
-        return Membership(context, assign, members, groups, links, suffix)
+        return Membership(context, assign, members, standing, groups, links, suffix)
     except Unreached as error:
         raise error.of(members) from None
 
@@ -101,6 +110,7 @@ class Membership:
         context: WorkerContext,
         assign: Assign,
         members: Sequence[WorkerId],
+        standing: bytes,
         groups: Sequence[Group],
         links: Sequence[NcclLink],
         suffix: str,
@@ -118,6 +128,8 @@ class Membership:
         self._generation = generation
         self._members = members
         self._lost = False
+        #: What each has told as it came, by rank.
+        self.standings: Sequence[bytes] = ()
         waits = Waits()
         #: An abrupt change and the loss of a peer call it: whatever waits for others ends.
         self._release = waits.release
@@ -137,7 +149,7 @@ class Membership:
             )
             undo.callback(self._host.abort)
             control.on_abrupt(self._host.abort)
-            self.transport = self._connect(assign, prefix, groups, links, waits)
+            self.transport = self._connect(assign, prefix, standing, groups, links, waits)
             undo.pop_all()
         self._release = self.transport.abort
         control.on_abrupt(self._release)
@@ -153,6 +165,7 @@ class Membership:
         self,
         assign: Assign,
         prefix: str,
+        standing: bytes,
         groups: Sequence[Group],
         links: Sequence[NcclLink],
         waits: Waits,
@@ -167,11 +180,13 @@ class Membership:
 
         try:
             at = Card.read(assign.rendezvous.host)
-            words = host.meet(at, near, connector.announced(), check_newest)
+            word = joined([connector.announced(), standing])
+            told = [parts(each) for each in host.meet(at, near, word, check_newest)]
         except CalledOff:
             raise Superseded(Generation(generation + 1)) from None
+        devices, self.standings = zip(*told, strict=True)
         _probe(context, "before:connect", assign)
-        return connector.equip(host, words, prefix, groups=groups, links=links, waits=waits)
+        return connector.equip(host, devices, prefix, groups=groups, links=links, waits=waits)
 
     def _peer_lost(self, detail: str) -> None:
         report_lost(self._context, self._generation, TransportError(detail), self.silent())

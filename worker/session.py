@@ -7,7 +7,7 @@ layers live through all generations. Must not know how workers join (`membership
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from oobleck.host.ipc.messages import (
     Assign,
@@ -120,8 +120,6 @@ class Session:
         control, timeline = context.control, context.timeline
         control.answered()
         timeline.enter(generation)
-        if not context.state.layers:
-            self._memory.begin()
         self._preparing.enter(assign)
         log.info("entering generation", extra={"generation": generation})
         membership: Membership | None = None
@@ -130,9 +128,10 @@ class Session:
             received = fed = 0
             if assign.handover:
                 with timeline.phase("hand over"):
-                    membership = join_handover(context, assign)
-                    fed = self._preparing.take_over(membership.host)
-                    received = self._recovery.hand_over(assign, membership.transport)
+                    standing = self._recovery.standing(assign.plan)
+                    membership = join_handover(context, assign, standing)
+                    fed, standings = self._take_over(assign, membership)
+                    received = self._recovery.hand_over(assign, membership.transport, standings)
                     membership.leave(orderly=True)
                     membership = None
             if context.worker in assign.leaving:
@@ -141,12 +140,17 @@ class Session:
                 return control.wait_next(generation)
             with timeline.phase("rendezvous"):
                 programs = self._preparing.programs(assign.plan)
-                membership = join(context, assign, programs)
-            fed += self._preparing.take_over(membership.host)
-            if not context.state.layers and not fed:
+                standing = self._recovery.standing(assign.plan)
+                membership = join(context, assign, programs, standing)
+            if not context.state.layers:
                 self._memory.begin()
+            more, standings = self._take_over(assign, membership)
             salvage = self._recovery.run(
-                assign, membership.transport, received=received + fed, fed=fed
+                assign,
+                membership.transport,
+                standings,
+                received=received + fed + more,
+                fed=fed + more,
             )
             self._preparing.drop()
             following = self._train(assign, membership, programs, salvage)
@@ -165,6 +169,14 @@ class Session:
             self._executor = None
         with timeline.phase("wait for the plan"):
             return control.wait_next(generation)
+
+    def _take_over(self, assign: Assign, membership: Membership) -> tuple[int, Sequence[bytes]]:
+        """Hold what has been fed, if anything; the bytes, and where all stand then."""
+        if not assign.boundary:
+            return 0, membership.standings
+        fed = self._preparing.take_over(membership.host)
+        standing = self._recovery.standing(assign.plan)
+        return fed, membership.transport.gather(standing)
 
     def _leave(self, membership: Membership | None, *, orderly: bool) -> None:
         self._context.timeline.leave()

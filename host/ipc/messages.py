@@ -34,10 +34,11 @@ class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
     `before:Forward`; in the vote `reduced` (all gradients are in hand) and `voting` (its own share
     is out); `evaluating`, before each instruction of an evaluation; `before:LayerFile` of a
     checkpoint. On the way into a generation, in this order: `before:rendezvous`, `before:connect`
-    (all have arrived), `before:agree`, `before:transfer`, `sending` and `receiving` (`microbatch`
-    counts the pieces of state before it), `after:transfer`. Before the first: `before:measure`.
-    While a plan is prepared, whose generation counts: `preparing` (it was announced), `feeding`
-    (after each step, where this worker feeds others), `prepared` (it is ready), `before:take over`.
+    (all have arrived, and told where they stand), `before:agree`, `before:transfer`, `sending` and
+    `receiving` (`microbatch` counts the pieces of state before it), `after:transfer`. Before the
+    first: `before:measure`. While a plan is prepared, whose generation counts: `preparing` (it was
+    announced), `feeding` (after each step, where this worker feeds others), `prepared` (it is
+    ready), `before:take over`.
     """
 
     worker: WorkerId

@@ -17,6 +17,8 @@ class Party:
     def __init__(self, count: int, *, silence_s: float = 5.0) -> None:
         self.links = [Links("127.0.0.1", silence_s=silence_s) for _ in range(count)]
         self.transports: list[LinkTransport] = []
+        #: What each has heard in the present meeting.
+        self.heard: list[list[bytes]] = []
         self._pool = ThreadPoolExecutor(count)
         self._epoch = 0
 
@@ -36,11 +38,12 @@ class Party:
         on_lost: Callable[[int, str], None] = lambda rank, why: None,
         members: Sequence[Links] | None = None,
         host: int = 0,
+        along_tree: bool = False,
     ) -> list[LinkTransport]:
-        """Enter the next meeting, which the rank `host` hosts.
+        """Enter the next meeting, which the rank `host` hosts; each says its rank.
 
         Each gets links to those that `near` says of its rank and the size; to all, where it is not
-        given.
+        given. `along_tree`: all know where the others listen.
         """
         self._epoch += 1
         present = self.links if members is None else members
@@ -52,12 +55,14 @@ class Party:
             for rank, each in enumerate(present)
         ]
 
-        def meet(transport: LinkTransport) -> None:
+        cards = {rank: each.card for rank, each in enumerate(present)} if along_tree else {}
+
+        def meet(transport: LinkTransport) -> list[bytes]:
             rank = transport.rank
             whom = near(rank, size) if near else set(range(size)) - {rank}
-            transport.meet(present[host].card, whom, b"", lambda: None)
+            return transport.meet(present[host].card, whom, b"%d" % rank, lambda: None, cards)
 
-        self.everywhere(meet)
+        self.heard = self.everywhere(meet)
         return self.transports
 
     def everywhere(self, run: Callable[[LinkTransport], T]) -> list[T]:

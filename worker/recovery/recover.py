@@ -1,6 +1,6 @@
 """How a worker comes to the agreed state once the members of a generation can talk.
 
-All tell each other their recovery states and draw the same agreement (`rejoin`). Then a worker
+All tell their recovery states as they meet, and draw the same agreement (`rejoin`). Then a worker
 applies a step that others have committed, finds out what counts of the step that was cut off, and
 fetches the layers that it lacks (`transfer`). Where a layer is with nobody, all go back to a
 checkpoint (`restore`). Must not know how training goes on after.
@@ -15,6 +15,7 @@ import torch
 
 from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.messages import Assign, Committed, PhaseReached, Restored
+from oobleck.planner.codec import encode
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.checkpoint.restore import restore
@@ -28,14 +29,14 @@ from oobleck.worker.state.progress import Position
 from oobleck.worker.step import vote
 from oobleck.worker.step.commit import commit, make_record
 from oobleck.worker.step.salvage import Contribution, Salvage, plan_salvage
-from oobleck.worker.transport.tell_all import tell_all
+from oobleck.worker.transport.tell_all import read_all
 from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class Standing:
     """What a worker tells the others when they meet."""
 
     #: Fingerprint of the data and the initial weights that it reads, hexadecimal.
@@ -54,24 +55,35 @@ class Recovery:
         self._progress = context.progress
         self._control = context.control
 
+    def standing(self, plan: Plan) -> bytes:
+        """What the others must know of this worker when they meet; nothing of it may change before
+        they have agreed."""
+        self._state.drop_partial()
+        return encode(Standing(self._context.inputs.hex(), self._recovery_state(plan.layer_count)))
+
     def run(
-        self, assign: Assign, transport: Transport, *, received: int = 0, fed: int = 0
+        self,
+        assign: Assign,
+        transport: Transport,
+        standings: Sequence[bytes],
+        *,
+        received: int = 0,
+        fed: int = 0,
     ) -> Salvage | None:
         """Agree where training stands, go there, and fetch missing layers; returns what there is of
-        the next step already. `received`: bytes that have come before, of which `fed` ones while
-        training went on.
+        the next step already. `standings`: what all have told, by rank; `received`: bytes that have
+        come before, of which `fed` ones while training went on.
 
         Raises TransportError when a peer is lost, DataError when nodes read different data,
         JobError and NodeError where no checkpoint can be used as the plan wants, and LayersGone
         when nobody holds a layer and there is none.
         """
         plan, progress = assign.plan, self._progress
-        self._state.drop_partial()
         self._context.faults.reached(
             "before:agree", generation=plan.generation, step=progress.committed
         )
         with self._context.timeline.phase("agree"):
-            agreement = self._agree(plan, plan.workers, transport)
+            agreement = agreement_of(plan.workers, standings)
         if self._restore(assign, agreement, transport):
             return None
         rolled_forward = self._worker in agreement.roll_forward
@@ -103,12 +115,11 @@ class Recovery:
         )
         return salvage
 
-    def hand_over(self, assign: Assign, transport: Transport) -> int:
+    def hand_over(self, assign: Assign, transport: Transport, standings: Sequence[bytes]) -> int:
         """Come to hold the plan's layers, those who leave among the sources; the bytes received.
         What none of them holds is left to the plan's own meeting. Raises as `run` does."""
         plan, members, progress = assign.plan, handover_members(assign), self._progress
-        self._state.drop_partial()
-        agreement = self._agree(plan, members, transport)
+        agreement = agreement_of(members, standings)
         if not is_whole(agreement.held, plan.layer_count):
             return 0
         if agreement.vote_holder is not None:
@@ -160,20 +171,6 @@ class Recovery:
         for shard in sorted(plan.shards[self._worker]):
             self._state.initialise(shard.layer, part=shard.part, parts=shard.parts)
         return Restored(generation=plan.generation, step=0, path="")
-
-    def _agree(self, plan: Plan, members: Sequence[WorkerId], transport: Transport) -> Agreement:
-        """Tell `members`, who are in rank order, this worker's state and hear theirs. Raises
-        DataError where they read different inputs."""
-        own = _Told(self._context.inputs.hex(), self._recovery_state(plan.layer_count))
-        told = dict(zip(members, tell_all(transport, own, _Told), strict=True))
-        first = members[0]
-        for member, said in told.items():
-            if said.inputs != told[first].inputs:
-                raise DataError(
-                    f"data: {member.node} and {first.node} see different files "
-                    "under the same paths; give every node the same data (and model.weights)"
-                )
-        return agree({member: said.state for member, said in told.items()})
 
     def _recovery_state(self, layer_count: int) -> RecoveryState:
         position = {part.name: getattr(self._progress, part.name) for part in fields(Position)}
@@ -243,6 +240,20 @@ class Recovery:
         # Of the generation that voted: a record of the new one says that its transfers are done.
         record = make_record(self._job, progress.voted_generation, progress, result)
         self._control.report(Committed(record=record))
+
+
+def agreement_of(members: Sequence[WorkerId], standings: Sequence[bytes]) -> Agreement:
+    """Of `members`, who are in rank order, as the standings are. Raises DataError where they read
+    different inputs."""
+    told = dict(zip(members, read_all(standings, Standing), strict=True))
+    first = members[0]
+    for member, said in told.items():
+        if said.inputs != told[first].inputs:
+            raise DataError(
+                f"data: {member.node} and {first.node} see different files "
+                "under the same paths; give every node the same data (and model.weights)"
+            )
+    return agree({member: said.state for member, said in told.items()})
 
 
 def _held(states: Mapping[int, LayerState], count: int) -> tuple[Held, ...]:

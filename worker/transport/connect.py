@@ -25,10 +25,11 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.worker.runtime.device import open_device
 from oobleck.worker.runtime.waiting import Waits
 from oobleck.worker.transport.group_store import GroupStore, StoreServer
-from oobleck.worker.transport.linked import LinkTransport, ring_neighbours, tree_neighbours
+from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl import NcclLink, NcclTransport
 from oobleck.worker.transport.staged import StagedTransport
 from oobleck.worker.transport.transport import Group, Transport
+from oobleck.worker.transport.tree import ring_neighbours, tree_neighbours
 
 Choice = Literal["links", "staged", "nccl"]
 

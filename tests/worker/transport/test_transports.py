@@ -22,13 +22,15 @@ from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.runtime.waiting import Waits
 from oobleck.worker.transport.connect import choose
 from oobleck.worker.transport.group_store import GroupStore, StoreServer
-from oobleck.worker.transport.linked import LinkTransport, secret_of, tree_neighbours
+from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.door import Card
 from oobleck.worker.transport.links.hub import Links
+from oobleck.worker.transport.meeting import secret_of
 from oobleck.worker.transport.nccl import NcclTransport, make_nccl_group
 from oobleck.worker.transport.staged import StagedTransport
 from oobleck.worker.transport.tell_all import tell_all
 from oobleck.worker.transport.transport import Transport
+from oobleck.worker.transport.tree import tree_neighbours
 from support.devices import device
 
 SIZE = 3

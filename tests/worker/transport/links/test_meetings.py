@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from oobleck.worker.runtime.errors import TransportError
-from oobleck.worker.transport import linked
-from oobleck.worker.transport.linked import LinkTransport, _key_of, _Words, tree_neighbours
+from oobleck.worker.transport import meeting
+from oobleck.worker.transport.linked import LinkTransport, _key_of
 from oobleck.worker.transport.links.door import Dial, Door
 from oobleck.worker.transport.links.frame import Kind, Label, bytes_of
+from oobleck.worker.transport.tree import tree_neighbours
+from oobleck.worker.transport.words import Words
 from support.leftovers import opened
 from support.meeting import SECRET, Party
 from support.waiting import until
@@ -125,7 +127,7 @@ def test_two_that_call_each_other_at_once_get_one_link() -> None:
 
 
 def test_one_that_is_not_called_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linked, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(meeting, "PATIENCE_S", 0.1)
     with Party(3) as party:
         larger = max((1, 2), key=lambda rank: party.links[rank].identity)
         party.meet(near=lambda rank, size: set() if rank == larger else {0, larger} - {rank})
@@ -265,7 +267,7 @@ def test_a_sum_for_which_all_is_there_ends_though_one_has_left(ends: bool) -> No
         if ends:
             party.links[1].close()
             until(lambda: len(adds.links.peers) == 1, "the end is seen")
-        heard = _Words()
+        heard = Words()
         with hears.links.lock:
             hears.links.post(adds.links.identity, Label(Kind.TOTAL, _key_of(group, 0), 0), heard)
         share(hears)

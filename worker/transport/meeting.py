@@ -1,0 +1,331 @@
+"""One worker's part in a meeting, over its process's links: coming, hearing what all say, leaving.
+
+Whoever comes says once what the others must know of it, and all learn what all have said: each
+tells the one above it in a tree, with what those below it have said; the root then has all there is
+and tells it down the tree. So N workers need 2(N - 1) messages, of which nobody sends more than 65.
+Where only the root's card is known, all tell the root. Must not know what they say.
+"""
+
+import hmac
+import struct
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from oobleck.planner.ids import Generation
+from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError, Unreached
+from oobleck.worker.transport.links.door import Card
+from oobleck.worker.transport.links.frame import Kind, Label
+from oobleck.worker.transport.links.hub import Links
+from oobleck.worker.transport.links.silence import NO_WAY
+from oobleck.worker.transport.tree import place_of
+from oobleck.worker.transport.words import Words, entries, entry
+
+_MEETING_BITS = 16
+#: No gathering's number.
+_MEETING = -1
+#: How long another one's call is waited for.
+PATIENCE_S = 5.0
+#: How long a wait for others' links may last before it looks whether it is still wanted.
+_POLL_S = 0.05
+#: Bytes of the card that follows.
+_CARD = struct.Struct("!H")
+_HAS_LEFT = "a peer has left"
+
+#: Called with why, once, from another thread than that which uses the transport.
+OnLost = Callable[[str], None]
+#: Raises where the meeting is not wanted any more.
+CheckNewest = Callable[[], None]
+
+
+def nobody_asks(why: str) -> None:
+    pass
+
+
+class _Place(NamedTuple):
+    """Whom a worker tells that it has come, and who tell it so."""
+
+    #: None: it is the root.
+    above: Card | None
+    #: None: that is the host, or nobody.
+    above_rank: int | None
+    #: How many tell this one, and who, as far as that is known.
+    hears: int
+    below: frozenset[bytes]
+
+
+class Meeting:
+    """One meeting's use of this process's links."""
+
+    def __init__(
+        self,
+        links: Links,
+        epoch: int,
+        secret: bytes,
+        rank: int,
+        size: int,
+        *,
+        on_lost: OnLost = nobody_asks,
+    ) -> None:
+        """Enter the meeting `epoch`, so that the others of it are let in from now on.
+
+        Nobody can be talked to before `meet`. `on_lost` is called at the loss of one of them.
+        """
+        self.links = links
+        self.rank = rank
+        self.size = size
+        self._epoch = epoch
+        self._cards: Sequence[Card] = ()
+        self._peers: Sequence[bytes] = ()
+        #: Those that have come as far as this worker knows; in the end all.
+        self.others: Collection[bytes] = frozenset()
+        self._on_lost = on_lost
+        #: Why nothing can be waited for any more.
+        self._over: TransportError | None = None
+        #: The first end of another one's link.
+        self._lost: str | None = None
+        #: What those below have said, each with those below it.
+        self._standings: dict[bytes, bytes] = {}
+        links.enter(epoch, secret, self)
+
+    # ---- coming
+
+    def meet(
+        self,
+        host: Card,
+        near: Collection[int],
+        word: bytes,
+        check_newest: CheckNewest,
+        cards: Mapping[int, Card] | None = None,
+    ) -> list[bytes]:
+        """Return what all have to say, by rank, once all have come and this worker has links to the
+        ranks `near`; each of two is near to the other. `host`: the card of the member that is the
+        root; `word`: what this one says, the same to all; `cards`: those of all members by rank, if
+        they are known, the same on all.
+
+        Raises TransportError; CalledOff where a newer meeting is wanted, as somebody else knows;
+        and what `check_newest` raises, which is asked again and again until all have come.
+        """
+        card = self.links.card.text.encode()
+        said = entry(self.rank, _CARD.pack(len(card)) + card + word)
+        try:
+            told = self._exchange(self._place(host, cards or {}), said, check_newest)
+        except (Superseded, CalledOff):
+            self.links.leave(self._epoch, Kind.CALLED_OFF)
+            raise
+        by_rank = dict(entries(told))
+        if sorted(by_rank) != list(range(self.size)):
+            raise TransportError(f"the ranks {sorted(by_rank)} have met, of {self.size}")
+        met, words = [], []
+        for rank in range(self.size):
+            (length,) = _CARD.unpack_from(by_rank[rank])
+            end = _CARD.size + length
+            met.append(_read_card(by_rank[rank][_CARD.size : end]))
+            words.append(by_rank[rank][end:])
+        self._connect(met, near)
+        return words
+
+    def _place(self, host: Card, cards: Mapping[int, Card]) -> _Place:
+        root = next((rank for rank, card in cards.items() if card.identity == host.identity), None)
+        if root is None or len(cards) < self.size:
+            if host.identity == self.links.identity:
+                return _Place(None, None, self.size - 1, frozenset())
+            return _Place(host, None, 0, frozenset())
+        above, below = place_of(self.rank, self.size, root)
+        identities = frozenset(cards[rank].identity for rank in below)
+        if above is None:
+            return _Place(None, None, len(below), identities)
+        return _Place(cards[above], None if above == root else above, len(below), identities)
+
+    def heard(self, peer: bytes, standing: bytes) -> None:
+        self._standings[peer] = standing
+        self.others = frozenset({*self.others, peer})
+
+    def _exchange(self, place: _Place, said: bytes, check_newest: CheckNewest) -> bytes:
+        """What all have said."""
+        above, label = place.above, Label(Kind.TABLE, _MEETING, 0)
+        if above is not None:
+            with self.links.lock:
+                self.others = frozenset({*self.others, above.identity})
+            self.links.connect([above])
+
+        def all_below() -> bool:
+            there = above is None or self._called(above, place.above_rank)
+            return there and len(self._standings) == place.hears
+
+        self._wait_wanted(all_below, check_newest, place.below)
+        words = Words()
+        with self.links.lock:
+            self._check_all_there()
+            below = sorted(self._standings)
+            table = said + b"".join(self._standings.values())
+            self._standings.clear()
+            if above is not None:
+                self.links.post(above.identity, label, words)
+                self.links.send(above.identity, Label(Kind.STANDING, 0, 0), memoryview(table))
+        if above is not None:
+            self._wait_wanted(words.is_there, check_newest, place.below)
+            table = bytes(words.content)
+        if below:
+            with self.links.lock:
+                self.check()
+                sends = [self.links.send(each, label, memoryview(table)) for each in below]
+            self.wait(lambda: all(send.done for send in sends), below)
+        return table
+
+    def _wait_wanted(
+        self, done: Callable[[], bool], check_newest: CheckNewest, coming: Collection[bytes]
+    ) -> None:
+        """Until `done`; nobody who has come, or is still `coming`, may have left again."""
+
+        def asked() -> bool:
+            if done():
+                return True
+            self._check_all_there(coming)
+            return False
+
+        while not self.links.wait(asked, time.monotonic() + _POLL_S):
+            check_newest()
+
+    def _check_all_there(
+        self, coming: Collection[bytes] = (), *, but: Collection[Kind] = ()
+    ) -> None:
+        """Nobody may have left, `but` in these ways."""
+        how = self.links.how_left(self.others) | self.links.how_left(coming)
+        if how := how.difference(but):
+            self.left(Kind.CALLED_OFF if Kind.CALLED_OFF in how else Kind.GIVEN_UP)
+        self.check()
+
+    # ---- links to the others
+
+    def _connect(self, cards: Sequence[Card], near: Collection[int]) -> None:
+        """The one with the larger identity calls. One that is waited for in vain is called all the
+        same: whoever has no way to the other learns it then."""
+        own = self.links.identity
+        with self.links.lock:
+            self._cards, self._peers = cards, tuple(card.identity for card in cards)
+            self.others = frozenset(self._peers) - {own}
+            # Who has nothing to do here may have taken leave already.
+            self._check_all_there(but=[Kind.GOODBYE])
+        missing = {peer for peer in near if not self.links.linked(self._peers[peer])}
+        self.links.connect([cards[peer] for peer in missing if own > self._peers[peer]])
+        patient_until = time.monotonic() + PATIENCE_S
+
+        def asked() -> bool:
+            if self._linked(missing):
+                return True
+            self._check_all_there(but=[Kind.GOODBYE])
+            return False
+
+        while missing and not self.links.wait(asked, time.monotonic() + _POLL_S):
+            if time.monotonic() > patient_until:
+                self.links.connect([cards[peer] for peer in missing])
+
+    def _linked(self, missing: set[int]) -> bool:
+        self.check()
+        for peer in tuple(missing):
+            if self.links.has_left(self._peers[peer]) or self._called(self._cards[peer], peer):
+                missing.discard(peer)
+        return not missing
+
+    def _called(self, card: Card, rank: int | None = None) -> bool:
+        """Whether there is a link to that one. Raises TransportError where a call has failed."""
+        if self.links.linked(card.identity):
+            return True
+        call = self.links.call_to(card.identity)
+        if call is not None and (problem := call.problem) is not None:
+            if isinstance(problem, TimeoutError) or problem.errno in NO_WAY:
+                raise Unreached(f"{card.host} does not answer: {problem}", rank)
+            raise TransportError(f"{card.host} does not take a connection: {problem}")
+        return False
+
+    def reach(self, peer: int) -> bytes:
+        """The identity of `peer`, to whom there is a link from now on."""
+        identity = self._peers[peer]
+        self.check()
+        if not self.links.linked(identity):
+            self._check_there(identity)
+            self.links.connect([self._cards[peer]])
+            missing = {peer}
+            self.links.wait(lambda: self._linked(missing))
+            self._check_there(identity)
+        return identity
+
+    # ---- waiting
+
+    def wait(self, done: Callable[[], bool], owing: Collection[bytes] = ()) -> None:
+        """Until `done`, for which something has to come from those in `owing`, which may change
+        meanwhile, or to be taken by them. Raises TransportError."""
+
+        def asked() -> bool:
+            if done():
+                return True
+            self.check()
+            for peer in owing:
+                self._check_there(peer)
+            return False
+
+        self.links.wait(asked)
+
+    def check(self) -> None:
+        if self._over is not None:
+            raise type(self._over)(*self._over.args)  # each raise has a traceback of its own
+
+    def _check_there(self, peer: bytes) -> None:
+        if self.links.has_left(peer):
+            raise TransportError(_HAS_LEFT)
+
+    # ---- ends
+
+    def left(self, kind: Kind) -> None:
+        if kind == Kind.CALLED_OFF:
+            self._end(CalledOff("the meeting was called off"))
+        else:
+            self._end(TransportError(_HAS_LEFT))
+
+    def lost(self, why: str) -> None:
+        self._lost = self._lost or why
+        self._end(TransportError(why))
+
+    def _end(self, why: TransportError) -> None:
+        self._over = self._over or why
+
+    def tell_lost(self) -> None:
+        assert self._lost is not None, "only a loss is told"
+        self._on_lost(self._lost)
+
+    def silent(self) -> list[int]:
+        """Ranks of those whose hosts give no sign of life."""
+        silent = self.links.silent()
+        return [rank for rank, peer in enumerate(self._peers) if peer in silent]
+
+    def stand_down(self) -> None:
+        """The end of this worker is no loss to the others any more, nor theirs to it."""
+        self.links.leave(self._epoch, Kind.GOODBYE)
+
+    def abort(self) -> None:
+        with self.links.lock:
+            self._end(TransportError("an operation was given up"))
+            self.links.leave(self._epoch, Kind.GIVEN_UP)
+            self.links.wake()
+
+    def dispose(self) -> None:
+        """Leave in order. The links stay, for the next meeting."""
+        self.stand_down()
+
+
+def epoch_of(generation: Generation, meeting: int) -> int:
+    """Meetings of a worker follow each other: those of a generation, and of the generations."""
+    return generation << _MEETING_BITS | meeting
+
+
+def secret_of(prefix: str) -> bytes:
+    """32 bytes that only the workers of a meeting have, from what the master tells them alone."""
+    return hmac.digest(prefix.encode(), b"links", "sha256")
+
+
+def _read_card(text: bytes) -> Card:
+    try:
+        return Card.read(text.decode())
+    except ValueError as error:
+        raise TransportError(f"a member's card cannot be read: {error}") from None
