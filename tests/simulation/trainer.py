@@ -321,14 +321,11 @@ class Trainer:
 
     def recovery_state(self, layer_count: int) -> RecoveryState:
         progress = self.progress
-        told = [
-            tuple(held.get(layer, Held()) for layer in range(layer_count))
-            for held in (progress.layers, progress.former)
-        ]
         return RecoveryState(
             **{part.name: getattr(progress, part.name) for part in fields(Position)},
-            layers=told[0],
-            former=told[1],
+            layer_count=layer_count,
+            layers=dict(progress.layers),
+            former=dict(progress.former),
         )
 
     async def _restore(self, assign: Assign, agreement: Agreement, gathering: Gathering) -> bool:

@@ -176,8 +176,9 @@ class Recovery:
         position = {part.name: getattr(self._progress, part.name) for part in fields(Position)}
         return RecoveryState(
             **position,
-            layers=_held(self._state.layers, layer_count),
-            former=_held(self._state.former, layer_count),
+            layer_count=layer_count,
+            layers=_held(self._state.layers),
+            former=_held(self._state.former),
         )
 
     def _salvage(self, plan: Plan, agreement: Agreement, transport: Transport) -> Salvage | None:
@@ -256,11 +257,8 @@ def agreement_of(members: Sequence[WorkerId], standings: Sequence[bytes]) -> Agr
     return agree({member: said.state for member, said in told.items()})
 
 
-def _held(states: Mapping[int, LayerState], count: int) -> tuple[Held, ...]:
-    """What there is of each of `count` layers."""
-    return tuple(
-        Held(states[layer].version, states[layer].shard.part, states[layer].shard.parts)
-        if layer in states
-        else Held()
-        for layer in range(count)
-    )
+def _held(states: Mapping[int, LayerState]) -> dict[int, Held]:
+    return {
+        layer: Held(state.version, state.shard.part, state.shard.parts)
+        for layer, state in sorted(states.items())
+    }

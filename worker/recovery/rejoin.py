@@ -14,7 +14,7 @@ others agreed on without it holds, unless all of them can still roll forward, or
 layer since and those with s have all.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from oobleck.planner.errors import LayerLost
@@ -26,9 +26,9 @@ from oobleck.worker.state.progress import Position
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A layer, or a share of it, at some version; -1: none."""
+    """A layer, or a share of it, at some version."""
 
-    version: int = -1
+    version: int
     part: int = 0
     parts: int = 1
 
@@ -37,10 +37,12 @@ class Held:
 class RecoveryState(Position):
     """One worker's state as it arrives in a new generation."""
 
-    #: What it holds of each layer, and what another share has taken the place of since the last
-    #: commit, whose gradients are not those of `reduced`.
-    layers: tuple[Held, ...]
-    former: tuple[Held, ...]
+    #: Of the whole model.
+    layer_count: int
+    #: What it holds, by layer, and what another share has taken the place of since the last commit,
+    #: whose gradients are not those of `reduced`.
+    layers: Mapping[int, Held]
+    former: Mapping[int, Held]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ def agree(states: Mapping[WorkerId, RecoveryState]) -> Agreement:
     # Since the others went back to a checkpoint, what a worker has that did not is of no use.
     lineage = max(state.lineage for state in states.values())
     members, states = states, {w: s for w, s in states.items() if s.lineage == lineage}
-    layer_count = max(len(state.layers) for state in states.values())
+    layer_count = max(state.layer_count for state in states.values())
     while outrun := _outrun(states):
         without, alone = _without_newest(states, outrun), _followers(states, outrun)
         whole = [is_whole(_held(some), layer_count) for some in (alone, without)]
@@ -180,9 +182,9 @@ def _without_newest(
     }
 
 
-def _at(version: int, layers: Sequence[Held]) -> frozenset[Shard]:
+def _at(version: int, layers: Mapping[int, Held]) -> frozenset[Shard]:
     return frozenset(
         Shard(layer, held.part, held.parts)
-        for layer, held in enumerate(layers)
+        for layer, held in layers.items()
         if held.version == version
     )

@@ -45,8 +45,9 @@ def recovery_state(
         begun=committed if begun is None else begun,
         skipped=skipped,
         joined=joined,
-        layers=tuple(Held(held) if layer in layers else Held() for layer in range(3)),
-        former=(Held(),) * 3,
+        layer_count=3,
+        layers={layer: Held(held) for layer in layers},
+        former={},
     )
 
 
@@ -185,7 +186,8 @@ def test_a_full_copy_counts_where_those_who_went_on_without_it_have_lost_a_layer
     newer = recovery_state(6, voted=(6, 2), layers=(1, 2), joined=2)
     agreement = agree({A: ahead, B: newer})
     assert agreement.held == {A: whole(*everything), B: frozenset()}
-    assert agree({A: ahead, B: newer, C: replace(newer, layers=(Held(6),) * 3)}).held == {
+    full = replace(newer, layers=dict.fromkeys(range(3), Held(6)))
+    assert agree({A: ahead, B: newer, C: full}).held == {
         A: frozenset(),
         B: whole(1, 2),
         C: whole(*everything),
@@ -201,7 +203,8 @@ def test_who_has_committed_by_another_vote_than_the_others_reduced_does_not_lead
     agreement = agree({A: ahead, B: behind})
     assert (agreement.step, agreement.roll_forward) == (6, frozenset())
     assert agreement.held == {A: whole(0, 1, 2), B: frozenset()}
-    assert agree({A: ahead, B: behind, C: replace(behind, layers=(Held(5),) * 3)}).step == 5
+    full = replace(behind, layers=dict.fromkeys(range(3), Held(5)))
+    assert agree({A: ahead, B: behind, C: full}).step == 5
 
 
 @pytest.mark.timeout(20)
@@ -292,9 +295,7 @@ def test_who_did_not_go_back_to_the_checkpoint_has_nothing_that_counts() -> None
 def test_shares_count_as_they_are_and_those_of_before_the_last_plan_too() -> None:
     half, third = Held(5, 1, 2), Held(5, 0, 3)
     states = {
-        A: replace(
-            recovery_state(5), layers=(half, Held(), Held()), former=(Held(5), third, Held())
-        ),
+        A: replace(recovery_state(5), layers={0: half}, former={0: Held(5), 1: third}),
         B: recovery_state(5),
     }
     agreement = agree(states)
@@ -304,8 +305,8 @@ def test_shares_count_as_they_are_and_those_of_before_the_last_plan_too() -> Non
 def test_who_rolls_forward_has_gradients_of_its_newest_shares_alone() -> None:
     behind = replace(
         recovery_state(4, reduced=(5, 1)),
-        layers=(Held(4, 0, 2), Held(4), Held()),
-        former=(Held(4), Held(4, 1, 2), Held()),
+        layers={0: Held(4, 0, 2), 1: Held(4)},
+        former={0: Held(4), 1: Held(4, 1, 2)},
     )
     agreement = agree({A: behind, B: recovery_state(5, reduced=(5, 1), layers=(2,))})
     assert agreement.held[A] == {Shard(0, 0, 2), Shard(1)}
