@@ -38,6 +38,7 @@ bench: setup
 	$(BIN)/python -m bench.recovery
 	$(BIN)/python -m bench.throughput
 	$(BIN)/python -m bench.sums
+	$(BIN)/python -m bench.meeting
 	$(BIN)/python -m bench.overhead
 	$(BIN)/python -m bench.detection
 	$(BIN)/python -m bench.master_scale
