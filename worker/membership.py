@@ -20,6 +20,7 @@ from oobleck.worker.transport.links.door import Card
 from oobleck.worker.transport.meeting import epoch_of, secret_of
 from oobleck.worker.transport.nccl import NcclLink
 from oobleck.worker.transport.transport import Group, Transport
+from oobleck.worker.transport.tree import HANDS
 from oobleck.worker.transport.words import joined, parts
 
 log = logging.getLogger(__name__)
@@ -181,12 +182,21 @@ class Membership:
         try:
             at = Card.read(assign.rendezvous.host)
             word = joined([connector.announced(), standing])
-            told = [parts(each) for each in host.meet(at, near, word, check_newest)]
+            cards = self._cards_of_all(assign)
+            told = [parts(each) for each in host.meet(at, near, word, check_newest, cards)]
         except CalledOff:
             raise Superseded(Generation(generation + 1)) from None
         devices, self.standings = zip(*told, strict=True)
         _probe(context, "before:connect", assign)
         return connector.equip(host, devices, prefix, groups=groups, links=links, waits=waits)
+
+    def _cards_of_all(self, assign: Assign) -> Mapping[int, Card] | None:
+        """By rank, as far as the master knew them; None: they are not needed, or others than the
+        plan's workers meet."""
+        if len(self._members) <= HANDS or tuple(self._members) != assign.plan.workers:
+            return None
+        cards = enumerate(assign.rendezvous.cards)
+        return {rank: Card.read(card) for rank, card in cards if card}
 
     def _peer_lost(self, detail: str) -> None:
         report_lost(self._context, self._generation, TransportError(detail), self.silent())

@@ -120,6 +120,8 @@ class Session:
         control, timeline = context.control, context.timeline
         control.answered()
         timeline.enter(generation)
+        if assign.boundary and not context.state.layers:
+            self._memory.begin()  # before anything is fed
         self._preparing.enter(assign)
         log.info("entering generation", extra={"generation": generation})
         membership: Membership | None = None
@@ -142,7 +144,7 @@ class Session:
                 programs = self._preparing.programs(assign.plan)
                 standing = self._recovery.standing(assign.plan)
                 membership = join(context, assign, programs, standing)
-            if not context.state.layers:
+            if not assign.boundary and not context.state.layers:
                 self._memory.begin()
             more, standings = self._take_over(assign, membership)
             salvage = self._recovery.run(

@@ -23,7 +23,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, rename={"host": "sto
     host: str
     #: Unguessable and never used before, so that generations cannot mix.
     prefix: str
-    #: Of the plan's workers, in their order, as far as they are up: for what is prepared before.
+    #: Of the plan's workers, in their order; empty for one that is not up yet.
     cards: tuple[str, ...] = ()
 
 

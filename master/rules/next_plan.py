@@ -74,7 +74,7 @@ def plan_made(
     return PlanMade(
         job_id=job.id,
         plan=plan,
-        rendezvous=_rendezvous(context, job, plan, boundary=boundary),
+        rendezvous=_rendezvous(context, job, plan),
         boundary=boundary,
         incarnations=tuple(_process(context.state, worker) for worker in plan.workers),
         cause=cause,
@@ -159,7 +159,7 @@ def _process(state: ClusterState, worker: WorkerId) -> Incarnation:
     return process.incarnation
 
 
-def _rendezvous(context: Context, job: Job, plan: Plan, *, boundary: bool) -> Rendezvous:
+def _rendezvous(context: Context, job: Job, plan: Plan) -> Rendezvous:
     """At a survivor if there is one (its address has proven itself), lowest name first.
 
     Where rendezvous have led to no step, at the next one's: it may be the host that fails.
@@ -169,7 +169,7 @@ def _rendezvous(context: Context, job: Job, plan: Plan, *, boundary: bool) -> Re
     proven = [worker for worker in up if old.get(worker) == _process(context.state, worker)] or up
     host = proven[job.seen.since_step.regroups % len(proven)]
     prefix = f"{job.id}/{plan.generation}/{context.nonce}"
-    cards = tuple(_card(context.state, worker) for worker in plan.workers) if boundary else ()
+    cards = tuple(_card(context.state, worker) for worker in plan.workers)
     return Rendezvous(host=_card(context.state, host), prefix=prefix, cards=cards)
 
 

@@ -19,6 +19,10 @@ NUMBERS = Label(Kind.FEED, 0, 1)
 ACKNOWLEDGED = Label(Kind.FED, 0, 0)
 
 
+class Offered(msgspec.Struct, frozen=True, kw_only=True, tag="offered"):
+    """The source has something to feed. A taker that has heard of the plan acknowledges step 0."""
+
+
 class Copied(msgspec.Struct, frozen=True, kw_only=True, tag="copied"):
     """A piece of a layer's state after `version` steps; (1 + moments, count) numbers follow."""
 
@@ -68,7 +72,7 @@ class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
     generation: Generation
 
 
-Item = Copied | Reduced | Applied | Left | Over
+Item = Offered | Copied | Reduced | Applied | Left | Over
 decoder: "msgspec.json.Decoder[Item]" = msgspec.json.Decoder(Item)
 
 

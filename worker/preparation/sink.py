@@ -24,6 +24,7 @@ from oobleck.worker.preparation.items import (
     Copied,
     Item,
     Left,
+    Offered,
     Over,
     Reduced,
     decoder,
@@ -239,6 +240,8 @@ class Sink:
 
     def _take(self, stream: _Stream, head: Item, numbers: torch.Tensor | None) -> None:
         match head:
+            case Offered():
+                self._acknowledge(stream, 0)
             case Copied():
                 assert numbers is not None, "they come with it"
                 self._copy(stream, head, numbers)

@@ -23,6 +23,7 @@ from oobleck.worker.preparation.items import (
     Copied,
     Item,
     Left,
+    Offered,
     Over,
     Reduced,
     frames_of,
@@ -76,8 +77,9 @@ class Source:
         self._unsent: deque[tuple[Outgoing, int]] = deque()
         self._began_at = time.monotonic()
         self._copied_at, self._copied_step = self._began_at, 0
-        #: The newest step that the taker has applied to all that it has.
-        self.acknowledged = 0
+        #: The newest step that the taker has applied to all that it has; 0: none, and it would take
+        #: something; below: it may not have heard of the plan.
+        self.acknowledged = -1
 
     @property
     def pieces(self) -> int:
@@ -96,7 +98,7 @@ class Source:
 
     def committed(self, step: int, scale: float | None, step_s: float) -> None:
         """`step`, which took `step_s`, is committed: tell so, and copy what comes next."""
-        self._check_linked()
+        self._check_there()
         if self._fed:
             self._leave_what_is_outrun(step)
         self._copy(step, step_s)
@@ -119,11 +121,11 @@ class Source:
             )
         )
 
-    def _check_linked(self) -> None:
-        if self._links.linked(self._taker):
-            return
-        if self._fed or time.monotonic() > self._began_at + _PATIENCE_S:
-            self._give_up("there is no link")
+    def _check_there(self) -> None:
+        linked = self._links.linked(self._taker)
+        late = time.monotonic() > self._began_at + _PATIENCE_S
+        if (self._fed and not linked) or (late and self.acknowledged < 0):
+            self._give_up("the taker does not answer" if linked else "there is no link")
 
     def _give_up(self, why: str) -> None:
         log.info("feeding ends", extra={"why": why, "left": len(self._waiting) + len(self._fed)})
@@ -151,6 +153,9 @@ class Source:
     def _copy(self, step: int, step_s: float) -> None:
         """The next pieces, where the taker has what it got before, as long as hardly counts."""
         if not self._waiting or not self._links.linked(self._taker):
+            return
+        if self.acknowledged < 0:
+            self._send(Offered())
             return
         if self._fed and self.acknowledged < step - 1:
             return

@@ -177,7 +177,8 @@ class _Sink:
 
 def test_a_link_is_written_to_in_turns() -> None:
     sink = _Sink()
-    link = Link(b"", 1, sink)  # type: ignore[arg-type]  # as much of a socket as is used
+    # As much of a socket as is used.
+    link = Link(b"", 1, sink, lambda epoch, label: None)  # type: ignore[arg-type]
     content = memoryview(bytes(300 << 10))
     frames = [link.send(1, Label(Kind.MESSAGE, number, 0), content) for number in range(10)]
     sink.full = False
