@@ -13,11 +13,15 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from hashlib import sha256
 from typing import NamedTuple
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from oobleck.worker.transport.links import greeting
 from oobleck.worker.transport.links.greeting import Call
 from oobleck.worker.transport.links.link import Link
+from oobleck.worker.transport.links.sealing import Seals
 
 #: Callers whose greeting is not complete.
 MOST_CALLERS = 128
@@ -46,6 +50,11 @@ class Card(NamedTuple):
     def text(self) -> str:
         return f"{self.identity.hex()}@{self.host}:{self.port}"
 
+    @property
+    def digest(self) -> bytes:
+        """In the proofs of both ends: who is called, and where."""
+        return sha256(self.text.encode()).digest()
+
     @classmethod
     def read(cls, text: str) -> "Card":
         """Raises ValueError."""
@@ -63,7 +72,9 @@ class _Guest:
         self.said = bytearray()
         self.missing = greeting.CALL_BYTES
         self.call: Call | None = None
-        self.own = b""
+        #: This end's fresh key, and what was answered with it. None: nothing was.
+        self.own: X25519PrivateKey | None = None
+        self.answer = b""
 
 
 class Dial:
@@ -80,16 +91,20 @@ class Dial:
         #: None: it is made again at `again_at`.
         self.socket: socket.socket | None = None
         self.again_at = 0.0
-        self.own = b""
+        #: This end's fresh key.
+        self.own = greeting.fresh()
         self.said = bytearray()
         self.missing = 0
         self.confirmed = False
+        #: Of what follows, once it is confirmed. None: all goes in the clear.
+        self.seals: Seals | None = None
         #: Why there is no link.
         self.problem: OSError | None = None
 
 
-#: Is given a connection that has been greeted: the peer's identity, the serial, and the socket.
-Open = Callable[[bytes, int, socket.socket], None]
+#: Is given a connection that has been greeted: the peer's identity, the serial, the socket, and its
+#: seals where it is sealed.
+Open = Callable[[bytes, int, socket.socket, Seals | None], None]
 
 
 class Door:
@@ -103,8 +118,11 @@ class Door:
         poll: select.epoll,
         link_to: Callable[[bytes], Link | None],
         opened: Open,
+        *,
+        sealed: bool,
     ) -> None:
-        """`link_to`: the present link to a process, if there is one; `opened` takes a new one."""
+        """`link_to`: the present link to a process, if there is one; `opened` takes a new one.
+        `sealed`: all links are; else those are whose other end wants it."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._family = family
         self._address = address
@@ -112,10 +130,12 @@ class Door:
         self._poll = poll
         self._link_to = link_to
         self._opened = opened
+        self._sealed = sealed
         self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
         poll.register(self._listener, select.EPOLLIN)
         self.card = Card(identity, address, self._listener.getsockname()[1])
+        self._own_digest = self.card.digest
         #: Of the present meeting; and the secrets of that and of those that are expected.
         self._epoch = -1
         self._secrets: dict[int, bytes] = {}
@@ -165,7 +185,7 @@ class Door:
 
     def _answer_early(self) -> None:
         """Those that have called before their meeting was known here."""
-        early = [d for d, guest in self._guests.items() if guest.call and not guest.own]
+        early = [d for d, guest in self._guests.items() if guest.call and guest.own is None]
         for descriptor in early:
             self._hear_guest(descriptor, self._answer)
 
@@ -189,7 +209,7 @@ class Door:
         if problem and problem != errno.EINPROGRESS:
             self._fail(call, OSError(problem, os.strerror(problem)))
             return
-        call.own, call.said, call.missing = greeting.fresh(), bytearray(), 0
+        call.said, call.missing = bytearray(), 0
         self._dials[connection.fileno()] = call
         self._poll.register(connection, select.EPOLLOUT)
 
@@ -220,7 +240,7 @@ class Door:
         """The connection stands, or there is something to read, or neither will be."""
         connection, secret = call.socket, self._secrets.get(call.epoch, b"")
         assert connection is not None, "only what is connected is polled"
-        them = call.card.identity
+        them = call.card.digest
         if not call.missing:
             problem = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if problem:
@@ -229,7 +249,7 @@ class Door:
             if not call.answered:
                 call.answered = True
                 call.until = time.monotonic() + ANSWER_LIMIT_S
-            said = greeting.make_call(call.epoch, call.serial, self._identity, call.own)
+            said = self._said(call)
             connection.sendall(said + greeting.prove(secret, b"call", them, said))
             call.missing = greeting.ANSWER_BYTES
             self._poll.modify(connection, select.EPOLLIN)
@@ -243,21 +263,27 @@ class Door:
         if call.missing:
             return
         if call.confirmed:
-            self._open(them, call.serial, connection)
+            self._open(call, connection)
             return
-        answer, proof = greeting.read_answer(bytes(call.said))
-        said = greeting.make_call(call.epoch, call.serial, self._identity, call.own)
-        if not greeting.proven(proof, secret, b"answer", them, said, answer):
+        answer, said = greeting.read_answer(bytes(call.said)), self._said(call)
+        if not greeting.proven(answer.proof, secret, b"answer", them, said, answer.said):
             self._fail(call, PermissionError("whoever answers there is not of this job"))
             return
-        connection.sendall(greeting.prove(secret, b"confirm", them, said, answer))
+        if self._sealed or answer.seals:
+            call.seals = greeting.seals_of_caller(
+                call.own, answer.public, secret, them, said, answer.said
+            )
+        connection.sendall(greeting.prove(secret, b"confirm", them, said, answer.said))
         call.said, call.missing, call.confirmed = bytearray(), len(greeting.WELCOME), True
+
+    def _said(self, call: Dial) -> bytes:
+        return greeting.make_call(call.epoch, call.serial, self._sealed, self._identity, call.own)
 
     def _call_again(self, call: Dial) -> None:
         """It calls this one at the same time, is not there yet, or took it for a stranger in a
         crowd."""
         self._hang_up(call)
-        call.confirmed = False
+        call.own, call.confirmed = greeting.fresh(), False
         call.again_at = time.monotonic() + _AGAIN_S
         call.until = time.monotonic() + ANSWER_LIMIT_S
 
@@ -325,26 +351,32 @@ class Door:
         guest.missing -= len(part)
         if guest.missing:
             return False
-        said, me = bytes(guest.said), self._identity
+        said, me = bytes(guest.said), self._own_digest
         if guest.call is None:
             guest.call, guest.missing = greeting.read_call(said), 1
             return guest.call is None or self._answer(guest)
         call = guest.call
         secret = self._secrets.get(call.epoch)
         confirmed = secret is not None and greeting.proven(
-            said, secret, b"confirm", me, call.said, guest.own
+            said, secret, b"confirm", me, call.said, guest.answer
         )
         if not confirmed or not self._wanted(call):
             return True
+        seals: Seals | None = None
+        if self._sealed or call.seals:
+            assert guest.own is not None, "it was answered"
+            seals = greeting.seals_of_called(
+                guest.own, call.public, secret, me, call.said, guest.answer
+            )
         guest.socket.sendall(greeting.WELCOME)
         del self._guests[guest.socket.fileno()]
         self._poll.unregister(guest.socket)
-        self._opened_with(call.caller, call.serial, guest.socket)
+        self._opened_with(call.caller, call.serial, guest.socket, seals)
         return False
 
     def _answer(self, guest: _Guest) -> bool:
         """Answer a call, now or when this worker comes to the meeting that the caller means."""
-        call, me = guest.call, self._identity
+        call, me = guest.call, self._own_digest
         assert call is not None, "it has called"
         secret = self._secrets.get(call.epoch)
         if secret is None:
@@ -352,8 +384,9 @@ class Door:
         if not greeting.proven(call.proof, secret, b"call", me, call.said):
             return True
         guest.own = greeting.fresh()
-        proof = greeting.prove(secret, b"answer", me, call.said, guest.own)
-        guest.socket.sendall(guest.own + proof)
+        guest.answer = greeting.make_answer(self._sealed, guest.own)
+        proof = greeting.prove(secret, b"answer", me, call.said, guest.answer)
+        guest.socket.sendall(guest.answer + proof)
         guest.said, guest.missing = bytearray(), greeting.CONFIRM_BYTES
         return False
 
@@ -368,17 +401,19 @@ class Door:
 
     # ---- both
 
-    def _open(self, peer: bytes, serial: int, connection: socket.socket) -> None:
+    def _open(self, call: Dial, connection: socket.socket) -> None:
         del self._dials[connection.fileno()]
         self._poll.unregister(connection)
-        self.calls[peer].socket = None
-        self._opened_with(peer, serial, connection)
+        call.socket = None
+        self._opened_with(call.card.identity, call.serial, connection, call.seals)
 
-    def _opened_with(self, peer: bytes, serial: int, connection: socket.socket) -> None:
+    def _opened_with(
+        self, peer: bytes, serial: int, connection: socket.socket, seals: Seals | None
+    ) -> None:
         if (call := self.calls.pop(peer, None)) is not None:
             self._hang_up(call)
         self._serials[peer] = serial
-        self._opened(peer, serial, connection)
+        self._opened(peer, serial, connection, seals)
 
     def tick(self) -> None:
         """What the clock brings; called a few times a second while something is under way."""

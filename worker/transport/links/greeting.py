@@ -1,31 +1,37 @@
 """How the two ends of a new link prove to each other that they belong to the same meeting.
 
 Whoever calls says who it is and which meeting it means; both then prove, each over the other's
-fresh bytes, that they know that meeting's secret, and the one that was called ends with a word of
-welcome, before which the caller sends nothing. All messages have a fixed size. Must not know
-sockets, nor who is welcome.
+fresh key, that they know that meeting's secret, and the one that was called ends with a word of
+welcome, before which the caller sends nothing. The keys of what follows come of both fresh keys and
+of the secret. All messages have a fixed size. Must not know sockets, nor who is welcome.
 """
 
 import hmac
-import secrets
 import struct
 from typing import NamedTuple
 
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from oobleck.worker.transport.links.sealing import KEY_BYTES, Seal, Seals
+
 #: Of a process that has links: random, new for each.
 IDENTITY_BYTES = 16
-_FRESH_BYTES = 32
+_PUBLIC_BYTES = 32
 _PROOF_BYTES = 32
-_MAGIC = b"oobl\x01"
+_MAGIC = b"oobl\x02"
 
-_CALL = struct.Struct(f"!{len(_MAGIC)}sQI{IDENTITY_BYTES}s{_FRESH_BYTES}s")
+_CALL = struct.Struct(f"!{len(_MAGIC)}sQI?{IDENTITY_BYTES}s{_PUBLIC_BYTES}s")
+_ANSWER = struct.Struct(f"!?{_PUBLIC_BYTES}s")
 CALL_BYTES = _CALL.size + _PROOF_BYTES
-ANSWER_BYTES = _FRESH_BYTES + _PROOF_BYTES
+ANSWER_BYTES = _ANSWER.size + _PROOF_BYTES
 CONFIRM_BYTES = _PROOF_BYTES
 WELCOME = b"w"
 
 
-def fresh() -> bytes:
-    return secrets.token_bytes(_FRESH_BYTES)
+def fresh() -> X25519PrivateKey:
+    return X25519PrivateKey.generate()
 
 
 class Call(NamedTuple):
@@ -34,35 +40,85 @@ class Call(NamedTuple):
     epoch: int
     #: Counts the links between the two processes: the newer replaces the older.
     serial: int
+    #: Whether the caller wants the link sealed. It is if either end wants that, so nobody has less
+    #: than it wants.
+    seals: bool
     caller: bytes
-    fresh: bytes
+    public: bytes
     #: All of the above as it was said, and the proof behind it.
     said: bytes
     proof: bytes
 
 
-def make_call(epoch: int, serial: int, caller: bytes, own: bytes) -> bytes:
+class Answer(NamedTuple):
+    """What the one that is called says."""
+
+    seals: bool
+    public: bytes
+    said: bytes
+    proof: bytes
+
+
+def make_call(epoch: int, serial: int, seals: bool, caller: bytes, own: X25519PrivateKey) -> bytes:
     """All but the proof; `own` is fresh."""
-    return _CALL.pack(_MAGIC, epoch, serial, caller, own)
+    public = own.public_key().public_bytes_raw()
+    return _CALL.pack(_MAGIC, epoch, serial, seals, caller, public)
 
 
 def read_call(message: bytes) -> Call | None:
     """None: whoever calls speaks something else."""
     said, proof = message[: _CALL.size], message[_CALL.size :]
-    magic, epoch, serial, caller, theirs = _CALL.unpack(said)
-    return Call(epoch, serial, caller, theirs, said, proof) if magic == _MAGIC else None
+    magic, epoch, serial, seals, caller, public = _CALL.unpack(said)
+    if magic != _MAGIC:
+        return None
+    return Call(epoch, serial, seals, caller, public, said, proof)
 
 
-def read_answer(message: bytes) -> tuple[bytes, bytes]:
-    """The other end's fresh bytes, and the proof."""
-    return message[:_FRESH_BYTES], message[_FRESH_BYTES:]
+def make_answer(seals: bool, own: X25519PrivateKey) -> bytes:
+    """All but the proof; `own` is fresh."""
+    return _ANSWER.pack(seals, own.public_key().public_bytes_raw())
+
+
+def read_answer(message: bytes) -> Answer:
+    said, proof = message[: _ANSWER.size], message[_ANSWER.size :]
+    return Answer(*_ANSWER.unpack(said), said, proof)
 
 
 def prove(secret: bytes, step: bytes, called: bytes, *said: bytes) -> bytes:
-    """That whoever says it knows `secret`. `called`: identity of the process that was called, so
-    that nobody can hand the greeting on to another; `said`: all parts have fixed sizes."""
+    """That whoever says it knows `secret`. `called`: who was called, and where, so that nobody can
+    hand the greeting on to another; `said`: all parts have fixed sizes."""
     return hmac.digest(secret, b"".join((step, called, *said)), "sha256")
 
 
 def proven(proof: bytes, secret: bytes, step: bytes, called: bytes, *said: bytes) -> bool:
     return hmac.compare_digest(proof, prove(secret, step, called, *said))
+
+
+def seals_of_caller(
+    own: X25519PrivateKey, theirs: bytes, secret: bytes, called: bytes, *said: bytes
+) -> Seals:
+    """`theirs`: the other end's fresh key; the rest as for `prove`. Only the two ends can know
+    these, also where the secret gets known later. Raises PermissionError."""
+    outward, inward = _keys(own, theirs, secret, called, *said)
+    return Seals(Seal(outward), Seal(inward))
+
+
+def seals_of_called(
+    own: X25519PrivateKey, theirs: bytes, secret: bytes, called: bytes, *said: bytes
+) -> Seals:
+    """The same at the other end."""
+    inward, outward = _keys(own, theirs, secret, called, *said)
+    return Seals(Seal(outward), Seal(inward))
+
+
+def _keys(
+    own: X25519PrivateKey, theirs: bytes, secret: bytes, called: bytes, *said: bytes
+) -> tuple[bytes, bytes]:
+    """From the caller, and to it."""
+    try:
+        shared = own.exchange(X25519PublicKey.from_public_bytes(theirs))
+    except ValueError:
+        raise PermissionError("the other end's key is none") from None
+    info = b"".join((b"oobleck link", called, *said))
+    both = HKDF(SHA256(), 2 * KEY_BYTES, salt=secret, info=info).derive(shared)
+    return both[:KEY_BYTES], both[KEY_BYTES:]

@@ -24,6 +24,7 @@ from oobleck.worker.transport.links.door import Card, Dial, Door
 from oobleck.worker.transport.links.frame import Kind, Label
 from oobleck.worker.transport.links.greeting import IDENTITY_BYTES
 from oobleck.worker.transport.links.link import Incoming, Link, Outgoing
+from oobleck.worker.transport.links.sealing import Seals
 from oobleck.worker.transport.links.silence import NO_WAY, Patience, answers
 
 #: How often the clock is looked at while callers or calls are under way.
@@ -73,9 +74,10 @@ class Feeding(Protocol):
 class Links:
     """One listener, and at most one link to each other process."""
 
-    def __init__(self, address: str, *, silence_s: float) -> None:
+    def __init__(self, address: str, *, silence_s: float, sealed: bool = True) -> None:
         """Listen at `address`. `silence_s`: without a sign of life for so long a peer's host is
-        gone. Raises OSError."""
+        gone; `sealed`: what goes over all links is, else where the other end wants it. Raises
+        OSError."""
         self.lock = threading.RLock()
         self.identity = secrets.token_bytes(IDENTITY_BYTES)
         self._patience = Patience(silence_s)
@@ -85,7 +87,9 @@ class Links:
         #: shown that one where it shall read and write.
         self._traffic = select.epoll()
         self._events = select.epoll()
-        self._door = Door(address, self.identity, self._events, self._links.get, self._open)
+        self._door = Door(
+            address, self.identity, self._events, self._links.get, self._open, sealed=sealed
+        )
         self.card: Card = self._door.card
         self._bell = os.eventfd(0, os.EFD_NONBLOCK)
         self._own_bell = os.eventfd(0, os.EFD_NONBLOCK)
@@ -269,13 +273,15 @@ class Links:
 
     # ---- links
 
-    def _open(self, peer: bytes, serial: int, connected: socket.socket) -> None:
+    def _open(
+        self, peer: bytes, serial: int, connected: socket.socket, seals: Seals | None
+    ) -> None:
         if (old := self._links.get(peer)) is not None:
             self._drop(old)
             if old.used_in >= self._epoch and peer not in self._left:
                 # The other end was over before this one knew: frames have gone nowhere.
                 self._lose(peer, "a peer has called again amid a meeting")
-        link = Link(peer, serial, connected, partial(self._feeds, peer))
+        link = Link(peer, serial, connected, partial(self._feeds, peer), seals)
         link.raise_floor(self._epoch)
         self._links[peer] = self._by_descriptor[connected.fileno()] = link
         link.polled_for = _READ | _END

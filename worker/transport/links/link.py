@@ -22,6 +22,8 @@ from oobleck.worker.transport.links.frame import (
     Label,
     priority_of,
 )
+from oobleck.worker.transport.links.sealing import Seals
+from oobleck.worker.transport.links.wire import ClearWire, SealedWire, Wire
 
 #: Read at once. Frames that are no larger are copied out of it, larger ones read in place.
 _BUFFER_BYTES = 64 << 10
@@ -138,9 +140,16 @@ class Link:
     """The end of a connection that this worker has. Only reading finds that the connection is over:
     what the peer said before its end may still be there when nothing can be written any more."""
 
-    def __init__(self, peer: bytes, serial: int, connected: socket.socket, feeds: Feeds) -> None:
+    def __init__(
+        self,
+        peer: bytes,
+        serial: int,
+        connected: socket.socket,
+        feeds: Feeds,
+        seals: Seals | None = None,
+    ) -> None:
         """`peer`: the identity of the process at the other end; `serial`: counts the connections
-        with it."""
+        with it; `seals`: None: all goes in the clear."""
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
@@ -148,6 +157,7 @@ class Link:
         self.peer = peer
         self.serial = serial
         self.socket = connected
+        self._wire: Wire = SealedWire(connected, seals) if seals else ClearWire(connected)
         #: What the poll is asked for, as far as it was told.
         self.polled_for = 0
         #: Why nothing goes out any more.
@@ -198,7 +208,7 @@ class Link:
         left = _TURN_BYTES
         while left > 0 and (frame := self._next_frame()) is not None:
             try:
-                count = self.socket.sendmsg(frame.left)
+                count = self._wire.put(frame.left)
             except BlockingIOError:
                 return
             except OSError as error:
@@ -247,13 +257,13 @@ class Link:
         """Take in what is there, or a good part of it. Raises BlockingIOError where nothing is, and
         another OSError at the end of the connection."""
         left = _TURN_BYTES
-        while left > 0:
+        while left > 0 or self._wire.holds:  # of which no poll would tell again
             if self._missing:
-                count = self.socket.recv_into(self._room[: self._missing])
+                count = self._wire.take(self._room[: self._missing])
                 self._check_open(count)
                 self._took(count)
             else:
-                count = self.socket.recv_into(self._buffer[self._end :])
+                count = self._wire.take(self._buffer[self._end :])
                 self._check_open(count)
                 self._end += count
                 self._unpack(on_news)
@@ -368,7 +378,7 @@ class Link:
         writing = self._writing
         if writing is None or not unwanted(writing):
             return
-        if writing.started:
+        if writing.started or self._wire.half_out:
             writing.own_the_rest()
         else:
             self._writing = None

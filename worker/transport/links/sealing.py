@@ -1,0 +1,62 @@
+"""Seals what goes over a link, so that nobody on the way can read it, nor change it unnoticed.
+
+AES-128-GCM; each direction has a key of its own and counts its pieces, so a piece that is changed,
+left out, repeated or moved does not open. Must not know sockets, nor what a piece means.
+"""
+
+import hmac
+import struct
+from typing import NamedTuple
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+#: Of the key that the keys of a direction follow from.
+KEY_BYTES = 32
+#: What a sealed piece is longer than the piece.
+TAG_BYTES = 16
+_AES_BYTES = 16
+_NONCE = struct.Struct("!4xQ")
+#: Then the next key. In pieces of 256 KiB that is 256 GiB, below what RFC 8446 §5.5 allows a key.
+_PIECES_PER_KEY = 1 << 20
+
+
+class Seal:
+    """One direction of one link, at one of its ends."""
+
+    def __init__(self, key: bytes) -> None:
+        self._next_key = key
+        self._count = 0
+        self._renew()
+
+    def _renew(self) -> None:
+        """Whoever learns a later key does not learn this one."""
+        self._aes = AESGCM(hmac.digest(self._next_key, b"seal", "sha256")[:_AES_BYTES])
+        self._next_key = hmac.digest(self._next_key, b"next", "sha256")
+
+    def _nonce(self) -> bytes:
+        """Never the same twice with one key."""
+        if self._count and self._count % _PIECES_PER_KEY == 0:
+            self._renew()
+        nonce = _NONCE.pack(self._count)
+        self._count += 1
+        return nonce
+
+    def close(self, piece: memoryview, room: memoryview) -> None:
+        """Put `piece` into `room`, which is longer by a tag."""
+        self._aes.encrypt_into(self._nonce(), piece, None, room)
+
+    def open(self, sealed: memoryview, room: memoryview) -> None:
+        """Put what is in the next piece into `room`. Raises ConnectionError where that is not what
+        the other end has sealed; `room` says nothing then."""
+        try:
+            self._aes.decrypt_into(self._nonce(), sealed, None, room)
+        except InvalidTag:
+            raise ConnectionError("what came in over a link was changed on its way") from None
+
+
+class Seals(NamedTuple):
+    """Of both directions, as one end has them."""
+
+    outward: Seal
+    inward: Seal

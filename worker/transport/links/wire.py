@@ -1,0 +1,136 @@
+"""How frames get into a connection and out of it: as they are, or sealed.
+
+A sealed frame is its header, then its content in pieces, each sealed by itself: so a size is known
+to be the sender's before there is room made for it, and no end holds more than a piece. Nothing
+here blocks: what the kernel does not take or have raises BlockingIOError. Must not know which
+frames there are, nor who waits for them.
+"""
+
+import socket
+from collections.abc import Sequence
+from typing import Protocol
+
+from oobleck.worker.transport.links.frame import HEADER
+from oobleck.worker.transport.links.sealing import TAG_BYTES, Seals
+
+#: Of a content that is sealed as one.
+PIECE_BYTES = 256 << 10
+#: Read at once where less is wanted: small frames come many at a time.
+_AHEAD_BYTES = 64 << 10
+
+
+class Wire(Protocol):
+    """One end of a connection. All methods but the properties raise OSError when it is over."""
+
+    @property
+    def half_out(self) -> bool:
+        """Whether a part of what `put` was given last may have gone out, which `put` has not told:
+        it must be given the same again."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether `take` has something without asking the kernel."""
+
+    def put(self, left: Sequence[memoryview]) -> int:
+        """Send some of what is left of a frame; returns how many bytes of it have gone out."""
+
+    def take(self, room: memoryview) -> int:
+        """Receive some bytes; none at the end of the connection. What is next of a header and of a
+        content is asked for in turns."""
+
+
+class ClearWire:
+    half_out = False
+    holds = False
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.put = connected.sendmsg
+        self.take = connected.recv_into
+
+
+class SealedWire:
+    def __init__(self, connected: socket.socket, seals: Seals) -> None:
+        self._socket = connected
+        self._seals = seals
+        #: What is sealed and has not gone out, and how many bytes of the frame are in it.
+        self._sealed = memoryview(bytearray(HEADER.size + PIECE_BYTES + 2 * TAG_BYTES))
+        self._leaving = memoryview(b"")
+        self._leaving_bytes = 0
+        #: Of the content of the frame that goes out, what is not sealed yet; of the one that comes
+        #: in, what is not open yet. 0: a header is next.
+        self._to_seal = self._to_open = 0
+        self._buffer = memoryview(bytearray(PIECE_BYTES + TAG_BYTES))
+        self._start = self._end = 0
+
+    # ---- out
+
+    @property
+    def half_out(self) -> bool:
+        return bool(self._leaving)
+
+    def put(self, left: Sequence[memoryview]) -> int:
+        if not self._leaving:
+            self._seal(left)
+        while self._leaving:
+            count = self._socket.send(self._leaving)
+            self._leaving = self._leaving[count:]
+        return self._leaving_bytes
+
+    def _seal(self, left: Sequence[memoryview]) -> None:
+        """The next piece; a header and the first piece of its content at once."""
+        first, *rest = left
+        content, sealed_bytes = first, 0
+        self._leaving_bytes = 0
+        if not self._to_seal:
+            header = first[: HEADER.size]
+            *_, self._to_seal = HEADER.unpack(header)
+            sealed_bytes = HEADER.size + TAG_BYTES
+            self._seals.outward.close(header, self._sealed[:sealed_bytes])
+            self._leaving_bytes = HEADER.size
+            content = rest[0] if rest else first[HEADER.size :]
+        if count := min(self._to_seal, PIECE_BYTES):
+            end = sealed_bytes + count + TAG_BYTES
+            self._seals.outward.close(content[:count], self._sealed[sealed_bytes:end])
+            self._to_seal -= count
+            self._leaving_bytes += count
+            sealed_bytes = end
+        self._leaving = self._sealed[:sealed_bytes]
+
+    # ---- in
+
+    @property
+    def _next_bytes(self) -> int:
+        """Of the piece that is next."""
+        return min(self._to_open, PIECE_BYTES) or HEADER.size
+
+    @property
+    def holds(self) -> bool:
+        return self._end - self._start >= self._next_bytes + TAG_BYTES
+
+    def take(self, room: memoryview) -> int:
+        while not self.holds:
+            if not self._fill():
+                return 0
+        count = self._next_bytes
+        end = self._start + count + TAG_BYTES
+        self._seals.inward.open(self._buffer[self._start : end], room[:count])
+        self._start = end
+        if self._to_open:
+            self._to_open -= count
+        else:
+            *_, self._to_open = HEADER.unpack_from(room)
+        return count
+
+    def _fill(self) -> int:
+        """Read what is missing of the next piece; behind a short one, what else is there."""
+        if (
+            self._start + self._next_bytes + TAG_BYTES > len(self._buffer)
+            or self._start == self._end
+        ):
+            rest = self._end - self._start
+            self._buffer[:rest] = self._buffer[self._start : self._end]
+            self._start, self._end = 0, rest
+        end = self._start + max(self._next_bytes + TAG_BYTES, _AHEAD_BYTES)
+        count = self._socket.recv_into(self._buffer[self._end : end])
+        self._end += count
+        return count
