@@ -37,6 +37,15 @@ def stays_on_host(address: str) -> bool:
     return bool(found) and all(map(_is_loopback, found))
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host, by its number or as localhost, is never reached from another one. No name is
+    resolved."""
+    try:
+        return _is_loopback(host)
+    except ValueError:
+        return host == "localhost"
+
+
 def pinned(address: str) -> str:
     """HOST:PORT by number, for an address that stays on this host: who answers for a name may
     answer something else later. `localhost` is always this host; what does not resolve stays."""

@@ -46,7 +46,7 @@ FORBIDDEN = {
     "planner": {"torch", "grpc", "asyncio", "socket", "subprocess", "time", "os", "random"},
     "host": {"torch", "grpc", "google"},
     "proto": {"torch", "asyncio"},
-    "worker": {"grpc", "google", "asyncio", "cryptography"},
+    "worker": {"grpc", "google", "asyncio"},
     "agent": {"torch", "numpy", "scipy"},
     "master": {"torch"},
     "cli": {"torch", "numpy", "scipy", "asyncssh"},

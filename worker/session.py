@@ -9,6 +9,7 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 
+from oobleck.host.address import is_loopback
 from oobleck.host.ipc.messages import (
     Assign,
     Committed,
@@ -80,7 +81,11 @@ class Session:
             timeline=Timeline(),
             stopwatch=Stopwatch(connector.device),
             connector=connector,
-            links=Links(launch.address, silence_s=launch.silence_s),
+            links=Links(
+                launch.address,
+                silence_s=launch.silence_s,
+                sealed=job.seals_links(on_loopback=is_loopback(launch.address)),
+            ),
             state=ModelState(job, connector.device),
             progress=TrainingProgress(),
             data=dataset.fingerprint,

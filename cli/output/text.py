@@ -93,7 +93,12 @@ def redoing(job: pb.JobStatus) -> str:
 
 def _why(job: pb.JobStatus) -> str:
     """What is to be said beside the job's state."""
-    return "; ".join(part for part in (redoing(job), job.reason) if part)
+    return "; ".join(part for part in (redoing(job), job.reason, _exposed(job)) if part)
+
+
+def _exposed(job: pb.JobStatus) -> str:
+    """That others may read and change what workers send each other; empty: they may not."""
+    return "DATA PLANE IN THE CLEAR" if job.data_plane == "clear" and job.state not in ENDED else ""
 
 
 def _heard(node: pb.NodeInfo) -> str:
@@ -203,6 +208,13 @@ def job_text(job: pb.JobStatus, width: int | None = None) -> str:
         lines.append(f"not saved   {inline(job.save_failure)}")
     if job.profile:
         lines.append(f"profile     {job.profile}")
+    if job.data_plane == "clear":
+        lines.append(
+            "data plane  IN THE CLEAR, as the job file asks: whoever is on the network reads and "
+            "changes what workers send; without 'data_plane: clear' it is sealed"
+        )
+    elif job.data_plane:
+        lines.append(f"data plane  {job.data_plane}")
     if job.directory:
         lines.append(f"directory   {job.directory}")
     if job.last_incident:

@@ -7,6 +7,7 @@ just closed or a silent agent.
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
+from oobleck.host.address import is_loopback
 from oobleck.host.ipc.messages import StepRecord
 from oobleck.master.config import MasterConfig
 from oobleck.master.planning import client
@@ -50,6 +51,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         finished_at=job.finished_at,
         reconfigurations=job.lineage.reconfigurations,
         directory=str(config.job_directory(job.id)),
+        data_plane=_data_plane(state, job),
     )
     if job.spec.checkpoint is not None:
         message.checkpoint_path = redact(job.spec.checkpoint.path)
@@ -83,6 +85,15 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         step_tokens = seen.steps.recent[-1].tokens
         message.eta_s = (training.steps - seen.steps.committed_step) * step_tokens / rate
     return message
+
+
+def _data_plane(state: ClusterState, job: Job) -> str:
+    """Between the nodes of its plan; before there is one, between all."""
+    names = job.current.members or tuple(state.nodes)
+    local = bool(names) and all(is_loopback(state.nodes[name].facts.address) for name in names)
+    if local and job.spec.data_plane != "sealed":
+        return "loopback"
+    return "sealed" if job.spec.seals_links(on_loopback=False) else "clear"
 
 
 def _tell_incident(message: pb.JobStatus, job: Job) -> None:

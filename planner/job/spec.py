@@ -21,6 +21,7 @@ OnStateLost = Literal["fail", "restart"]
 RecoveryPolicy = Literal["auto", "templates", "reroute", "uneven"]
 Shadows = Literal["auto", "none"]
 TransportName = Literal["auto", "tcp"]
+DataPlane = Literal["auto", "sealed", "clear"]
 #: Of a path, so that a checkpoint's name behind it still fits into a line of the wire.
 _MOST_PATH = 900
 #: Of characters that no path has on purpose: controls, marks that are not seen, bytes that are no
@@ -342,6 +343,9 @@ class JobSpec:
     #: it ends (fail), or begins anew at step 1 (restart).
     on_state_lost: OnStateLost = "fail"
     recovery: RecoverySpec = field(default_factory=RecoverySpec)
+    #: Whether what workers send each other over links can be read and changed on the way; auto:
+    #: only where the way does not leave the host.
+    data_plane: DataPlane = "auto"
 
     def __post_init__(self) -> None:
         check_name(self.name, "job")
@@ -372,6 +376,10 @@ class JobSpec:
                 f"few for the {self.fault_tolerance + 1} pipelines that fault_tolerance "
                 f"{self.fault_tolerance} needs; enlarge global_batch or lower microbatch"
             )
+
+    def seals_links(self, *, on_loopback: bool) -> bool:
+        """Whether a worker, that others reach on loopback alone or not, wants its links sealed."""
+        return self.data_plane == "sealed" or (self.data_plane == "auto" and not on_loopback)
 
     @property
     def profile_path(self) -> str | None:
