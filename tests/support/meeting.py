@@ -9,13 +9,17 @@ from oobleck.worker.transport.links.hub import Links
 
 T = TypeVar("T")
 SECRET = b"s" * 32
+#: Whether links are sealed where a test does not say it.
+SEALED = True
 
 
 class Party:
     """`count` processes' links, and their transports in the present meeting."""
 
-    def __init__(self, count: int, *, silence_s: float = 5.0) -> None:
-        self.links = [Links("127.0.0.1", silence_s=silence_s) for _ in range(count)]
+    def __init__(self, count: int, *, silence_s: float = 5.0, sealed: bool | None = None) -> None:
+        self._silence_s = silence_s
+        self._sealed = SEALED if sealed is None else sealed
+        self.links = [self.newcomer() for _ in range(count)]
         self.transports: list[LinkTransport] = []
         #: What each has heard in the present meeting.
         self.heard: list[list[bytes]] = []
@@ -29,6 +33,10 @@ class Party:
         for links in self.links:
             links.close()
         self._pool.shutdown()
+
+    def newcomer(self) -> Links:
+        """One more process's, which is not among `links`."""
+        return Links("127.0.0.1", silence_s=self._silence_s, sealed=self._sealed)
 
     def meet(
         self,

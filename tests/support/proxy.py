@@ -9,9 +9,12 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _CHUNK = 16 << 10
+#: Is given a part of what goes from who called (True) or to it, and where in that direction of its
+#: connection it stands, and returns what is passed on in its place.
+Passes = Callable[[bool, int, bytes], bytes]
 #: Closing so resets the connection.
 _RESET = struct.pack("ii", 1, 0)
 
@@ -19,16 +22,20 @@ _RESET = struct.pack("ii", 1, 0)
 class Proxy:
     """Passes connections on to `target` (HOST:PORT); a context manager."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(
+        self, target: str, *, at: tuple[str, int] = ("127.0.0.1", 0), passes: Passes | None = None
+    ) -> None:
+        """`at`: where it listens; `passes`: None: all is passed on as it is."""
         self.delay_s = 0.0
+        self._passes = passes
         self.bytes_per_s: float | None = None
         self._target = target
         self._flowing = threading.Event()
         self._flowing.set()
         self._ended = threading.Event()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._listener = socket.create_server(at)
+        self.address = f"{at[0]}:{self._listener.getsockname()[1]}"
         self._threads = [threading.Thread(target=self._accept, name="proxy")]
         self._threads[0].start()
 
@@ -77,13 +84,18 @@ class Proxy:
                 continue
             self._pairs.append((near, far))
             for source, sink in ((near, far), (far, near)):
-                thread = threading.Thread(target=self._pass_on, args=(source, sink), name="proxy")
+                way = (source, sink, source is near)
+                thread = threading.Thread(target=self._pass_on, args=way, name="proxy")
                 self._threads.append(thread)
                 thread.start()
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pass_on(self, source: socket.socket, sink: socket.socket, outward: bool) -> None:
+        passed = 0
         with contextlib.suppress(OSError):
             while data := source.recv(_CHUNK):
+                if self._passes is not None:
+                    data = self._passes(outward, passed, data)
+                passed += len(data)
                 late_s = self.delay_s
                 if self.bytes_per_s is not None:
                     late_s += len(data) / self.bytes_per_s

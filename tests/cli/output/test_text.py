@@ -375,3 +375,15 @@ def test_what_workers_say_stays_in_its_line_and_moves_no_cursor() -> None:
         assert "\x1b" not in one
     assert len(shown[0].splitlines()) == 2
     assert len(shown[3].splitlines()) == 1
+
+
+def test_a_data_plane_in_the_clear_is_shown_wherever_the_job_is() -> None:
+    clear = job(data_plane="clear")
+    assert "data plane  IN THE CLEAR" in text.job_text(clear)
+    assert "DATA PLANE IN THE CLEAR" in text.jobs_table([clear])
+    assert "state       running: DATA PLANE IN THE CLEAR" in text.job_text(clear)
+    assert "CLEAR" not in text.jobs_table([job(data_plane="clear", state="succeeded")])
+    for plane in ("sealed", "loopback"):
+        shown = text.job_text(job(data_plane=plane))
+        assert f"data plane  {plane}\n" in shown
+        assert "CLEAR" not in shown + text.jobs_table([job(data_plane=plane)])

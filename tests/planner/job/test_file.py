@@ -110,6 +110,11 @@ def refusal(text: str, *overrides: str) -> str:
         ),
         (
             "fault_tolerance: 1",
+            "data_plane: open",
+            "job.yaml:10: data_plane must be auto or sealed or clear, not the text",
+        ),
+        (
+            "fault_tolerance: 1",
             "recovery: {policy: rerout}",
             "job.yaml:10: recovery.policy must be auto or templates or reroute or uneven, "
             "not the text",
@@ -459,3 +464,19 @@ def test_whatever_is_typed_gives_a_job_or_one_clear_line(line: int, junk: str, a
         message = str(error)
     assert message.startswith(("job.yaml:", "--set "))
     assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("data_plane", "off_host", "on_host"),
+    [("auto", True, False), ("sealed", True, True), ("clear", False, False)],
+)
+def test_links_are_sealed_off_the_host_unless_the_job_says_otherwise(
+    data_plane: str, off_host: bool, on_host: bool
+) -> None:
+    job = parse_job(JOB, overrides=[f"data_plane={data_plane}"])
+    assert job.seals_links(on_loopback=False) == off_host
+    assert job.seals_links(on_loopback=True) == on_host
+
+
+def test_links_are_sealed_off_the_host_by_default() -> None:
+    assert parse_job(JOB).data_plane == "auto"

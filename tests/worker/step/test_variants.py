@@ -1,11 +1,13 @@
 """A loss costs nothing but time whatever the job trains with: other optimizers and transports."""
 
+from dataclasses import replace
+
 import pytest
 
 from oobleck.host.ipc.messages import FaultRule
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.spec import DataPlane, DataSpec, JobSpec, ModelSpec, TrainingSpec
 from support.director import Director, WarmWorkers, make_plan
 from support.folders import TEXT
 from support.reference import train_reference
@@ -36,10 +38,11 @@ def job(**training: object) -> JobSpec:
         pytest.param({"recompute": "layer"}, False, id="recomputation"),
     ],
 )
+@pytest.mark.parametrize("data_plane", ["sealed", "clear"])
 def test_losses_are_those_of_one_process(
-    warm: WarmWorkers, training: dict[str, object], staged: bool
+    warm: WarmWorkers, training: dict[str, object], staged: bool, data_plane: DataPlane
 ) -> None:
-    trained = job(**training)
+    trained = replace(job(**training), data_plane=data_plane)
     victim = WorkerId(NodeName("e"), 0)
     fault = FaultRule(worker=victim, point="before:Backward", step=3, action="kill_worker")
     with Director(warm, trained, [fault], stage_everything=staged) as cluster:

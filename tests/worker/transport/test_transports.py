@@ -51,7 +51,7 @@ class Rank:
 
     def __init__(self, kind: str, server: StoreServer | None, rank: int) -> None:
         self.store = StoreServer("127.0.0.1")
-        self.links = Links("127.0.0.1", silence_s=5)
+        self.links = Links("127.0.0.1", silence_s=5, sealed=kind != "mesh")
         self.waits = Waits()
         at = (server or self.store).endpoint
         self.groups = GroupStore(at, kind, own=self.store, waits=self.waits)

@@ -17,12 +17,18 @@ from oobleck.worker.transport.links.door import Dial, Door
 from oobleck.worker.transport.links.frame import Kind, Label, bytes_of
 from oobleck.worker.transport.tree import tree_neighbours
 from oobleck.worker.transport.words import Words
+from support import meeting as parties
 from support.leftovers import opened
 from support.meeting import SECRET, Party
 from support.waiting import until
 
 #: More than the kernel keeps between two processes.
 LARGE = 32 << 20
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["sealed", "clear"])
+def plane(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parties, "SEALED", request.param)
 
 
 def filled(size: int, value: float) -> torch.Tensor:

@@ -6,7 +6,9 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -90,6 +92,70 @@ def test_where_descriptors_run_out_strangers_lose_theirs_first() -> None:
         links.close()
 
 
+RECOVERS = """
+import resource, sys
+from oobleck.worker.transport.linked import LinkTransport
+from oobleck.worker.transport.links.door import Card
+from oobleck.worker.transport.links.hub import Links
+
+here = Links("127.0.0.1", silence_s=5)
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, hard))
+print(here.card.text, flush=True)
+for epoch in range(1, 9):
+    sys.stdin.readline()
+    transport = LinkTransport(here, epoch, b"s" * 32, 0, 2)
+    transport.meet(here.card, {1}, b"", lambda: None)
+    transport.gather(b"here")
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, flush=True)
+"""
+
+
+def test_thousands_of_strangers_hold_up_no_recovery_and_take_no_memory() -> None:
+    """20,000 that come and go and 400 that stay and say nothing, while a worker with few
+    descriptors meets one after the other that takes the place of the last."""
+    with subprocess.Popen(
+        [sys.executable, "-c", RECOVERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        card = Card.read(process.stdout.readline().strip())
+        came, peaks_kib, waited_s = 0, [], []
+
+        def come_and_go() -> None:
+            nonlocal came
+            while came < 20_000:
+                with contextlib.suppress(OSError), call(card) as stranger:
+                    stranger.sendall(bytes(came % greeting.CALL_BYTES))
+                came += 1
+
+        def recover(epoch: int) -> None:
+            begun = time.monotonic()
+            links = Links("127.0.0.1", silence_s=5)
+            transport = LinkTransport(links, epoch, b"s" * 32, 1, 2)
+            process.stdin.write("\n")
+            process.stdin.flush()
+            transport.meet(card, {0}, b"", lambda: None)
+            assert transport.gather(b"there") == [b"here", b"there"]
+            peaks_kib.append(int(process.stdout.readline()))
+            waited_s.append(time.monotonic() - begun)
+            transport.stand_down()
+            links.close()
+
+        recover(1)
+        with crowd(card, 400, b""), ThreadPoolExecutor(1) as pool:
+            coming = pool.submit(come_and_go)
+            for epoch in range(2, 8):
+                recover(epoch)
+                until(lambda at=epoch - 1: came >= 20_000 * at // 6, "strangers")
+            coming.result()
+            recover(8)
+        process.stdin.close()
+        process.wait(60)
+    assert max(waited_s) < 20
+    assert peaks_kib[-1] - peaks_kib[0] < 8 << 10
+
+
 def test_a_member_that_is_dropped_in_a_crowd_calls_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what it had said unread, so that its connection is reset."""
     dropped = 0
@@ -134,8 +200,8 @@ def greet(card: Card, secret: bytes, caller: bytes, serial: int) -> tuple[socket
     """A call of the first meeting, and what is answered."""
     stranger = call(card)
     stranger.settimeout(20)
-    said = greeting.make_call(1, serial, caller, greeting.fresh())
-    stranger.sendall(said + greeting.prove(secret, b"call", card.identity, said))
+    said = greeting.make_call(1, serial, True, caller, greeting.fresh())
+    stranger.sendall(said + greeting.prove(secret, b"call", card.digest, said))
     return stranger, stranger.recv(greeting.ANSWER_BYTES)
 
 
@@ -164,9 +230,9 @@ def test_a_greeting_for_one_is_no_greeting_for_another() -> None:
     with Party(3) as party:
         party.meet()
         here, there = party.links[0].card, party.links[2].card
-        said = greeting.make_call(1, 9, party.links[1].identity, greeting.fresh())
+        said = greeting.make_call(1, 9, True, party.links[1].identity, greeting.fresh())
         with call(there) as stranger:
-            stranger.sendall(said + greeting.prove(SECRET, b"call", here.identity, said))
+            stranger.sendall(said + greeting.prove(SECRET, b"call", here.digest, said))
             stranger.settimeout(20)
             assert stranger.recv(1) == b""
         assert party.everywhere(talk) == [[0.0, 1.0, 2.0]] * 3
