@@ -81,7 +81,8 @@ def make_answer(seals: bool, own: X25519PrivateKey) -> bytes:
 
 def read_answer(message: bytes) -> Answer:
     said, proof = message[: _ANSWER.size], message[_ANSWER.size :]
-    return Answer(*_ANSWER.unpack(said), said, proof)
+    seals, public = _ANSWER.unpack(said)
+    return Answer(seals, public, said, proof)
 
 
 def prove(secret: bytes, step: bytes, called: bytes, *said: bytes) -> bytes:
