@@ -10,6 +10,8 @@ import hmac
 import struct
 from typing import NamedTuple
 
+# The library loads it with the first key else, which fails where no descriptor is left.
+import cryptography.hazmat.backends.openssl.backend  # noqa: F401
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
