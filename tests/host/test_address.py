@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from oobleck.agent.connection.enrol import choose_way
+from oobleck.host.address import is_loopback
 from oobleck.host.ipc.endpoint import choose_endpoint
 
 
@@ -46,3 +47,21 @@ def test_a_name_may_stand_for_another_host_later(
 def test_localhost_and_what_does_not_resolve_stay() -> None:
     for address in ("localhost:4600", "127.0.0.1:4600", "nowhere.invalid:4600"):
         assert choose_endpoint(address, None, insecure=False).address == address
+
+
+@pytest.mark.parametrize(
+    ("host", "here"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.1", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("localhost", True),
+        ("10.0.0.1", False),
+        ("fe80::1%eth0", False),
+        ("head", False),
+        ("", False),
+    ],
+)
+def test_what_is_not_plainly_this_host_is_taken_for_another(host: str, here: bool) -> None:
+    assert is_loopback(host) == here

@@ -12,7 +12,7 @@ from oobleck.master.config import MasterConfig
 from oobleck.master.rules.first_plan import shortfall
 from oobleck.planner.cost.estimate import worker_peak_bytes
 from oobleck.planner.ids import JobId, NodeName
-from oobleck.planner.job.spec import CheckpointSpec
+from oobleck.planner.job.spec import CheckpointSpec, DataPlane
 from oobleck.planner.profile.estimate import estimate_profile
 from support.scenario import UNIX, Player
 
@@ -273,3 +273,21 @@ def test_a_re_routed_plan_is_told_with_its_routes_and_what_workers_hold() -> Non
     job.reason = ""
     reason = job_status(player.state, job, CONFIG, 2.3).reason
     assert reason == "a plan of templates follows at a step boundary once one is possible"
+
+
+def test_a_data_plane_in_the_clear_is_told_unless_it_stays_on_the_host() -> None:
+    player = Player()
+    player.play(START)
+    (job,) = player.state.jobs.values()
+
+    def told(wish: DataPlane) -> str:
+        job.spec = dataclasses.replace(job.spec, data_plane=wish)
+        return job_status(player.state, job, CONFIG, 1.0).data_plane
+
+    assert [told("auto"), told("sealed"), told("clear")] == ["sealed", "sealed", "clear"]
+    for node in player.state.nodes.values():
+        node.facts = replace(node.facts, address="127.0.0.1")
+    assert [told("auto"), told("sealed"), told("clear")] == ["loopback", "sealed", "loopback"]
+    away = player.state.nodes[NodeName("n2")]
+    away.facts = replace(away.facts, address="10.0.0.2")
+    assert [told("auto"), told("sealed"), told("clear")] == ["sealed", "sealed", "clear"]
