@@ -1,12 +1,16 @@
 """How fast the engine trains while nothing fails, beside what torch itself offers.
 
     python -m bench.throughput [--sizes small,medium] [--shapes 2x2,4x1,1x4,2+3] [--json FILE]
+    python -m bench.throughput --planes    # what it costs to seal the links between workers
 
 Everybody trains the same model on the same global batch in the same micro-batches, with one
 thread per process and the same optimizer, in turns: a few steps each, round after round. Speeds
 are ratios of one round's times, and of them the median (with the range) over the rounds. The
 engine does more than the others in a step: it reads its samples from files, hashes them, takes
 the gradient's norm and ends every step with a vote.
+
+With --planes the engine is compared with itself, likewise in turns: each of its plans over links that
+are sealed and over the same in the clear.
 
 Torch has no pipelines of unequal length. The shape 2+3 is held against what torch can do with as
 many processes or one less.
@@ -19,7 +23,7 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,9 +31,10 @@ import torch
 from bench.support.baselines import Baseline, TorchContender
 from bench.support.engine import ENDLESS, EngineContender, engine, plan_of
 from bench.support.turns import Contender, Turn, saving, speed, take_turns
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.spec import DataPlane, DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
 
+PLANES: tuple[DataPlane, DataPlane] = ("sealed", "clear")
 BLOCKS = 8
 LAYERS = BLOCKS + 2
 TEXT = str(Path(__file__).resolve().parents[1] / "LICENSE")
@@ -134,7 +139,47 @@ def contenders(shape: Shape, job: JobSpec) -> Iterator[dict[str, Contender]]:
         yield entered
 
 
+@contextlib.contextmanager
+def planes(shape: Shape, job: JobSpec) -> Iterator[dict[str, Contender]]:
+    """Each of our plans twice: over sealed links, and over open ones."""
+    with contextlib.ExitStack() as stack:
+        warm = stack.enter_context(engine().WarmWorkers())
+        entered: dict[str, Contender] = {}
+        for name, plan in shape.ours.items():
+            for plane in PLANES:
+                planed = replace(job, data_plane=plane)
+                entered[f"{name}, {plane}"] = stack.enter_context(
+                    EngineContender(warm, planed, plan)
+                )
+        yield entered
+
+
 # ---- the report
+
+
+def report_planes(shape: Shape, turns: Mapping[str, list[Turn]]) -> list[dict[str, object]]:
+    """Print what sealing costs each plan; returns its rows as data."""
+    rows: list[dict[str, object]] = []
+    for name in shape.ours:
+        sealed, clear = (turns[f"{name}, {plane}"] for plane in PLANES)
+        longer, processor = speed(clear, sealed), saving(clear, sealed)
+        steps_ms = [
+            statistics.median(turn.step_s for turn in each) * 1e3 for each in (sealed, clear)
+        ]
+        print(
+            f"  {name:<24}{steps_ms[0]:>7.1f} ms sealed{steps_ms[1]:>8.1f} ms clear{longer.median:>9.3f}x"
+            f" ({longer.low:.3f}-{longer.high:.3f}; {processor:.3f})",
+            flush=True,
+        )
+        rows.append(
+            {
+                "contender": name,
+                "sealed": [asdict(turn) for turn in sealed],
+                "clear": [asdict(turn) for turn in clear],
+                "longer": {**asdict(longer), "by_processor_time": processor},
+            }
+        )
+    return rows
 
 
 def report(shape: Shape, turns: Mapping[str, list[Turn]]) -> list[dict[str, object]]:
@@ -170,6 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--shapes", default="2x2,4x1,1x4,2+3")
+    parser.add_argument("--planes", action="store_true", help="sealed links against open ones")
     parser.add_argument("--rounds", type=int, help="instead of what each size has")
     parser.add_argument("--steps", type=int, help="of a turn, instead of what each size has")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
@@ -187,16 +233,22 @@ def main() -> None:
         )
         for shape_name in arguments.shapes.split(","):
             shape = shapes(size.job)[shape_name]
-            with contenders(shape, size.job) as entered:
+            compete, tell = (planes, report_planes) if arguments.planes else (contenders, report)
+            with compete(shape, size.job) as entered:
                 turns = take_turns(
                     entered,
                     rounds=arguments.rounds or size.rounds,
                     steps=arguments.steps or size.steps,
                 )
             print(f" {shape_name}")
-            rows = report(shape, turns)
+            rows = tell(shape, turns)
             results.append({"size": size_name, "shape": shape_name, "contenders": rows})
-    print("x (range; by processor time): how many times as fast as the line's, median over rounds")
+    if arguments.planes:
+        print("x (range; by processor time): how many times as long sealed as in the clear")
+    else:
+        print(
+            "x (range; by processor time): how many times as fast as the line's, median over rounds"
+        )
     if arguments.json:
         machine = {"cores": os.cpu_count(), "torch": torch.__version__, "python": sys.version}
         arguments.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1))

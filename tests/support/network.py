@@ -31,6 +31,11 @@ class Host:
         self.near, self.far = f"{net}.1", f"{net}.2"
 
     @property
+    def interface(self) -> str:
+        """This side's end of the link."""
+        return self._near
+
+    @property
     def within(self) -> Sequence[str]:
         """What runs a command there."""
         return ("ip", "netns", "exec", self.name)

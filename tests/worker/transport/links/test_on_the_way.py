@@ -6,6 +6,7 @@ import random
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -25,10 +26,13 @@ from support import diverted
 from support.director import Director, WarmWorkers, make_plan, worker_named
 from support.folders import TEXT
 from support.meeting import SECRET, Party
+from support.network import Host
 from support.reference import train_reference
 from support.tapped import Changes, Heard, tapped
 from support.waiting import until
 
+#: ETH_P_ALL of Linux.
+_ALL_PROTOCOLS = 3
 #: Where a caller's and a called one's frames begin in what they send.
 SAID_BY_CALLER = greeting.CALL_BYTES + greeting.CONFIRM_BYTES
 #: In what a caller says first: whether it wants the link sealed.
@@ -261,3 +265,56 @@ def test_workers_lose_a_link_that_somebody_changes_and_train_on_over_another(
         details = [said.detail for worker in BOTH for said in cluster.said(worker, PeerLost)]
         assert any("changed on its way" in detail for detail in details)
         assert cluster.losses() == pytest.approx(losses_of(trained), rel=1e-12)
+
+
+# ---- between hosts
+
+
+@contextlib.contextmanager
+def overheard(interface: str) -> Iterator[list[bytes]]:
+    """What the kernel sends and receives there, packet by packet."""
+    packets: list[bytes] = []
+    over = threading.Event()
+    ear = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.ntohs(_ALL_PROTOCOLS))
+    ear.bind((interface, 0))
+    ear.settimeout(0.1)
+
+    def listen() -> None:
+        while not over.is_set():
+            with contextlib.suppress(TimeoutError):
+                packets.append(ear.recv(1 << 16))
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    try:
+        yield packets
+    finally:
+        over.set()
+        listener.join()
+        ear.close()
+
+
+@pytest.fixture(scope="module")
+def far() -> Iterator[tuple[Host, WarmWorkers]]:
+    with Host() as host, WarmWorkers(host.within) as warm:
+        yield host, warm
+
+
+@pytest.mark.parametrize("data_plane", ["auto", "clear"])
+def test_between_hosts_nothing_is_heard_unless_the_job_wants_no_seal(
+    far: tuple[Host, WarmWorkers], warm: WarmWorkers, data_plane: DataPlane
+) -> None:
+    trained, plan = job(data_plane), plan_of(1)
+    host, there = far
+    with Director(warm, trained, address=host.near) as cluster:
+        cluster.start("a")
+        cluster.start("b", at=(there, host.far))
+        card = cluster.workers[BOTH[1]].card
+        with overheard(host.interface) as packets:
+            cluster.assign(plan)
+            cluster.wait_finished(plan)
+            cluster.stop()
+        assert cluster.losses() == pytest.approx(losses_of(trained), rel=1e-12)
+    heard = b"".join(packets)
+    assert len(heard) > 100_000
+    assert (card.encode() in heard) == (data_plane == "clear")
