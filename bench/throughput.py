@@ -9,8 +9,8 @@ are ratios of one round's times, and of them the median (with the range) over th
 engine does more than the others in a step: it reads its samples from files, hashes them, takes
 the gradient's norm and ends every step with a vote.
 
-With --planes the engine is compared with itself, likewise in turns: each of its plans over links that
-are sealed and over the same in the clear.
+With --planes the engine is compared with itself, likewise in turns: each of its plans over links
+that are sealed, and in the clear.
 
 Torch has no pipelines of unequal length. The shape 2+3 is held against what torch can do with as
 many processes or one less.
@@ -167,8 +167,8 @@ def report_planes(shape: Shape, turns: Mapping[str, list[Turn]]) -> list[dict[st
             statistics.median(turn.step_s for turn in each) * 1e3 for each in (sealed, clear)
         ]
         print(
-            f"  {name:<24}{steps_ms[0]:>7.1f} ms sealed{steps_ms[1]:>8.1f} ms clear{longer.median:>9.3f}x"
-            f" ({longer.low:.3f}-{longer.high:.3f}; {processor:.3f})",
+            f"  {name:<24}{steps_ms[0]:>7.1f} ms sealed{steps_ms[1]:>8.1f} ms clear"
+            f"{longer.median:>9.3f}x ({longer.low:.3f}-{longer.high:.3f}; {processor:.3f})",
             flush=True,
         )
         rows.append(
