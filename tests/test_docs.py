@@ -16,3 +16,18 @@ _FILE = re.compile(
 def test_files_that_a_page_names_exist(page: Path) -> None:
     named = set(_FILE.findall(page.read_text()))
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+def test_each_attacker_that_the_security_page_names_is_played_by_a_test() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    table = page.split("| somebody who |")[1].split("\n\n")[0]
+    rows = [line for line in table.splitlines()[2:] if line]
+    known = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
+    named = [re.findall(r"`(test_\w+)`", row) for row in rows]
+    assert len(rows) > 10
+    assert all(named), "each row names a test"
+    assert sorted({name for names in named for name in names} - known) == []

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from oobleck.worker.transport.links import sealing
+from oobleck.worker.transport.links import greeting, sealing
 from oobleck.worker.transport.links.frame import HEADER, Kind, Label
 from oobleck.worker.transport.links.link import Early, Link, Outgoing
 from oobleck.worker.transport.links.sealing import KEY_BYTES, TAG_BYTES, Seal, Seals
@@ -97,6 +98,33 @@ def test_a_key_is_used_for_so_many_pieces_and_no_number_twice_with_one(
     assert len(set(used)) == len(used) == 20
     assert len({key for key, _ in used}) == 5
     assert [opened(open_, piece) for piece in through] == [b"%d" % n for n in range(20)]
+
+
+def test_the_ends_have_the_same_keys_and_who_knows_the_secret_has_not() -> None:
+    """Nor what was said, which anybody may have heard."""
+    caller, called, nosy = (greeting.fresh() for _ in range(3))
+    said = (b"secret", b"called", b"all that", b"was said")
+    one = greeting.seals_of_caller(caller, public(called), *said)
+    other = greeting.seals_of_called(called, public(caller), *said)
+    first = sealed(one.outward, b"there")
+    assert opened(other.inward, first) == b"there"
+    assert opened(one.inward, sealed(other.outward, b"back")) == b"back"
+    for guess in (
+        greeting.seals_of_called(nosy, public(caller), *said),
+        greeting.seals_of_called(called, public(caller), b"another", *said[1:]),
+        greeting.seals_of_called(called, public(caller), *said[:-1], b"was never said"),
+    ):
+        with pytest.raises(ConnectionError):
+            opened(guess.inward, first)
+
+
+def public(key: X25519PrivateKey) -> bytes:
+    return key.public_key().public_bytes_raw()
+
+
+def test_a_key_that_is_none_is_refused() -> None:
+    with pytest.raises(PermissionError):
+        greeting.seals_of_called(greeting.fresh(), bytes(32), b"secret", b"called")
 
 
 # ---- links
