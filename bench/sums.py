@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,8 +41,8 @@ def over_gloo(rank: int, count: int, store: TCPStore) -> Sum:
     return lambda tensor: group.allreduce([tensor], AllreduceOptions()).wait()
 
 
-def over_links(rank: int, count: int, store: TCPStore) -> Sum:
-    links = Links(HOST, silence_s=10)
+def over_links(rank: int, count: int, store: TCPStore, *, sealed: bool = False) -> Sum:
+    links = Links(HOST, silence_s=10, sealed=sealed)
     transport = LinkTransport(links, 1, b"bench", rank, count)
     if rank == 0:
         store.set("host", links.card.text)
@@ -88,7 +89,9 @@ def work(rank: int, count: int, port: int, results: "multiprocessing.Queue[Any]"
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workers", default="2,4,8")
+    parser.add_argument("--sealed", action="store_true", help="seal the links; gloo cannot")
     options = parser.parse_args()
+    KINDS["links"] = partial(over_links, sealed=options.sealed)
     print("workers  bytes      gloo ms  links ms  ratio   gloo cpu ms  links cpu ms")
     for count in map(int, options.workers.split(",")):
         context = multiprocessing.get_context("fork")
