@@ -305,6 +305,10 @@ class Links:
         """The connection is over."""
         if self._by_descriptor.get(link.socket.fileno()) is not link:
             return
+        with contextlib.suppress(OSError):  # what it said last may be that it leaves
+            link.read(partial(self._on_news, link))
+        if self._by_descriptor.get(link.socket.fileno()) is not link:
+            return
         self._drop(link)
         why = link.problem or why
         if isinstance(why, TimeoutError) or why.errno in NO_WAY:

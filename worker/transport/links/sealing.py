@@ -27,6 +27,7 @@ class Seal:
     def __init__(self, key: bytes) -> None:
         self._next_key = key
         self._count = 0
+        self._broken = False
         self._renew()
 
     def _renew(self) -> None:
@@ -48,11 +49,14 @@ class Seal:
 
     def open(self, sealed: memoryview, room: memoryview) -> None:
         """Put what is in the next piece into `room`. Raises ConnectionError where that is not what
-        the other end has sealed; `room` says nothing then."""
+        the other end has sealed; `room` says nothing then, and nothing opens any more."""
         try:
-            self._aes.decrypt_into(self._nonce(), sealed, None, room)
+            if not self._broken:
+                self._aes.decrypt_into(self._nonce(), sealed, None, room)
+                return
         except InvalidTag:
-            raise ConnectionError("what came in over a link was changed on its way") from None
+            self._broken = True
+        raise ConnectionError("what came in over a link was changed on its way")
 
 
 class Seals(NamedTuple):

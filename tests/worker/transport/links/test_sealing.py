@@ -73,6 +73,15 @@ def test_a_piece_opens_once() -> None:
         opened(open_, piece)
 
 
+def test_nothing_opens_behind_a_piece_that_did_not() -> None:
+    """Else the piece after one that was left out would, if it were tried again."""
+    close, open_ = Seal(HERE), Seal(HERE)
+    _, second, third = (sealed(close, piece) for piece in (b"first", b"second", b"third"))
+    for piece in (second, second, third):
+        with pytest.raises(ConnectionError):
+            opened(open_, piece)
+
+
 def test_a_key_is_used_for_so_many_pieces_and_no_number_twice_with_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
