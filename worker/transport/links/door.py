@@ -357,10 +357,9 @@ class Door:
             return guest.call is None or self._answer(guest)
         call = guest.call
         secret = self._secrets.get(call.epoch)
-        confirmed = secret is not None and greeting.proven(
-            said, secret, b"confirm", me, call.said, guest.answer
-        )
-        if not confirmed or not self._wanted(call):
+        if secret is None or not self._wanted(call):
+            return True
+        if not greeting.proven(said, secret, b"confirm", me, call.said, guest.answer):
             return True
         seals: Seals | None = None
         if self._sealed or call.seals:

@@ -16,12 +16,13 @@ from oobleck.host.ipc.messages import PeerLost
 from oobleck.planner.job.spec import DataPlane, DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.runtime.errors import TransportError
-from oobleck.worker.transport.linked import LinkTransport, epoch_of
+from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links import greeting
 from oobleck.worker.transport.links.door import Card
 from oobleck.worker.transport.links.frame import HEADER, Kind, bytes_of
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.wire import SealedWire
+from oobleck.worker.transport.meeting import epoch_of
 from support import diverted
 from support.director import Director, WarmWorkers, make_plan, worker_named
 from support.folders import TEXT
