@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from oobleck.host.address import is_loopback
+from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.messages import (
     Assign,
     Committed,
@@ -39,7 +40,7 @@ from oobleck.worker.profiling.measuring import Measuring
 from oobleck.worker.recovery.recover import Recovery
 from oobleck.worker.runtime import heap
 from oobleck.worker.runtime.control import Control
-from oobleck.worker.runtime.errors import Superseded, TransportError
+from oobleck.worker.runtime.errors import JobError, NodeError, Superseded, TransportError
 from oobleck.worker.runtime.faults import FaultInjector
 from oobleck.worker.runtime.memory import MemoryMeter
 from oobleck.worker.runtime.stopwatch import Stopwatch
@@ -164,6 +165,12 @@ class Session:
         except TransportError as error:
             report_lost(context, generation, error, membership.silent() if membership else ())
             self._leave(membership, orderly=False)
+        except (DataError, JobError, NodeError):
+            if membership is not None:
+                # Others may be about to find the same of themselves: this one's end is not their
+                # loss.
+                membership.stand_down()
+            raise
         except Superseded as superseded:
             log.info("leaving generation", extra={"generation": generation, "why": str(superseded)})
             self._leave(membership, orderly=True)

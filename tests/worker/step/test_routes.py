@@ -252,7 +252,7 @@ def test_behind_two_losses_of_a_stage_a_worker_takes_it_over(
     warm: WarmWorkers, tmp_path: Path
 ) -> None:
     """And goes on with other layers than it had, which it drops; then it is lost too."""
-    job = make_job(tmp_path / "out", steps=10)
+    job = make_job(tmp_path / "out", steps=16)
     first = make_plan(
         1, [[("a", 3), ("b", 3)], [("c", 3), ("d", 3)], [("e", 3), ("f", 3)]], [4, 3, 3]
     )
@@ -273,12 +273,13 @@ def test_behind_two_losses_of_a_stage_a_worker_takes_it_over(
     (taker,) = (w for w in fourth.workers if fourth.shards[w] != third.shards[w])
     assert fourth.shards[taker] == first.shards[worker_named("b")]
     fifth = rerouted(fourth, job, taker.node)
-    kills = (("b", 2), ("d", 3), (taker.node, 7))
     faults = [
-        FaultRule(
-            worker=worker_named(name), point="before:Forward", step=step, action="kill_worker"
+        FaultRule(worker=worker, point="before:Forward", action="kill_worker", **when)
+        for worker, when in (
+            (worker_named("b"), {"step": 2}),
+            (worker_named("d"), {"step": 3}),
+            (taker, {"generation": Generation(4)}),
         )
-        for name, step in kills
     ]
     with Director(warm, job, faults) as cluster:
         cluster.start(*"abcdef")
