@@ -39,6 +39,7 @@ bench: setup
 	$(BIN)/python -m bench.throughput
 	$(BIN)/python -m bench.sums
 	$(BIN)/python -m bench.meeting
+	$(BIN)/python -m bench.changes
 	$(BIN)/python -m bench.overhead
 	$(BIN)/python -m bench.detection
 	$(BIN)/python -m bench.master_scale

@@ -91,10 +91,16 @@ class _Coming:
 
     def work_out(self, compile_programs: Compile) -> None:
         """What takes the longer the more workers there are; in a thread of its own."""
-        programs = compile_programs(self.plan)
-        self._connect(programs)
-        self.programs = programs
-        self._transfers = self._own_transfers()
+        transfers: dict[WorkerId, list[Transfer]] = {}
+        try:
+            programs = compile_programs(self.plan)
+            self._connect(programs)
+            self.programs = programs
+            transfers = self._own_transfers()
+        except Exception:
+            # The boundary of this thread: whoever enters the plan does it anew, and raises it.
+            log.exception("a plan cannot be prepared")
+        self._transfers = transfers
 
     def _connect(self, programs: Programs) -> None:
         """To those that the plan needs. Of two, the larger identity calls."""

@@ -93,7 +93,12 @@ class _Stream:
             self._break(f"{head.count} numbers")
             return
         shape = (self._rows, head.count) if isinstance(head, Copied) else (head.count,)
-        self._head, self._numbers = head, torch.empty(shape, dtype=self._dtype)
+        try:
+            self._numbers = torch.empty(shape, dtype=self._dtype)
+        except RuntimeError as error:  # no memory
+            self._break(str(error))
+            return
+        self._head = head
         self._room = bytes_of(self._numbers)
         self._check_whole()
 

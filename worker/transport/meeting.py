@@ -8,6 +8,7 @@ Where only the root's card is known, all tell the root. Must not know what they 
 
 import hmac
 import struct
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -30,6 +31,8 @@ PATIENCE_S = 5.0
 _POLL_S = 0.05
 #: Bytes of the card that follows.
 _CARD = struct.Struct("!H")
+#: From the first that gives up until nobody waits for anybody.
+_GRACE_S = 0.1
 _HAS_LEFT = "a peer has left"
 
 #: Called with why, once, from another thread than that which uses the transport.
@@ -280,8 +283,19 @@ class Meeting:
     def left(self, kind: Kind) -> None:
         if kind == Kind.CALLED_OFF:
             self._end(CalledOff("the meeting was called off"))
-        else:
+        elif not self._peers:  # not all have come
             self._end(TransportError(_HAS_LEFT))
+        elif self._over is None:
+            # What others sent before they heard of it may be on its way: whoever waits for that
+            # shall have it.
+            timer = threading.Timer(_GRACE_S, self._end_late)
+            timer.daemon = True
+            timer.start()
+
+    def _end_late(self) -> None:
+        with self.links.lock:
+            self._end(TransportError(_HAS_LEFT))
+        self.links.wake()
 
     def lost(self, why: str) -> None:
         self._lost = self._lost or why

@@ -338,6 +338,7 @@ class Link:
     def _count_ahead(self, size: int) -> None:
         self._ahead_bytes += HEADER.size + size
         if self._ahead_bytes > _MOST_AHEAD_BYTES:
+            self._forget()
             raise ConnectionError(
                 f"a peer sends more than {_MOST_AHEAD_BYTES} bytes for meetings that have not begun"
             )

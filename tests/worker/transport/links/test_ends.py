@@ -169,6 +169,9 @@ class _Sink:
     def setsockopt(self, *option: int) -> None:
         pass
 
+    def recv_into(self, room: memoryview) -> int:
+        raise BlockingIOError
+
     def sendmsg(self, parts: Sequence[memoryview]) -> int:
         if self.full:
             raise BlockingIOError
