@@ -89,6 +89,12 @@ class _Coming:
         source = (self._sources or {}).get(peer)
         return _Acknowledgement(source) if source is not None else None
 
+    def cut(self, peer: bytes) -> None:
+        self.sink.cut(peer)
+        source = (self._sources or {}).get(peer)
+        if source is not None:
+            source.cut = True
+
     def work_out(self, compile_programs: Compile) -> None:
         """What takes the longer the more workers there are; in a thread of its own."""
         transfers: dict[WorkerId, list[Transfer]] = {}
@@ -258,15 +264,22 @@ class Preparing:
         sink, state, progress = coming.sink, self._context.state, self._context.progress
         host.wait(sink.is_over, sink.feeders)
         words = sink.last_words()
-        if not words or any(word.step != words[0].step for word in words):
+        if len({(word.step, word.lineage, word.generation) for word in words}) != 1:
             return 0
         word = words[0]
-        if not coming.is_new_here and progress.committed != word.step:
+        if not coming.is_new_here and (
+            progress.committed != word.step
+            # A step may yet be committed by who has its gradients, which a copy has not.
+            or progress.reduced > progress.committed
+        ):
             return 0
+        if coming.is_new_here:  # what it holds of before is of another step, or of another past
+            state.keep_only(())
         whole = sink.whole_layers(word.step)
         for layer in whole:
             state.adopt(layer)
         if whole and coming.is_new_here:
+            progress.restart(word.step, word.lineage)
             progress.join(word.step, word.lineage, word.skipped, word.generation)
         count = sum(layer.storage.nbytes for layer in whole)
         log.info("took over", extra={"layers": len(whole), "bytes": count})

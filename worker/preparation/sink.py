@@ -187,6 +187,12 @@ class Sink:
                 self._thread.start()
         return stream.frame(label)
 
+    def cut(self, source: bytes) -> None:
+        """What it sends from now on comes without what was lost. Called with the links' lock
+        held."""
+        if (stream := self._streams.get(source)) is not None:
+            stream.broken = True
+
     @property
     def feeders(self) -> frozenset[bytes]:
         """Those from whom something has come."""
@@ -201,12 +207,16 @@ class Sink:
 
     def last_words(self) -> list[Over]:
         """Of the sources that had the time."""
-        return [stream.over for stream in self._streams.values() if stream.over is not None]
+        return [stream.over for stream in self._known() if stream.over is not None]
+
+    def _known(self) -> list[_Stream]:
+        with self._links.lock:
+            return list(self._streams.values())
 
     def whole_layers(self, step: int) -> list[LayerState]:
         """What is there at `step`, where what this worker holds already makes up the rest."""
         fed: dict[int, list[tuple[Fraction, Fraction]]] = {}
-        for stream in self._streams.values():
+        for stream in self._known():
             if stream.broken or stream.over is None:
                 continue
             for piece in stream.pieces.values():
@@ -224,7 +234,7 @@ class Sink:
 
     def close(self) -> None:
         """Take nothing any more."""
-        for stream in self._streams.values():
+        for stream in self._known():
             stream.broken = True
         self._items.put(None)
 

@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 _COPYING_SHARE = 0.01
 #: How long a link to the taker is waited for, and an answer of a taker that has all.
 _PATIENCE_S = 15.0
+#: So often it is asked at least: steps may be long.
+_LEAST_OFFERS = 3
 #: From the last copy on, this much has to pass before a taker that is still behind counts as one
 #: that gradients outrun.
 _OUTRUN_STEPS = 8
@@ -80,6 +82,9 @@ class Source:
         #: The newest step that the taker has applied to all that it has; 0: none, and it would take
         #: something; below: it may not have heard of the plan.
         self.acknowledged = -1
+        self._offers = 0
+        #: Whether a link to the taker has ended.
+        self.cut = False
 
     @property
     def pieces(self) -> int:
@@ -124,13 +129,15 @@ class Source:
     def _check_there(self) -> None:
         linked = self._links.linked(self._taker)
         late = time.monotonic() > self._began_at + _PATIENCE_S
-        if (self._fed and not linked) or (late and self.acknowledged < 0):
+        heard = self.acknowledged >= 0
+        if self.cut or (not heard and late and self._offers >= _LEAST_OFFERS):
             self._give_up("the taker does not answer" if linked else "there is no link")
 
     def _give_up(self, why: str) -> None:
         log.info("feeding ends", extra={"why": why, "left": len(self._waiting) + len(self._fed)})
         self._waiting.clear()
         self._fed.clear()
+        self._unsent.clear()
 
     def _leave_what_is_outrun(self, step: int) -> None:
         """A taker that stays behind gets less; one that says nothing at all, nothing."""
@@ -152,9 +159,13 @@ class Source:
 
     def _copy(self, step: int, step_s: float) -> None:
         """The next pieces, where the taker has what it got before, as long as hardly counts."""
-        if not self._waiting or not self._links.linked(self._taker):
+        if not self._waiting:
+            return
+        if not self._links.linked(self._taker):
+            self._offers += 1
             return
         if self.acknowledged < 0:
+            self._offers += 1
             self._send(Offered())
             return
         if self._fed and self.acknowledged < step - 1:
@@ -190,6 +201,8 @@ class Source:
             self._give_up(str(error))
 
     def _frame(self, label: Label, content: memoryview) -> None:
+        while self._unsent and self._unsent[0][0].done:
+            self._unsent.popleft()
         frame = self._links.send_ahead(self._feeding, self._taker, label, content)
         self._unsent.append((frame, len(content)))
 

@@ -114,9 +114,12 @@ class Control:
             return self._boundaries[newest] if newest > generation else None
 
     def boundary(self, generation: Generation) -> Assign:
-        """The boundary change that a vote chose; this worker has voted for it, so it has it."""
+        """The boundary change that a vote chose; this worker has voted for it, so it has it. Raises
+        Superseded where an abrupt one has come since."""
         with self._changed:
-            chosen = self._boundaries[generation]
+            chosen = self._boundaries.get(generation)
+            if chosen is None:
+                raise Superseded(generation)
             self._boundaries = {g: a for g, a in self._boundaries.items() if g > generation}
         return chosen
 

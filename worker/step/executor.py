@@ -16,6 +16,7 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.prefetch import Prefetcher
 from oobleck.worker.preparation.preparing import Preparing
+from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.step import vote
 from oobleck.worker.step.commit import commit, make_record, scale_of
@@ -249,7 +250,8 @@ class Executor:
         self.hops.end()
         with timeline.span("wait for sums"):
             for layers in self._sums.as_completed():
-                self._preparing.reduced(step.number, layers)
+                with pulse.WAITING:  # a device's sum may still wait for others
+                    self._preparing.reduced(step.number, layers)
             self._transport.complete()
         progress.reduced, progress.reduced_generation = step.number, self._generation
         progress.reduced_layers = tuple(self._layers)

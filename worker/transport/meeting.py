@@ -85,6 +85,8 @@ class Meeting:
         self._on_lost = on_lost
         #: Why nothing can be waited for any more.
         self._over: TransportError | None = None
+        #: Somebody has given up, so it is over soon.
+        self._ending = False
         #: The first end of another one's link.
         self._lost: str | None = None
         #: What those below have said, each with those below it.
@@ -285,7 +287,8 @@ class Meeting:
             self._end(CalledOff("the meeting was called off"))
         elif not self._peers:  # not all have come
             self._end(TransportError(_HAS_LEFT))
-        elif self._over is None:
+        elif not self._ending:
+            self._ending = True
             # What others sent before they heard of it may be on its way: whoever waits for that
             # shall have it.
             timer = threading.Timer(_GRACE_S, self._end_late)

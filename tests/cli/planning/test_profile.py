@@ -13,7 +13,7 @@ import pytest
 
 from oobleck.planner.profile.file import parse_profile
 from support.commands import end, refused, run, start_master
-from support.waiting import all_gone
+from support.waiting import all_gone, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("quick_start")]
 
@@ -93,9 +93,14 @@ def test_ctrl_c_calls_it_off_and_leaves_nothing(job_file: JobFile) -> None:
     )
     assert process.stderr is not None
     told = iter(process.stderr.readline, "")
-    assert any("starting:" in line for line in told), process.communicate()
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) >= 3, "a master and two agents"
+    assert any("starting two workers" in line for line in told), process.communicate()
+    family: list[psutil.Process] = []
+
+    def is_up() -> bool:
+        family[:] = psutil.Process(process.pid).children(recursive=True)
+        return len(family) >= 3
+
+    until(is_up, "a master and two agents")
     os.kill(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -192,8 +192,12 @@ class Door:
     # ---- calls of this process's own
 
     def dial(self, card: Card, epoch: int) -> None:
-        """Begin to call for that meeting, unless a call is under way."""
-        if card.identity not in self.calls:
+        """Begin to call for that meeting, unless a call is under way or it is not expected."""
+        under_way = self.calls.get(card.identity)
+        if under_way is not None and under_way.epoch < epoch and not under_way.confirmed:
+            self._hang_up(under_way)
+            del self.calls[card.identity]
+        if epoch in self._secrets and card.identity not in self.calls:
             call = Dial(card, self._serials.get(card.identity, 0) + 1, epoch)
             self.calls[card.identity] = call
             self._connect(call)
@@ -240,6 +244,9 @@ class Door:
         """The connection stands, or there is something to read, or neither will be."""
         connection, secret = call.socket, self._secrets.get(call.epoch, b"")
         assert connection is not None, "only what is connected is polled"
+        if not secret and not call.confirmed:
+            self._fail(call, OSError(errno.ECONNABORTED, "its meeting is over"))
+            return
         them = call.card.digest
         if not call.missing:
             problem = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

@@ -70,6 +70,10 @@ class Feeding(Protocol):
         """Where a frame that `peer` sends ahead of it goes; None: it is not wanted. Called with the
         links' lock held."""
 
+    def cut(self, peer: bytes) -> None:
+        """The link to `peer` has ended, and what was on it is gone. Called with the links' lock
+        held."""
+
 
 class Links:
     """One listener, and at most one link to each other process."""
@@ -300,6 +304,8 @@ class Links:
         for poll in (self._traffic, self._events):
             poll.unregister(descriptor)
         link.socket.close()
+        if self._feeding is not None:
+            self._feeding.cut(link.peer)
 
     def _end(self, link: Link, why: OSError) -> None:
         """The connection is over."""
