@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 #: Of a step's time, for copies at its end; one is made in any case.
 _COPYING_SHARE = 0.01
-#: How long a link to the taker is waited for, and an answer of a taker that has all.
+#: How long a link to the taker is waited for, and its first answer.
 _PATIENCE_S = 15.0
 #: So often it is asked at least: steps may be long.
 _LEAST_OFFERS = 3
@@ -82,6 +82,8 @@ class Source:
         #: The newest step that the taker has applied to all that it has; 0: none, and it would take
         #: something; below: it may not have heard of the plan.
         self.acknowledged = -1
+        #: The same when it was last given less; None: it never was.
+        self._halved_at: int | None = None
         self._offers = 0
         #: Whether a link to the taker has ended.
         self.cut = False
@@ -127,6 +129,8 @@ class Source:
         )
 
     def _check_there(self) -> None:
+        if not self._waiting and not self._fed:
+            return
         linked = self._links.linked(self._taker)
         late = time.monotonic() > self._began_at + _PATIENCE_S
         heard = self.acknowledged >= 0
@@ -140,7 +144,7 @@ class Source:
         self._unsent.clear()
 
     def _leave_what_is_outrun(self, step: int) -> None:
-        """A taker that stays behind gets less; one that says nothing at all, nothing."""
+        """A taker that stays behind gets half; one that has said nothing since, nothing."""
         if self.acknowledged >= step - 1:
             return
         patient = (
@@ -151,7 +155,8 @@ class Source:
             return
         self._waiting.clear()
         self._copied_at, self._copied_step = time.monotonic(), step
-        count = -(-len(self._fed) // 2)
+        silent, self._halved_at = self.acknowledged == self._halved_at, self.acknowledged
+        count = len(self._fed) if silent else -(-len(self._fed) // 2)
         log.info("gradients outrun the link", extra={"pieces": count})
         for piece in self._fed[-count:]:
             self._send(Left(piece=piece.number))
@@ -207,6 +212,4 @@ class Source:
         self._unsent.append((frame, len(content)))
 
     def _unsent_bytes(self) -> int:
-        while self._unsent and self._unsent[0][0].done:
-            self._unsent.popleft()
-        return sum(size for _, size in self._unsent)
+        return sum(size for frame, size in self._unsent if not frame.done)
