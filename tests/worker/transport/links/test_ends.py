@@ -98,6 +98,7 @@ def test_a_loss_is_not_told_once_the_meeting_was_left() -> None:
             assert here.links._to_tell is here
             here.abort()
         here.links._tell_lost(here)  # as a thread that comes late
+        until(lambda: not party.links[1].linked(here.links.identity), "its other end is over too")
         party.meet(on_lost=lambda rank, why: told.append((rank, "second")))
         party.links[2].close()
         until(lambda: {(0, "second"), (1, "second")} <= set(told), "the loss is told")
