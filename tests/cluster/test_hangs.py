@@ -18,6 +18,8 @@ from support.clusters import end_jobs, make_whole
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 NODES = {"n1", "n2", "n3"}
+#: Causes of plans that have lost nobody.
+PACE = {"worker slow", "worker well"}
 #: Each in the jobs of one name alone, since agents learn of faults when they start.
 FAULTS = [
     {
@@ -129,6 +131,7 @@ def test_a_master_that_was_stopped_convicts_nobody(cluster: LocalCluster, text: 
         os.kill(cluster.master_pid, signal.SIGCONT)
     cluster.wait(lambda: cluster.live() == NODES, "all agents", poll_s=0.2)
     go_on(cluster, job_id)
-    changes = cluster.events(job_id, "reconfigured")
+    # On a busy machine a worker may be slow in truth, whoever was stopped.
+    changes = [e for e in cluster.events(job_id, "reconfigured") if e["cause"] not in PACE]
     assert [(e["cause"], e["nodes_lost"], e["workers_lost"], e["reason"]) for e in changes] == []
     assert cluster.worker_pids() == pids
