@@ -113,10 +113,13 @@ class Cluster(Client, ABC):
 
     def warm_pid(self, name: str) -> int:
         """The process that the node's workers are forked from. Raises ClusterError."""
-        for child in children_of(self.agents[name]):
+        children = children_of(self.agents[name])
+        for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 return warm_process(child)
-        raise ClusterError(f"the agent of {name} has nothing to fork workers from yet")
+        raise ClusterError(
+            f"the agent of {name} has nothing to fork workers from yet; its children: {children}"
+        )
 
     def worker_pids_of(self, name: str) -> list[int]:
         """From the process table, since the master may be away. Raises ClusterError."""

@@ -18,6 +18,14 @@ def with_parent(module: str) -> list[str]:
 def children_of(pid: int) -> list[int]:
     """Processes that `pid` has started; none where it is gone. Looking at all processes of the
     machine takes long."""
+    before, found = None, _children_by_thread(pid)
+    # A thread that ends amid it cuts the kernel's list of threads short, and so this one.
+    while found != before:
+        before, found = found, _children_by_thread(pid)
+    return found
+
+
+def _children_by_thread(pid: int) -> list[int]:
     found = []
     gone = contextlib.suppress(FileNotFoundError, ProcessLookupError)
     with gone:
