@@ -19,7 +19,7 @@ def children_of(pid: int) -> list[int]:
     """Processes that `pid` has started; none where it is gone. Looking at all processes of the
     machine takes long."""
     before, found = None, _children_by_thread(pid)
-    # A thread that ends amid it cuts the kernel's list of threads short, and so this one.
+    # A look may miss some where threads end amid it: the kernel's lists change under it.
     while found != before:
         before, found = found, _children_by_thread(pid)
     return found

@@ -18,7 +18,7 @@ from support.clusters import end_jobs, make_whole
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 NODES = {"n1", "n2", "n3"}
-#: Causes of plans that have lost nobody.
+#: Causes of plans that answer how fast a worker is.
 PACE = {"worker slow", "worker well"}
 #: Each in the jobs of one name alone, since agents learn of faults when they start.
 FAULTS = [
