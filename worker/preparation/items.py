@@ -16,7 +16,9 @@ from oobleck.worker.transport.links.frame import Kind, Label
 FRAME_BYTES = 128 << 10
 HEAD = Label(Kind.FEED, 0, 0)
 NUMBERS = Label(Kind.FEED, 0, 1)
+#: A taker's answers: the step that it is at, and that it takes nothing any more.
 ACKNOWLEDGED = Label(Kind.FED, 0, 0)
+REFUSED = Label(Kind.FED, 0, 1)
 
 
 class Offered(msgspec.Struct, frozen=True, kw_only=True, tag="offered"):

@@ -20,7 +20,7 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.transfer import Transfer, plan_transfers
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.membership import meeting_of
-from oobleck.worker.preparation.items import ACKNOWLEDGED
+from oobleck.worker.preparation.items import ACKNOWLEDGED, REFUSED
 from oobleck.worker.preparation.sink import Sink
 from oobleck.worker.preparation.source import Source
 from oobleck.worker.state.layout import layer_sizes
@@ -36,11 +36,12 @@ Programs = Mapping[WorkerId, Program]
 Compile = Callable[[Plan], Programs]
 
 
-class _Acknowledgement(Incoming):
-    """A taker's word on how far it is."""
+class _Answer(Incoming):
+    """A taker's word on how far it is, or that it takes no more."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, label: Label) -> None:
         self._source = source
+        self._label = label
         self._content = bytearray()
 
     def room(self, size: int) -> memoryview:
@@ -48,7 +49,10 @@ class _Acknowledgement(Incoming):
         return memoryview(self._content)
 
     def arrived(self) -> None:
-        self._source.acknowledged = int.from_bytes(self._content, "big")
+        if self._label == REFUSED:
+            self._source.refused = True
+        else:
+            self._source.acknowledged = int.from_bytes(self._content, "big")
 
 
 class _Coming:
@@ -80,14 +84,13 @@ class _Coming:
         }
         #: By taker. None: it is not known yet what is to be sent.
         self._sources: dict[bytes, Source] | None = None
-        self._transfers: dict[WorkerId, list[Transfer]] | None = None
         context.links.expect(self._secret, self)
 
     def feed(self, peer: bytes, label: Label) -> Incoming | None:
-        if label != ACKNOWLEDGED:
+        if label not in (ACKNOWLEDGED, REFUSED):
             return self.sink.frame(peer, label)
         source = (self._sources or {}).get(peer)
-        return _Acknowledgement(source) if source is not None else None
+        return _Answer(source, label) if source is not None else None
 
     def cut(self, peer: bytes) -> None:
         self.sink.cut(peer)
@@ -97,16 +100,31 @@ class _Coming:
 
     def work_out(self, compile_programs: Compile) -> None:
         """What takes the longer the more workers there are; in a thread of its own."""
-        transfers: dict[WorkerId, list[Transfer]] = {}
+        sources: dict[bytes, Source] = {}
         try:
             programs = compile_programs(self.plan)
             self._connect(programs)
             self.programs = programs
-            transfers = self._own_transfers()
+            sources = self._make_sources()
         except Exception:
             # The boundary of this thread: whoever enters the plan does it anew, and raises it.
             log.exception("a plan cannot be prepared")
-        self._transfers = transfers
+        # Takers that have heard of the plan answer before the next step boundary; only with the
+        # sources in place, or the answer would find none.
+        with self._context.links.lock:
+            self._sources = sources
+            for source in sources.values():
+                source.offer()
+
+    def _make_sources(self) -> dict[bytes, Source]:
+        context = self._context
+        transfers = self._own_transfers()
+        takers = [self._cards[taker] for taker in transfers]
+        context.links.connect(takers, self.epoch)
+        return {
+            card.identity: Source(context.links, self, context.state, card.identity, own)
+            for card, own in zip(takers, transfers.values(), strict=True)
+        }
 
     def _connect(self, programs: Programs) -> None:
         """To those that the plan needs. Of two, the larger identity calls."""
@@ -138,20 +156,8 @@ class _Coming:
         return found
 
     def sources(self) -> Sequence[Source]:
-        """Begun as soon as it is known what is to be sent."""
-        if self._sources is None:
-            if self._transfers is None:
-                return ()
-            context = self._context
-            takers = {self._cards[taker].identity: taker for taker in self._transfers}
-            self._sources = {
-                identity: Source(
-                    context.links, self, context.state, identity, self._transfers[taker]
-                )
-                for identity, taker in takers.items()
-            }
-            context.links.connect([self._cards[taker] for taker in takers.values()], self.epoch)
-        return tuple(self._sources.values())
+        """Of all that is known by now to be sent."""
+        return tuple((self._sources or {}).values())
 
     def is_ready(self, committed: int) -> bool:
         return self._sources is not None and all(

@@ -5,12 +5,14 @@ copies are equal to the sources' own to the last bit. They count for nobody unti
 entered. Must not know plans.
 """
 
+import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 import msgspec
 import torch
@@ -20,6 +22,7 @@ from oobleck.planner.programs.shards import Shard
 from oobleck.worker.preparation.items import (
     ACKNOWLEDGED,
     NUMBERS,
+    REFUSED,
     Applied,
     Copied,
     Item,
@@ -41,6 +44,7 @@ log = logging.getLogger(__name__)
 
 #: No item has more numbers than a layer that fits into memory.
 _MOST_NUMBERS = 1 << 40
+_NOTHING = memoryview(b"")
 
 
 class _Piece:
@@ -60,8 +64,13 @@ class _Stream:
     the sink's thread."""
 
     def __init__(
-        self, source: bytes, job: TrainingSpec, items: "queue.SimpleQueue[_Come | None]"
+        self,
+        source: bytes,
+        job: TrainingSpec,
+        items: "queue.SimpleQueue[_Come | None]",
+        refuse: Callable[[], None],
     ) -> None:
+        """`refuse` tells the source to send no more. Called with the links' lock held."""
         self.source = source
         self.pieces: dict[int, _Piece] = {}
         #: Its last word, once all before it is applied.
@@ -71,6 +80,7 @@ class _Stream:
         self._rows = 1 + job.optimizer.moments
         self._dtype = state_dtype(job.precision)
         self._items = items
+        self._refuse = refuse
         self._head: Item | None = None
         self._numbers = torch.empty(0)
         self._room = memoryview(b"")
@@ -120,6 +130,7 @@ class _Stream:
     def _break(self, why: str) -> None:
         log.error("what is fed makes no sense", extra={"detail": why})
         self.broken = True
+        self._refuse()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +192,9 @@ class Sink:
         """Where a frame of `source` goes. Called with the links' lock held."""
         stream = self._streams.get(source)
         if stream is None:
-            stream = self._streams[source] = _Stream(source, self._training, self._items)
+            refuse = partial(self._answer, source, REFUSED, _NOTHING)
+            stream = _Stream(source, self._training, self._items, refuse)
+            self._streams[source] = stream
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="feeding", daemon=True)
                 self._thread.start()
@@ -250,6 +263,7 @@ class Sink:
             except (ValueError, KeyError, RuntimeError):
                 log.exception("what is fed cannot be taken")
                 stream.broken = True
+                self._answer(stream.source, REFUSED, _NOTHING)
             if stream.broken or stream.over is not None:
                 self._links.wake()
 
@@ -308,12 +322,12 @@ class Sink:
         piece.gradient, piece.version = None, step
 
     def _acknowledge(self, stream: _Stream, step: int) -> None:
-        content = memoryview(step.to_bytes(8, "big"))
-        try:
-            with self._links.lock:
-                self._links.send_ahead(self._feeding, stream.source, ACKNOWLEDGED, content)
-        except TransportError:
-            stream.broken = True
+        self._answer(stream.source, ACKNOWLEDGED, memoryview(step.to_bytes(8, "big")))
+
+    def _answer(self, source: bytes, label: Label, content: memoryview) -> None:
+        # Without a link the source is told of its end, and this worker has been: nobody waits.
+        with self._links.lock, contextlib.suppress(TransportError):
+            self._links.send_ahead(self._feeding, source, label, content)
 
 
 def _cover(spans: Iterable[tuple[Fraction, Fraction]], shard: Shard) -> bool:

@@ -87,11 +87,20 @@ class Source:
         self._offers = 0
         #: Whether a link to the taker has ended.
         self.cut = False
+        #: Whether the taker has said that it takes nothing any more.
+        self.refused = False
 
     @property
     def pieces(self) -> int:
         """How many are on their way or there."""
         return len(self._fed)
+
+    def offer(self) -> None:
+        """Ask whether the taker would take something, where there is a link to it; from any
+        thread."""
+        self._offers += 1
+        if self._links.linked(self._taker):
+            self._send(Offered())
 
     def reduced(self, step: int, layers: Container[int]) -> None:
         """The gradients that `step` will apply to `layers` are there."""
@@ -134,7 +143,9 @@ class Source:
         linked = self._links.linked(self._taker)
         late = time.monotonic() > self._began_at + _PATIENCE_S
         heard = self.acknowledged >= 0
-        if self.cut or (not heard and late and self._offers >= _LEAST_OFFERS):
+        if self.refused:
+            self._give_up("the taker can take no more")
+        elif self.cut or (not heard and late and self._offers >= _LEAST_OFFERS):
             self._give_up("the taker does not answer" if linked else "there is no link")
 
     def _give_up(self, why: str) -> None:
@@ -166,12 +177,8 @@ class Source:
         """The next pieces, where the taker has what it got before, as long as hardly counts."""
         if not self._waiting:
             return
-        if not self._links.linked(self._taker):
-            self._offers += 1
-            return
-        if self.acknowledged < 0:
-            self._offers += 1
-            self._send(Offered())
+        if self.acknowledged < 0 or not self._links.linked(self._taker):
+            self.offer()
             return
         if self._fed and self.acknowledged < step - 1:
             return

@@ -14,7 +14,7 @@ from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.programs.shards import Shard
 from oobleck.planner.programs.transfer import Transfer
-from oobleck.worker.preparation.items import ACKNOWLEDGED
+from oobleck.worker.preparation.items import ACKNOWLEDGED, REFUSED
 from oobleck.worker.preparation.sink import Sink
 from oobleck.worker.preparation.source import Source
 from oobleck.worker.state.layer_state import LayerState
@@ -72,6 +72,8 @@ class End:
     def feed(self, peer: bytes, label: Label) -> Incoming | None:
         if label == ACKNOWLEDGED:
             return _Words(self._acknowledged)
+        if label == REFUSED:
+            return _Words(self._refused)
         return self.sink.frame(peer, label) if self.sink is not None else None
 
     def cut(self, peer: bytes) -> None:
@@ -80,6 +82,10 @@ class End:
     def _acknowledged(self, step: int) -> None:
         assert self.source is not None
         self.source.acknowledged = step
+
+    def _refused(self, nothing: int) -> None:
+        assert self.source is not None
+        self.source.refused = True
 
 
 @contextmanager
@@ -230,6 +236,28 @@ def test_what_makes_no_sense_is_left(harm: str) -> None:
         source.end(Position(committed=2), generation=Generation(1))
         until(taker.sink.is_over)
         assert taker.sink.whole_layers(2) == []
+        until(lambda: source.refused)
+        own.apply(3, scale=1.0)
+        source.committed(3, 1.0, step_s=0.0)
+        assert source.is_ready(3), "it waits for a taker that takes nothing"
+        assert source.pieces == 0
+        taker.sink.close()
+
+
+def test_who_has_answered_an_offer_is_fed_at_the_next_step_boundary() -> None:
+    spec = job(OptimizerSpec(lr=1e-2))
+    own = held(spec, [Shard(1)])
+    with two_ends() as (giver, taker):
+        state = ModelState(spec, HOST)
+        taker.sink = Sink(taker.links, taker, state, spec.training, [Shard(1)])
+        transfer = Transfer(layer=1, source=A, destination=B)
+        source = giver.source = Source(giver.links, giver, own, taker.links.identity, [transfer])
+        source.offer()
+        until(lambda: source.acknowledged == 0)
+        own.apply(1, scale=1.0)
+        source.committed(1, 1.0, step_s=0.0)
+        until(lambda: source.is_ready(1))
+        assert source.pieces == 1
         taker.sink.close()
 
 
