@@ -7,7 +7,8 @@ Everybody trains the same model on the same global batch in the same micro-batch
 thread per process and the same optimizer, in turns: a few steps each, round after round. Speeds
 are ratios of one round's times, and of them the median (with the range) over the rounds. The
 engine does more than the others in a step: it reads its samples from files, hashes them, takes
-the gradient's norm and ends every step with a vote.
+the gradient's norm and ends every step with a vote. Threads, open files and own memory are those of
+the process of a contender that has most of them.
 
 With --planes the engine is compared with itself, likewise in turns: each of its plans over links
 that are sealed, and in the clear.
@@ -187,13 +188,15 @@ def report(shape: Shape, turns: Mapping[str, list[Turn]]) -> list[dict[str, obje
     rows: list[dict[str, object]] = []
     reference = turns["one process"]
     print(
-        f"  {'':<24}{'step':>10}{'processor':>11}{'to 1 process':>14}"
-        + "".join(f"{name + ' is':>26}" for name in shape.ours)
+        f"  {'':<24}{'step':>10}{'processor':>11}{'threads':>9}{'files':>7}{'memory':>9}"
+        f"{'to 1 process':>14}" + "".join(f"{name + ' is':>26}" for name in shape.ours)
     )
     for name, mine in turns.items():
         step_s = statistics.median(turn.step_s for turn in mine)
         processor_s = statistics.median(turn.processor_s for turn in mine)
+        has = mine[-1].footprint
         line = f"  {name:<24}{step_s * 1e3:>7.0f} ms{processor_s * 1e3:>8.0f} ms"
+        line += f"{has.threads:>9}{has.files:>7}{has.own_bytes / 1e6:>6.0f} MB"
         line += f"{speed(mine, reference).median:>13.2f}x"
         row: dict[str, object] = {
             "contender": name,

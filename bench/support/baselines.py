@@ -27,7 +27,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.support.turns import Turn
+from bench.support.turns import Turn, footprint
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.data.objective import loss
 from oobleck.worker.models import build_layer, initialise_parameters
@@ -248,4 +248,5 @@ class TorchContender:
         return Turn(
             step_s=max(wall for wall, _ in answers),
             processor_s=sum(processor for _, processor in answers),
+            footprint=footprint(process.pid for process in self._processes if process.pid),
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from bench.support.turns import Turn
+from bench.support.turns import Turn, footprint
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.schedules import Schedule
@@ -89,7 +89,11 @@ class EngineContender:
         self._signal(signal.SIGSTOP)
         begun, ended = self._committed_at(first), self._committed_at(first + steps)
         assert begun > resumed, "the step that was interrupted ends after the pause"
-        return Turn(step_s=(ended - begun) / steps, processor_s=processor / steps)
+        return Turn(
+            step_s=(ended - begun) / steps,
+            processor_s=processor / steps,
+            footprint=footprint(self._pids()),
+        )
 
     def _processor_s(self) -> float:
         # Their clocks, as clock_getcpuclockid(3) names them: the process table has 10 ms steps.

@@ -5,9 +5,30 @@ figure that counts is the median of their ratios over the rounds.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import psutil
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What one of several processes has, at most: each figure may be another one's."""
+
+    threads: int
+    files: int
+    #: Of memory that it shares with no other process.
+    own_bytes: int
+
+
+def footprint(pids: Iterable[int]) -> Footprint:
+    processes = [psutil.Process(pid) for pid in pids]
+    return Footprint(
+        threads=max(process.num_threads() for process in processes),
+        files=max(process.num_fds() for process in processes),
+        own_bytes=max(process.memory_full_info().uss for process in processes),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +39,8 @@ class Turn:
     step_s: float
     #: Processor seconds of all its processes per step: hardly touched by other load.
     processor_s: float
+    #: Of its processes, after the last step.
+    footprint: Footprint
 
 
 class Contender(Protocol):
