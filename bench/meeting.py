@@ -33,7 +33,7 @@ from oobleck.worker.recovery.recover import Standing, agreement_of
 from oobleck.worker.recovery.rejoin import Held, RecoveryState
 from oobleck.worker.transport.connect import MOST_MESHED, Announced
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.links.door import Card
+from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.frame import HEADER, LEAVING, Kind, Label
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.link import Link, Outgoing
@@ -99,7 +99,7 @@ class SimulatedWorker:
 
     def _spent_s(self) -> float:
         """By this thread, and the links' own."""
-        clock = time.pthread_getcpuclockid(self.links._thread.ident or 0)
+        clock = time.pthread_getcpuclockid(self.links._traffic.thread.ident or 0)
         return time.thread_time() + time.clock_gettime(clock)
 
     def meet(self, order: Order) -> Told:

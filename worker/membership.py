@@ -16,7 +16,7 @@ from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError,
 from oobleck.worker.runtime.waiting import Waits
 from oobleck.worker.transport.connect import links_of, owner_groups
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.links.door import Card
+from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.meeting import epoch_of, secret_of
 from oobleck.worker.transport.nccl import NcclLink
 from oobleck.worker.transport.transport import Group, Transport

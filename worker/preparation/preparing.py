@@ -26,7 +26,7 @@ from oobleck.worker.preparation.source import Source
 from oobleck.worker.state.layout import layer_sizes
 from oobleck.worker.transport.connect import links_of
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.links.door import Card
+from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.frame import Label
 from oobleck.worker.transport.links.link import Incoming
 

@@ -18,7 +18,7 @@ from oobleck.worker.profiling.measure_link import measure_link
 from oobleck.worker.runtime.errors import Superseded, TransportError
 from oobleck.worker.runtime.waiting import Waits
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.links.door import Card
+from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.meeting import epoch_of, secret_of
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from oobleck.planner.ids import Generation
 from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError, Unreached
-from oobleck.worker.transport.links.door import Card
+from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.frame import Kind, Label
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.silence import NO_WAY

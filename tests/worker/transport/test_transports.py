@@ -23,7 +23,7 @@ from oobleck.worker.runtime.waiting import Waits
 from oobleck.worker.transport.connect import choose
 from oobleck.worker.transport.group_store import GroupStore, StoreServer
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.links.door import Card
+from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.meeting import secret_of
 from oobleck.worker.transport.nccl import NcclTransport, make_nccl_group

@@ -51,10 +51,10 @@ def test_who_has_come_and_left_before_the_host_came_ends_the_meeting() -> None:
         early = LinkTransport(party.links[1], 9, SECRET, 1, 2)
         coming = threading.Thread(target=come_in_vain, args=(early, party))
         coming.start()
-        until(lambda: party.links[0]._ahead.get(9), "it has come")
+        until(lambda: party.links[0]._attendance._ahead.get(9), "it has come")
         early.abort()
         coming.join()
-        until(lambda: party.links[0]._left_ahead.get(9), "it has left")
+        until(lambda: party.links[0]._attendance._left_ahead.get(9), "it has left")
         host = LinkTransport(party.links[0], 9, SECRET, 0, 2)
         with pytest.raises(TransportError, match="a peer has left"):
             host.meet(party.links[0].card, {1}, b"", lambda: None)
@@ -94,7 +94,7 @@ def test_a_loss_is_not_told_once_the_meeting_was_left() -> None:
     with Party(3) as party:
         here = party.meet(on_lost=lambda rank, why: told.append((rank, "first")))[0]
         with here.links.lock:
-            here.links._end(here.links._links[party.links[1].identity], ConnectionError("gone"))
+            here.links.ended(here.links._links[party.links[1].identity], ConnectionError("gone"))
             assert here.links._to_tell is here
             here.abort()
         here.links._tell_lost(here)  # as a thread that comes late
@@ -145,7 +145,7 @@ def test_what_ends_the_links_own_thread_is_raised_by_whoever_uses_them_next() ->
             here.links.post(there.links.identity, Label(Kind.MESSAGE, 5, 0), _Wrong())
             here.links.press(+1)
         there.send(torch.ones(1), 0, 5).wait()
-        until(lambda: here.links._failure, "the thread ends")
+        until(lambda: here.links._traffic._failure, "the thread ends")
         for use in (
             lambda: here.links.wait(lambda: True),
             lambda: here.send(torch.ones(1), 1, 1),

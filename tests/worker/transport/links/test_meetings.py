@@ -13,7 +13,7 @@ import torch
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport import meeting
 from oobleck.worker.transport.linked import LinkTransport, _key_of
-from oobleck.worker.transport.links.door import Dial, Door
+from oobleck.worker.transport.links.calls import Calls, Dial
 from oobleck.worker.transport.links.frame import Kind, Label, bytes_of
 from oobleck.worker.transport.tree import tree_neighbours
 from oobleck.worker.transport.words import Words
@@ -308,7 +308,7 @@ def test_what_went_over_a_link_that_the_other_end_had_given_up_is_not_lost_in_si
         link = links._links[peer]
         with link.socket.dup():  # so the other end does not hear of it
             with links.lock:
-                links._end(link, TimeoutError())
+                links.ended(link, TimeoutError())
             party.meet(near=lambda rank, size: set(), on_lost=lambda rank, why: lost.append(rank))
             _, knows, other = party.transports
             other.send(torch.ones(1), 1, 1).wait()
@@ -341,15 +341,15 @@ def test_a_call_that_is_welcomed_as_its_meeting_ends_makes_a_link_for_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     entered = threading.Event()
-    advance = Door._advance
+    advance = Calls._advance
 
-    def overlook_welcome(door: Door, call: Dial) -> None:
+    def overlook_welcome(calls: Calls, call: Dial) -> None:
         if entered.is_set() or not call.confirmed:
-            advance(door, call)
+            advance(calls, call)
 
     with Party(3) as party:
         party.meet(near=lambda rank, size: set())
-        monkeypatch.setattr(Door, "_advance", overlook_welcome)
+        monkeypatch.setattr(Calls, "_advance", overlook_welcome)
         _, here, there = party.links
         here.connect([there.card])
         until(lambda: there.linked(here.identity), "the called one has the link")

@@ -18,7 +18,7 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links import greeting
-from oobleck.worker.transport.links.door import Card
+from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.frame import HEADER, Kind, bytes_of
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.wire import SealedWire

@@ -1,0 +1,241 @@
+"""Calls of this process's own to others, until there is a link or is none.
+
+A call is made again where the other end hangs up on it: it may not be there yet, or take this one
+for a stranger in a crowd. Nothing here blocks. Must not know who calls this process.
+"""
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+
+from oobleck.worker.transport.links import greeting
+from oobleck.worker.transport.links.card import Card
+from oobleck.worker.transport.links.sealing import Seals
+
+#: For the kernel of a host that is up, which takes a call however busy its processes are.
+DIAL_LIMIT_S = 5.0
+#: For the process behind it, which is known to be there: so long only where a host is busy with
+#: other things. Who dies or is superseded meanwhile releases the wait.
+ANSWER_LIMIT_S = 30.0
+#: Before a call is made again that the other end has hung up on.
+AGAIN_S = 0.05
+#: No descriptor is left.
+FULL = (errno.EMFILE, errno.ENFILE)
+
+
+class Dial:
+    """A call of this process's own."""
+
+    def __init__(self, card: Card, serial: int, epoch: int) -> None:
+        """`epoch`: of the meeting that it is made for."""
+        self.card = card
+        self.serial = serial
+        self.epoch = epoch
+        self.until = time.monotonic() + DIAL_LIMIT_S
+        #: Whether the host has taken the call.
+        self.answered = False
+        #: None: it is made again at `again_at`.
+        self.socket: socket.socket | None = None
+        self.again_at = 0.0
+        #: This end's fresh key.
+        self.own = greeting.fresh()
+        self.said = bytearray()
+        self.missing = 0
+        self.confirmed = False
+        #: Of what follows, once it is confirmed. None: all goes in the clear.
+        self.seals: Seals | None = None
+        #: Why there is no link.
+        self.problem: OSError | None = None
+
+
+#: Is given a connection that has been greeted: the peer's identity, the serial, the socket, and its
+#: seals where it is sealed.
+Open = Callable[[bytes, int, socket.socket, Seals | None], None]
+
+
+class Calls:
+    """Used with the links' lock held. `poll` is told of all descriptors; of those in here, what it
+    reports is handed to `hear`."""
+
+    def __init__(
+        self,
+        identity: bytes,
+        poll: select.epoll,
+        secret_of: Callable[[int], bytes | None],
+        make_room: Callable[[], bool],
+        opened: Open,
+        *,
+        sealed: bool,
+    ) -> None:
+        """`secret_of`: of a meeting that this process is in or expects; `make_room` frees a
+        descriptor, and says whether there was one; `opened` takes a new link."""
+        self._identity = identity
+        self._poll = poll
+        self._secret_of = secret_of
+        self._make_room = make_room
+        self._opened = opened
+        self._sealed = sealed
+        #: By whom they are to.
+        self.calls: dict[bytes, Dial] = {}
+        #: Those that are connected, by their descriptors.
+        self._connected: dict[int, Dial] = {}
+
+    def __contains__(self, descriptor: int) -> bool:
+        return descriptor in self._connected
+
+    def dial(self, card: Card, epoch: int, serial: int) -> None:
+        """Begin to call for that meeting, unless a call is under way or it is not expected."""
+        under_way = self.calls.get(card.identity)
+        if under_way is not None and under_way.epoch < epoch and not under_way.confirmed:
+            self.drop(card.identity)
+        if self._secret_of(epoch) is not None and card.identity not in self.calls:
+            call = Dial(card, serial, epoch)
+            self.calls[card.identity] = call
+            self._connect(call)
+
+    def begin(self, epoch: int) -> None:
+        """This meeting is the present one, and older ones are over."""
+        for peer, call in list(self.calls.items()):
+            if call.confirmed:
+                # The other end may have the link by now, whose end it would take for a loss.
+                call.until = time.monotonic() + ANSWER_LIMIT_S
+            elif call.epoch < epoch or call.problem is not None:
+                self.drop(peer)
+
+    def call_off(self, epoch: int) -> None:
+        """Nobody is called for that meeting any more."""
+        for peer, call in list(self.calls.items()):
+            if call.epoch == epoch and not call.confirmed:
+                self.drop(peer)
+
+    def drop(self, peer: bytes) -> None:
+        """Do not call that one any more."""
+        if (call := self.calls.pop(peer, None)) is not None:
+            self._hang_up(call)
+
+    def _connect(self, call: Dial) -> None:
+        try:
+            call.socket = connection = self._new_socket(call.card.host)
+            connection.setblocking(False)
+            problem = connection.connect_ex((call.card.host, call.card.port))
+        except OSError as error:
+            self._fail(call, error)
+            return
+        if problem and problem != errno.EINPROGRESS:
+            self._fail(call, OSError(problem, os.strerror(problem)))
+            return
+        call.said, call.missing = bytearray(), 0
+        self._connected[connection.fileno()] = call
+        self._poll.register(connection, select.EPOLLOUT)
+
+    def _new_socket(self, host: str) -> socket.socket:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        while True:
+            try:
+                return socket.socket(family, socket.SOCK_STREAM)
+            except OSError as error:
+                if error.errno not in FULL or not self._make_room():
+                    raise
+
+    def _hang_up(self, call: Dial) -> None:
+        if call.socket is not None:
+            self._connected.pop(call.socket.fileno(), None)
+            with contextlib.suppress(OSError, ValueError):
+                self._poll.unregister(call.socket)
+            call.socket.close()
+            call.socket = None
+
+    def _fail(self, call: Dial, problem: OSError) -> None:
+        self._hang_up(call)
+        call.problem = problem
+
+    def hear(self, descriptor: int) -> None:
+        """Go on with what is ready there."""
+        call = self._connected[descriptor]
+        try:
+            self._advance(call)
+        except BlockingIOError:
+            pass
+        except (BrokenPipeError, ConnectionResetError):
+            self._call_again(call)  # hung up on amid a word
+        except OSError as error:
+            self._fail(call, error)
+
+    def _advance(self, call: Dial) -> None:
+        """The connection stands, or there is something to read, or neither will be."""
+        connection, secret = call.socket, self._secret_of(call.epoch) or b""
+        assert connection is not None, "only what is connected is polled"
+        if not secret and not call.confirmed:
+            self._fail(call, OSError(errno.ECONNABORTED, "its meeting is over"))
+            return
+        them = call.card.digest
+        if not call.missing:
+            problem = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if problem:
+                self._fail(call, OSError(problem, os.strerror(problem)))
+                return
+            if not call.answered:
+                call.answered = True
+                call.until = time.monotonic() + ANSWER_LIMIT_S
+            said = self._said(call)
+            connection.sendall(said + greeting.prove(secret, b"call", them, said))
+            call.missing = greeting.ANSWER_BYTES
+            self._poll.modify(connection, select.EPOLLIN)
+            return
+        part = connection.recv(call.missing)
+        if not part:
+            self._call_again(call)
+            return
+        call.said += part
+        call.missing -= len(part)
+        if call.missing:
+            return
+        if call.confirmed:
+            self._open(call, connection)
+            return
+        answer, said = greeting.read_answer(bytes(call.said)), self._said(call)
+        if not greeting.proven(answer.proof, secret, b"answer", them, said, answer.said):
+            self._fail(call, PermissionError("whoever answers there is not of this job"))
+            return
+        if self._sealed or answer.seals:
+            call.seals = greeting.seals_of_caller(
+                call.own, answer.public, secret, them, said, answer.said
+            )
+        connection.sendall(greeting.prove(secret, b"confirm", them, said, answer.said))
+        call.said, call.missing, call.confirmed = bytearray(), len(greeting.WELCOME), True
+
+    def _said(self, call: Dial) -> bytes:
+        return greeting.make_call(call.epoch, call.serial, self._sealed, self._identity, call.own)
+
+    def _call_again(self, call: Dial) -> None:
+        """It calls this one at the same time, is not there yet, or took it for a stranger in a
+        crowd."""
+        self._hang_up(call)
+        call.own, call.confirmed = greeting.fresh(), False
+        call.again_at = time.monotonic() + AGAIN_S
+        call.until = time.monotonic() + ANSWER_LIMIT_S
+
+    def _open(self, call: Dial, connection: socket.socket) -> None:
+        del self._connected[connection.fileno()]
+        self._poll.unregister(connection)
+        call.socket = None
+        self._opened(call.card.identity, call.serial, connection, call.seals)
+
+    def tick(self, now: float) -> None:
+        """What the clock brings."""
+        for call in list(self.calls.values()):
+            if call.problem is not None:
+                continue
+            if call.until < now:
+                how = errno.ECONNABORTED if call.answered else errno.ETIMEDOUT
+                self._fail(call, OSError(how, os.strerror(how)))
+            elif call.socket is None and call.again_at < now:
+                self._connect(call)
+
+    def close(self) -> None:
+        for call in list(self.calls.values()):
+            self._hang_up(call)

@@ -1,0 +1,255 @@
+"""Who reads and writes the links, and when: a thread of its own, or the one that waits for them.
+
+The own thread watches every link for its end and listens at the door while others compute, and
+reads and writes where there is something that should not wait. A training thread that waits does
+the reading and writing itself, so that a message is handled by the thread that wants it. Must not
+know meetings.
+"""
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from oobleck.worker.runtime import pulse
+from oobleck.worker.runtime.errors import InvariantViolation
+from oobleck.worker.transport.links.link import Link
+
+_READ = select.EPOLLIN
+_END = select.EPOLLRDHUP
+
+
+class Owner(Protocol):
+    """Whose links they are. All methods but `rest_s` are called with the lock held."""
+
+    def on_news(self, link: Link, epoch: int, kind: int, content: bytes) -> None:
+        """The peer comes to a meeting or leaves it."""
+
+    def ended(self, link: Link, why: OSError) -> None:
+        """The connection is over."""
+
+    def hear(self, descriptor: int) -> bool:
+        """Something is ready there, which is no link's; False: nor anybody else's."""
+
+    def rest_s(self) -> float:
+        """How long the own thread may sleep where nothing happens."""
+
+    def tick(self) -> None:
+        """What the clock brings."""
+
+
+class Traffic:
+    """Used with the lock held, but for `wait` and `wake`."""
+
+    def __init__(self, owner: Owner, lock: threading.RLock) -> None:
+        self._owner = owner
+        self._lock = lock
+        self._by_descriptor: dict[int, Link] = {}
+        #: Of all links, for whoever reads and writes now; and for the own thread, which is shown
+        #: that one where it shall read and write.
+        self._traffic = select.epoll()
+        self.events = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK)
+        self._own_bell = os.eventfd(0, os.EFD_NONBLOCK)
+        self._traffic.register(self._bell, _READ)
+        self.events.register(self._own_bell, _READ)
+        self.events.register(self._traffic, 0)
+        self._shown = False
+        #: Whether the training thread reads and writes.
+        self._taken = False
+        #: Operations that should go on while the training thread computes.
+        self._pressing = 0
+        #: Links on which something waits until the kernel takes it.
+        self._blocked: set[int] = set()
+        self.closed = False
+        #: What nobody is to go on after, as it has ended a thread.
+        self._failure: BaseException | None = None
+        self.thread = threading.Thread(target=self._serve, name="links", daemon=True)
+
+    # ---- links
+
+    def add(self, link: Link) -> None:
+        descriptor = link.socket.fileno()
+        self._by_descriptor[descriptor] = link
+        link.polled_for = _READ | _END
+        self._traffic.register(descriptor, link.polled_for)
+        self.events.register(descriptor, _END)
+
+    def holds(self, link: Link) -> bool:
+        return self._by_descriptor.get(link.socket.fileno()) is link
+
+    def drop(self, link: Link) -> None:
+        """Close it."""
+        descriptor = link.socket.fileno()
+        del self._by_descriptor[descriptor]
+        self._blocked.discard(descriptor)
+        for poll in (self._traffic, self.events):
+            poll.unregister(descriptor)
+        link.socket.close()
+
+    def poll_for(self, link: Link) -> None:
+        """What it is read and written for may have changed."""
+        wanted = _READ | _END | (select.EPOLLOUT if link.blocked else 0)
+        if wanted == link.polled_for:
+            return
+        link.polled_for = wanted
+        descriptor = link.socket.fileno()
+        self._traffic.modify(descriptor, wanted)
+        if link.blocked:
+            self._blocked.add(descriptor)
+        else:
+            self._blocked.discard(descriptor)
+        self.arm()
+
+    # ---- who reads and writes
+
+    def press(self, change: int) -> None:
+        """So many operations more should go on while the training thread computes."""
+        self._pressing += change
+        self.arm()
+
+    def press_anew(self, count: int) -> None:
+        """So many should, and none of before."""
+        self._pressing = count
+
+    def arm(self) -> None:
+        """Have the own thread read and write where nobody else does, and somebody should."""
+        shown = not self._taken and bool(self._pressing or self._blocked)
+        if shown != self._shown and not self.closed:
+            self._shown = shown
+            self.events.modify(self._traffic, _READ if shown else 0)
+
+    def wait(self, done: Callable[[], bool], until: float | None) -> bool:
+        """Read and write until `done`, which is asked with the lock held and may raise; returns
+        False where the clock is at `until` first. One thread waits at a time."""
+        with self._lock:
+            self.check_sound()
+            if done():
+                return True
+            assert not self._taken, "one thread waits at a time"
+            self._taken = True
+            self.arm()
+            try:
+                while not done():
+                    left_s = None if until is None else until - time.monotonic()
+                    if left_s is not None and left_s <= 0:
+                        return False
+                    self._lock.release()
+                    try:
+                        with pulse.WAITING:
+                            ready = self._traffic.poll(left_s)
+                    finally:
+                        self._lock.acquire()
+                    self.check_sound()
+                    self._carry(ready)
+            finally:
+                self._taken = False
+                self.arm()
+        return True
+
+    def _carry(self, ready: Sequence[tuple[int, int]]) -> None:
+        for descriptor, events in ready:
+            if descriptor == self._bell:
+                _silence(self._bell)
+            elif (link := self._by_descriptor.get(descriptor)) is not None:
+                self._advance(link, events)
+
+    def _advance(self, link: Link, events: int) -> None:
+        try:
+            if events & select.EPOLLOUT:
+                link.write()
+            if events & ~select.EPOLLOUT:
+                self.read(link)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._owner.ended(link, error)
+            return
+        self.poll_for(link)
+
+    def read(self, link: Link) -> None:
+        """Raises OSError."""
+
+        def on_news(epoch: int, kind: int, content: bytes) -> None:
+            self._owner.on_news(link, epoch, kind, content)
+
+        link.read(on_news)
+
+    # ---- bells
+
+    def ring(self) -> None:
+        """Have whoever waits look whether it is done."""
+        self._ring(self._bell)
+
+    def ring_own(self) -> None:
+        """Have the own thread look what the clock brings."""
+        self._ring(self._own_bell)
+
+    def _ring(self, bell: int) -> None:
+        if not self.closed:
+            os.eventfd_write(bell, 1)
+
+    # ---- the own thread
+
+    def _serve(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody else sees it: whoever uses the links, now or later, raises it."""
+        with self._lock:
+            self._failure = error
+            self.ring()
+
+    def check_sound(self) -> None:
+        if self._failure is not None:
+            raise InvariantViolation(f"the links failed: {self._failure!r}")
+
+    def _turn(self) -> bool:
+        """Do what there is to do; whether there will be more."""
+        ready = self.events.poll(self._owner.rest_s())
+        with self._lock:
+            if self.closed:
+                return False
+            for descriptor, events in ready:
+                self._attend(descriptor, events)
+            self._owner.tick()
+        return True
+
+    def _attend(self, descriptor: int, events: int) -> None:
+        if descriptor == self._own_bell:
+            _silence(self._own_bell)
+        elif descriptor == self._traffic.fileno():
+            if not self._taken:
+                self._carry(self._traffic.poll(0))
+        elif (link := self._by_descriptor.get(descriptor)) is not None:
+            self._advance(link, events)
+            self.ring()
+        elif self._owner.hear(descriptor):
+            self.ring()
+
+    # ---- end
+
+    def stop(self) -> None:
+        """End the own thread, soon."""
+        self.ring_own()
+        self.closed = True
+
+    def close(self) -> None:
+        """Once it has ended."""
+        self._traffic.close()
+        self.events.close()
+        os.close(self._bell)
+        os.close(self._own_bell)
+
+
+def _silence(bell: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        os.eventfd_read(bell)

@@ -1,0 +1,77 @@
+"""Watches the hosts at the other ends of links for signs of life, for as long as there are links.
+
+Must not know what a loss leads to.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from oobleck.worker.transport.links.link import Link
+from oobleck.worker.transport.links.silence import NO_WAY, Patience, answers
+
+
+class Watch:
+    """Used with the links' lock held, but for what its own threads do."""
+
+    def __init__(
+        self,
+        silence_s: float,
+        lock: threading.RLock,
+        members: Callable[[], Sequence[Link]],
+        unanswered: Callable[[Link, str], bool],
+    ) -> None:
+        """`silence_s`: without a sign of life for so long a peer's host is gone; `members`: the
+        links to those of the present meeting; `unanswered` is told of a host that has been asked in
+        vain, and says whether there still is that link."""
+        self._lock = lock
+        self._members = members
+        self._tell_unanswered = unanswered
+        self._patience = Patience(silence_s)
+        #: When the hosts' signs of life are looked at next; who is being asked for one; and who was
+        #: asked in vain.
+        self._next_look = 0.0
+        self._asked: set[bytes] = set()
+        self._unanswered: set[bytes] = set()
+
+    @property
+    def every_s(self) -> float:
+        """How often `look` is needed."""
+        return float(self._patience.every_s)
+
+    def add(self, link: Link) -> None:
+        self._patience.watch(link.socket)
+
+    def begin(self) -> None:
+        """With a new meeting."""
+        self._unanswered.clear()
+
+    def ended(self, link: Link, why: OSError) -> None:
+        """The link is over."""
+        if isinstance(why, TimeoutError) or why.errno in NO_WAY:
+            self._unanswered.add(link.peer)
+
+    def look(self) -> None:
+        """What the clock brings."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + self.every_s
+        for link in self._members():
+            if link.peer not in self._asked and self._patience.is_doubtful(link.socket):
+                self._asked.add(link.peer)
+                threading.Thread(target=self._ask, args=(link,), name="ask", daemon=True).start()
+
+    def _ask(self, link: Link) -> None:
+        """A host that is silent is asked for one more connection."""
+        answered = answers(link.socket)
+        with self._lock:
+            self._asked.discard(link.peer)
+            why = f"a peer's host does not answer for {self._patience.silence_s:.0f} s"
+            if not answered and self._tell_unanswered(link, why):
+                self._unanswered.add(link.peer)
+
+    def silent(self) -> set[bytes]:
+        """Members of this meeting whose hosts give no sign of life."""
+        return self._unanswered | {
+            link.peer for link in self._members() if self._patience.is_silent(link.socket)
+        }
