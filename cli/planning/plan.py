@@ -74,15 +74,16 @@ if TYPE_CHECKING:
     type=click.IntRange(min=0),
     default=0,
     metavar="k",
-    help="Show also what follows the loss of k nodes, one after the other.",
+    help="Show also what is done about the loss of k nodes, one after the other, not at once: each "
+    "hits the plan that answers the loss before it, ahead of what follows that plan.",
 )
 @click.option(
     "--policy",
-    type=click.Choice(["auto", "templates", "reroute"]),
-    default="templates",
-    help="What losses are answered by: plans of templates, for which state moves; by sending the "
-    "micro-batches of lost workers to others that hold the layers; or auto, as by a job that says "
-    "nothing else.  [default: templates]",
+    type=click.Choice(["auto", "templates", "reroute", "uneven"]),
+    help="What losses are answered by, as recovery.policy in a job file: templates, for which "
+    "state moves; reroute, which sends the micro-batches of lost workers to others that hold the "
+    "layers; uneven, which answers losses as templates does; or auto.  [default: the job's, or "
+    "templates with --profile]",
 )
 @click.option(
     "--slow",
@@ -105,7 +106,7 @@ def plan(
     nodes: int,
     schedule: str | None,
     lost: int,
-    policy: str,
+    policy: str | None,
     slow: tuple[str, ...],
     shadows: bool | None,
     as_json: bool,
@@ -121,7 +122,9 @@ def plan(
         question = dataclasses.replace(question, schedule=wanted)
     if shadows is not None:
         question = dataclasses.replace(question, shadows=shadows)
-    report = _report(question, nodes, lost, cast("RecoveryPolicy", policy), slow)
+    if policy is not None:
+        question = dataclasses.replace(question, policy=cast("RecoveryPolicy", policy))
+    report = _report(question, nodes, lost, slow)
     data = report.data()
     if question.notes:
         data["notes"] = list(question.notes)
@@ -152,7 +155,6 @@ def _report(
     question: Question,
     nodes: int,
     lost: int,
-    policy: "RecoveryPolicy",
     slow: Sequence[str],
 ) -> "PlanReport":
     from oobleck.planner.report.report import make_report
@@ -167,7 +169,7 @@ def _report(
             lost=lost,
             tied=question.tied,
             wanted=question.schedule,
-            policy=policy,
+            policy=question.policy,
             slow=slow,
             shadows=question.shadows,
         )
@@ -205,10 +207,10 @@ def report_text(report: dict[str, Any], drawing: str, width: int | None = None) 
 
 
 def _loss(loss: dict[str, Any], width: int | None) -> Iterator[str]:
-    """What is done about it, and what each policy would do, side by side."""
+    """What is done about it; what each policy would do, side by side; and what comes behind."""
     from oobleck.cli.output.table import table
 
-    policies = loss["policies"]
+    policies, follow_ups = loss["policies"], loss["follow_ups"]
     if loss["plan"] is None:
         yield f"{loss['lost']} lost: the job waits for nodes: {loss['reason']}"
     else:
@@ -219,16 +221,20 @@ def _loss(loss: dict[str, Any], width: int | None) -> Iterator[str]:
             f"{loss['lost']} lost: {loss['rule']}, then {policies[loss['policy']]['plan']}{more}, "
             f"{loss['plan']['step_s']:.4g} s per step{then} ({loss['reason']})"
         )
+    lines = [
+        *policies.items(),
+        *((f"then {each['policy']}", each) for each in follow_ups),
+    ]
     rows = [
         (
-            policy,
+            name,
             f"{each['step_s']:.4g} s",
             format_bytes(each["moved_bytes"]),
             f"{each['stall_s']:.2g} s",
             each["can_lose"],
             each["plan"],
         )
-        for policy, each in policies.items()
+        for name, each in lines
         if "refused" not in each
     ]
     if rows:
@@ -236,6 +242,11 @@ def _loss(loss: dict[str, Any], width: int | None) -> Iterator[str]:
     yield from (
         f"{policy} has no answer: {each['refused']}"
         for policy, each in policies.items()
+        if "refused" in each
+    )
+    yield from (
+        f"no {each['policy']} behind it: {each['refused']}"
+        for each in follow_ups
         if "refused" in each
     )
 

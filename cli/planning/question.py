@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from oobleck.planner.units import count, parse_bytes
 
 if TYPE_CHECKING:
-    from oobleck.planner.job.spec import JobSpec
+    from oobleck.planner.job.spec import JobSpec, RecoveryPolicy
     from oobleck.planner.profile.profile import Profile
     from oobleck.planner.schedules import Schedule
 
@@ -41,6 +41,8 @@ class Question:
     tied: bool = False
     #: Nodes may hold layers that they do not run.
     shadows: bool = False
+    #: What losses are answered by.
+    policy: "RecoveryPolicy" = "templates"
     #: What of the profile or the machines is not used, and why.
     notes: tuple[str, ...] = ()
 
@@ -100,6 +102,7 @@ def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
         schedule=job.training.wanted_schedule,
         tied=job.model.tied,
         shadows=job.recovery.shadows == "auto",
+        policy=job.recovery.policy,
         notes=_unused(profile, used),
     )
 

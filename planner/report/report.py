@@ -1,19 +1,17 @@
 """What `oobleck plan` shows: templates, the plan and what a step of it takes, as data and text."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from oobleck.planner.cost.estimate import KindEstimate, StepEstimate
-from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import runs
 from oobleck.planner.programs.template import PipelineTemplate
-from oobleck.planner.recovery.answer import Answer, Change
-from oobleck.planner.recovery.policies import Answers, answer, answers
+from oobleck.planner.recovery.answer import Change
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.report.drawing import (
     WIDTH,
@@ -22,7 +20,7 @@ from oobleck.planner.report.drawing import (
     draw_timeline,
     some,
 )
-from oobleck.planner.report.shape import shape
+from oobleck.planner.report.losses import Loss, losses
 from oobleck.planner.report.slow import Slowness, read_rates, slowness
 from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.catalogue import Catalogue, Offer
@@ -51,28 +49,14 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
-    """What follows the loss of a node."""
-
-    node: NodeName
-    #: What is done; None: nothing can be, and the reason says what is missing.
-    taken: Answer | None
-    reason: str
-    #: What each policy would do, or why it cannot.
-    answers: Answers
-    #: Of a plan of templates.
-    outcome: Outcome | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
     """The answer to `oobleck plan`."""
 
     profile: Profile
     templates: Mapping[int, PipelineTemplate]
     first: Outcome
-    #: None where nobody asked for losses.
-    losses: tuple[Loss, ...] | None
+    #: Each with its plan where that is one of templates; None where nobody asked for losses.
+    losses: tuple[tuple[Loss, Outcome | None], ...] | None
     #: None where nobody asked for slow workers.
     slowness: Slowness | None = None
 
@@ -83,7 +67,9 @@ class PlanReport:
             "plan": _plan(self.first, self.profile),
         }
         if self.losses is not None:
-            report["after_losses"] = [_loss(loss, self.profile) for loss in self.losses]
+            report["after_losses"] = [
+                loss.data(_loss_plan(loss, outcome, self.profile)) for loss, outcome in self.losses
+            ]
         if self.slowness is not None:
             report["slow"] = self.slowness.data()
         return report
@@ -109,12 +95,11 @@ def make_report(
 ) -> PlanReport:
     """Templates and plan for nodes n1 .. n<nodes>.
 
-    With `lost` there is also, one after the other, what follows the loss of the first pipeline's
-    last node, until nothing fits any more. `tied`: the head shares layer 0's token embedding.
-    `wanted`: the schedule to use; None: the best one. `policy`: what losses are answered by.
-    `slow`: slow workers, as `read_rates` has them; what is done about them before any loss.
-    `shadows`: nodes may hold layers that they do not run. Raises ValueError naming the field and
-    the fix, or PlanInfeasible.
+    With `lost` there is also what follows so many losses, one after the other, answered by
+    `policy`. `tied`: the head shares layer 0's token embedding. `wanted`: the schedule to use;
+    None: the best one. `slow`: slow workers, as `read_rates` has them; what is done about them
+    before any loss. `shadows`: nodes may hold layers that they do not run. Raises ValueError naming
+    the field and the fix, or PlanInfeasible.
     """
     _check(profile, nodes, global_batch, lost)
     sizes = node_specification(
@@ -149,18 +134,12 @@ def make_report(
         schedule_named=wanted is not None,
         shadows=shadows,
     )
-    losses = _losses(
-        first,
-        names,
-        lost,
-        policy,
-        asked,
-    )
+    after = ((loss, _outcome(loss, profile, tied=tied)) for loss in losses(asked, policy, lost))
     return PlanReport(
         profile=profile,
         templates=offer.templates,
         first=first,
-        losses=tuple(losses) if lost else None,
+        losses=tuple(after) if lost else None,
         slowness=slowness(replace(asked, rates=rates), made.choice.step_s) if slow else None,
     )
 
@@ -211,41 +190,13 @@ def _change(
     )
 
 
-def _losses(
-    first: Outcome,
-    names: Sequence[NodeName],
-    lost: int,
-    policy: RecoveryPolicy,
-    asked: Change,
-) -> Iterator[Loss]:
-    """What follows each loss, until nothing fits; idle nodes take part where they can."""
-    plan = base = first.plan
-    profile, tied = asked.profile, asked.tied
-    live = list(names)
-    for _ in range(lost):
-        gone = next(n for p in base.pipelines for n in reversed(p.nodes) if n in live)
-        live.remove(gone)
-        change = replace(
-            asked,
-            plan=plan,
-            base=base,
-            live=tuple(live),
-            generation=Generation(plan.generation + 1),
-        )
-        each = answers(change)
-        try:
-            taken = answer(change, policy, each)
-        except PlanInfeasible as infeasible:
-            reason = str(infeasible)
-            yield Loss(node=gone, taken=None, reason=reason, answers=each, outcome=None)
-            return
-        plan, outcome = taken.found.plan, None
-        if taken.policy == "templates":
-            base = plan
-            choice = choose_schedule(plan, profile, tied=tied, wanted=plan.schedule)
-            outcome = Outcome(plan=plan, idle=_unused(plan, live), choice=choice)
-        reason = taken.found.reason
-        yield Loss(node=gone, taken=taken, reason=reason, answers=each, outcome=outcome)
+def _outcome(loss: Loss, profile: Profile, *, tied: bool) -> Outcome | None:
+    """The plan that is taken, if it is one of templates."""
+    if loss.taken is None or loss.taken.policy != "templates":
+        return None
+    plan = loss.taken.found.plan
+    choice = choose_schedule(plan, profile, tied=tied, wanted=plan.schedule)
+    return Outcome(plan=plan, idle=_unused(plan, loss.live), choice=choice)
 
 
 def draw(outcome: Outcome, profile: Profile, width: int = WIDTH) -> str:
@@ -337,34 +288,14 @@ def _plan(outcome: Outcome, profile: Profile) -> dict[str, Any]:
     }
 
 
-def _loss(loss: Loss, profile: Profile) -> dict[str, Any]:
-    taken = loss.taken
-    plan: dict[str, Any] | None = None
-    if loss.outcome is not None:
-        plan = _plan(loss.outcome, profile)
-    elif taken is not None:
-        plan = {"routes": _routes(taken.found.plan), "idle": [], "step_s": taken.step_s}
-    return {
-        "lost": loss.node,
-        "policy": None if taken is None else taken.policy,
-        "then": None if taken is None else taken.then,
-        "rule": None if taken is None else taken.found.rule,
-        "reason": loss.reason,
-        "plan": plan,
-        "policies": {policy: _answer(each) for policy, each in loss.answers.items()},
-    }
-
-
-def _answer(each: Answer | PlanInfeasible) -> dict[str, Any]:
-    if isinstance(each, PlanInfeasible):
-        return {"refused": str(each)}
-    return {
-        "step_s": each.step_s,
-        "moved_bytes": each.moved_bytes,
-        "stall_s": each.stall_s,
-        "can_lose": can_lose(each.found.plan),
-        "plan": shape(each.found.plan),
-    }
+def _loss_plan(loss: Loss, outcome: Outcome | None, profile: Profile) -> dict[str, Any] | None:
+    """What is done about it: a plan of templates as the first one, another one by its routes."""
+    if outcome is not None:
+        return _plan(outcome, profile)
+    if loss.taken is None:
+        return None
+    plan = loss.taken.found.plan
+    return {"routes": _routes(plan), "idle": [], "step_s": loss.taken.step_s}
 
 
 def _routes(plan: Plan) -> list[dict[str, Any]]:

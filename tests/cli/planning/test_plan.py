@@ -134,10 +134,30 @@ def test_policies_stand_side_by_side(job_file: JobFile) -> None:
     text = run("plan", job, *flags).stdout
     assert "lost: reroute, then " in text
     assert "s per step, and normalise at a step boundary behind it (" in text
-    assert "POLICY     STEP" in text
+    head, *rows = text[text.index("POLICY ") :].splitlines()
+    assert head.split() == ["POLICY", "STEP", "MOVES", "IN", "CAN", "LOSE", "PLAN"]
+    assert [row.split()[0] for row in rows[:2]] == ["templates", "reroute"]
+    # What follows stands below, with its own step, bytes and losses.
+    (behind,) = loss["follow_ups"]
+    assert behind["step_s"] < reroute["step_s"]
+    assert rows[2].startswith(f"then normalise  {behind['step_s']:.4g} s ")
+    assert rows[2].endswith(f" {behind['can_lose']}  {behind['plan']}")
     # Where one has no answer, the other one's is taken, and the table says why.
     alone = run("plan", job, "--nodes", "2", "--fault-tolerance", "0", *flags[2:]).stdout
     assert "reroute has no answer: " in alone
+
+
+def test_losses_are_answered_as_the_job_says(job_file: JobFile) -> None:
+    def answered(job: Path, *flags: str) -> str:
+        two = ("--set", "resources.min_nodes_per_pipeline=2")
+        (loss,) = planned(str(job), "--nodes", "6", "--lost", "1", *two, *flags)["after_losses"]
+        return str(loss["policy"])
+
+    assert answered(job_file()) == "templates", "auto, where state moves in no time"
+    assert answered(job_file(extra="recovery: {policy: reroute}\n")) == "reroute"
+    assert answered(job_file(extra="recovery: {policy: reroute}\n"), "--policy", "uneven") == (
+        "templates"
+    )
 
 
 def test_plans_for_slow_workers_stand_side_by_side(job_file: JobFile) -> None:
