@@ -13,27 +13,29 @@ S equal stages compute M micro-batches each, and one worker is lost.
   micro-batches, which is what 1F1B needs on the first stage; `2x` says for twice as many.
 - `dropped`: the other pipelines compute everything (ZB-H1).
 - `bound`: all work shared evenly by the workers that are left.
-- `seconds`: what a re-routed plan and its list schedule took, split, on average.
+- `seconds`: of a processor, that a re-routed plan and its list schedule took, split, on average.
 
 A line has two losses of one stage: re-routed, and with a stage moved behind that (`normalised`).
-Another table has answers to slow workers (`bench.uneven`).
+Another one has processor seconds for a thousand workers: what the master does, and what each worker
+does, which compiles all programs. Another table has answers to slow workers (`bench.uneven`), and
+one what it costs and saves to compute forwards ahead of time (`bench.redundant`).
 """
 
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from bench import uneven
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.programs.instructions import BackwardWeight, Forward
+from bench import redundant, uneven
+from bench.support.slots import bound, dropped, equal_pipelines, no_loss, replanned, slot
+from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.programs.listing.bound import least_makespan
-from oobleck.planner.programs.listing.schedule import list_schedule
+from oobleck.planner.programs.listing.schedule import list_schedule, listed_routes, planned
 from oobleck.planner.programs.listing.visits import visits_of
-from oobleck.planner.programs.pipeline import Pipeline
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold, Hop
-from oobleck.planner.programs.schedule import compute_order, splits_backward
-from oobleck.planner.programs.ticks import HopTicks
+from oobleck.planner.programs.proof import prove
+from oobleck.planner.programs.ticks import Listing
 from oobleck.planner.recovery.moves import Moves
 from oobleck.planner.recovery.normalise import MOST_SCHEDULED
 from oobleck.planner.recovery.reroute import layer_count, reroute
@@ -55,82 +57,10 @@ CASES = (
 EXAMPLE = (3, 4, 6)
 MANY_LOSSES = (16, 8, 32)
 TWO_LOSSES = (3, 4, 8)
-
-
-# ---- pipelines by their closed forms
-
-
-def ticks_of(schedule: Schedule, *, stages: int, microbatches: int, slot: int = 1) -> int:
-    """A step of one pipeline, where a slot takes so many ticks: each stage keeps its order."""
-    orders = [
-        list(compute_order(schedule, stages=stages, stage=stage, microbatches=microbatches))
-        for stage in range(stages)
-    ]
-    clocks, done = [0] * stages, [0] * stages
-    forward: dict[tuple[int, int], int] = {}
-    backward: dict[tuple[int, int], int] = {}
-    while any(done[stage] < len(orders[stage]) for stage in range(stages)):
-        for stage, order in enumerate(orders):
-            while done[stage] < len(order):
-                kind, m = order[done[stage]]
-                arrived: int | None = 0
-                if kind is Forward:
-                    arrived = forward.get((stage - 1, m)) if stage else 0
-                elif kind is not BackwardWeight:
-                    last = stage == stages - 1
-                    arrived = forward.get((stage, m)) if last else backward.get((stage + 1, m))
-                if arrived is None:
-                    break
-                whole = not (splits_backward(schedule) and stage > 0)
-                slots = 2 if kind is not Forward and whole else 1
-                clocks[stage] = max(clocks[stage], arrived) + slots * slot
-                done[stage] += 1
-                if kind is not BackwardWeight:
-                    (forward if kind is Forward else backward)[stage, m] = clocks[stage]
-    return max(clocks)
-
-
-def no_loss(schedule: Schedule, stages: int, microbatches: int) -> float:
-    return ticks_of(schedule, stages=stages, microbatches=microbatches)
-
-
-def replanned(
-    schedule: Schedule, pipelines: int, stages: int, microbatches: int, *, hits: int = 1
-) -> float:
-    """Some pipelines with a stage less; a slot there takes S / (S - 1) of one elsewhere."""
-    best = None
-    for hit in range(1, microbatches + 1):
-        others = -(-(pipelines * microbatches - hits * hit) // (pipelines - hits))
-        found = max(
-            ticks_of(schedule, stages=stages, microbatches=others, slot=stages - 1),
-            ticks_of(schedule, stages=stages - 1, microbatches=hit, slot=stages),
-        )
-        best = found if best is None else min(best, found)
-    assert best is not None
-    return best / (stages - 1)
-
-
-def dropped(schedule: Schedule, pipelines: int, stages: int, microbatches: int) -> float:
-    return no_loss(schedule, stages, -(-pipelines * microbatches // (pipelines - 1)))
-
-
-def bound(pipelines: int, stages: int, microbatches: int) -> float:
-    return 3 * pipelines * stages * microbatches / (pipelines * stages - 1)
+THOUSAND = (125, 8, 32)
 
 
 # ---- re-routed
-
-
-def equal_pipelines(pipelines: int, stages: int, microbatches: int) -> Plan:
-    made = []
-    for pipeline in range(pipelines):
-        nodes = tuple(NodeName(f"p{pipeline}s{stage}") for stage in range(stages))
-        holds = tuple(
-            Hold(first_layer=stage, last_layer=stage, workers=(WorkerId(node, 0),))
-            for stage, node in enumerate(nodes)
-        )
-        made.append(Pipeline(nodes=nodes, stages=holds, microbatches=microbatches))
-    return Plan.of_pipelines(made, generation=Generation(1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,21 +74,15 @@ class Rerouted:
         return f"{least}" if least == most else f"{least}-{most}"
 
 
-def slot(hop: Hop) -> HopTicks:
-    return HopTicks(
-        forward=1, backward_input=1, backward_weight=1, message=0, kept_bytes=1, deferred_bytes=1
-    )
-
-
 def rerouted(pipelines: int, stages: int, microbatches: int, *, split: bool, kept: int) -> Rerouted:
     """A worker of the last pipeline is lost, each in its turn."""
     whole = equal_pipelines(pipelines, stages, microbatches)
-    started = time.perf_counter()
+    started = time.process_time()
     slots = tuple(
         rerouted_slots(whole, lost.workers, split=split, kept=kept)
         for lost in whole.pipelines[-1].stages
     )
-    return Rerouted(slots=slots, mean_s=(time.perf_counter() - started) / stages)
+    return Rerouted(slots=slots, mean_s=(time.process_time() - started) / stages)
 
 
 def rerouted_slots(whole: Plan, lost: Collection[WorkerId], *, split: bool, kept: int) -> int:
@@ -200,6 +124,31 @@ def two_losses(pipelines: int, stages: int, microbatches: int) -> str:
         f"{pipelines} x {stages} with {microbatches}, two losses of one stage, by stage: re-routed "
         f"{by_stage}, normalised {moved}; templates "
         f"{replanned('zb-h1', *case, hits=2):.4g}; bound {left:.1f}"
+    )
+
+
+def thousand(pipelines: int, stages: int, microbatches: int) -> str:
+    """Each part of the way from a loss to programs, once, with nothing remembered."""
+    whole = equal_pipelines(pipelines, stages, microbatches)
+    lost = whole.pipelines[-1].stages[stages // 2].workers
+    moments = [time.process_time()]
+    routed = reroute(whole, lost, generation=Generation(2))
+    moments.append(time.process_time())
+    hops = tuple(tuple(slot(hop) for hop in route.hops) for route in routed.routes)
+    room = (stages,) * len(routed.workers)
+    plan = replace(routed, listing=Listing(hops=hops, room=room, split=True))
+    planned(plan)
+    moments.append(time.process_time())
+    prove(plan)
+    moments.append(time.process_time())
+    compile_programs(plan, tied=False)
+    moments.append(time.process_time())
+    routing, listing, proof, programs = (after - begin for begin, after in pairwise(moments))
+    return (
+        f"{pipelines} x {stages} with {microbatches}, a worker lost, {len(listed_routes(plan))} of "
+        f"{len(plan.routes)} routes listed: re-routed in {routing:.3f} s, list-scheduled in "
+        f"{listing:.3f} s, proven in {proof:.3f} s, together {routing + listing + proof:.3f} s; on "
+        f"each worker the list schedule and all programs {listing + programs:.3f} s"
     )
 
 
@@ -260,8 +209,11 @@ def main() -> None:
         f"{slots[0]}, with twice the memory {slots[1]}; bound {left:.1f}"
     )
     print(two_losses(*TWO_LOSSES))
+    print(thousand(*THOUSAND))
     print(f"\n{uneven.PIPELINES} x {uneven.STAGES} with {uneven.MICROBATCHES} and slow workers:")
     print("\n".join(uneven.table()))
+    print("\nForwards of the next stage computed ahead of time:")
+    print("\n".join(redundant.table((stages, count) for _, stages, count in CASES)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What each answer to slow workers costs, relative to a step without them: the last table of
+"""What each answer to slow workers costs, relative to a step without them: the second table of
 `python -m bench.policies`.
 
 3 pipelines of 4 equal stages compute 8 micro-batches each under ZB-H1, links free; a stage has 12
