@@ -1,26 +1,137 @@
 """What is left of the speed when a worker becomes slow, or is lost, where cores are short.
 
-    python -m bench.straggler [--cores 0.5] [--slow 0.25] [--seconds 30]
+    python -m bench.straggler [--runs 3] [--cores 0.5] [--slow 0.25] [--seconds 30]
+    python -m bench.straggler --noise 60
 
-Four nodes train as 2 x 2; each worker has half a core by a cgroup quota. One is cut to a quarter
-of a core and gets its half back; later one is killed and comes back. Speeds are samples a second
-between commits, beside what the rates of all workers together would allow (`bound`): with four
-workers of which one has half of its rate, 3.5 / 4 of the speed before. `answered` and `healed` say
-after how many seconds the first step of the plan for it was committed. Twelve layers can be shared
-by four workers and by the three that a loss leaves.
+Four nodes train as 2 x 2; each worker has half a core, by a cgroup quota where the machine allows
+that, else it is stopped and continued in turn. In each run one worker is cut to a quarter of a core
+and gets its half back; and, in a cluster of its own, a node is lost for good. Speeds are samples a
+second between commits, measured once no plan has been made for a while; `bound` is what the rates
+of all workers together would allow: with four workers of which one has half of its rate, 3.5 / 4 of
+the speed before. `answered` and `healed` say after how many seconds the first step of the plan for
+it was committed. Medians over the runs are held against the targets. Twelve layers can be shared by
+four workers and by the three that a loss leaves.
+
+With --noise the job trains for so many minutes beside bursts of load on all cores, of a few seconds
+each: all workers are starved alike, so nobody is to be called slow (`rate_changed`).
 """
 
 import argparse
+import contextlib
+import math
+import os
+import random
+import statistics
 import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from bench.support.busy import all_cores_busy
 from bench.support.cluster import LocalCluster
-from bench.support.throttle import throttled
+from bench.support.throttle import Throttle, throttled
+from oobleck.planner.units import count
 
 _VICTIM = "n2/0"
+_SAMPLES = 32
 #: Seconds after a worker's pace has changed, within which the job has to have answered.
 _ANSWERED_S = 10.0
 _HEALED_S = 25.0
+#: A job has settled when no plan was made for so long.
+_SETTLED_S = 20.0
+#: Of a burst of load, and of the pause after it: on average.
+_BURST_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    words: str
+    wanted: float
+    at_least: bool
+
+    def verdict(self, found: Sequence[float]) -> str:
+        median = statistics.median(found)
+        reached = median >= self.wanted if self.at_least else median <= self.wanted
+        return (
+            f"{self.words:<30} {median:6.2f} by the median of {count(len(found), 'run')} "
+            f"({min(found):.2f} to {max(found):.2f}), wanted "
+            f"{'>=' if self.at_least else '<='} {self.wanted:g}: "
+            f"{'reached' if reached else 'missed'}"
+        )
+
+
+TARGETS = {
+    "of_bound": Target(words="of the bound while one is slow", wanted=0.9, at_least=True),
+    "answered": Target(words="answered, seconds", wanted=_ANSWERED_S, at_least=False),
+    "healed": Target(words="healed, seconds", wanted=_HEALED_S, at_least=False),
+    "kept": Target(words="kept by a loss of one of four", wanted=0.72, at_least=True),
+}
+
+
+class Watched:
+    """One job whose workers are throttled, by the times of its commits and events."""
+
+    def __init__(
+        self, cluster: LocalCluster, job_id: str, throttles: Mapping[str, Throttle]
+    ) -> None:
+        self.cluster, self.job_id, self.throttles = cluster, job_id, throttles
+
+    def settle(self) -> None:
+        began = time.time()
+
+        def quiet() -> bool:
+            plans = [float(e["time"]) for e in self.cluster.events(self.job_id, "reconfigured")]
+            return time.time() > max([began, *plans]) + _SETTLED_S
+
+        self.cluster.wait(quiet, "some time without another plan", poll_s=0.5)
+
+    def usual_speed(self, seconds: float) -> float:
+        """`speed`, before anything happens. Ends the program where it is too little."""
+        if not (found := self.speed(seconds)):
+            raise SystemExit(f"no two steps in {seconds:g} s: give more --seconds")
+        return found
+
+    def speed(self, seconds: float) -> float:
+        """Samples a second from the first to the last step that is committed in so much time from
+        now on; 0: fewer than two are."""
+        since = time.time()
+        time.sleep(seconds)
+        times = [
+            float(line["time"])
+            for line in self.cluster.metrics(self.job_id)
+            if since <= float(line["time"])
+        ]
+        if len(times) < 2:
+            return 0.0
+        return _SAMPLES * (len(times) - 1) / (times[-1] - times[0])
+
+    def answers(self, cause: str, since: float) -> list[float]:
+        """After how many seconds plans made for this had their first step."""
+        events = self.cluster.events(self.job_id, "reconfigured")
+        times = [float(event["time"]) for event in events if event["cause"] == cause]
+        return [time - since for time in times if time >= since]
+
+
+@contextlib.contextmanager
+def watched(options: argparse.Namespace) -> Iterator[Watched]:
+    """A job on a cluster of its own, that has settled under the quota. In the end it says how its
+    plans changed."""
+    with LocalCluster(4) as cluster:
+        job_id = cluster.submit(job(options.policy))
+        cluster.wait_step(job_id, 5)
+        with throttled(cluster.worker_pids(), options.cores) as throttles:
+            how = ", ".join(sorted({throttle.how for throttle in throttles.values()}))
+            print(
+                f"{len(throttles)} workers with {options.cores:g} of a core each, by {how}, on "
+                f"{len(os.sched_getaffinity(0))} cores",
+                flush=True,
+            )
+            watch = Watched(cluster, job_id, throttles)
+            watch.settle()
+            yield watch
+        for record in cluster.events(job_id, "reconfigured"):
+            print(" ", {k: record[k] for k in ("to_generation", "cause", "rule", "reason")})
 
 
 def job(policy: str) -> dict[str, object]:
@@ -28,91 +139,103 @@ def job(policy: str) -> dict[str, object]:
         "name": "straggler",
         "model": {"layers": 12, "hidden": 128, "heads": 4, "sequence_length": 64},
         "data": {"text": [str(Path(__file__).resolve().parents[1] / "LICENSE")]},
-        "training": {"steps": 1_000_000, "global_batch": 32, "microbatch": 1},
+        "training": {"steps": 1_000_000, "global_batch": _SAMPLES, "microbatch": 1},
         "fault_tolerance": 1,
         "resources": {"min_nodes_per_pipeline": 2},
         "recovery": {"policy": policy},
     }
 
 
-class Watch:
-    """What one job did, by the times of its commits and events."""
-
-    def __init__(self, cluster: LocalCluster, job_id: str) -> None:
-        self._cluster, self._job_id = cluster, job_id
-
-    def over(self, since: float, until: float) -> float:
-        """Samples a second of the steps committed between two moments."""
-        times = [
-            float(line["time"])
-            for line in self._cluster.metrics(self._job_id)
-            if since <= float(line["time"]) <= until
-        ]
-        if len(times) < 2:
-            return 0.0
-        return 32 * (len(times) - 1) / (times[-1] - times[0])
-
-    def answers(self, cause: str, since: float) -> list[float]:
-        """After how many seconds plans made for this had their first step."""
-        events = self._cluster.events(self._job_id, "reconfigured")
-        times = [float(event["time"]) for event in events if event["cause"] == cause]
-        return [time - since for time in times if time >= since]
+# ---- what is measured
 
 
-def _seconds(found: list[float]) -> str:
-    return f"{found[0]:.1f} s" if found else "never"
-
-
-def one_round(cluster: LocalCluster, job_id: str, options: argparse.Namespace) -> None:
-    watch, seconds = Watch(cluster, job_id), options.seconds
-    pids = cluster.worker_pids()
-    with throttled(pids, options.cores) as shares:
-        time.sleep(10)
-        begin = time.time()
-        time.sleep(seconds)
-        before = watch.over(begin, time.time())
-        shares[_VICTIM].set(options.slow)
+def slowed_down(options: argparse.Namespace) -> dict[str, float]:
+    """By the names of targets."""
+    with watched(options) as watch:
+        throttles = watch.throttles
+        before = watch.usual_speed(options.seconds)
         cut = time.time()
-        time.sleep(_ANSWERED_S + seconds)
-        first = watch.over(cut, cut + _ANSWERED_S)
-        during = watch.over(cut + _ANSWERED_S, time.time())
-        shares[_VICTIM].set(options.cores)
+        throttles[_VICTIM].set(options.slow)
+        first = watch.speed(_ANSWERED_S)
+        during = watch.speed(options.seconds)
         healed = time.time()
-        time.sleep(_HEALED_S + seconds)
-        after = watch.over(healed + _HEALED_S, time.time())
-        answered = watch.answers("worker slow", cut)[:1]
-        # In parts, perhaps: the last one heals.
-        back = watch.answers("worker well", healed)[-1:]
-        bound = before * (len(pids) - 1 + options.slow / options.cores) / len(pids)
+        throttles[_VICTIM].set(options.cores)
+        time.sleep(_HEALED_S)
+        after = watch.speed(options.seconds)
+        bound = before * (len(throttles) - 1 + options.slow / options.cores) / len(throttles)
+        found = {
+            "of_bound": during / bound,
+            "answered": min(watch.answers("worker slow", cut), default=math.inf),
+            # In parts, perhaps: the last one heals.
+            "healed": max(watch.answers("worker well", healed), default=math.inf),
+        }
         print(
             f"slow     before {before:6.2f}  first {_ANSWERED_S:.0f} s {first:6.2f}  "
-            f"during {during:6.2f}  bound {bound:6.2f}  of it {during / bound:5.2f}  "
+            f"during {during:6.2f}  bound {bound:6.2f}  of it {found['of_bound']:5.2f}  "
             f"after {after:6.2f} ({after / before:4.2f} of before)  "
-            f"answered {_seconds(answered)}  healed {_seconds(back)}",
+            f"answered {found['answered']:.1f} s  healed {found['healed']:.1f} s",
             flush=True,
         )
-        cluster.kill_node(_VICTIM.partition("/")[0])
-        cluster.wait(lambda: cluster.planned(job_id) == {"n1", "n3", "n4"}, "a plan of three")
-        time.sleep(_ANSWERED_S)
-        begin = time.time()
-        time.sleep(seconds)
-        lost = watch.over(begin, time.time())
-        print(f"loss     before {after:6.2f}  after {lost:6.2f}  kept {lost / after:5.3f}")
+    return found
+
+
+def lost(options: argparse.Namespace) -> dict[str, float]:
+    """By the names of targets."""
+    with watched(options) as watch:
+        cluster, node = watch.cluster, _VICTIM.partition("/")[0]
+        before = watch.usual_speed(options.seconds)
+        cluster.kill_node(node)
+        cluster.wait(lambda: node not in cluster.planned(watch.job_id), "a plan of three")
+        watch.settle()
+        after = watch.speed(options.seconds)
+        print(f"loss     before {before:6.2f}  after {after:6.2f}  kept {after / before:5.3f}")
+    return {"kept": after / before}
+
+
+def noise(options: argparse.Namespace) -> None:
+    """Bursts and pauses are drawn, the same in every run."""
+    draws = random.Random(0)
+    with watched(options) as watch:
+        cluster, job_id = watch.cluster, watch.job_id
+        steps = cluster.last_step(job_id)
+        known = len(cluster.events(job_id, "rate_changed"))
+        began, bursts, called = time.monotonic(), 0, 0
+        while time.monotonic() < began + 60 * options.noise:
+            with all_cores_busy():
+                time.sleep(draws.expovariate(1 / _BURST_S))
+            time.sleep(draws.expovariate(1 / _BURST_S))
+            bursts += 1
+            for event in cluster.events(job_id, "rate_changed")[known + called :]:
+                called += 1
+                told = {key: event[key] for key in ("node", "slot", "rate", "steps", "seconds")}
+                print(f"after {time.monotonic() - began:.0f} s: rate_changed {told}", flush=True)
+        print(
+            f"{bursts} bursts in {(time.monotonic() - began) / 60:.1f} minutes, "
+            f"{cluster.last_step(job_id) - steps} steps: {called} rate_changed, wanted 0: "
+            f"{'missed' if called else 'reached'}"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--cores", type=float, default=0.5, help="of each worker")
     parser.add_argument("--slow", type=float, default=0.25, help="of the slow one")
     parser.add_argument("--seconds", type=float, default=30.0, help="that a speed is measured")
     parser.add_argument("--policy", default="auto")
+    parser.add_argument("--noise", type=float, metavar="MINUTES", help="nothing but this")
     options = parser.parse_args()
-    with LocalCluster(4) as cluster:
-        job_id = cluster.submit(job(options.policy))
-        cluster.wait_step(job_id, 5)
-        one_round(cluster, job_id, options)
-        for record in cluster.events(job_id, "reconfigured"):
-            print({k: record[k] for k in ("to_generation", "cause", "rule", "policy", "reason")})
+    if options.runs < 1 or (options.noise is not None and options.noise <= 0):
+        parser.error("--runs must be 1 or more, and --noise more than 0 minutes")
+    if options.noise is not None:
+        noise(options)
+        return
+    found = defaultdict[str, list[float]](list)
+    for _ in range(options.runs):
+        for measure in (slowed_down, lost):
+            for name, value in measure(options).items():
+                found[name].append(value)
+    print("\n".join(target.verdict(found[name]) for name, target in TARGETS.items()))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,9 @@ _numbers = itertools.count()
 
 
 class Throttle(Protocol):
+    #: In words.
+    how: str
+
     def set(self, cores: float) -> None:
         """From now on the process has at most so much of a processor."""
 
@@ -42,6 +45,8 @@ def throttled(pids: Mapping[str, int], cores: float) -> Iterator[dict[str, Throt
 
 class _Quota:
     """A control group of its own."""
+
+    how = "cgroup quota"
 
     def __init__(self, pid: int, root: Path) -> None:
         """Raises OSError where the machine does not let us."""
@@ -80,6 +85,8 @@ class _Quota:
 
 class _Turns:
     """A thread that stops the process and continues it."""
+
+    how = "SIGSTOP turns"
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

@@ -1,0 +1,30 @@
+"""Load on all cores, beside whatever is measured.
+
+    python -m bench.support.busy
+
+is the load on one core: it computes until it is ended.
+"""
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+
+from bench.support.daemons import with_parent
+
+
+@contextlib.contextmanager
+def all_cores_busy() -> Iterator[None]:
+    """Until the end of the block, or of the thread that entered it."""
+    loops = [subprocess.Popen(with_parent("bench.support.busy")) for _ in os.sched_getaffinity(0)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+if __name__ == "__main__":
+    while True:
+        pass
