@@ -158,6 +158,7 @@ def move_off(context: Context, job: Job) -> Decision | None:
         rule=found.rule,
         reason=reason,
         detect_s=0.0,
+        policy=answer.policy,
         then=answer.then or "",
     )
     return Decision(actions=(*events, event), reason=reason)

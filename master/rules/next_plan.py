@@ -216,7 +216,7 @@ def _next_plan(
     lost = holders.lost_layers(context.state, job, answer.found.plan)
     if lost is not None and wanted in ("uneven", "shadow", "normalise"):
         raise PlanInfeasible(*lost.causes)  # nobody is forced to make a change
-    if lost is not None and answer.policy != "templates":
+    if lost is not None and answer.policy != "templates" and wanted != "templates":
         # State must move all the same, so it may as well go where it is best.
         return _next_plan(context, job, live, generation, "templates")
     if lost is None or job.has_checkpoint:

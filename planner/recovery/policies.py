@@ -24,6 +24,8 @@ from oobleck.planner.recovery.normalise import promising
 
 #: State that moves in less than this is moved at once.
 QUICK_S = 1.0
+_TEMPLATES_FIRST: tuple[Policy, Policy] = ("templates", "reroute")
+_REROUTE_FIRST: tuple[Policy, Policy] = ("reroute", "templates")
 #: What each policy has to say about a change.
 Answers = Mapping[Policy, Answer | PlanInfeasible]
 
@@ -33,33 +35,36 @@ def answer(change: Change, wanted: RecoveryPolicy, known: Answers | None = None)
 
     `auto`: a loss whose state moves in less than a second is answered by `templates`; else by
     `reroute` at once and by `templates` behind it, as far as both are possible. Where `reroute` is
-    wanted by name, `normalise` follows if that promises a shorter step; where it has no answer to a
-    loss, `templates` takes its place and the reason says why.
+    wanted by name, `normalise` follows if that promises a shorter step. Whichever is wanted, the
+    other one takes its place where it has no answer, and the reason says why: fewer nodes than
+    templates need may hold all layers, some as shadows.
     Raises PlanInfeasible where there is no answer.
     """
-    if wanted == "reroute" and not frozenset(change.live).issuperset(change.plan.nodes):
-        try:
-            found = _made("reroute", change, known)
-        except PlanInfeasible as infeasible:
-            found = _made("templates", change, known)
-            reason = f"{found.found.reason}; not by reroute: {infeasible}"
-            return replace(found, found=replace(found.found, reason=reason))
-        if found.then is None and promising(change, found.found.plan):
-            return replace(found, then="normalise")
-        return found
+    lost = not frozenset(change.live).issuperset(change.plan.nodes)
+    first, other = _REROUTE_FIRST if wanted == "reroute" and lost else _TEMPLATES_FIRST
     try:
-        found = _made("templates", change, known)
-    except PlanInfeasible:
-        if wanted == "templates" or not change.shadows:
-            raise
-        # Fewer nodes than templates need may hold all layers as shadows.
-        with suppress(PlanInfeasible):
-            return _made("reroute", change, known)
-        raise
+        found = _made(first, change, known)
+    except PlanInfeasible as infeasible:
+        return _instead(other, first, infeasible, change, known)
+    if first == "reroute" and found.then is None and promising(change, found.found.plan):
+        return replace(found, then="normalise")
     if wanted == "auto" and found.stall_s >= QUICK_S:
         with suppress(PlanInfeasible):
             return replace(_made("reroute", change, known), then="templates")
     return found
+
+
+def _instead(
+    other: Policy, first: Policy, why: PlanInfeasible, change: Change, known: Answers | None
+) -> Answer:
+    """By the other policy. What is in the way of templates is what an operator can do something
+    about, so that is raised where there is no answer."""
+    try:
+        found = _made(other, change, known)
+    except PlanInfeasible as infeasible:
+        raise (infeasible if other == "templates" else why) from None
+    reason = f"{found.found.reason}; not by {first}: {why}"
+    return replace(found, found=replace(found.found, reason=reason))
 
 
 def answers(change: Change) -> Answers:

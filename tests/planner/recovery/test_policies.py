@@ -8,6 +8,7 @@ import pytest
 from oobleck.planner.cost.estimate import estimate_step, peak_bytes
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
+from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.pipeline import place
@@ -102,6 +103,33 @@ def test_templates_answer_where_the_wanted_policy_cannot_and_the_reason_says_so(
     why = "not by reroute: no live worker holds the state of layer"
     assert why in found.found.reason
     assert isinstance(answers(asked)["reroute"], PlanInfeasible)
+
+
+@pytest.mark.parametrize("wanted", ["templates", "auto", "reroute"])
+def test_who_holds_all_layers_goes_on_though_they_are_too_few_for_templates(
+    wanted: RecoveryPolicy,
+) -> None:
+    """The halves of two pipelines, and a lone one with shadows."""
+    halves = change([2, 2], "n1 n2")
+    halves = replace(halves, templates={3: halves.templates[3]})
+    with_copies = lone("n1")
+    with_copies = replace(with_copies, templates={4: with_copies.templates[4]})
+    for asked, needed in ((halves, 3), (with_copies, 4)):
+        found = answer(asked, wanted)
+        assert (found.policy, found.found.rule) == ("reroute", "reroute")
+        assert set(found.found.plan.nodes) == set(asked.live)
+        why = f"; not by templates: needs at least {needed} nodes"
+        assert (why in found.found.reason) == (wanted != "reroute")
+        # Nor is there an answer where one of them holds a layer alone.
+        fewer = replace(asked, live=asked.live[:1])
+        with pytest.raises(PlanInfeasible, match=f"needs at least {needed} nodes"):
+            answer(fewer, wanted)
+
+
+def test_too_few_nodes_for_templates_are_no_loss_by_themselves() -> None:
+    asked = replace(change([2, 2], ""), templates={5: change([4], "").templates[4]})
+    with pytest.raises(PlanInfeasible, match="needs at least 5 nodes"):
+        answer(asked, "templates")
 
 
 def test_where_nobody_is_lost_templates_answer() -> None:
