@@ -1,7 +1,8 @@
 """How each event changes the state: the only way to write to a `ClusterState`.
 
-Owns which part of an event's meaning is whose: incidents first, while the state is as it was
-before; then the event itself, by what it is about; then what follows for the nodes.
+Owns which part of an event's meaning is whose: incidents and the ends of slow processes first,
+while the state is as it was before; then the event itself, by what it is about; then what follows
+for the nodes.
 """
 
 from msgspec.structs import replace
@@ -11,7 +12,7 @@ from oobleck.master.events.plans import FirstStepCommitted, PlanEvent, PlanMade
 from oobleck.master.events.reports import Observed
 from oobleck.master.events.trust import TrustChanged
 from oobleck.master.events.unions import Event, JournalCut, Journaled, MasterStarted
-from oobleck.master.state import apply_jobs, apply_nodes, apply_plans, trust
+from oobleck.master.state import apply_jobs, apply_nodes, apply_plans, rates, trust
 from oobleck.master.state.apply_reports import observe
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.desired import follow, next_version
@@ -30,6 +31,7 @@ def apply(state: ClusterState, event: Event, *, now: float, unix: float) -> bool
         return observe(state, event, now)
     state.sequence += 1
     _follow_incident(state, event, unix)
+    rates.forget(state, event)
     _apply_event(state, event, now, unix)
     follow(state, event, now, unix)
     return True

@@ -29,6 +29,7 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import KNOWN_REPORTS, KNOWN_REQUESTS, Job
 from oobleck.master.state.job_observed import ProfilingSeen
 from oobleck.master.state.job_states import move
+from oobleck.master.state.rates import slow_after
 
 
 def apply(state: ClusterState, event: JobEvent, now: float, unix: float) -> None:
@@ -46,7 +47,7 @@ def apply(state: ClusterState, event: JobEvent, now: float, unix: float) -> None
         case JobCaughtUp():
             state.jobs[event.job_id].rollback.redo_until = 0
         case RateChanged():
-            _note_rate(state.jobs[event.job_id], event, now, unix)
+            _note_rate(state, state.jobs[event.job_id], event, now, unix)
         case JobStarted() | JobPutBack() | JobWaiting():
             _take_turn(state, state.jobs[event.job_id], event, now, unix)
         case MeasuringStarted() | ProfileChosen():
@@ -57,16 +58,13 @@ def apply(state: ClusterState, event: JobEvent, now: float, unix: float) -> None
             del state.requests[state.jobs.pop(event.job_id).request_id]
 
 
-def _note_rate(job: Job, event: RateChanged, now: float, unix: float) -> None:
+def _note_rate(state: ClusterState, job: Job, event: RateChanged, now: float, unix: float) -> None:
     last, told = job.stand_bys.get(event.worker), job.slow.get(event.worker)
     if last is not None and last.process != event.incarnation:
         del job.stand_bys[event.worker]
     elif last is not None and told is not None and event.rate > told.rate:
         job.set_stand_bys({**job.stand_bys, event.worker: last.better(unix)}, now, unix)
-    if event.rate < 1:
-        job.slow[event.worker] = event
-    else:
-        job.slow.pop(event.worker, None)
+    job.slow = slow_after(state, job, event)
 
 
 def _submitted(event: JobSubmitted, unix: float) -> Job:
@@ -147,8 +145,6 @@ def _take_turn(
                 job.waiting_since = 0.0
         case JobPutBack():
             state.active, job.passed_over = None, True
-            job.slow.clear()
-            job.stand_bys.clear()
             job.reason = f"{why}; {event.instead} has its turn meanwhile"
             if (made := job.current.made) is None:
                 job.waiting_since = 0.0
@@ -196,8 +192,6 @@ def _end(
     job.profiling.under_way = None
     job.current.losses = ()
     job.waiting_since = 0.0
-    job.slow.clear()
-    job.stand_bys.clear()
     _forget_what_led_there(job)
     if state.active == job.id:
         state.active = None

@@ -52,14 +52,12 @@ def apply(state: ClusterState, event: NodeEvent, now: float, unix: float) -> Non
                 what = f"{event.worker}: {event.reason}"
                 _note_failure(state.nodes[event.worker.node], what, unix)
             lose(state.jobs[event.job_id], event, now, detect_s=event.detect_s)
-            state.jobs[event.job_id].forget_rate(event.worker)
         case NodeLeftOut():
             _leave_out(state.jobs[event.job_id], event, now)
         case NodeReset():
             _reset(state.nodes[event.node], state.jobs[event.job_id], event, now)
         case NodeDrained():
             _drain(state, event, now, unix)
-            _forget_rates(state, event.node)
             if event.job_id is not None:
                 lose(state.jobs[event.job_id], event, now)
                 _note_emptied(state, event.node)
@@ -104,12 +102,6 @@ def _note_emptied(state: ClusterState, name: NodeName) -> None:
     """Workers end with their agent."""
     if state.job is not None:
         state.job.lineage.emptied.add(name)
-        state.job.forget_rates(name)
-
-
-def _forget_rates(state: ClusterState, name: NodeName) -> None:
-    if state.job is not None:
-        state.job.forget_rates(name)
 
 
 def _take_back_loss(job: Job, event: NodeRegistered) -> None:
@@ -125,7 +117,6 @@ def _take_back_loss(job: Job, event: NodeRegistered) -> None:
 
 def _lose_node(state: ClusterState, event: NodeLost, now: float, unix: float) -> None:
     node = state.nodes[event.node]
-    _forget_rates(state, event.node)
     if event.cause == "left":
         _note_emptied(state, event.node)
     else:
@@ -149,7 +140,6 @@ def _leave_out(job: Job, event: NodeLeftOut, now: float) -> None:
     else:
         evidence.forget_node(job, event.node)
     job.left_out[event.node] = event.reason
-    job.forget_rates(event.node)
     if (
         event.node in job.seen.faults.stillborn
         and job.current.trained
@@ -164,7 +154,6 @@ def _reset(node: Node, job: Job, event: NodeReset, now: float) -> None:
     """Give its work to the others, and it comes back as any node that was given up does."""
     lose(job, event, now, detect_s=event.detect_s)
     job.seen.since_step.stalls += 1
-    job.forget_rates(event.node)
     node.stale_workers |= not event.keeps_workers
 
 

@@ -75,12 +75,6 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
     for node in event.plan.nodes:
         job.left_out.pop(node, None)  # an adopted plan may have one that was let in again
     _note_replaced(job, event)
-    processes = dict(zip(event.plan.workers, event.incarnations, strict=True))
-    job.slow = {
-        worker: told
-        for worker, told in job.slow.items()
-        if processes.get(worker, told.incarnation) == told.incarnation
-    }
     stand_bys = stand_by.after_plan(job.stand_bys, event, job.current.processes(), unix)
     job.set_stand_bys(stand_bys, now, unix)
     job.current.base = _base(job, event)

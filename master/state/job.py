@@ -332,16 +332,6 @@ class Job:
                 times[worker] = StandByTimes.of(one, now, unix)
         self.stand_bys = dict(found)
 
-    def forget_rate(self, worker: WorkerId) -> None:
-        """The worker's process is gone, or about to go."""
-        self.slow.pop(worker, None)
-        self.stand_bys.pop(worker, None)
-
-    def forget_rates(self, node: NodeName) -> None:
-        """The node's processes are gone, or about to go."""
-        self.slow = {worker: told for worker, told in self.slow.items() if worker.node != node}
-        self.stand_bys = {w: last for w, last in self.stand_bys.items() if w.node != node}
-
     @property
     def redone_until(self) -> int:
         """`redo_until`, or the newest recorded step where agents told of it later."""

@@ -48,13 +48,12 @@ def after_plan(
     before: Mapping[WorkerId, Incarnation],
     unix: float,
 ) -> dict[WorkerId, StandBy]:
-    """What is known once `event` has followed the plan that had the processes `before`."""
-    processes = dict(zip(event.plan.workers, event.incarnations, strict=True))
+    """What is known once `event` has followed the plan that had the processes `before`. None of the
+    known processes is one that it replaces."""
+    workers = frozenset(event.plan.workers)
     found: dict[WorkerId, StandBy] = {}
     for worker, one in known.items():
-        if processes.get(worker, one.process) != one.process:
-            continue
-        joins = worker in processes and worker not in before
+        joins = worker in workers and worker not in before
         found[worker] = replace(one, better_at=unix) if joins and one.better_at else one
     for each in event.stand_by_for:
         found[each.worker] = StandBy(
