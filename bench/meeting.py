@@ -5,8 +5,8 @@
 Each simulated worker has its own links, listener and threads, and nothing of training; they share
 a few processes of this machine and talk over real sockets. They meet again and again on the links
 they have, as from one generation to the next: along the tree, and all with the host (`star`), as
-where no other card is known. What they say and read is what workers that train do, and each draws
-the agreement. Then one is killed, and the rest meet at once.
+where no other card is known. What they say and read is what workers that train do, each draws the
+agreement, and then all vote, as at a step's end. Then one is killed, and the rest meet at once.
 
 All share this machine's few cores, so the time of a meeting is mostly that of the processors for
 all of them. What a worker needs on a machine of its own is the processor time, each one's and the
@@ -27,23 +27,27 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from oobleck.planner.codec import encode
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.worker.recovery.recover import Standing, agreement_of
 from oobleck.worker.recovery.rejoin import Held, RecoveryState
-from oobleck.worker.transport.connect import MOST_MESHED, Announced
+from oobleck.worker.transport.connect import Announced
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.frame import HEADER, LEAVING, Kind, Label
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.link import Link, Outgoing
-from oobleck.worker.transport.tree import ring_neighbours, tree_neighbours
+from oobleck.worker.transport.tree import MOST_MESHED, ring_neighbours, tree_neighbours
 from oobleck.worker.transport.words import joined, parts
 
 HOST = "127.0.0.1"
 SECRET = b"s" * 32
 #: Stages that a pipeline has.
 _STAGES = 8
+#: Numbers in a vote.
+_BALLOT = 16
 #: For all to have the order to meet.
 _LEAD_S = 0.05
 
@@ -66,7 +70,10 @@ class Told:
 
     met_at: float
     agreed_at: float
+    voted_at: float
     links_made: int
+    #: By the vote alone.
+    vote_links_made: int
     messages: int
     sent_bytes: int
     #: Of all, and of that to draw the agreement from what was heard.
@@ -124,13 +131,20 @@ class SimulatedWorker:
         )
         agreeing_s = time.thread_time() - before_s
         assert agreed.step == 100, "all have committed it"
+        agreed_at, spent_s = time.monotonic(), self._spent_s() - spent_s
+        after = links.made, links.messages, links.sent_bytes
+        ballot = torch.ones(_BALLOT)
+        self._transport.all_reduce(ballot, tuple(range(size))).wait()
+        assert ballot[0] == size, "all have voted"
         return Told(
             met_at=met_at,
-            agreed_at=time.monotonic(),
-            links_made=links.made - before[0],
-            messages=links.messages - before[1],
-            sent_bytes=links.sent_bytes - before[2],
-            processor_s=self._spent_s() - spent_s,
+            agreed_at=agreed_at,
+            voted_at=time.monotonic(),
+            links_made=after[0] - before[0],
+            vote_links_made=links.made - after[0],
+            messages=after[1] - before[1],
+            sent_bytes=after[2] - before[2],
+            processor_s=spent_s,
             agreeing_s=agreeing_s,
         )
 
@@ -226,6 +240,8 @@ def row(what: str, rounds: Sequence[tuple[float, list[Told], int]]) -> str:
     met_ms = median([1e3 * (max(t.met_at for t in told) - at) for at, told, _ in rounds])
     agreed_ms = median([1e3 * (max(t.agreed_at for t in told) - at) for at, told, _ in rounds])
     made = median([sum(t.links_made for t in told) / 2 for _, told, _ in rounds])
+    vote_ms = median([1e3 * max(t.voted_at - t.agreed_at for t in told) for _, told, _ in rounds])
+    vote_made = median([sum(t.vote_links_made for t in told) / 2 for _, told, _ in rounds])
     messages = median([sum(t.messages for t in told) for _, told, _ in rounds])
     sent_kib = median([sum(t.sent_bytes for t in told) / 1024 for _, told, _ in rounds])
     root_kib = median([told[0].sent_bytes / 1024 for _, told, _ in rounds])
@@ -236,7 +252,7 @@ def row(what: str, rounds: Sequence[tuple[float, list[Told], int]]) -> str:
     return (
         f"{count:7}  {what:17}  {met_ms:8.1f}  {agreed_ms:9.1f}  {made:9.0f}  {messages:8.0f}"
         f"  {sent_kib:8.0f}  {root_kib:8.0f}  {each_ms:11.2f}  {agree_ms:14.2f}  {root_ms:11.2f}"
-        f"  {memory_kib:10.0f}"
+        f"  {memory_kib:10.0f}  {vote_ms:7.1f}  {vote_made:10.0f}"
     )
 
 
@@ -250,6 +266,7 @@ def main() -> None:
     print(
         "workers  meeting              met ms  agreed ms  new links  messages  sent KiB  root KiB"
         "  cpu ms each  of it to agree  cpu ms root  memory KiB"
+        "  vote ms  vote links"
     )
     # The first of all decodes: msgspec does not take it well in many threads at once.
     agreement_of([member(0)], [standing_of(0, options.layers)])

@@ -174,7 +174,7 @@ class Membership:
         """Wait for all members, and connect to those that are near."""
         context, generation, host = self._context, self._generation, self._host
         connector = context.connector
-        near = connector.near(host.rank, host.size, links)
+        near = connector.near(host.rank, host.size, groups, links)
 
         def check_newest() -> None:
             context.control.check_newest(generation)

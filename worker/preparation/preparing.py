@@ -24,7 +24,7 @@ from oobleck.worker.preparation.items import ACKNOWLEDGED, REFUSED
 from oobleck.worker.preparation.sink import Sink
 from oobleck.worker.preparation.source import Source
 from oobleck.worker.state.layout import layer_sizes
-from oobleck.worker.transport.connect import links_of
+from oobleck.worker.transport.connect import links_of, owner_groups
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.frame import Label
@@ -132,7 +132,10 @@ class _Coming:
         near: set[WorkerId] = set()
         if context.worker in workers:
             ranks = context.connector.near(
-                workers.index(context.worker), len(workers), links_of(programs, self.plan)
+                workers.index(context.worker),
+                len(workers),
+                owner_groups(programs.values(), self.plan),
+                links_of(programs, self.plan),
             )
             near = {workers[rank] for rank in ranks}
         own = context.links.identity

@@ -29,12 +29,14 @@ from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl import NcclLink, NcclTransport
 from oobleck.worker.transport.staged import StagedTransport
 from oobleck.worker.transport.transport import Group, Transport
-from oobleck.worker.transport.tree import ring_neighbours, tree_neighbours
+from oobleck.worker.transport.tree import (
+    MOST_MESHED,
+    ring_neighbours,
+    sum_neighbours,
+    tree_neighbours,
+)
 
 Choice = Literal["links", "staged", "nccl"]
-
-#: Up to so many workers all have links with each other.
-MOST_MESHED = 16
 
 
 def choose(device: torch.device, wanted: TransportName, *, gpus_for_all: bool) -> Choice:
@@ -104,14 +106,21 @@ class Connector:
         store = self._store.endpoint if self._store is not None else ""
         return encode(Announced(gpu=self._gpu, store=store))
 
-    def near(self, rank: int, size: int, links: Sequence[NcclLink]) -> set[int]:
+    def near(
+        self, rank: int, size: int, groups: Sequence[Group], links: Sequence[NcclLink]
+    ) -> set[int]:
         """Ranks that a worker has links to from the begin: few workers to all, so that whoever
-        dies is missed at once; many to those before and behind it, those that the gatherings go by,
-        and those it exchanges messages with."""
+        dies is missed at once; many to those before and behind it, those that the gatherings and
+        votes go by, and those it exchanges messages and sums with."""
         if size <= MOST_MESHED:
             return set(range(size)) - {rank}
-        talks = {peer for link in links if rank in link for peer in link}
-        return (talks | tree_neighbours(rank, size) | ring_neighbours(rank, size)) - {rank}
+        near = tree_neighbours(rank, size) | ring_neighbours(rank, size)
+        near.update(peer for link in links if rank in link for peer in link)
+        for group in groups:
+            if rank in group:
+                found = sum_neighbours(group.index(rank), len(group))
+                near.update(group[index] for index in found)
+        return near - {rank}
 
     def equip(
         self,

@@ -16,7 +16,7 @@ from oobleck.worker.transport.links.link import Incoming, Outgoing
 from oobleck.worker.transport.meeting import Meeting, OnLost, nobody_asks
 from oobleck.worker.transport.sums import LinkSum, SpareBuffers
 from oobleck.worker.transport.transport import Group, Pending
-from oobleck.worker.transport.tree import place_of
+from oobleck.worker.transport.tree import place_of, sum_neighbours
 from oobleck.worker.transport.words import Words, entries, entry
 
 #: Messages beyond this do not fit into the kernel's buffers, and come in while others compute.
@@ -124,9 +124,8 @@ class LinkTransport(Meeting):
     def all_reduce(self, tensor: torch.Tensor, group: Group) -> Pending:
         if len(group) == 1 or not tensor.numel():
             return _Done()
-        for peer in group:
-            if peer != self.rank:
-                self.reach(peer)
+        index = group.index(self.rank)
+        self.reach_all(group[each] for each in sum_neighbours(index, len(group)))
         turn = self._sums.get(group, 0)
         self._sums[group] = turn + 1
         members = tuple(self._peers[peer] for peer in group)
@@ -136,7 +135,7 @@ class LinkTransport(Meeting):
                 self.links,
                 tensor,
                 members,
-                group.index(self.rank),
+                index,
                 _key_of(group, turn),
                 turn,
                 self._spare,

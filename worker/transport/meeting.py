@@ -10,7 +10,7 @@ import hmac
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from oobleck.planner.ids import Generation
@@ -246,15 +246,21 @@ class Meeting:
 
     def reach(self, peer: int) -> bytes:
         """The identity of `peer`, to whom there is a link from now on."""
-        identity = self._peers[peer]
+        self.reach_all([peer])
+        return self._peers[peer]
+
+    def reach_all(self, peers: Iterable[int]) -> None:
+        """There is a link to each of `peers` from now on. Those to whom there is none are called at
+        once, not one after the other."""
         self.check()
-        if not self.links.linked(identity):
-            self._check_there(identity)
-            self.links.connect([self._cards[peer]])
-            missing = {peer}
-            self.links.wait(lambda: self._linked(missing))
-            self._check_there(identity)
-        return identity
+        called = [peer for peer in peers if not self.links.linked(self._peers[peer])]
+        if not called:
+            return
+        self._check_all_of(called)
+        self.links.connect([self._cards[peer] for peer in called])
+        missing = set(called)
+        self.links.wait(lambda: self._linked(missing))
+        self._check_all_of(called)
 
     # ---- waiting
 
@@ -279,6 +285,10 @@ class Meeting:
     def _check_there(self, peer: bytes) -> None:
         if self.links.has_left(peer):
             raise TransportError(_HAS_LEFT)
+
+    def _check_all_of(self, peers: Iterable[int]) -> None:
+        for peer in peers:
+            self._check_there(self._peers[peer])
 
     # ---- ends
 

@@ -1,11 +1,15 @@
-"""Sums of host tensors over links, in chunks: one member adds a chunk up and tells the others.
+"""Sums of host tensors over links, in chunks, each of which goes up a tree and comes back down.
 
-The chunks of a large tensor are spread over the members, so each sends and adds its share of the
-work (reduce-scatter, then all-gather); a small tensor is one chunk, a star. A chunk is added in the
-order of the ranks, so a sum is the same to the bit on all, and in every run.
+In a small group a chunk's tree has one member that adds it up and tells all others. The chunks of a
+large tensor are spread over the members, so each sends and adds its share of the work
+(reduce-scatter, then all-gather); a small tensor is one chunk. In a large group, where not all have
+links with each other, all chunks take the same tree (`tree.sum_places`), and follow each other
+along it. A member adds those below it in the order of the ranks, so a sum is the same to the bit on
+all, and in every run.
 """
 
 import contextlib
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +20,7 @@ from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.links.frame import Kind, Label, bytes_of
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.link import Incoming, Outgoing
+from oobleck.worker.transport.tree import Place, sum_places
 
 #: Of a chunk: below, messages cost more than bytes; above, one waits for the whole of the last.
 _LEAST_BYTES = 64 << 10
@@ -42,12 +47,12 @@ class SpareBuffers:
 
 
 class _Share(Incoming):
-    """What one member adds to a chunk."""
+    """What one member, with those below it, adds to a chunk."""
 
-    def __init__(self, chunk: "_Chunk", index: int, paid: Callable[[], None]) -> None:
+    def __init__(self, chunk: "_Chunk", index: int, member: bytes) -> None:
         self._chunk = chunk
         self._index = index
-        self._paid = paid
+        self._member = member
         self.buffer = bytearray()
 
     def room(self, size: int) -> memoryview:
@@ -56,80 +61,100 @@ class _Share(Incoming):
         return memoryview(self.buffer)[:size]
 
     def arrived(self) -> None:
-        self._paid()
+        self._chunk.paid(self._member)
         self._chunk.take(self._index, self)
 
 
-class _Chunk:
-    """A chunk that this member adds up."""
+class _Total(Incoming):
+    """The sum of a chunk, from who told it this member."""
 
-    def __init__(
-        self,
-        own: torch.Tensor,
-        rank: int,
-        size: int,
-        spare: SpareBuffers,
-        whole: Callable[[], None],
-    ) -> None:
-        """`own`: this member's share, and where the sum comes; `rank` and `size`: in the group;
-        `whole` is called when the sum is there."""
+    def __init__(self, chunk: "_Chunk", member: bytes) -> None:
+        self._chunk = chunk
+        self._member = member
+
+    def room(self, size: int) -> memoryview:
+        _check_size(size, self._chunk.own.nbytes)
+        return bytes_of(self._chunk.own)
+
+    def arrived(self) -> None:
+        self._chunk.paid(self._member)
+        self._chunk.whole()
+
+
+class _Chunk:
+    """A chunk at this member's place in its tree."""
+
+    def __init__(self, sum_: "LinkSum", part: int, own: torch.Tensor, place: Place) -> None:
+        """`own`: this member's share, and where the sum comes."""
         self.own = own
-        self.spare = spare
-        self._rank = rank
-        self._size = size
-        self._whole = whole
-        #: By rank, those that came before the ones below them.
+        self.spare = sum_.spare
+        self.paid = sum_.paid
+        self._sum = sum_
+        self._part = part
+        self._above = place.above
+        self._below = sorted(place.below)
+        #: This member's own place among those below it, by which they are added.
+        self._at = bisect_left(self._below, sum_.rank)
+        #: By that place, those that came before the ones to add first.
         self._ahead: dict[int, _Share] = {}
         self._next = 0
-        #: The sum of the shares below this member's own.
-        self._below: _Share | None = None
-        if rank == 0:
-            self._next = 1
+        #: The sum of the shares before this member's own.
+        self._before: _Share | None = None
+
+    def begin(self) -> None:
+        for index, rank in enumerate(self._below):
+            at = index if index < self._at else index + 1
+            self._sum.expect(rank, Kind.SHARE, self._part, partial(_Share, self, at))
+        if self._above is not None:
+            self._sum.expect(self._above, Kind.TOTAL, self._part, partial(_Total, self))
+        if not self._at:  # else the first share begins it
+            self._add_those_there()
 
     def take(self, index: int, share: _Share) -> None:
         self._ahead[index] = share
-        while (share_ := self._ahead.pop(self._next, None)) is not None:
-            self._add(share_)
-            self._next += 1
-            if self._next == self._rank:
+        if index == self._next:
+            self._add_those_there()
+
+    def _add_those_there(self) -> None:
+        while True:
+            if self._next == self._at:
                 self._add_own()
-                self._next += 1
-        if self._next == self._size:
-            self._whole()
+            elif (share := self._ahead.pop(self._next, None)) is not None:
+                self._add(share)
+            else:
+                break
+            self._next += 1
+        if self._next <= len(self._below):
+            return
+        if self._above is None:
+            self.whole()
+        else:
+            self._sum.send(self._above, Kind.SHARE, self._part, self.own)
 
     def _add(self, share: _Share) -> None:
-        if self._next > self._rank:
+        if self._next > self._at:
             self.own.add_(self._values(share))
             self.spare.give(share.buffer)
-        elif self._below is None:
-            self._below = share
+        elif self._before is None:
+            self._before = share
         else:
-            self._values(self._below).add_(self._values(share))
+            self._values(self._before).add_(self._values(share))
             self.spare.give(share.buffer)
 
     def _add_own(self) -> None:
-        assert self._below is not None, "there is a rank below"
-        torch.add(self._values(self._below), self.own, out=self.own)
-        self.spare.give(self._below.buffer)
+        if self._before is not None:
+            torch.add(self._values(self._before), self.own, out=self.own)
+            self.spare.give(self._before.buffer)
 
     def _values(self, share: _Share) -> torch.Tensor:
         own = self.own
         return torch.frombuffer(share.buffer, dtype=own.dtype, count=own.numel())
 
-
-class _Total(Incoming):
-    """The sum of a chunk, from who added it up."""
-
-    def __init__(self, own: torch.Tensor, whole: Callable[[], None]) -> None:
-        self._own = own
-        self._whole = whole
-
-    def room(self, size: int) -> memoryview:
-        _check_size(size, self._own.nbytes)
-        return bytes_of(self._own)
-
-    def arrived(self) -> None:
-        self._whole()
+    def whole(self) -> None:
+        """The sum is there."""
+        for rank in self._below:
+            self._sum.send(rank, Kind.TOTAL, self._part, self.own)
+        self._sum.whole()
 
 
 class LinkSum:
@@ -146,10 +171,11 @@ class LinkSum:
         spare: SpareBuffers,
     ) -> None:
         """`members`: identities, in rank order; `rank`: this one's place there; `key`: the same on
-        all, and no other sum's of this meeting; `turn`: with whom the first chunk is."""
+        all, and no other sum's of this meeting; `turn`: counts the group's sums."""
+        self.rank = rank
+        self.spare = spare
         self._links = links
         self._members = members
-        self._rank = rank
         self._key = key
         self._sends: list[tuple[bytes, Outgoing]] = []
         flat = tensor.view(-1)
@@ -159,49 +185,31 @@ class LinkSum:
         #: How many frames have to come from whom yet.
         self.owing: Counter[bytes] = Counter()
         links.press(+1)
-        for part, own in enumerate(chunks):
-            adder = (part + turn) % len(members)
-            if adder == rank:
-                self._add_up(part, own, spare)
-            else:
-                who, share = members[adder], self._label(Kind.SHARE, part)
-                self._sends.append((who, links.send(who, share, bytes_of(own))))
-                self._expect(who, Kind.TOTAL, part, _Total(own, partial(self._got_total, who)))
+        places = sum_places(rank, len(members), len(chunks), turn)
+        for part, (own, place) in enumerate(zip(chunks, places, strict=True)):
+            _Chunk(self, part, own, place).begin()
 
-    def _label(self, kind: Kind, part: int) -> Label:
-        return Label(kind, self._key, part)
-
-    def _add_up(self, part: int, own: torch.Tensor, spare: SpareBuffers) -> None:
-        chunk = _Chunk(own, self._rank, len(self._members), spare, lambda: self._tell(part, own))
-        for index, member in enumerate(self._members):
-            if index != self._rank:
-                share = _Share(chunk, index, partial(self._got, member))
-                self._expect(member, Kind.SHARE, part, share)
-
-    def _expect(self, member: bytes, kind: Kind, part: int, incoming: Incoming) -> None:
+    def expect(
+        self, rank: int, kind: Kind, part: int, incoming: Callable[[bytes], Incoming]
+    ) -> None:
+        member = self._members[rank]
         self.owing[member] += 1
-        self._links.post(member, self._label(kind, part), incoming)
+        self._links.post(member, Label(kind, self._key, part), incoming(member))
 
-    def _got(self, member: bytes) -> None:
+    def send(self, rank: int, kind: Kind, part: int, own: torch.Tensor) -> None:
+        member, label = self._members[rank], Label(kind, self._key, part)
+        # Who is gone has ended the meeting, which whoever waits is told, or has left it.
+        with contextlib.suppress(TransportError):
+            self._sends.append((member, self._links.send(member, label, bytes_of(own))))
+
+    def paid(self, member: bytes) -> None:
+        """One of the frames that it owed has come."""
         self.owing[member] -= 1
         if not self.owing[member]:
             del self.owing[member]
 
-    def _got_total(self, member: bytes) -> None:
-        self._got(member)
-        self._whole()
-
-    def _tell(self, part: int, own: torch.Tensor) -> None:
-        content = bytes_of(own)
-        for index, member in enumerate(self._members):
-            # Who is gone has ended the meeting, which whoever waits is told, or has left it.
-            with contextlib.suppress(TransportError):
-                if index != self._rank:
-                    send = self._links.send(member, self._label(Kind.TOTAL, part), content)
-                    self._sends.append((member, send))
-        self._whole()
-
-    def _whole(self) -> None:
+    def whole(self) -> None:
+        """One more chunk is."""
         self._left -= 1
         if not self._left:
             self._links.press(-1)
