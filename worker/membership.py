@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 from oobleck.host.ipc.messages import Assign, PeerLost
 from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.programs.instructions import Program
+from oobleck.planner.programs.own import OwnProgram
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError, Unreached
 from oobleck.worker.runtime.waiting import Waits
@@ -44,17 +44,18 @@ def join_handover(context: WorkerContext, assign: Assign, standing: bytes) -> "M
 def join(
     context: WorkerContext,
     assign: Assign,
-    programs: Mapping[WorkerId, Program],
+    own: OwnProgram,
     standing: bytes,
 ) -> "Membership":
-    """Join the plan's workers, to run `programs`. `standing`: what this one tells them as it comes.
+    """Join the plan's workers, to run `own`. `standing`: what this one tells them as it comes.
 
     Raises TransportError when one is lost or not to be reached, Superseded when a newer generation
     is wanted.
     """
     plan = assign.plan
     _probe(context, "before:rendezvous", assign)
-    groups, links = owner_groups(programs.values(), plan), links_of(programs, plan)
+    groups = owner_groups(own.program, plan)
+    links = links_of(context.worker, own.program, plan)
     return _join(context, assign, plan.workers, standing, groups=groups, links=links)
 
 

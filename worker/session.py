@@ -7,7 +7,7 @@ layers live through all generations. Must not know how workers join (`membership
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from oobleck.host.address import is_loopback
 from oobleck.host.data.token_file import DataError
@@ -20,10 +20,9 @@ from oobleck.host.ipc.messages import (
     PhaseReached,
     Ready,
 )
-from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.ids import Generation
 from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.programs.compile import compile_programs
-from oobleck.planner.programs.instructions import Program
+from oobleck.planner.programs.own import OwnProgram, compile_own
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.work import Work
 from oobleck.worker.checkpoint.location import check_place
@@ -147,9 +146,9 @@ class Session:
                 self._executor = None
                 return control.wait_next(generation)
             with timeline.phase("rendezvous"):
-                programs = self._preparing.programs(assign.plan)
+                own = self._preparing.own_program(assign.plan)
                 standing = self._recovery.standing(assign.plan)
-                membership = join(context, assign, programs, standing)
+                membership = join(context, assign, own, standing)
             if not assign.boundary and not context.state.layers:
                 self._memory.begin()
             more, standings = self._take_over(assign, membership)
@@ -161,7 +160,7 @@ class Session:
                 fed=fed + more,
             )
             self._preparing.drop()
-            following = self._train(assign, membership, programs, salvage)
+            following = self._train(assign, membership, own, salvage)
         except TransportError as error:
             report_lost(context, generation, error, membership.silent() if membership else ())
             self._leave(membership, orderly=False)
@@ -198,17 +197,17 @@ class Session:
             if membership is not None:
                 membership.leave(orderly=orderly)
 
-    def _compile(self, plan: Plan, work: Work | None = None) -> Mapping[WorkerId, Program]:
-        job = self._context.job
+    def _compile(self, plan: Plan, work: Work | None = None) -> OwnProgram:
+        job, worker = self._context.job, self._context.worker
         width = state_dtype(job.training.precision).itemsize
         layer_bytes = [size * width for size in layer_sizes(job.model)]
-        return compile_programs(plan, tied=job.model.tied, layer_bytes=layer_bytes, work=work)
+        return compile_own(plan, worker, tied=job.model.tied, layer_bytes=layer_bytes, work=work)
 
     def _train(
         self,
         assign: Assign,
         membership: Membership,
-        programs: Mapping[WorkerId, Program],
+        own: OwnProgram,
         salvage: Salvage | None,
     ) -> Assign | Measure:
         """Run the remaining steps, the first one as far as `salvage` leaves it to do.
@@ -223,7 +222,7 @@ class Session:
         executor = self._executor = Executor(
             context,
             assign.plan,
-            programs,
+            own,
             transport,
             self._prefetcher,
             self._saver,
@@ -231,7 +230,7 @@ class Session:
         )
         redo: Redo | None = None
         if salvage is not None:
-            redo = Redo(salvage=salvage, programs=self._compile(assign.plan, salvage.work))
+            redo = Redo(salvage=salvage, own=self._compile(assign.plan, salvage.work))
         while True:
             self._preparing.look(assign.plan)
             check_skipped(job.training, progress)

@@ -69,15 +69,16 @@ def compile_programs(
 def compile_bodies(
     plan: Plan, work: Work | None = None, *, workers: Collection[WorkerId] | None = None
 ) -> Mapping[WorkerId, list[Instruction]]:
-    """The programs of `workers`, by default of all, up to their gradient sums. They must have the
-    workers of whole routes. Raises ValueError."""
+    """The programs of `workers`, by default of all, up to their gradient sums. On list-scheduled
+    routes receives stand in the order of the sends where both ends are among them. Raises
+    ValueError."""
     shares = plan.shares if work is None else work.microbatches
     lowest = {} if work is None else work.lowest
-    routes = {m: route for route, share in zip(plan.routes, shares, strict=True) for m in share}
+    through = _through(plan, workers)
+    routes = {m: plan.routes[number] for number in through for m in shares[number]}
     bodies = {
         worker: list(add_communication(worker, order, routes, lowest))
-        for worker, order in compute_orders(plan, shares, lowest).items()
-        if workers is None or worker in workers
+        for worker, order in _compute_orders(plan, shares, lowest, through, workers).items()
     }
     listed = planned(plan)
     if listed is None:
@@ -86,8 +87,22 @@ def compile_bodies(
     return bodies | receives_hoisted({w: bodies[w] for w in listed.orders if w in bodies})
 
 
-def compile_evaluation(plan: Plan, microbatches: int) -> Mapping[WorkerId, tuple[Program, ...]]:
-    """What every worker of `plan` does to have micro-batches 0 to `microbatches` - 1 evaluated.
+def _through(plan: Plan, workers: Collection[WorkerId] | None) -> Sequence[int]:
+    """The routes (positions in the plan's) that pass any of `workers`."""
+    if workers is None:
+        return range(len(plan.routes))
+    return [
+        number
+        for number, route in enumerate(plan.routes)
+        if any(worker in workers for hop in route.hops for worker in hop.workers)
+    ]
+
+
+def compile_evaluation(
+    plan: Plan, microbatches: int, *, workers: Collection[WorkerId] | None = None
+) -> Mapping[WorkerId, tuple[Program, ...]]:
+    """What each of `workers`, by default all of `plan`, does to have micro-batches 0 to
+    `microbatches` - 1 evaluated.
 
     Only forward; each route takes a share like that of the batch. In rounds: at the end of each
     a worker waits until its sends have arrived, so that no hop runs far ahead of the next one. In a
@@ -95,15 +110,16 @@ def compile_evaluation(plan: Plan, microbatches: int) -> Mapping[WorkerId, tuple
     """
     whole = plan.microbatches
     routes: dict[int, Route] = {}
-    rounds: dict[WorkerId, list[list[Compute]]] = {worker: [] for worker in plan.workers}
-    for route, own in zip(plan.routes, plan.shares, strict=True):
+    wanted = plan.workers if workers is None else workers
+    rounds: dict[WorkerId, list[list[Compute]]] = {worker: [] for worker in wanted}
+    for position in _through(plan, workers):
+        route, own = plan.routes[position], plan.shares[position]
         share = range(microbatches * own.start // whole, microbatches * own.stop // whole)
         routes.update(dict.fromkeys(share, route))
         for number, start in enumerate(range(0, len(share), EVALUATION_ROUND)):
             for hop in route.hops:
                 forwards = [_at(Forward, hop, m) for m in share[start : start + EVALUATION_ROUND]]
-                for worker in hop.workers:
-                    own_rounds = rounds[worker]
+                for own_rounds in (rounds[w] for w in hop.workers if w in rounds):
                     own_rounds += [[] for _ in range(number + 1 - len(own_rounds))]
                     own_rounds[number] += forwards
     return {
@@ -122,22 +138,30 @@ def _visit(step: Action) -> Visit:
 # ---- pass 1: compute
 
 
-def compute_orders(
-    plan: Plan, shares: Sequence[Sequence[int]], lowest: Mapping[int, int]
+def _compute_orders(
+    plan: Plan,
+    shares: Sequence[Sequence[int]],
+    lowest: Mapping[int, int],
+    through: Iterable[int],
+    workers: Collection[WorkerId] | None,
 ) -> dict[WorkerId, list[Compute]]:
-    """What each worker computes, in its order; the routes have the micro-batches `shares`.
+    """What each of `workers`, by default all, computes, in its order; the routes have the
+    micro-batches `shares`, and those `through` them pass them.
 
     Of a micro-batch backwards go no further than to the hop of layer `lowest`, by default 0. What
     is left of an order where some micro-batches, or backwards to the end of a route, are left out
     is still one in which nobody waits for ever. Raises ValueError.
     """
-    orders: dict[WorkerId, list[Compute]] = {worker: [] for worker in plan.workers}
+    wanted = plan.workers if workers is None else workers
+    orders: dict[WorkerId, list[Compute]] = {worker: [] for worker in wanted}
     listed = planned(plan)
     if listed is not None:
         number: dict[int, int] = {}
-        for whole, share in zip(plan.shares, shares, strict=True):
-            number.update(zip(whole, share, strict=False))
+        for position in through:
+            number.update(zip(plan.shares[position], shares[position], strict=False))
         for worker, whole_order in listed.orders.items():
+            if worker not in orders:
+                continue
             orders[worker] = [
                 _at(type(step), step, number[step.microbatch])
                 for step in whole_order
@@ -145,20 +169,23 @@ def compute_orders(
                 if isinstance(step, Forward)
                 or lowest.get(number[step.microbatch], 0) <= step.last_layer
             ]
-    for route, share in zip(plan.routes, shares, strict=True):
+    for position in through:
+        route, share = plan.routes[position], shares[position]
         if listed is not None and route.hops[0].workers[0] in listed.orders:
             continue
-        for position, hop in enumerate(route.hops):
+        for stage, hop in enumerate(route.hops):
+            members = [worker for worker in hop.workers if worker in orders]
+            if not members:
+                continue
             works = compute_order(
-                plan.schedule, stages=len(route.hops), stage=position, microbatches=len(share)
+                plan.schedule, stages=len(route.hops), stage=stage, microbatches=len(share)
             )
             order = [
                 _at(kind, hop, share[index])
                 for kind, index in works
                 if kind is Forward or lowest.get(share[index], 0) <= hop.last_layer
             ]
-            for worker in hop.workers:
-                orders[worker] = order
+            orders.update(dict.fromkeys(members, order))
     return orders
 
 

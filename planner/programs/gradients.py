@@ -91,12 +91,16 @@ def _place(part: LayerPart) -> tuple[str, int, Share]:
     return part.part, part.layer, part.share
 
 
-def syncs_by_worker(buckets: Sequence[Bucket], plan: Plan) -> Mapping[WorkerId, list[SyncGradient]]:
-    """The sums that each worker takes part in, in the order of the buckets."""
-    syncs: dict[WorkerId, list[SyncGradient]] = {worker: [] for worker in plan.workers}
+def syncs_by_worker(
+    buckets: Sequence[Bucket], plan: Plan, *, workers: Collection[WorkerId] | None = None
+) -> Mapping[WorkerId, list[SyncGradient]]:
+    """The sums that each of `workers`, by default all, takes part in, in the order of the
+    buckets."""
+    wanted = plan.workers if workers is None else workers
+    syncs: dict[WorkerId, list[SyncGradient]] = {worker: [] for worker in wanted}
     for number, bucket in enumerate(buckets):
         parts_of: dict[frozenset[Shard], tuple[LayerPart, ...]] = {}
-        for worker in bucket.owners:
+        for worker in (owner for owner in bucket.owners if owner in syncs):
             shards = plan.shards[worker]
             if shards not in parts_of:
                 parts_of[shards] = tuple(_within(bucket.parts, shards))

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+from oobleck.planner.cost.listed import with_listing
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.programs.compile import add_communication
@@ -15,6 +16,7 @@ from oobleck.planner.programs.ticks import HopTicks
 from oobleck.planner.recovery.reroute import reroute
 from oobleck.planner.schedules import SCHEDULES
 from support.plans import Cut, plan_of_cuts
+from support.profiles import profile_of
 
 
 def equal_pipelines(pipelines: int, stages: int, microbatches: int) -> Plan:
@@ -138,6 +140,22 @@ def random_routes(
         routes=tuple(Route(hops=h, microbatches=n) for h, n in zip(hops, counts, strict=True)),
         schedule=draw.choice(SCHEDULES),
     )
+
+
+def random_listed(draw: random.Random) -> Plan:
+    """As `random_routes`, with a listing."""
+    layers = draw.randint(2, 7)
+    plan = random_routes(
+        draw, layers=layers, names=["a", "b", "c", "d", "e"], microbatches=draw.randint(1, 12)
+    )
+    profile = profile_of(
+        [float(draw.randint(1, 6)) for _ in range(layers)],
+        gpus=(1, 2),
+        gpus_per_node=2,
+        state=[4] * layers,
+        activation=[draw.randint(0, 3) for _ in range(layers)],
+    )
+    return with_listing(plan, profile, split=draw.random() < 0.5)
 
 
 def _random_holds(draw: random.Random, layers: int, workers: tuple[WorkerId, ...]) -> list[Hold]:

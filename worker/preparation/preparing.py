@@ -1,7 +1,7 @@
 """Make before break: what a coming plan needs is prepared while training goes on.
 
 A plan for a step boundary is announced to all its workers and those of the plan before. Each
-compiles the programs, opens links that are missing, and sends layers that others will hold ahead of
+compiles its program, opens links that are missing, and sends layers that others will hold ahead of
 the plan (`source`, `sink`). A worker votes for the switch once it is ready; what is not there by
 then is fetched when the plan is entered, as after a loss. A plan that is overtaken takes all that
 was prepared for it along. Must not know how plans come about.
@@ -10,12 +10,12 @@ was prepared for it along. Must not know how plans come about.
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from oobleck.host.ipc.messages import Assign
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.programs.instructions import Program
+from oobleck.planner.programs.own import OwnProgram
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.transfer import Transfer, plan_transfers
 from oobleck.worker.context import WorkerContext
@@ -32,8 +32,7 @@ from oobleck.worker.transport.links.link import Incoming
 
 log = logging.getLogger(__name__)
 
-Programs = Mapping[WorkerId, Program]
-Compile = Callable[[Plan], Programs]
+Compile = Callable[[Plan], OwnProgram]
 
 
 class _Answer(Incoming):
@@ -62,7 +61,8 @@ class _Coming:
         """`present`: the plan that is left for it; None: this worker is in none."""
         self.plan = assign.plan
         self.epoch, self._secret = meeting_of(assign)
-        self.programs: Programs | None = None
+        #: None as long as it is not worked out, and where this worker has no part in the plan.
+        self.own: OwnProgram | None = None
         self._context = context
         self._assign = assign
         self._present = present
@@ -98,13 +98,14 @@ class _Coming:
         if source is not None:
             source.cut = True
 
-    def work_out(self, compile_programs: Compile) -> None:
+    def work_out(self, compile_own: Compile) -> None:
         """What takes the longer the more workers there are; in a thread of its own."""
         sources: dict[bytes, Source] = {}
         try:
-            programs = compile_programs(self.plan)
-            self._connect(programs)
-            self.programs = programs
+            if self._context.worker in self.plan.workers:
+                own = compile_own(self.plan)
+                self._connect(own)
+                self.own = own
             sources = self._make_sources()
         except Exception:
             # The boundary of this thread: whoever enters the plan does it anew, and raises it.
@@ -126,21 +127,18 @@ class _Coming:
             for card, own in zip(takers, transfers.values(), strict=True)
         }
 
-    def _connect(self, programs: Programs) -> None:
+    def _connect(self, own: OwnProgram) -> None:
         """To those that the plan needs. Of two, the larger identity calls."""
         context, workers = self._context, self.plan.workers
-        near: set[WorkerId] = set()
-        if context.worker in workers:
-            ranks = context.connector.near(
-                workers.index(context.worker),
-                len(workers),
-                owner_groups(programs.values(), self.plan),
-                links_of(programs, self.plan),
-            )
-            near = {workers[rank] for rank in ranks}
-        own = context.links.identity
-        cards = [self._cards[worker] for worker in near if worker in self._cards]
-        context.links.connect([card for card in cards if own > card.identity], self.epoch)
+        ranks = context.connector.near(
+            workers.index(context.worker),
+            len(workers),
+            owner_groups(own.program, self.plan),
+            links_of(context.worker, own.program, self.plan),
+        )
+        near = [self._cards[workers[rank]] for rank in ranks if workers[rank] in self._cards]
+        identity = context.links.identity
+        context.links.connect([card for card in near if identity > card.identity], self.epoch)
 
     def _own_transfers(self) -> dict[WorkerId, list[Transfer]]:
         present, assign, job = self._present, self._assign, self._context.job
@@ -188,9 +186,9 @@ class _Coming:
 class Preparing:
     """What this worker has ready for the plan that comes next. Used by the training thread."""
 
-    def __init__(self, context: WorkerContext, compile_programs: Compile) -> None:
+    def __init__(self, context: WorkerContext, compile_own: Compile) -> None:
         self._context = context
-        self._compile = compile_programs
+        self._compile = compile_own
         self._coming: _Coming | None = None
         self._thread: threading.Thread | None = None
 
@@ -250,14 +248,14 @@ class Preparing:
         if assign.boundary and self._context.worker in assign.plan.workers:
             self._begin(assign, None)
 
-    def programs(self, plan: Plan) -> Programs:
-        """Of all workers of `plan`."""
+    def own_program(self, plan: Plan) -> OwnProgram:
+        """This worker's part of `plan`."""
         coming = self._coming
         if coming is not None and coming.plan.generation == plan.generation:
             assert self._thread is not None, "it was begun"
             self._thread.join()
-            if coming.programs is not None:
-                return coming.programs
+            if coming.own is not None:
+                return coming.own
         return self._compile(plan)
 
     def take_over(self, host: LinkTransport) -> int:

@@ -14,8 +14,8 @@ import torch
 from oobleck.host.ipc.messages import Evaluated, EvaluationRecord
 from oobleck.planner.ids import Generation
 from oobleck.planner.programs import instructions as ops
-from oobleck.planner.programs.compile import compile_evaluation
 from oobleck.planner.programs.instructions import Action, Instruction
+from oobleck.planner.programs.own import compile_own_evaluation
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.held_out import HeldOut
@@ -66,15 +66,11 @@ class Evaluator:
         began = time.monotonic()
         own_loss = 0.0
         hops.begin({})
-        rounds = compile_evaluation(plan, self._held_out.microbatches)
-        for number, program in enumerate(rounds[self._context.worker]):
-            programs = {
-                member: programs[number] if number < len(programs) else ()
-                for member, programs in rounds.items()
-            }
-            mailbox = hops.mailbox(programs)
+        worker = self._context.worker
+        for own in compile_own_evaluation(plan, self._held_out.microbatches, worker):
+            mailbox = hops.mailbox(own)
             microbatches = Microbatches(hops, mailbox)
-            for instruction in program:
+            for instruction in own.program:
                 own_loss += self._execute(instruction, step, plan.generation, hops, microbatches)
             mailbox.finish()
         hops.end()

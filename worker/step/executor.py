@@ -12,6 +12,7 @@ from oobleck.host.ipc.messages import ComputeTime, StepRecord
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.programs import instructions as ops
 from oobleck.planner.programs.instructions import Action, Instruction, Program, Visit
+from oobleck.planner.programs.own import OwnProgram
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.prefetch import Prefetcher
@@ -29,11 +30,11 @@ from oobleck.worker.transport.transport import Transport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redo:
-    """A step that is done again in part: what counts of the earlier attempt, and the programs of
-    all workers for the rest."""
+    """A step that is done again in part: what counts of the earlier attempt, and this worker's
+    program for the rest."""
 
     salvage: Salvage
-    programs: Mapping[WorkerId, Program]
+    own: OwnProgram
 
 
 class StepPlan:
@@ -99,13 +100,13 @@ class Executor:
         self,
         context: WorkerContext,
         plan: Plan,
-        programs: Mapping[WorkerId, Program],
+        own: OwnProgram,
         transport: Transport,
         prefetcher: Prefetcher,
         saver: vote.Checkpoints,
         preparing: Preparing,
     ) -> None:
-        """`programs`: of all workers of `plan`, for whole steps."""
+        """`own`: for whole steps."""
         self._context = context
         self._training = context.job.training
         self._progress = context.progress
@@ -120,18 +121,14 @@ class Executor:
         self._saver = saver
         self._preparing = preparing
         rank = {member: index for index, member in enumerate(plan.workers)}
-        own = programs[context.worker]
-        self._sums = GradientSums(own, rank, context.state, transport, context.timeline)
+        self._sums = GradientSums(own.program, rank, context.state, transport, context.timeline)
         self.hops = Hops(context, plan, transport)
         #: For a whole step.
-        self._whole = self._make_step_plan(programs)
+        self._whole = self._make_step_plan(own)
 
-    def _make_step_plan(
-        self, programs: Mapping[WorkerId, Program], salvage: Salvage | None = None
-    ) -> StepPlan:
-        worker = self._context.worker
-        mailbox = self.hops.mailbox(programs)
-        return StepPlan(worker, self._layers, programs[worker], mailbox, salvage)
+    def _make_step_plan(self, own: OwnProgram, salvage: Salvage | None = None) -> StepPlan:
+        mailbox = self.hops.mailbox(own)
+        return StepPlan(self._context.worker, self._layers, own.program, mailbox, salvage)
 
     def run_step(self, step: int, redo: Redo | None = None) -> tuple[StepRecord, Generation | None]:
         """Train step `step` to its commit, or what `redo` has left of it. Returns its record, and
@@ -162,7 +159,7 @@ class Executor:
         """Take up the whole step, or what is left of it; keep what counts of an earlier attempt."""
         step_plan = self._whole
         if redo is not None:
-            step_plan = self._make_step_plan(redo.programs, redo.salvage)
+            step_plan = self._make_step_plan(redo.own, redo.salvage)
         size = self._training.microbatch
         self._progress.begin(
             step,

@@ -12,7 +12,8 @@ import torch
 
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs import instructions as ops
-from oobleck.planner.programs.instructions import Action, Instruction, Program, Share, Visit
+from oobleck.planner.programs.instructions import Action, Instruction, Share, Visit
+from oobleck.planner.programs.own import OwnProgram
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold
 from oobleck.worker.context import WorkerContext
@@ -116,12 +117,11 @@ class Hops:
         for runner in self._runners.values():
             runner.settle()
 
-    def mailbox(self, programs: Mapping[WorkerId, Program]) -> Mailbox:
-        """For this worker's program among those of all workers of the plan."""
+    def mailbox(self, own: OwnProgram) -> Mailbox:
+        """For the messages of this worker's program."""
         context = self._context
         return Mailbox(
-            context.worker,
-            programs,
+            own,
             self._transport,
             rank=self._rank,
             layers=self.model.layer_count,

@@ -12,7 +12,8 @@ import torch
 
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs import instructions as ops
-from oobleck.planner.programs.instructions import Content, Message, Program, Share
+from oobleck.planner.programs.instructions import Content, Instruction, Message, Share
+from oobleck.planner.programs.own import OwnProgram
 from oobleck.worker.transport.transport import Pending, Transport
 
 Receive = ops.ReceiveActivation | ops.ReceiveGradient
@@ -30,8 +31,7 @@ class Mailbox:
 
     def __init__(
         self,
-        worker: WorkerId,
-        programs: Mapping[WorkerId, Program],
+        own: OwnProgram,
         transport: Transport,
         *,
         rank: Mapping[WorkerId, int],
@@ -51,13 +51,13 @@ class Mailbox:
         self._shape = shape
         self._dtype = dtype
         self._device = device
-        self._receives = [s for s in self._messages(programs[worker]) if isinstance(s, Receive)]
+        self._receives = [s for s in self._messages(own.program) if isinstance(s, Receive)]
         self._peers = sorted({step.peer for step in self._receives})
         #: For what is received: what the peer has received from this worker before it sent it.
         self._arrived_by = {
             (peer, content): sends
             for peer in self._peers
-            for content, sends in acknowledged(worker, self._messages(programs[peer]))
+            for content, sends in acknowledged(self._messages(own.peers[peer]))
         }
         self._sends: dict[_Key, Pending] = {}
         self._posted: dict[_Key, tuple[torch.Tensor, Pending]] = {}
@@ -111,7 +111,7 @@ class Mailbox:
     def _rows(self, step: Message) -> int:
         return len(step.share.of_rows(self._shape[0]))
 
-    def _messages(self, program: Program) -> Iterator[Message]:
+    def _messages(self, program: Iterable[Instruction | Message]) -> Iterator[Message]:
         return (s for s in program if isinstance(s, Message) and self._rows(s))
 
     def _tag(self, step: Message) -> int:
@@ -121,15 +121,11 @@ class Mailbox:
         return (microbatch * self._layers + boundary) * 2 + int(backward)
 
 
-def acknowledged(
-    worker: WorkerId, program: Iterable[Message]
-) -> Iterator[tuple[Content, tuple[Content, ...]]]:
-    """For each message that a peer with `program` sends to `worker`: what it must have received
-    from it before, since its message before that."""
+def acknowledged(messages: Iterable[Message]) -> Iterator[tuple[Content, tuple[Content, ...]]]:
+    """For each message that a peer sends to a worker: what it must have received from it before,
+    since its message before that. `messages`: of the two, as the peer has them, in its order."""
     arrived: list[Content] = []
-    for step in program:
-        if step.peer != worker:
-            continue
+    for step in messages:
         if isinstance(step, Receive):
             arrived.append(step.content)
         else:

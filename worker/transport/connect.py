@@ -4,8 +4,7 @@ All workers must choose the same: the choice follows from the job, and from what
 devices when they meet. Must not know how messages travel.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import permutations
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -16,6 +15,7 @@ from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.job.spec import TransportName
 from oobleck.planner.programs.instructions import (
+    Message,
     Program,
     SendActivation,
     SendGradient,
@@ -49,35 +49,37 @@ def choose(device: torch.device, wanted: TransportName, *, gpus_for_all: bool) -
     return "nccl" if gpus_for_all and wanted == "auto" else "staged"
 
 
-def links_of(programs: Mapping[WorkerId, Program], plan: Plan) -> list[NcclLink]:
-    """Sender and receiver of all messages of a step, as ranks; sorted, so the same for all.
+def links_of(worker: WorkerId, program: Program, plan: Plan) -> list[NcclLink]:
+    """Sender and receiver, as ranks, of all messages that `worker` sends and receives in a step;
+    sorted, so those of two workers that both have are in the same order on both.
 
     Workers that hold layers together exchange weights and gradients, each with each.
     """
     rank = {worker: index for index, worker in enumerate(plan.workers)}
-    messages = {
-        (rank[worker], rank[instruction.peer])
-        for worker, program in programs.items()
-        for instruction in program
-        if isinstance(instruction, SendActivation | SendGradient)
+    own = rank[worker]
+    links = {
+        (own, rank[step.peer])
+        if isinstance(step, SendActivation | SendGradient)
+        else (rank[step.peer], own)
+        for step in program
+        if isinstance(step, Message)
     }
-    exchanges = {
-        (rank[one], rank[other])
-        for hold in plan.holds
-        for one, other in permutations(hold.workers, 2)
-    }
-    return sorted(messages | exchanges)
+    for hold in plan.holds:
+        if worker in hold.workers:
+            others = [rank[other] for other in hold.workers if other != worker]
+            links.update(link for other in others for link in ((own, other), (other, own)))
+    return sorted(links)
 
 
-def owner_groups(programs: Iterable[Program], plan: Plan) -> list[Group]:
-    """The distinct owner sets of all programs, as ranks, in an order that is the same for all."""
+def owner_groups(program: Program, plan: Plan) -> list[Group]:
+    """The distinct owner sets of the program, as ranks; sorted, so those of two workers that both
+    have are in the same order on both."""
     rank = {worker: index for index, worker in enumerate(plan.workers)}
     return sorted(
         {
-            tuple(sorted(rank[owner] for owner in instruction.owners))
-            for program in programs
-            for instruction in program
-            if isinstance(instruction, SyncGradient)
+            tuple(sorted(rank[owner] for owner in step.owners))
+            for step in program
+            if isinstance(step, SyncGradient)
         }
     )
 
@@ -115,11 +117,10 @@ class Connector:
         if size <= MOST_MESHED:
             return set(range(size)) - {rank}
         near = tree_neighbours(rank, size) | ring_neighbours(rank, size)
-        near.update(peer for link in links if rank in link for peer in link)
+        near.update(peer for link in links for peer in link)
         for group in groups:
-            if rank in group:
-                found = sum_neighbours(group.index(rank), len(group))
-                near.update(group[index] for index in found)
+            found = sum_neighbours(group.index(rank), len(group))
+            near.update(group[index] for index in found)
         return near - {rank}
 
     def equip(

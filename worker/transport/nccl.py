@@ -107,7 +107,8 @@ class NcclTransport:
         waits: Waits,
         make_group: MakeGroup = make_nccl_group,
     ) -> None:
-        """`groups` and `links` must be the same sequences on all ranks.
+        """`groups` and `links`: of this rank; those that two ranks both have must come in the same
+        order on both.
 
         Each is connected here, in that order, so that the first message of a step need not wait
         until its peer comes to it. Raises TransportError when one cannot be, or `waits` is

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.planner.cost.listed import with_listing
 from oobleck.planner.errors import ProgramDeadlock
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.programs.compile import compile_evaluation, compile_programs
@@ -28,25 +27,12 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.proof import prove
 from oobleck.planner.programs.work import Work, spread
 from support.plans import plan_of_cuts
-from support.profiles import profile_of
 from support.program_text import format_programs, parse_programs
-from support.routes import random_routes
+from support.routes import random_listed, random_routes
 
 
 def routed(seed: int) -> Plan:
-    draw = random.Random(seed)
-    layers = draw.randint(2, 7)
-    plan = random_routes(
-        draw, layers=layers, names=["a", "b", "c", "d", "e"], microbatches=draw.randint(1, 12)
-    )
-    profile = profile_of(
-        [float(draw.randint(1, 6)) for _ in range(layers)],
-        gpus=(1, 2),
-        gpus_per_node=2,
-        state=[4] * layers,
-        activation=[draw.randint(0, 3) for _ in range(layers)],
-    )
-    return with_listing(plan, profile, split=draw.random() < 0.5)
+    return random_listed(random.Random(seed))
 
 
 def layers_of(program: Program, *kinds: type) -> Counter[tuple[int, int]]:

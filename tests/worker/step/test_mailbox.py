@@ -8,6 +8,7 @@ import pytest
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.programs.instructions import Message, Program, SendActivation, SendGradient
+from oobleck.planner.programs.own import OwnProgram
 from oobleck.worker.step.mailbox import Receive, Send, acknowledged
 from support.plans import plan_of_cuts
 
@@ -38,7 +39,7 @@ def freed(worker: WorkerId, programs: dict[WorkerId, Program]) -> dict[Receive, 
     return {
         ends[peer, content]: [ends[peer, sent] for sent in arrived]
         for peer in {step.peer for step in own}
-        for content, arrived in acknowledged(worker, messages(programs[peer]))
+        for content, arrived in acknowledged(OwnProgram.of(worker, programs).peers[peer])
     }
 
 
