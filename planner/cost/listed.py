@@ -42,7 +42,7 @@ def with_listing(plan: Plan, profile: Profile, *, split: bool = True) -> Plan:
     """`plan` with what its hops take and the room that its workers have, by `profile` and its
     rates.
 
-    Raises ValueError, as `stage_cost`.
+    Raises PlanInfeasible, as `stage_cost`.
     """
     costs = _costs(plan, profile)
     tick_s = _tick_s(costs)

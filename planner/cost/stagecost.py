@@ -7,6 +7,7 @@ things.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.profile.profile import Profile, working_bytes
 from oobleck.planner.profile.sharing import exchange_bytes
 
@@ -78,12 +79,12 @@ def stage_cost(
     """The cost of layers first_layer .. last_layer on `gpus` GPUs of a node.
 
     `resident`: as a stage's flag of that name (`oobleck.planner.programs.routes.Hold`). Raises
-    ValueError where the profile has no time of a layer for so many GPUs.
+    PlanInfeasible where the profile has no time of a layer for so many GPUs.
     """
     layers = profile.layers[first_layer : last_layer + 1]
     for layer in layers:
         if gpus not in layer.forward_s:
-            raise ValueError(
+            raise PlanInfeasible(
                 f"layer {layer.name}: forward_s has no time for {gpus} GPUs; give one, or plan "
                 f"stages of {', '.join(map(str, sorted(layer.forward_s)))} GPUs"
             )

@@ -223,8 +223,15 @@ class _Bounds:
                 if stage not in parts:
                     whole = Hop(first_layer=stage[0], last_layer=stage[1], workers=workers)
                     holds_all = all(own in layers for own in whole.layers)
-                    parts[stage] = len(workers), self._ticks(whole), holds_all
+                    parts[stage] = len(workers), self._whole_ticks(whole), holds_all
         return parts
+
+    def _whole_ticks(self, stage: Hop) -> int:
+        """0: these workers cannot compute all of it."""
+        try:
+            return self._ticks(stage)
+        except PlanInfeasible:
+            return 0
 
     def _bound(self, stage: _Interval, holders: Counter[_Part]) -> float:
         if any(not ticks for _, ticks, _ in holders) or not holders:

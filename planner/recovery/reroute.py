@@ -7,6 +7,7 @@ the model differently. Owns the choice of the hops. Must not know in which order
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from itertools import groupby
 
 from oobleck.planner.errors import LayerLost, PlanInfeasible
@@ -33,8 +34,9 @@ def reroute(
     """The plan without the `lost` workers: survivors hold what they held, and routes through lost
     workers go by others, each micro-batch where the busiest worker has least to do by then.
 
-    `ticks` is what a micro-batch takes a worker of that hop, its rate counted in. Raises LayerLost,
-    and PlanInfeasible where workers that hold the layers cannot follow each other.
+    `ticks` is what a micro-batch takes a worker of that hop, its rate counted in; it raises
+    PlanInfeasible of a hop that these workers cannot compute. Raises LayerLost, and PlanInfeasible
+    where workers that hold the layers cannot compute them or cannot follow each other.
     """
     gone = set(lost)
     holds = tuple(hold for hold in plan.holds if gone.isdisjoint(hold.workers))
@@ -120,8 +122,9 @@ class Spread:
             found = next((w for w in ways if _can_follow(before, w[2][0].workers)), None)
             if found is None:
                 raise PlanInfeasible(
-                    f"no workers that hold layers {first_layer} to {last_layer} can follow each "
-                    "other: some of them share layers with different workers; move state instead"
+                    f"no workers that hold layers {first_layer} to {last_layer} can compute them "
+                    "and follow each other: some share layers with different workers, or the "
+                    "profile has no time of a layer for so few of them; move state instead"
                 )
             for hop in found[2]:
                 add_load(self._load, hop, self._ticks(hop))
@@ -163,7 +166,8 @@ class Spread:
                     while end < last_layer and end + 1 in layers:
                         end += 1
                     hop = Hop(first_layer=layer, last_layer=end, workers=workers)
-                    offers.append((hop, self._ticks(hop)))
+                    with suppress(PlanInfeasible):
+                        offers.append((hop, self._ticks(hop)))
             self._offered[layer, last_layer] = tuple(offers)
         return self._offered[layer, last_layer]
 

@@ -198,7 +198,8 @@ def check_room(needed: int, now: Situation) -> None:
 
 
 def hop_ticks(profile: Profile, plan: Plan) -> Callable[[Hop], int]:
-    """What a micro-batch takes a worker of a hop at the plan's rates, in nanoseconds."""
+    """What a micro-batch takes a worker of a hop at the plan's rates, in nanoseconds. It raises
+    PlanInfeasible where the profile has no time of a layer for so many workers."""
     known: dict[Hop, int] = {}
 
     def ticks(hop: Hop) -> int:

@@ -22,6 +22,7 @@ from oobleck.planner.recovery.shadowed import shadowed
 from oobleck.planner.recovery.uneven import candidates
 from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.templates import generate_templates
+from support.plans import plan_of_cuts
 from support.profiles import profile_of
 
 #: A layer of 1 GB takes a second on its way.
@@ -268,6 +269,37 @@ def test_templates_find_the_state_with_shadows_and_move_none_for_further_ones() 
     assert (behind.generation, behind.routes) == (3, plan.routes)
     with pytest.raises(PlanInfeasible, match="none has to be"):
         shadowed(replace(after, plan=behind))
+
+
+@pytest.mark.parametrize("wanted", ["auto", "templates", "reroute"])
+def test_who_holds_layers_and_has_no_time_for_them_alone_computes_none(
+    wanted: RecoveryPolicy,
+) -> None:
+    """Stages are on two workers, and shadows on one. The state is there, so templates find it."""
+    costs = profile_of([1.0] * 4, gpus=(2,), gpus_per_node=2, activation=10)
+    costs = replace(costs, links=replace(costs.links, inter_node_bytes_per_s=100.0))
+    bare = plan_of_cuts(([(2, 2), (2, 2)], 8), ([(2, 2), (2, 2)], 8))
+    plan = with_shadows(bare, costs, fault_tolerance=2)
+    assert plan.shadows
+    asked = Change(
+        plan=plan,
+        base=plan,
+        live=tuple(map(NodeName, ("n0", "n2", "n3"))),
+        generation=Generation(2),
+        templates=generate_templates(costs, range(1, 3)),
+        profile=costs,
+        fault_tolerance=2,
+        tied=False,
+        shadows=True,
+    )
+    found = answer(asked, wanted).found.plan
+    assert all(len(hop.workers) == 2 for route in found.routes for hop in route.hops)
+    last = replace(asked, live=(NodeName("n0"), NodeName("n2")))
+    found = answer(last, wanted)
+    assert (found.policy, found.found.plan.nodes) == ("templates", last.live)
+    refused = answers(last)["reroute"]
+    assert isinstance(refused, PlanInfeasible)
+    assert "has no time of a layer for so few of them" in str(refused)
 
 
 def test_a_shadow_without_memory_to_compute_does_not_take_over() -> None:
