@@ -32,7 +32,8 @@ _Interval = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Workers hold these layers in place of all that they held."""
+    """Workers hold these layers in place of all that they held, also of what one of them held for
+    itself or with others: a shadow."""
 
     taken: Hold
     #: What the worker with most to do has.
@@ -46,6 +47,10 @@ class Moves:
     def __init__(self, base: Plan, running: Plan, ticks: Ticks) -> None:
         self._base, self._running, self._ticks = base, running, ticks
         self._held = held_layers(running.holds)
+        self._groups = defaultdict[WorkerId, list[_Group]](list)
+        for workers in self._held:
+            for worker in workers:
+                self._groups[worker].append(workers)
         self._hops = defaultdict[_Group, list[Hop]](list)
         for hop in _hops(base.routes):
             self._hops[hop.workers].append(hop)
@@ -73,13 +78,17 @@ class Moves:
     def may_leave(self, most: float) -> bool:
         """Whether some move may leave at most so much to the worker with most to do. Works out no
         routes: where it says no, there is none."""
-        return any(self._bounds.behind(taken) <= most for taken in self._all())
+        return any(
+            self._bounds.behind(taken, self._sharing(taken.workers)) <= most
+            for taken in self._all()
+        )
 
     def by_load(self, enough: int) -> list[Move]:
         """From the least load on: all that may be among the first `enough`, as far as `MOST_VISITS`
         go."""
         bounds = [
-            (self._bounds.behind(taken), number, taken) for number, taken in enumerate(self._all())
+            (self._bounds.behind(taken, self._sharing(taken.workers)), number, taken)
+            for number, taken in enumerate(self._all())
         ]
         found: list[tuple[int, int, Move]] = []
         for bound, number, taken in sorted(bounds, key=lambda each: each[:2]):
@@ -94,7 +103,8 @@ class Moves:
 
     def behind(self, taken: Hold) -> tuple[tuple[Hold, ...], tuple[Route, ...]]:
         """What is held and the routes, once it is taken over."""
-        holds = tuple(hold for hold in self._running.holds if hold.workers != taken.workers)
+        takers = set(taken.workers)
+        holds = tuple(hold for hold in self._running.holds if takers.isdisjoint(hold.workers))
         _, held, gone = self._after(taken)
         return (*holds, taken), routes_around(self._base.routes, held, gone, self._ticks)
 
@@ -108,8 +118,8 @@ class Moves:
                     yield taken
 
     def _different(self) -> Iterator[_Group]:
-        """Of workers that hold layers together, one each of those that are alike: they have the
-        same place in pipelines with the same holes."""
+        """Of workers that run a stage of the base together, one each of those that are alike: they
+        have the same place in pipelines with the same holes, and give up as much."""
         seen = set()
         places = {
             hop.workers: (number, pipeline)
@@ -117,8 +127,10 @@ class Moves:
             for number, hop in enumerate(route.hops)
         }
         for workers, layers in self._held.items():
-            place = places.get(workers)
-            alike = (place, tuple(sorted(layers)), len(workers))
+            if workers not in places:
+                continue  # shadows of one of those workers
+            given_up = tuple(sorted(self._given_up(workers).items()))
+            alike = (places[workers], tuple(sorted(layers)), given_up, len(workers))
             if alike not in seen:
                 seen.add(alike)
                 yield workers
@@ -134,9 +146,18 @@ class Moves:
         """Nobody gives up a layer that too few have beside."""
         node, least = taken.workers[0].node, min(self._nodes.values())
         return all(
-            self._nodes[layer] > least or self._copies[layer, node] > 1
-            for layer in self._held[taken.workers].difference(taken.layers)
+            self._nodes[layer] > least or self._copies[layer, node] > copies
+            for layer, copies in self._given_up(taken.workers).items()
+            if layer not in taken.layers
         )
+
+    def _given_up(self, workers: _Group) -> Counter[int]:
+        """By layer: how many copies go where these workers hold something in place of it."""
+        return Counter(layer for own in self._sharing(workers) for layer in self._held[own])
+
+    def _sharing(self, workers: _Group) -> Iterable[_Group]:
+        """Those that hold layers together and have one of these workers among them."""
+        return dict.fromkeys(own for worker in workers for own in self._groups[worker])
 
     def _after(
         self, taken: Hold
@@ -144,13 +165,13 @@ class Moves:
         """How much each worker has to do on its own routes, what is held, and whose hops are
         lost."""
         workers, held = taken.workers, self._held.copy()
-        del held[workers]
+        for own in self._sharing(workers):
+            del held[own]
         held[workers] = set(taken.layers)
         load, gone = Counter(self._load), self._gone.difference(workers)
         for worker in workers:
             load.pop(worker, None)
-        hops = self._hops.get(workers, [])
-        if not all(held[workers].issuperset(hop.layers) for hop in hops):
+        if not all(held[workers].issuperset(hop.layers) for hop in self._hops[workers]):
             return load, held, gone.union(workers)
         for route in self._base.routes:
             for hop in route.hops:
@@ -200,18 +221,16 @@ class _Bounds:
         now = [(self._bound(stage, own), stage) for stage, own in self._holders.items()]
         self._now = sorted(now, reverse=True)
 
-    def behind(self, taken: Hold) -> float:
-        """A bound, once it is taken over."""
-        before = self._parts(taken.workers, self._held[taken.workers])
-        now = self._parts(taken.workers, taken.layers)
-        changed = before.keys() | now.keys()
+    def behind(self, taken: Hold, given_up: Iterable[_Group]) -> float:
+        """A bound, once it is taken over by those that gave up all that these groups hold."""
+        before = [part for own in given_up for part in self._parts(own, self._held[own]).items()]
+        now = self._parts(taken.workers, taken.layers).items()
+        changed = {stage for stage, _ in (*before, *now)}
         bound = next((bound for bound, stage in self._now if stage not in changed), 0.0)
         for stage in changed:
             holders = self._holders[stage].copy()
-            if stage in before:
-                holders[before[stage]] -= 1
-            if stage in now:
-                holders[now[stage]] += 1
+            holders.subtract(part for own, part in before if own == stage)
+            holders.update(part for own, part in now if own == stage)
             bound = max(bound, self._bound(stage, +holders))
         return bound
 

@@ -20,6 +20,7 @@ from oobleck.planner.recovery.normalise import normalised, promising
 from oobleck.planner.recovery.policies import answer
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.reroute import held_layers, layer_count, reroute, routes_around
+from oobleck.planner.search.shadows import with_shadows
 from support.profiles import profile_of
 
 #: A pipeline: its nodes, and how many layers each has.
@@ -45,21 +46,38 @@ def equal(pipelines: int, stages: int, microbatches: int, layers: int = 1) -> Pl
     return made(cut, [microbatches] * pipelines)
 
 
-def worker(name: str) -> WorkerId:
-    return WorkerId(NodeName(name), 0)
+def worker(name: str, slot: int = 0) -> WorkerId:
+    return WorkerId(NodeName(name), slot)
+
+
+def of_two_workers(plan: Plan) -> Plan:
+    """Each stage on two workers of its node."""
+    pairs = [
+        replace(
+            pipeline,
+            stages=tuple(
+                replace(stage, workers=(*stage.workers, replace(stage.workers[0], slot=1)))
+                for stage in pipeline.stages
+            ),
+        )
+        for pipeline in plan.pipelines
+    ]
+    return Plan.of_pipelines(pairs, generation=plan.generation)
 
 
 def after(plan: Plan, lost: str) -> Change:
     """`plan` without the nodes `lost`, re-routed, and what could follow."""
     names = lost.split()
-    gone, count = {worker(name) for name in names}, plan.layer_count
+    gone, count = {w for w in plan.workers if w.node in names}, plan.layer_count
     return Change(
         plan=reroute(plan, gone, generation=Generation(2)),
         base=plan,
         live=tuple(node for node in plan.nodes if node not in names),
         generation=Generation(3),
         templates={},
-        profile=profile_of([1.0] * count, state=[1] * count, activation=[1] * count),
+        profile=profile_of(
+            [1.0] * count, gpus=(1, 2), gpus_per_node=2, state=[1] * count, activation=[1] * count
+        ),
         fault_tolerance=1,
         tied=False,
     )
@@ -196,6 +214,41 @@ def test_a_loss_with_the_policy_by_name_says_what_follows() -> None:
     assert (second.policy, second.then) == ("reroute", "normalise")
     behind = normalised(replace(asked, plan=second.found.plan))
     assert behind.step_s < 0.75 * second.step_s
+
+
+def of_two_with_shadows(pipelines: int, stages: int, tolerated: int) -> Plan:
+    plan = of_two_workers(equal(pipelines, stages, 8, layers=2))
+    profile = after(plan, "").profile
+    found = with_shadows(plan, profile, fault_tolerance=tolerated)
+    assert found.shadows
+    return found
+
+
+def test_who_takes_over_gives_up_its_shadows_and_its_partners() -> None:
+    """A shadow is on one worker, a stage on two."""
+    asked = after(of_two_with_shadows(2, 3, 2), "p0s1")
+    assert promising(asked, asked.plan)
+    moves = Moves(asked.base, asked.plan, layer_count).by_load(enough=1000)
+    assert moves
+    for move in moves:
+        holds, routes = Moves(asked.base, asked.plan, layer_count).behind(move.taken)
+        plan = replace(asked.plan, holds=holds, routes=routes)
+        assert {plan.held[w] for w in move.taken.workers} == {tuple(move.taken.layers)}
+        assert move.load == most_load(routes, layer_count)
+        assert can_lose(plan) >= can_lose(asked.plan)
+    found = normalised(asked).found
+    assert found.plan.microbatches == 16
+    assert found.reason.startswith("p0s2/0, p0s2/1 take over layers 2-3 in place of others")
+
+
+def test_a_lone_shadow_is_no_stage_to_give_up() -> None:
+    """Its worker computes its own stage all the same."""
+    asked = after(of_two_with_shadows(2, 4, 2), "p0s1")
+    stages = {hop.workers for route in asked.base.routes for hop in route.hops}
+    assert len(held_layers(asked.plan.holds)) > len(stages)
+    taking = {move.taken.workers for move in by_load(asked, layer_count)}
+    assert taking
+    assert taking <= stages
 
 
 def every_load(asked: Change) -> list[int]:
