@@ -139,7 +139,8 @@ class FirstStepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FollowUpDropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What was to follow behind the newest plan does not: nothing is worth a change."""
+    """What was to follow behind the newest plan does not: nothing is worth a change, or
+    planning failed."""
 
     job_id: JobId
     generation: Generation

@@ -5,20 +5,24 @@ plan is due, nor how one is made.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import TypeVar
+
+import msgspec
 
 from oobleck.master.events.nodes import NodeLeftOut
 from oobleck.master.events.plans import PlanMade
 from oobleck.master.planning.machines import Machines, profile_on, template_sizes
 from oobleck.master.planning.requests import (
+    VOLUNTARY,
+    Broken,
     FirstPlanReply,
     FirstPlanRequest,
     Infeasible,
     NextPlanReply,
     NextPlanRequest,
     Planner,
-    PlanReply,
+    PlanningFailed,
     PlanWanted,
 )
 from oobleck.master.state.job import Job
@@ -33,8 +37,6 @@ from oobleck.planner.programs.rates import WorkerRate
 from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.pipelines import pipelines_within
 from oobleck.planner.units import count
-
-A = TypeVar("A", FirstPlanReply, NextPlanReply)
 
 
 def predicted_bytes(job: Job, nodes: Sequence[Node]) -> Mapping[WorkerId, int]:
@@ -87,16 +89,12 @@ def first_plan(planner: Planner, job: Job, nodes: Sequence[Node], generation: Ge
         nodes=tuple(node.facts.node for node in nodes),
         generation=generation,
     )
-    return _expect(FirstPlanReply, planner.reply(request)).plan
-
-
-def _expect(kind: type[A], reply: PlanReply) -> A:
-    """Raises PlanInfeasible."""
+    reply = planner.reply(request)
     if isinstance(reply, Infeasible):
         raise PlanInfeasible(*reply.causes)
-    if not isinstance(reply, kind):
-        raise RuntimeError(f"{reply} is no {kind.__name__}")
-    return reply
+    if not isinstance(reply, FirstPlanReply):
+        raise RuntimeError(f"{reply} is no first plan")
+    return reply.plan
 
 
 def idle_slots(plan: Plan, worker_slots: int) -> str:
@@ -113,7 +111,11 @@ def idle_slots(plan: Plan, worker_slots: int) -> str:
 def next_plan(
     planner: Planner, job: Job, live: Sequence[Node], generation: Generation, wanted: PlanWanted
 ) -> Answer:
-    """What becomes of `job`'s newest plan on `live`. Raises StillPlanning, PlanInfeasible."""
+    """What becomes of `job`'s newest plan on `live`. Raises StillPlanning, PlanInfeasible.
+
+    Where that fails by an error of ours, plain templates answer a change that must be made. Raises
+    PlanningFailed where they do not either, and where nobody has to change anything.
+    """
     made = job.current.made
     if made is None:
         raise ValueError(f"job {job.id} has no plan to reconfigure")
@@ -129,7 +131,26 @@ def next_plan(
         most_nodes=max(job.lineage.most_nodes, len(live)),
         generation=generation,
     )
-    return _expect(NextPlanReply, planner.reply(request)).answer
+    try:
+        return _answer(planner, request)
+    except PlanningFailed as failed:
+        if wanted in VOLUNTARY:
+            raise
+        answer = _answer(planner, msgspec.structs.replace(request, wanted="plain"))
+        reason = f"{answer.found.reason}; {failed}"
+        return replace(answer, found=replace(answer.found, reason=reason))
+
+
+def _answer(planner: Planner, request: NextPlanRequest) -> Answer:
+    """Raises StillPlanning, PlanInfeasible."""
+    reply = planner.reply(request)
+    if isinstance(reply, Infeasible):
+        raise PlanInfeasible(*reply.causes)
+    if isinstance(reply, Broken):
+        raise PlanningFailed(request.wanted, reply)
+    if not isinstance(reply, NextPlanReply):
+        raise RuntimeError(f"{reply} is no next plan")
+    return reply.answer
 
 
 def _plans(job: Job, made: PlanMade) -> tuple[Plan, Plan]:

@@ -13,14 +13,17 @@ from typing import Literal, Protocol
 import msgspec
 
 from oobleck.master.planning.machines import Machines
+from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.job.spec import JobSpec, RecoveryPolicy
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.rates import WorkerRate
 from oobleck.planner.recovery.answer import Answer
 
-#: Whose plan.
-PlanWanted = RecoveryPolicy | Literal["shadow", "normalise"]
+#: Whose plan. `plain`: templates with nothing beside, where the answer by another policy failed.
+PlanWanted = RecoveryPolicy | Literal["shadow", "normalise", "plain"]
+#: Changes that nobody is forced to make.
+VOLUNTARY: frozenset[PlanWanted] = frozenset({"uneven", "shadow", "normalise"})
 #: Replies that are kept beside those that the last decision has asked for.
 _KEPT = 8
 
@@ -78,6 +81,16 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An error of ours."""
 
     error: str
+
+
+class PlanningFailed(PlanInfeasible):
+    """There is no plan because of an error of ours. Who can go on as before does."""
+
+    def __init__(self, wanted: PlanWanted, broken: Broken) -> None:
+        super().__init__(
+            f"an error of Oobleck's own: {wanted} failed with {broken.error}; please report it "
+            "with the master's log"
+        )
 
 
 PlanReply = FirstPlanReply | NextPlanReply | Infeasible | Broken

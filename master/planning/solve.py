@@ -27,6 +27,7 @@ from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs import proof
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.answer import Change
+from oobleck.planner.recovery.lost import by_templates
 from oobleck.planner.recovery.normalise import normalised
 from oobleck.planner.recovery.policies import answer
 from oobleck.planner.recovery.shadowed import shadowed
@@ -121,6 +122,8 @@ def _next_plan(request: NextPlanRequest) -> NextPlanReply:
             return NextPlanReply(answer=shadowed(change))
         case "normalise":
             return NextPlanReply(answer=normalised(change))
+        case "plain":
+            return NextPlanReply(answer=by_templates(replace(change, shadows=False)))
         case wanted:
             return NextPlanReply(answer=answer(change, wanted))
 

@@ -14,7 +14,7 @@ import sys
 
 from oobleck.host import log as host_log
 from oobleck.host.ipc.channel import Channel
-from oobleck.master.planning.requests import Broken, PlanReply, PlanRequest
+from oobleck.master.planning.requests import Broken, NextPlanRequest, PlanReply, PlanRequest
 from oobleck.master.planning.solve import rehearse, work_out
 
 log = logging.getLogger(__name__)
@@ -24,11 +24,16 @@ _IDLE_S = 1.0
 
 
 def reply(request: PlanRequest) -> PlanReply:
-    """As `work_out`; an error of ours is a reply too, for the master to stop with."""
+    """As `work_out`; an error of ours is a reply too.
+
+    Whatever it is, the same request would fail again, also of the next process: only the master
+    knows what can be done without it (`oobleck.master.planning.client`).
+    """
     try:
         return work_out(request)
     except Exception as error:
-        log.exception("planning failed")
+        wanted = request.wanted if isinstance(request, NextPlanRequest) else "first plan"
+        log.exception("planning failed", extra={"wanted": wanted})
         return Broken(error=repr(error))
 
 

@@ -14,7 +14,7 @@ from oobleck.master.events.jobs import JobWaiting
 from oobleck.master.events.nodes import NodeLost, NodeYielded, WorkerLost
 from oobleck.master.events.plans import Cause, PlanMade
 from oobleck.master.planning import client
-from oobleck.master.planning.requests import PlanWanted
+from oobleck.master.planning.requests import VOLUNTARY, PlanWanted
 from oobleck.master.rules import holders, stand_by
 from oobleck.master.rules.completion import fail, reconfiguration_stats
 from oobleck.master.rules.decision import Context, Decision
@@ -214,7 +214,7 @@ def _next_plan(
 ) -> Answer:
     answer = client.next_plan(context.planner, job, live, generation, wanted)
     lost = holders.lost_layers(context.state, job, answer.found.plan)
-    if lost is not None and wanted in ("uneven", "shadow", "normalise"):
+    if lost is not None and wanted in VOLUNTARY:
         raise PlanInfeasible(*lost.causes)  # nobody is forced to make a change
     if lost is not None and answer.policy != "templates" and wanted != "templates":
         # State must move all the same, so it may as well go where it is best.

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from oobleck.master.events.nodes import NodeDrained, NodeLost, NodeReset, WorkerLost
 from oobleck.master.events.plans import Cause, FollowUpDropped
-from oobleck.master.planning.requests import PlanWanted
+from oobleck.master.planning.requests import PlanningFailed, PlanWanted
 from oobleck.master.rules import (
     draining,
     first_plan,
@@ -63,6 +63,8 @@ def replan(context: Context, job: Job) -> Decision | None:
     live = [node for node in state.candidates(job) if state.is_ready(node, job) or node in coming]
     try:
         answer = draining.plan_without_drained(context, job, live)
+    except PlanningFailed as failed:
+        raise RuntimeError(f"nothing answers the loss: {failed}") from failed
     except PlanInfeasible as infeasible:
         given_up_at = holders.given_up_at(context, job)
         waits = replace(wait(state, job, infeasible), wake_at=given_up_at)
@@ -253,8 +255,8 @@ def _settled_at(context: Context, job: Job, ready: Sequence[Node]) -> float | No
 def follow_up(context: Context, job: Job) -> Decision | None:
     """Behind a plan that moved no state, so that training went on at once, goes one of templates or
     one with a stage moved, and behind one that leaves layers with few nodes its shadows: at a step
-    boundary. Where no stage is worth moving, none follows: to search again takes seconds. Nodes
-    that come may well make the others possible."""
+    boundary. Where no stage is worth moving, none follows: to search again takes seconds; nor where
+    planning failed, as it would again. Nodes that come may well make the others possible."""
     state, made = context.state, job.current.made
     if made is None or not made.then or not undisturbed(state, job):
         return None
@@ -267,7 +269,7 @@ def follow_up(context: Context, job: Job) -> Decision | None:
         answer = next_plan(context, job, ready, next_generation(context, job), wanted)
     except PlanInfeasible as infeasible:
         why = "; ".join(infeasible.causes)
-        if wanted != "normalise":
+        if wanted != "normalise" and not isinstance(infeasible, PlanningFailed):
             return Decision(reason=f"no {wanted} so far: {why}")
         dropped = FollowUpDropped(job_id=job.id, generation=job.current.generation, reason=why)
         return Decision(actions=(dropped,), reason=f"no {wanted}: {why}")

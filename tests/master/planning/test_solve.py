@@ -1,17 +1,22 @@
-"""A plan whose programs wait for ever is an error of ours: nobody is told of it."""
+"""Errors of ours: a plan whose programs wait for ever, which nobody is told of, and crashes of the
+planner. What nobody is forced to do is left, and plain templates answer a loss."""
 
+import logging
 from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
 
 from oobleck.master.planning import client, solve, worker
-from oobleck.master.planning.requests import PlanReply, PlanRequest
+from oobleck.master.planning.requests import PlanningFailed, PlanReply, PlanRequest
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation
 from oobleck.planner.programs import compile as compiler
 from oobleck.planner.programs import proof
 from oobleck.planner.programs.schedule import Work, compute_order
+from oobleck.planner.recovery import lost
 from oobleck.planner.schedules import Schedule
+from support.scenario import Player
 from support.trained import node, trained_job
 
 
@@ -49,7 +54,81 @@ def test_a_plan_that_is_not_proven_is_refused(monkeypatch: pytest.MonkeyPatch) -
     waits = r"programs wait for each other: .*p0s1/0 waits at 1-1:RECV_F\d<p0s0/0 for p0s0/0"
     with pytest.raises(RuntimeError, match=waits):
         client.first_plan(planner, job, nodes[1:], Generation(2))
-    with pytest.raises(RuntimeError, match=waits):
+    with pytest.raises(PlanningFailed, match=waits):
         client.next_plan(planner, job, nodes[1:], Generation(2), "auto")
     with pytest.raises(PlanInfeasible):  # no error of ours
         client.first_plan(planner, job, nodes[:1], Generation(1))
+
+
+def crashes(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("memory stuck")
+
+
+#: Of three pipelines two lose the same stage.
+LOSSES = """\
+0.0 register n1 n2 n3 n4 n5 n6
+0.0 submit demo f=2 {options}
+0.5 ready n1 n2 n3 n4 n5 n6
+0.7 enter 1 n1 n2 n3 n4 n5 n6
+1.0 steps 1 5 1
+2.0 close n2
+2.0 close n4
+2.01 peer_lost n1/0 1
+2.2 enter 2 n1 n3 n5 n6
+2.4 steps 6 6 2
+"""
+
+
+@pytest.fixture
+def _as_in_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solve.AtOnce, "reply", InOneProcess.reply)
+
+
+@pytest.mark.usefixtures("_as_in_its_own_process")
+def test_a_loss_is_answered_by_templates_where_another_policy_crashes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lost, "reroute", crashes)
+    told = Player().play(LOSSES.format(options="reroute=1 shadows=0"))
+    assert "PlanMade generation 2 at once, merge (node lost)" in told
+    assert "reroute failed with AssertionError('memory stuck'); please report it" in told
+    (record,) = (one for one in caplog.records if one.levelno == logging.ERROR)
+    assert record.wanted == "reroute"
+    assert record.exc_text is not None or record.exc_info is not None
+
+
+@pytest.mark.usefixtures("_as_in_its_own_process")
+def test_a_loss_that_nothing_answers_ends_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost, "reroute", crashes)
+    monkeypatch.setattr(lost, "reconfigure", crashes)
+    with pytest.raises(RuntimeError, match=r"nothing answers the loss: .*plain failed with Asser"):
+        Player().play(LOSSES.format(options="reroute=1 shadows=0"))
+
+
+@pytest.mark.usefixtures("_as_in_its_own_process")
+@pytest.mark.parametrize(
+    ("options", "makes"), [("reroute=1 shadows=0", "normalised"), ("templates=1", "shadowed")]
+)
+def test_a_follow_up_that_crashes_is_not_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, options: str, makes: str
+) -> None:
+    monkeypatch.setattr(solve, makes, crashes)
+    player = Player()
+    told = player.play(LOSSES.format(options=options))
+    assert "FollowUpDropped generation 2: an error of Oobleck's own" in told
+    monkeypatch.setattr(solve, makes, lambda change: pytest.fail("it is asked for again"))
+    player.play("2.5 restart\n2.6 reconnect n1 n3 n5 n6\n3.0 steps 7 7 2\n9.0 look\n")
+
+
+@pytest.mark.usefixtures("_as_in_its_own_process")
+def test_slow_workers_keep_their_part_where_a_plan_for_them_crashes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(solve, "uneven", crashes)
+    told = Player().play(
+        "0.0 register n1 n2 n3 n4\n0.0 submit demo hidden=1024 steps=1000 f=0\n"
+        "0.5 ready n1 n2 n3 n4\n0.7 enter 1 n1 n2 n3 n4\n1.0 steps 1 1 1\n"
+        "1.0 compute 6 2 n2/0=20\n7.1 look\n7.2 steps 2 2 1\n"
+    )
+    assert "RateChanged" in told
+    assert told.count("PlanMade") == 1
