@@ -91,12 +91,15 @@ def jobs(master: Endpoint, wide: bool, as_json: bool) -> None:
 @click.command()
 @click.argument("job_id", metavar="JOB")
 @click.option("-f", "--follow", is_flag=True, help="Go on with new events until the job ends.")
-@click.option("--incidents", is_flag=True, help="Only failures, each with all that came of it.")
+@click.option(
+    "--incidents", is_flag=True, help="Only failures and slow workers, with all that came of it."
+)
 @master_option
 @json_option("One JSON object per line, as in the job's events.jsonl.")
 def events(job_id: str, follow: bool, incidents: bool, master: Endpoint, as_json: bool) -> None:
     """Show what happened to a job, oldest first: losses, reconfigurations, the end. A failure that
-    is over is told in full: root cause, who saw it first, seconds per phase, what it cost."""
+    is over is told in full: root cause, who saw it first, seconds per phase, what it cost; and so
+    are slow workers, once none is: who was how slow, and what was done about it."""
     from oobleck.cli.client import MasterClient
     from oobleck.cli.jobs.away import follow_events
     from oobleck.cli.output import incident, text
@@ -124,7 +127,7 @@ def events(job_id: str, follow: bool, incidents: bool, master: Endpoint, as_json
                 click.echo(event_line(event, terminal_width()))
     if incidents and told == 0:
         click.echo(
-            f"no failure of {job_id} is over; 'oobleck status {job_id}' names one that is not",
+            f"no incident of {job_id} is over; 'oobleck status {job_id}' names one that is not",
             err=True,
         )
 

@@ -1,4 +1,5 @@
-"""How an incident looks on a terminal: what failed, who saw it, and what it cost. Pure."""
+"""How an incident looks on a terminal: what failed or was slow, who saw it, what was done about it,
+and what it cost. Pure."""
 
 import time
 from collections.abc import Iterator
@@ -8,8 +9,8 @@ from oobleck.cli.output.table import folded, grouped, longest_word, wrapped
 from oobleck.host.display import inline
 from oobleck.planner.units import count, format_bytes
 
-#: Longest list of witnesses; the others are counted.
-_MOST_WITNESSES = 8
+#: Longest list of witnesses, of slow workers or of plans around them; the others are counted.
+_MOST_LISTED = 8
 #: Phases that most incidents have no time in.
 _RARE = ("waiting", "redo")
 _INDENT = " " * 14
@@ -18,7 +19,13 @@ _LABEL = 14
 _VALUES = len(_INDENT) + _LABEL
 _BELOW = 4
 _BOLD, _RED, _GREEN, _YELLOW, _PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[32m", "\x1b[33m", "\x1b[0m"
-_COLOURS = {"recovered": _GREEN, "succeeded": _GREEN, "failed": _RED, "cancelled": _YELLOW}
+_COLOURS = {
+    "recovered": _GREEN,
+    "succeeded": _GREEN,
+    "failed": _RED,
+    "cancelled": _YELLOW,
+    "gone": _YELLOW,
+}
 
 
 def block(record: dict[str, Any], *, colour: bool = False, width: int | None = None) -> str:
@@ -47,8 +54,8 @@ def _labelled(label: str, value: str, room: int | None) -> Iterator[str]:
 
 
 def _headline(record: dict[str, Any], colour: bool, width: int | None) -> str:
-    ended, total = inline(record["outcome"]), f"{record['total_s']:.3f} s"
-    how = f"recovered in {total}" if ended == "recovered" else f"{ended} after {total}"
+    ended = inline(record["outcome"])
+    how = _how_it_ended(record, ended)
     number, cause = f"incident {record['incident']}", inline(record["root_cause"]["summary"])
     line = f"{clock(record['opened_at'])}  {number}: {cause};"
     fits = width is None or len(line) + 1 + len(how) <= width
@@ -59,22 +66,32 @@ def _headline(record: dict[str, Any], colour: bool, width: int | None) -> str:
     return f"{line} {how}" if fits else f"{line}\n{_INDENT}{how}"
 
 
+def _how_it_ended(record: dict[str, Any], ended: str) -> str:
+    if "slow" in record:
+        after = f"after {record['closed_at'] - record['opened_at']:.1f} s"
+        return f"{'well again' if ended == 'recovered' else ended} {after}"
+    total = f"{record['total_s']:.3f} s"
+    return f"recovered in {total}" if ended == "recovered" else f"{ended} after {total}"
+
+
 def _rows(record: dict[str, Any], room: int | None) -> Iterator[tuple[str, str]]:
     began = record["opened_at"]
     first, witnesses = record["first_seen"], record["witnesses"]
     if first is not None:
         yield "first seen", f"{_witness(first)}, {clock(first['time'])}"
-    for number, seen in enumerate(witnesses[1 : _MOST_WITNESSES + 1]):
+    for number, seen in enumerate(witnesses[1 : _MOST_LISTED + 1]):
         yield (
             ("witnesses" if number == 0 else ""),
             f"{_after(seen['time'] - began)} {_witness(seen)}",
         )
-    if len(witnesses) > _MOST_WITNESSES + 1:
-        yield "", f"and {len(witnesses) - _MOST_WITNESSES - 1} more"
+    if len(witnesses) > _MOST_LISTED + 1:
+        yield "", f"and {len(witnesses) - _MOST_LISTED - 1} more"
     for number, other in enumerate(record["also_lost"]):
         why = "because of that" if other["consequence"] else "a failure of its own"
         label = "also" if number == 0 else ""
         yield label, f"{_after(other['time'] - began)} {inline(other['summary'])} ({why})"
+    if "slow" in record:
+        yield from _slow(record)
     yield from _phases(record, room)
     if cost := _cost(record):
         yield "cost", cost
@@ -87,6 +104,25 @@ def _rows(record: dict[str, Any], room: int | None) -> Iterator[tuple[str, str]]
         for text in [line] if room is None else wrapped(inline(line), room - 2) or [""]:
             yield label, f"| {text}"
             label = ""
+
+
+def _slow(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Who was how slow for how long, and the newest plans around them."""
+    began, slow, answers = record["opened_at"], record["slow"], record["attempts"]
+    for number, one in enumerate(slow[:_MOST_LISTED]):
+        per_step = f"{one['step_s']:.3f} s a step instead of {one['usual_s']:.3f} s"
+        told = f"{one['worker']} at {one['rate']:.2f} of the others' pace, {per_step}"
+        told += f", for {one['until'] - one['since']:.1f} s" + ", then well" * one["well"]
+        yield ("slow" if number == 0 else ""), f"{_after(one['since'] - began)} {told}"
+    if len(slow) > _MOST_LISTED:
+        yield "", f"and {len(slow) - _MOST_LISTED} more"
+    if not answers:
+        yield "answered", "by no plan"
+    for number, answer in enumerate(answers[-_MOST_LISTED:]):
+        told = f"generation {answer['generation']}, {answer['policy']}: {answer['reason']}"
+        yield ("answered" if number == 0 else ""), told
+    if len(answers) > _MOST_LISTED:
+        yield "", f"and {len(answers) - _MOST_LISTED} before"
 
 
 def _witness(seen: dict[str, Any]) -> str:
@@ -140,6 +176,8 @@ def _phases(record: dict[str, Any], room: int | None) -> Iterator[tuple[str, str
 
 def _cost(record: dict[str, Any]) -> str:
     parts = []
+    if "slow" in record and record["total_s"]:
+        parts.append(f"training stood still for {record['total_s']:.3f} s")
     if again := record["redo_steps"]:
         steps = ", ".join(map(str, again))
         parts.append(f"step {steps} done again")

@@ -13,7 +13,7 @@ from oobleck.master.config import MasterConfig
 from oobleck.master.planning import client
 from oobleck.master.rules import job_queue, stalls, stand_by
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.incident_summary import headline_of
+from oobleck.master.state.incident_summary import headline_of, slowdown_headline
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Drain, Node
@@ -97,13 +97,15 @@ def _data_plane(state: ClusterState, job: Job) -> str:
 
 
 def _tell_incident(message: pb.JobStatus, job: Job) -> None:
-    """The one that is open, or the last one."""
+    """The newest one, whether it is over or not."""
     message.incidents = job.incidents
-    if job.incident is not None:
-        message.last_incident = headline_of(job.incident)
-    elif job.last_incident is not None:
-        message.last_incident = job.last_incident.summary
-        message.last_incident_at = job.last_incident.at
+    last, failure, slowdown = job.last_incident, job.incident, job.slowdown
+    if last is not None and last.number == job.incidents:
+        message.last_incident, message.last_incident_at = last.summary, last.at
+    elif failure is not None and failure.number == job.incidents:
+        message.last_incident = headline_of(failure)
+    elif slowdown is not None:
+        message.last_incident = slowdown_headline(slowdown)
 
 
 def _tell_redo(message: pb.JobStatus, job: Job) -> None:

@@ -132,9 +132,14 @@ class RateChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     #: It stands by, and the step is one of another worker.
     alone: bool = False
 
+    @property
+    def is_measured(self) -> bool:
+        """Of the same process as before."""
+        return self.steps > 0 or self.alone
+
     def __str__(self) -> str:
         """For operators, in half a sentence."""
-        if not self.steps and not self.alone:
+        if not self.is_measured:
             return f"{self.worker} is another process, and its pace is not known yet"
         if self.rate == 1:
             return f"{self.worker} computes at the others' pace again"

@@ -17,11 +17,12 @@ from oobleck.master.state.apply_reports import observe
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.desired import follow, next_version
 from oobleck.master.state.incident import LastIncident
-from oobleck.master.state.incident_summary import summary_of
+from oobleck.master.state.incident_summary import slowdown_summary, summary_of
 from oobleck.master.state.incidents import closes, incident_after
-from oobleck.master.state.job import ENDED
+from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.job_states import note_loss
+from oobleck.master.state.slowdowns import slowdown_after
 
 
 def apply(state: ClusterState, event: Event, *, now: float, unix: float) -> bool:
@@ -31,6 +32,7 @@ def apply(state: ClusterState, event: Event, *, now: float, unix: float) -> bool
         return observe(state, event, now)
     state.sequence += 1
     _follow_incident(state, event, unix)
+    _follow_slowdown(state, event, unix)
     rates.forget(state, event)
     _apply_event(state, event, now, unix)
     follow(state, event, now, unix)
@@ -47,10 +49,26 @@ def _follow_incident(state: ClusterState, event: Journaled, unix: float) -> None
     if isinstance(event, PlanMade | FirstStepCommitted):
         job.seen.evidence.clear()  # the event carries them
     if closes(job, event):
-        summary = summary_of(incident, event, unix)
-        job.last_incident = LastIncident(number=incident.number, at=unix, summary=summary)
+        _note_last(job, incident.number, summary_of(incident, event, unix), unix)
         job.seen.evidence.clear()
     job.incident = None if closes(job, event) else incident
+
+
+def _follow_slowdown(state: ClusterState, event: Journaled, unix: float) -> None:
+    found = slowdown_after(state, event, unix)
+    if found is None:
+        return
+    job, slowdown = found
+    job.incidents = max(job.incidents, slowdown.number)
+    if slowdown.is_over:
+        _note_last(job, slowdown.number, slowdown_summary(slowdown, event, unix), unix)
+    job.slowdown = None if slowdown.is_over else slowdown
+
+
+def _note_last(job: Job, number: int, summary: str, unix: float) -> None:
+    """A failure that began in a slowdown is newer, whichever ends first."""
+    if job.last_incident is None or number > job.last_incident.number:
+        job.last_incident = LastIncident(number=number, at=unix, summary=summary)
 
 
 def _apply_event(state: ClusterState, event: Journaled, now: float, unix: float) -> None:

@@ -4,7 +4,7 @@ Plain data that follows from journaled events (`oobleck.master.state.incidents` 
 `oobleck.master.storage.incident_line` tells it). One incident has any number of setbacks, since a
 second loss may come while the first is answered; `root_cause` tells which of them began it. A
 peer's closed connection is never a setback, only evidence: it says that something is wrong, not
-who is to blame.
+who is to blame. Slow workers, with whom nothing fails, are `oobleck.master.state.slowdown`'s.
 """
 
 import re
@@ -30,6 +30,7 @@ Kind = Literal[
     "job error",
     "job failed",
     "head cut off",
+    "slow worker",
 ]
 #: What tells that something is wrong and not what.
 _VAGUE: tuple[Kind, ...] = ("peers disconnected", "no progress", "job failed")

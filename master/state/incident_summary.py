@@ -1,10 +1,18 @@
-"""An incident in one line: what failed, and how it ended. Pure."""
+"""An incident in one line: what failed or was slow, and how it ended. Pure."""
 
 from oobleck.host.system.process import signal_name
-from oobleck.master.events.jobs import JobCancelled, JobCaughtUp, JobFailed, JobSucceeded
+from oobleck.master.events.jobs import (
+    JobCancelled,
+    JobCaughtUp,
+    JobEnded,
+    JobFailed,
+    JobSucceeded,
+    RateChanged,
+)
 from oobleck.master.events.plans import FirstStepCommitted, ReconfigurationStats
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.incident import Incident, Setback
+from oobleck.master.state.slowdown import Slowdown
 from oobleck.planner.units import comma_separated
 
 
@@ -67,6 +75,8 @@ def headline(setback: Setback) -> str:
             return setback.reason
         case "job error":
             return f"the job's own error on worker {_who(setback)}: {setback.reason}"
+        case "slow worker":
+            return f"slow worker {_who(setback)}: {setback.reason}"
 
 
 def _who(setback: Setback) -> str:
@@ -92,7 +102,7 @@ def _end_of(setback: Setback) -> str:
 def _how_it_ended(incident: Incident, event: Journaled, unix: float) -> str:
     ended = outcome(event)
     if ended != "recovered":
-        return "the job was cancelled" if ended == "cancelled" else f"the job {ended}"
+        return _end_of_job(ended)
     steps = redone_steps(incident)
     again = f"step {steps[-1]} done again" if len(steps) == 1 else f"{len(steps)} steps done again"
     if incident.lost_steps:
@@ -113,3 +123,34 @@ def all_stats(incident: Incident) -> list[ReconfigurationStats]:
 
 def redone_steps(incident: Incident) -> list[int]:
     return sorted({s.redo_step for s in all_stats(incident) if s.redo_step is not None})
+
+
+def _end_of_job(ended: str) -> str:
+    return "the job was cancelled" if ended == "cancelled" else f"the job {ended}"
+
+
+def slowdown_outcome(event: Journaled) -> str:
+    if isinstance(event, JobEnded):
+        return outcome(event)
+    return "recovered" if isinstance(event, RateChanged) and event.is_measured else "gone"
+
+
+def slowdown_summary(slowdown: Slowdown, event: Journaled, unix: float) -> str:
+    """One line: who was slow, what was done about it, and how it ended."""
+    rules = ", ".join(dict.fromkeys(answer.rule for answer in slowdown.answers))
+    ended = slowdown_outcome(event)
+    after_s = f"after {unix - slowdown.opened_at:.1f} s"
+    if ended in ("recovered", "gone"):
+        how = "well again" if ended == "recovered" else "the last slow process is gone"
+    else:
+        how = _end_of_job(ended)
+    answered = f"answered by {rules}" if rules else "no plan answered it"
+    return f"{slowdown_headline(slowdown)}; {answered}, {how} {after_s}"
+
+
+def slowdown_headline(slowdown: Slowdown) -> str:
+    """Who is slow, or was, in half a sentence."""
+    first, *others = slowdown.workers
+    more = comma_separated({str(one.worker) for one in others})
+    told = headline(first.setback)
+    return f"{told}; also slow: {more}" if more else told

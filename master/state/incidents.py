@@ -7,7 +7,7 @@ incident.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -44,6 +44,7 @@ from oobleck.planner.ids import JobId, WorkerId
 from oobleck.proto.types import WorkerExited
 
 replace = msgspec.structs.replace
+A = TypeVar("A", bound=Attempt)
 
 #: So long training goes on after the first evidence for it to count.
 _ON_S = 1.0
@@ -144,7 +145,7 @@ def _setback(
         reason=reason,
         evidence_at=unix - ago_s,
         declared_at=unix,
-        **{"ranks": _ranks(job, node), **more},
+        **{"ranks": ranks_of(job, node), **more},
     )
 
 
@@ -170,7 +171,7 @@ def _worker_lost(job: Job, event: WorkerLost, unix: float) -> Setback:
         unix,
         ago_s=seen.ago_s if seen is not None else event.detect_s,
         worker=event.worker,
-        ranks=_ranks(job, node, event.worker),
+        ranks=ranks_of(job, node, event.worker),
         exception=event.words,
         lost_peer=event.lost_peer,
         **_end_of(seen.exited if seen is not None else None),
@@ -208,7 +209,8 @@ def _with_plan(job: Job, event: PlanMade, unix: float) -> Incident | None:
             incident = _with_setback(job, setback)
     if incident is None:
         return None
-    incident = _with_stats(job, incident, event.overtaken, unix)
+    attempts = with_stats(job, incident.attempts, event.overtaken, unix)
+    incident = replace(incident, attempts=attempts)
     if event.boundary:
         return incident  # it answers nothing, and training goes on
     attempt = Attempt(generation=event.plan.generation, cause=event.cause, rule=event.rule)
@@ -226,7 +228,8 @@ def _at_end(
             incident = _with_setback(job, guilty)
     if incident is None:
         return None
-    incident = _with_stats(job, incident, event.transition, unix)
+    attempts = with_stats(job, incident.attempts, event.transition, unix)
+    incident = replace(incident, attempts=attempts)
     if isinstance(event, FirstStepCommitted | JobFailed):
         incident = _with_evidence(incident, event.evidence, unix)
     if isinstance(event, FirstStepCommitted) and incident.trained_until is None:
@@ -252,21 +255,20 @@ def _job_error(job: Job, event: JobFailed, unix: float) -> Setback:
         unix,
         ago_s=words.ago_s,
         worker=worker,
-        ranks=_ranks(job, node, worker) if worker is not None else (),
+        ranks=ranks_of(job, node, worker) if worker is not None else (),
         exception=event.reason,
         **_end_of(ended),
     )
 
 
-def _with_stats(
-    job: Job, incident: Incident, stats: ReconfigurationStats | None, unix: float
-) -> Incident:
-    """How the newest generation went, if it is one that answers the incident."""
-    last = incident.attempts[-1] if incident.attempts else None
+def with_stats(
+    job: Job, attempts: tuple[A, ...], stats: ReconfigurationStats | None, unix: float
+) -> tuple[A, ...]:
+    """With how the newest generation went, if it is one of them."""
+    last = attempts[-1] if attempts else None
     if stats is None or last is None or last.generation != job.current.generation:
-        return incident
-    last = replace(last, transition=stats, ended_at=unix)
-    return replace(incident, attempts=(*incident.attempts[:-1], last))
+        return attempts
+    return (*attempts[:-1], replace(last, transition=stats, ended_at=unix))
 
 
 def _with_evidence(incident: Incident, found: Iterable[Evidence], unix: float) -> Incident:
@@ -305,7 +307,7 @@ def _key(evidence: Evidence) -> tuple[str, str, str, str]:
     return evidence.by, evidence.observer, evidence.about, evidence.saw
 
 
-def _ranks(job: Job, node: str, worker: WorkerId | None = None) -> tuple[int, ...]:
+def ranks_of(job: Job, node: str, worker: WorkerId | None = None) -> tuple[int, ...]:
     """In the newest plan, whose workers stand in order, those of a node side by side."""
     workers = job.current.made.plan.workers if job.current.made is not None else ()
     first = bisect_left(workers, node, key=lambda other: other.node)

@@ -23,6 +23,7 @@ from oobleck.master.events.nodes import (
 from oobleck.master.events.plans import PlanMade
 from oobleck.master.state.incident import Incident, LastIncident
 from oobleck.master.state.job_observed import JobSeen, SaveReport
+from oobleck.master.state.slowdown import Slowdown
 from oobleck.master.state.stand_by import StandBy, StandByTimes
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.spec import JobSpec, RecoveryPolicy
@@ -275,10 +276,13 @@ class Job:
     #: Of workers that were slow and stood by, or still do: the last time; none of a process that
     #: the newest plan has replaced.
     stand_bys: dict[WorkerId, StandBy] = field(default_factory=dict)
-    #: The failure that is being answered; None: none. How many there were, this one among them.
+    #: The failure that is being answered; None: none.
     incident: Incident | None = None
+    #: Of all and only `slow` workers, and of some that were; None: nobody is slow.
+    slowdown: Slowdown | None = None
+    #: How many of both there were, open ones among them: the number of the newest.
     incidents: int = 0
-    #: The last one that is over.
+    #: Of those that are over, the one that began last.
     last_incident: LastIncident | None = None
     #: Unix time at which the journal was last found without its end; 0: never in the job's life.
     journal_cut_at: float = 0.0

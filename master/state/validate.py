@@ -13,7 +13,7 @@ from oobleck.master.events.nodes import NodeYielded, WorkerLost
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED, CurrentPlan, Job, Loss
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import NodeName
+from oobleck.planner.ids import NodeName, WorkerId
 
 T = TypeVar("T")
 #: A sentence, and whether it holds of one thing in a state.
@@ -126,6 +126,17 @@ def _knows_stand_bys(job: Job) -> bool:
     )
 
 
+def _numbers_incidents(job: Job) -> bool:
+    known = (job.incident, job.slowdown, job.last_incident)
+    numbers = [incident.number for incident in known if incident is not None]
+    return len(numbers) == len(set(numbers)) and max(numbers, default=0) == job.incidents
+
+
+def _still_slow(job: Job) -> set[WorkerId]:
+    slowdown = job.slowdown
+    return set() if slowdown is None else {one.worker for one in slowdown.workers if not one.until}
+
+
 def _counts_progress(job: Job) -> bool:
     recent = [record.step for record in job.seen.steps.recent]
     return recent == sorted(set(recent)) and job.seen.steps.committed_step >= max(recent, default=0)
@@ -201,6 +212,7 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
             or not (
                 job.current.losses
                 or job.incident
+                or job.slowdown
                 or job.waiting_since
                 or job.lineage.plans
                 or job.lineage.before
@@ -297,17 +309,17 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
         ),
     ),
     (
-        "the open incident is the newest, and has a setback",
-        lambda _, job: (
-            job.incident is None
-            or (job.incident.number == job.incidents and bool(job.incident.setbacks))
-        ),
+        "an open failure has a setback",
+        lambda _, job: job.incident is None or bool(job.incident.setbacks),
     ),
     (
-        "incidents end in the order in which they began",
+        "incidents have numbers of their own, and the newest is open or the last one that is over",
+        lambda _, job: _numbers_incidents(job),
+    ),
+    (
+        "a slowdown is open while there are slow workers, and tells of all of them",
         lambda _, job: (
-            job.last_incident is None
-            or job.last_incident.number == job.incidents - (job.incident is not None)
+            (job.slowdown is None) == (not job.slow) and _still_slow(job) == job.slow.keys()
         ),
     ),
     (

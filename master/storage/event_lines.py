@@ -4,6 +4,8 @@ Pure: the same journal gives the same lines, so that a restarted master can tell
 file lacks. Must not know files; `oobleck.master.storage.event_log` numbers and writes the lines.
 """
 
+from collections.abc import Iterator
+
 from oobleck.master.events.jobs import (
     CheckpointPublished,
     JobCancelled,
@@ -38,8 +40,10 @@ from oobleck.master.events.unions import JournalCut, Journaled
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.incidents import closes, incident_after
 from oobleck.master.state.job import ENDED, Job
+from oobleck.master.state.slowdowns import slowdown_after
 from oobleck.master.storage.incident_line import incident_line
 from oobleck.master.storage.plan_lines import EventLine, end_lines, plan_lines
+from oobleck.master.storage.slowdown_line import slowdown_line
 from oobleck.planner.ids import JobId
 
 #: What the job that has its turn is told of nodes.
@@ -65,12 +69,21 @@ def lines_of(state: ClusterState, event: Journaled, unix: float) -> list[tuple[J
     """The lines that `event` gives when it comes to `state` (which it has not changed yet) at the
     Unix time `unix`."""
     lines = _lines_of(state, event)
+    over = list(_incidents(state, event, unix))
+    last = [lines.pop()] if over and isinstance(event, JobEnded) else []  # the end stays the last
+    return [*lines, *over, *last]
+
+
+def _incidents(
+    state: ClusterState, event: Journaled, unix: float
+) -> Iterator[tuple[JobId, EventLine]]:
+    """Of those that are over with `event`."""
     found = incident_after(state, event, unix)
     if found is not None and closes(found[0], event):
-        job, incident = found
-        last = [lines.pop()] if isinstance(event, JobEnded) else []  # the end stays the last line
-        lines += [(job.id, incident_line(job, incident, event, unix)), *last]
-    return lines
+        yield found[0].id, incident_line(*found, event, unix)
+    slow = slowdown_after(state, event, unix)
+    if slow is not None and slow[1].is_over:
+        yield slow[0].id, slowdown_line(*slow, event, unix)
 
 
 def _lines_of(state: ClusterState, event: Journaled) -> list[tuple[JobId, EventLine]]:

@@ -32,9 +32,10 @@ def incident_line(job: Job, incident: Incident, event: Journaled, unix: float) -
         "incident": incident.number,
         "outcome": ended,
         "summary": summary_of(incident, event, unix),
-        "root_cause": _setback(root),
+        "root_cause": setback_line(root),
         "also_lost": [
-            {**_setback(other), "consequence": incident.is_consequence(other)} for other in others
+            {**setback_line(other), "consequence": incident.is_consequence(other)}
+            for other in others
         ],
         "first_seen": witnesses[0] if witnesses else None,
         "witnesses": witnesses,
@@ -56,7 +57,7 @@ def incident_line(job: Job, incident: Incident, event: Journaled, unix: float) -
     }
 
 
-def _setback(setback: Setback) -> dict[str, object]:
+def setback_line(setback: Setback) -> dict[str, object]:
     """Every key in every line: null where it does not apply or is not known."""
     return {
         "kind": setback.kind,

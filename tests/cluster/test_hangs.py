@@ -12,7 +12,7 @@ from bench.support.client import Record
 from bench.support.cluster import LocalCluster
 from bench.support.preloaded import Preloaded
 from oobleck.host.detection import DETECTIONS
-from support.clusters import end_jobs, make_whole
+from support.clusters import end_jobs, failures, make_whole
 
 # Longer than any wait in vain, which ends with a report.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -77,6 +77,13 @@ def first(cluster: LocalCluster, job_id: str, kind: str) -> Record:
     return cluster.events(job_id, kind)[0]
 
 
+def cause_of_failure(cluster: LocalCluster, job_id: str) -> Record:
+    """Of the first one that is over."""
+    cluster.wait(lambda: bool(failures(cluster.events(job_id))), "the recovery")
+    cause: Record = failures(cluster.events(job_id))[0]["root_cause"]
+    return cause
+
+
 def go_on(cluster: LocalCluster, job_id: str) -> None:
     cluster.wait_step(job_id, cluster.last_step(job_id) + 3)
     steps = [line["step"] for line in cluster.metrics(job_id)]
@@ -93,7 +100,7 @@ def test_a_stopped_process_is_replaced(cluster: LocalCluster, text: str) -> None
     go_on(cluster, job_id)
     assert not psutil.pid_exists(before["n2/0"])
     assert (record["workers_lost"], record["nodes_lost"]) == (["n2/0"], [])
-    cause = first(cluster, job_id, "incident")["root_cause"]
+    cause = cause_of_failure(cluster, job_id)
     assert cause["kind"] == "hang"
     assert "a signal has stopped it" in cause["reason"]
 
@@ -103,7 +110,7 @@ def test_a_thread_that_hangs_is_found_out_and_told_where(cluster: LocalCluster, 
     record = first(cluster, job_id, "reconfigured")
     go_on(cluster, job_id)
     assert record["workers_lost"] == ["n2/0"]
-    cause = first(cluster, job_id, "incident")["root_cause"]
+    cause = cause_of_failure(cluster, job_id)
     assert cause["kind"] == "hang"
     assert "its training thread hangs" in cause["reason"]
     logs = cluster.oobleck("logs", job_id, "--node", "n2").stdout

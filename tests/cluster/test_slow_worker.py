@@ -53,6 +53,13 @@ def test_a_throttled_worker_is_slow_until_it_is_not(wide_cluster: LocalCluster, 
     text_lines = cluster.oobleck("events", job_id).stdout
     assert "n2 worker 1 computes at 0." in text_lines
     assert "n2 worker 1 computes at the others' pace again" in text_lines
+    lines = cluster.oobleck("events", job_id, "--incidents", "--json").stdout.splitlines()
+    incident = json.loads(lines[0])
+    (slow,) = incident["slow"]
+    assert (incident["root_cause"]["kind"], incident["outcome"]) == ("slow worker", "recovered")
+    assert (slow["worker"], slow["rate"] < 0.7, slow["well"]) == ("n2/1", True, True)
+    shown = cluster.oobleck("events", job_id, "--incidents").stdout
+    assert f"slow worker n2/1 (rank {slow['ranks'][0]}): 0." in shown
 
 
 def test_a_worker_that_hardly_runs_stands_by(small_cluster: LocalCluster, text: str) -> None:

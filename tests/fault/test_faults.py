@@ -15,6 +15,7 @@ import pytest
 from bench.support.drill import Drill, Use
 from bench.support.faults import FAULTS
 from bench.support.netcluster import NetCluster
+from support.clusters import failures
 from support.faulty import assert_equal_to_reference, job
 from support.gates import Gatekeeper
 
@@ -76,7 +77,7 @@ def test_two_hosts_without_a_way_to_each_other(drill: Drill) -> None:
     before = len(drill.cluster.events(drill.job_id))
     drill.strike(FAULTS["no-way"], "n4")
     events = drill.cluster.events(drill.job_id)[before:]
-    incident = next(event for event in events if event["event"] == "incident")
+    incident = failures(events)[0]
     assert incident["root_cause"]["kind"] == "network cut"
     # Who goes is whoever leaves the cheaper plan, which depends on where the stages are.
     between = re.fullmatch(

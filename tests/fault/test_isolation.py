@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.support.client import Record
 from bench.support.drill import PATIENCE_S, Drill
 from bench.support.netcluster import NetCluster
 from bench.support.network import unusable
+from support.clusters import failures
 from support.faulty import assert_equal_to_reference, job
 
 pytestmark = [pytest.mark.soak, pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -26,13 +28,11 @@ def test_a_job_goes_on_without_a_node_that_is_cut_off(tmp_path: Path) -> None:
         drill.settle("at the start")
         cluster.net.part([CUT], REST)
 
-        def incidents() -> list[dict[str, object]]:
-            events = cluster.events(drill.job_id)
-            return [event for event in events if event["event"] == "incident"]
+        def failed() -> list[Record]:
+            return failures(cluster.events(drill.job_id))
 
-        cluster.wait(lambda: bool(incidents()), "the job to go on", PATIENCE_S, poll_s=0.2)
-        cause = incidents()[0]["root_cause"]
-        assert isinstance(cause, dict)
+        cluster.wait(lambda: bool(failed()), "the job to go on", PATIENCE_S, poll_s=0.2)
+        cause = failed()[0]["root_cause"]
         assert (cause["kind"], cause["node"]) == ("network cut", CUT)
         assert cause["reason"].startswith(f"data network of {CUT} is cut: ")
         # Its agent was heard all the time.

@@ -1,8 +1,8 @@
 """What tests do to real clusters, beyond what an operator would."""
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
-from bench.support.client import ENDED
+from bench.support.client import ENDED, Record
 from bench.support.cluster import Cluster, LocalCluster
 
 #: While training is held up for a node that starts, nobody shall take it for a hang; and no job
@@ -19,6 +19,12 @@ def end_jobs(cluster: Cluster) -> None:
     for job in cluster.jobs():
         if job["state"] not in ENDED:
             cluster.oobleck("cancel", job["job_id"])
+
+
+def failures(records: Iterable[Record]) -> list[Record]:
+    """The incidents among them, without those of slow workers, which a busy machine has."""
+    incidents = (record for record in records if record["event"] == "incident")
+    return [one for one in incidents if one["root_cause"]["kind"] != "slow worker"]
 
 
 def make_whole(cluster: LocalCluster, wanted: Set[str], *options: str) -> None:

@@ -1017,6 +1017,13 @@ def incident_text(job_id: JobId, told: dict[str, Any]) -> Iterator[str]:
     for other in told["also_lost"]:
         kind = "a consequence" if other["consequence"] else "on its own"
         yield f"  also lost ({kind}): {other['summary']}"
+    for slow in told.get("slow", ()):
+        since, until = (slow[name] - told["opened_at"] for name in ("since", "until"))
+        end = ", then well" if slow["well"] else ""
+        yield (
+            f"  {slow['worker']} from +{since:.2f} to +{until:.2f}: {slow['rate']:g}, "
+            f"{slow['step_s']:.3f} s a step instead of {slow['usual_s']:.3f} s{end}"
+        )
     for seen in told["witnesses"]:
         after_s = seen["time"] - told["opened_at"]
         about = f" of {seen['about']}" if seen["about"] else ""
@@ -1024,7 +1031,11 @@ def incident_text(job_id: JobId, told: dict[str, Any]) -> Iterator[str]:
     for attempt in told["attempts"]:
         overtaken = attempt["superseded_by"]
         end = f", overtaken by {overtaken}" if overtaken else ""
-        yield f"  generation {attempt['generation']} by {attempt['rule']}{end}"
+        why = ""
+        if "policy" in attempt:
+            stall = "unknown" if attempt["stall_s"] is None else f"{attempt['stall_s']:.2f}"
+            why = f" of {attempt['policy']}, stall {stall}: {attempt['reason']}"
+        yield f"  generation {attempt['generation']} by {attempt['rule']}{end}{why}"
     spans = [f"{phase} {s:.2f}" for phase, s in told["phases"].items() if s >= 0.005]
     yield f"  seconds: {', '.join(spans) or 'none'}"
     if tail := told["root_cause"]["log_tail"]:

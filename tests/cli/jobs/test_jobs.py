@@ -50,7 +50,7 @@ def test_a_job_from_submit_to_its_end(cluster: str, job_file: Callable[..., Path
     readable = run("events", "demo-1", *master).stdout.splitlines()
     failures = run("events", "demo-1", "--incidents", *master)
     assert (failures.returncode, failures.stdout) == (0, "")
-    assert failures.stderr.startswith("no failure of demo-1 is over")
+    assert failures.stderr.startswith("no incident of demo-1 is over")
     assert len(readable) == len(records)
     assert readable[-1].endswith("  succeeded")
 

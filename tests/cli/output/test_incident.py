@@ -1,15 +1,20 @@
 """How `oobleck events` and `oobleck status` tell an incident."""
 
 import copy
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from oobleck.cli.output import incident, text
 from oobleck.cli.output.events import event_line
+from oobleck.planner.ids import JobId
 from oobleck.proto import control_pb2 as pb
+from support.scenario import Player
 
+SCENARIOS = Path(__file__).parents[2] / "master/scenarios"
 AT = 1_700_000_010.0
 
 
@@ -179,3 +184,74 @@ def test_status_names_the_newest_incident_in_one_line() -> None:
 
 def test_elsewhere_an_incident_is_one_line() -> None:
     assert event_line(RECORD).endswith(f"incident 2: {RECORD['summary']}")
+
+
+SLOW_BLOCK = """\
+incident 1: slow worker n2/0 (rank 1): 0.25 of the others' pace;
+              well again after 22.6 s
+              slow          +0.000 s n2/0 at 0.25 of the others' pace, 4.390 s a
+                            step instead of 1.098 s, for 22.6 s, then well
+              answered      generation 2, uneven: n2/0 at 0.5 of the profiled
+                            speed: partial reroute: a step takes 2.368 s in
+                            place of 3.1 s, and 0 B move
+                            generation 4, uneven: n2/0 at 0.25 of the profiled
+                            speed: partial reroute: a step takes 2.734 s in
+                            place of 4.564 s, and 0 B move
+              seconds in      detect      plan     abort  rendezvous  transfer
+               generation 2    0.000     0.000     0.100       0.000     0.000
+               generation 4    0.000     0.000     0.200       0.000     0.000
+               all             0.000     0.000     0.300       0.000     0.000
+              seconds in    first_step     total
+               generation 2      0.100     0.200
+               generation 4      0.100     0.300
+               all               0.200     0.500
+              cost          training stood still for 15.000 s, 800 B of state
+                            moved
+              generation    1 -> 2 by partial reroute -> 4 by partial reroute
+              can lose      1 more node, whichever"""
+
+
+def of_slow_workers(scenario: str) -> list[dict[str, Any]]:
+    """What `--json` prints of them, as the master tells it in that transcript."""
+    player = Player()
+    player.play((SCENARIOS / f"{scenario}.txt").read_text())
+    told = (text.dump_line(line) for line in player.event_lines[JobId("demo-1")])
+    found = [record for record in map(json.loads, told) if record["event"] == "incident"]
+    return [record for record in found if record["root_cause"]["kind"] == "slow worker"]
+
+
+def test_slow_workers_are_a_block_with_what_was_done_about_them() -> None:
+    (record,) = of_slow_workers("slow_incident")
+    told = incident.block(record, width=80)
+    clock, _, rest = told.partition("  ")
+    assert clock == incident.clock(record["opened_at"])
+    assert rest == SLOW_BLOCK
+    assert event_line(record).endswith(f"incident 1: {record['summary']}")
+    # Training went on but for the switches, which are what it cost.
+    assert record["total_s"] == sum(a["stall_s"] for a in record["attempts"])
+    assert record["closed_at"] - record["opened_at"] > record["total_s"]
+
+
+def test_slow_workers_that_no_plan_answers_say_so_and_how_it_ended() -> None:
+    gone, cancelled = of_slow_workers("slow_incident_ends")
+    lines = incident.block(gone).splitlines()
+    assert lines[0].endswith(
+        "incident 1: slow worker n2/0 (rank 1): 0.50 of the others' pace; gone after 18.1 s"
+    )
+    assert [line.strip() for line in lines[1:]] == [
+        "slow          +0.000 s n2/0 at 0.50 of the others' pace, 2.927 s a step instead of "
+        "1.463 s, for 17.0 s, then well",
+        "+3.000 s n1/0 at 0.35 of the others' pace, 4.360 s a step instead of 1.453 s, for 15.1 s",
+        "answered      by no plan",
+        "generation    1",
+    ]
+    assert "; cancelled after 5.0 s" in incident.block(cancelled)
+    assert "\x1b[33mgone after" in incident.block(gone, colour=True)
+
+
+def test_of_many_slow_workers_and_plans_the_first_and_the_last_are_shown() -> None:
+    (record,) = of_slow_workers("slow_incident")
+    many = {"slow": record["slow"] * 10, "attempts": record["attempts"] * 10}
+    told = incident.block({**record, **many})
+    assert "and 2 more" in told
+    assert "and 12 before" in told

@@ -122,6 +122,34 @@ def test_status_names_all_that_failed_at_once(happened: str, told: str) -> None:
     assert told in job_status(player.state, job, CONFIG, 13.0).last_incident
 
 
+def test_status_names_slow_workers_as_an_incident_and_a_failure_in_it_as_a_newer_one() -> None:
+    player = Player()
+
+    def told(happened: str) -> tuple[int, str, float]:
+        player.play(happened)
+        job = player.state.jobs[JobId("demo-1")]
+        status = job_status(player.state, job, CONFIG, player.now)
+        return status.incidents, status.last_incident, status.last_incident_at
+
+    slow = "slow worker n2/0 (rank 1): 0.50 of the others' pace"
+    player.play(START.replace("demo", "demo templates=1 hidden=1024") + "1.0 steps 1 1 1\n")
+    assert told("1.0 compute 5 2 n2/0=2\n") == (1, slow, 0.0)
+    assert told("7.0 exit n1/0\n") == (
+        2,
+        "worker n1/0 (rank 0, pid 2009) was killed by SIGKILL",
+        0.0,
+    )
+    number, failure, at = told("7.3 replace n1/0\n7.4 enter 2 n1 n2 n3 n4\n7.5 steps 2 2 2\n")
+    assert (number, at) == (2, UNIX + 7.5)
+    assert failure.endswith("recovered in 0.500 s, step 2 done again")
+    assert told("8.0 compute 12 2\n") == (2, failure, at), (
+        "the end of the older one is in the events"
+    )
+    again = "; no plan answered it, well again after 15.0 s"
+    number, last, at = told("20.0 compute 5 2 n2/0=2\n25.0 compute 11 2\n")
+    assert (number, last, at > UNIX + 30) == (3, slow + again, True)
+
+
 def test_a_job_that_waits_says_what_becomes_of_its_turn() -> None:
     lose = "1.0 steps 1 5 1\n{}1.6 submit next f=0 min_nodes=1\n2.0 close n2 n3 n4\n10.0 look\n"
     saved, unsaved = Player(), Player()

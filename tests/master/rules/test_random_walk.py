@@ -132,7 +132,11 @@ def test_random_walk_with_slow_workers(seed: int) -> None:
     walk = SlowWalk(seed)
     try:
         for _ in range(COMMANDS_PER_WALK):
-            walk.step()  # the player checks purity, termination and replay
+            walk.step()  # the player checks purity, termination, replay and what always holds
+            for job_id, lines in walk.player.event_lines.items():
+                told = [r["incident"] for r in lines if r["event"] == "incident"]
+                assert len(told) == len(set(told)), told
+                assert set(told) <= set(range(1, walk.player.state.jobs[job_id].incidents + 1))
     except Exception as error:
         error.add_note("the walk:\n" + "\n".join(walk.text))
         raise

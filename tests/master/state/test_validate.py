@@ -10,14 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from oobleck.master.events.jobs import JobCancelled, JobSubmitted
+from oobleck.master.events.jobs import JobCancelled, JobSubmitted, RateChanged
 from oobleck.master.events.plans import PlanMade
 from oobleck.master.events.unions import Journaled, MasterStarted
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.incident import LastIncident
+from oobleck.master.state.incident import Incident, LastIncident
 from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import LossSeen
 from oobleck.master.state.node import Desired, Drain
+from oobleck.master.state.slowdown import Slowdown
 from oobleck.master.state.stand_by import StandBy
 from oobleck.master.state.validate import InvariantViolation, validate
 from oobleck.master.storage.journal import Journal
@@ -33,6 +34,8 @@ TRAINS = (
 DEMO, N1 = JobId("demo-1"), NodeName("n1")
 N1_0 = WorkerId(N1, 0)
 LATER = LastIncident(number=1, at=1.0, summary="")
+EMPTY = Incident(number=1, from_generation=Generation(1))
+NOBODY = Slowdown(number=1, from_generation=Generation(1))
 WRONG = Incarnation("wrong")
 
 replace = msgspec.structs.replace
@@ -63,6 +66,10 @@ def _current(state: ClusterState) -> object:
 def _untrained(state: ClusterState) -> None:
     job = _job(state)
     job.current.trained, job.started_at = None, 0.0
+
+
+def _told(state: ClusterState) -> RateChanged:
+    return RateChanged(job_id=DEMO, worker=N1_0, incarnation=_held(state)[0], rate=0.5)
 
 
 def _node(state: ClusterState) -> object:
@@ -113,7 +120,10 @@ CORRUPTIONS: tuple[tuple[str, str, Callable[[ClusterState], None]], ...] = (
     ("demo-1", "left out", lambda s: _job(s).left_out.update(n1="odd")),
     ("demo-1", "known and registered", lambda s: s.nodes.pop(N1)),
     ("demo-1", "templates cover", lambda s: setattr(_job(s).lineage, "most_nodes", 3)),
-    ("demo-1", "order in which they began", _set(_job, last_incident=LATER)),
+    ("demo-1", "has a setback", _set(_job, incident=EMPTY, incidents=1)),
+    ("demo-1", "numbers of their own", _set(_job, last_incident=LATER)),
+    ("demo-1", "tells of all", lambda s: _job(s).slow.update({N1_0: _told(s)})),
+    ("demo-1", "a slowdown is open", _set(_job, slowdown=NOBODY, incidents=1)),
     ("demo-1", "their times", lambda s: _stood_by(s, _held(s)[0])),
     ("demo-1", "have stood by", lambda s: _stood_by(s, WRONG)),
     ("demo-1", "done again", lambda s: setattr(_job(s).rollback, "redo_until", 9)),
