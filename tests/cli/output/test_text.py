@@ -121,6 +121,28 @@ def test_status_of_a_job_draws_the_routes_of_a_plan_without_whole_pipelines() ->
     assert "pipeline" not in shown
 
 
+def test_status_of_a_job_draws_what_is_held_and_not_run() -> None:
+    n1, n2 = (pb.WorkerId(node=node, slot=0) for node in ("n1", "n2"))
+    hops = [
+        pb.Stage(last_layer=4, workers=[n1]),
+        pb.Stage(first_layer=5, last_layer=9, workers=[n2]),
+    ]
+    shadows = [
+        pb.Stage(first_layer=5, last_layer=9, workers=[n1]),
+        pb.Stage(last_layer=1, workers=[n2]),
+        pb.Stage(first_layer=3, last_layer=4, workers=[n2]),
+    ]
+    plan = pb.Plan(generation=3, routes=[pb.Route(hops=hops, microbatches=8)], shadows=shadows)
+    _, drawn = text.job_text(job(plan=plan, can_lose=1)).split("\n\n")
+    assert drawn == (
+        "ROUTE     MICRO-BATCHES  NODES [LAYERS]\n"
+        "route 0   0-7            n1 [0..4] -> n2 [5..9]\n"
+        "shadow 0  -              n1 [5..9]\n"
+        "shadow 1  -              n2 [0..1]\n"
+        "shadow 2  -              n2 [3..4]"
+    )
+
+
 def test_status_of_a_job_shows_the_memory_of_its_workers() -> None:
     memory = [
         pb.WorkerMemory(

@@ -303,6 +303,24 @@ def test_a_re_routed_plan_is_told_with_its_routes_and_what_workers_hold() -> Non
     assert reason == "a plan of templates follows at a step boundary once one is possible"
 
 
+def test_a_plan_is_told_with_its_shadows_and_with_none_once_they_run() -> None:
+    player = Player()
+    player.play(
+        "0.0 register n1 n2\n0.0 submit demo\n0.5 ready n1 n2\n1.6 look\n1.7 enter 1 n1 n2\n"
+        "1.8 steps 1 5 1\n"
+    )
+    job = player.state.jobs[JobId("demo-1")]
+
+    def told() -> tuple[list[tuple[str, int, int]], int]:
+        status = job_status(player.state, job, CONFIG, player.now)
+        shadows = [(s.workers[0].node, s.first_layer, s.last_layer) for s in status.plan.shadows]
+        return shadows, status.can_lose
+
+    assert told() == ([("n1", 4, 7), ("n2", 0, 3)], 1)
+    player.play("2.0 close n2\n2.01 peer_lost n1/0 1\n2.2 enter 2 n1\n2.4 steps 6 6 2\n")
+    assert told() == ([], 0)
+
+
 def test_a_data_plane_in_the_clear_is_told_unless_it_stays_on_the_host() -> None:
     player = Player()
     player.play(START)
