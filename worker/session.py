@@ -79,7 +79,7 @@ class Session:
             control=control,
             faults=FaultInjector(launch, control),
             timeline=Timeline(),
-            stopwatch=Stopwatch(connector.device),
+            stopwatch=Stopwatch.on(connector.device),
             connector=connector,
             links=Links(
                 launch.address,

@@ -5,7 +5,7 @@ between what is queued there, which are read when the step is over. One thread u
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,12 +17,17 @@ _Mark = float | torch.cuda.Event
 class Stopwatch:
     """Of one worker, step after step."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._mark = _event if device.type == "cuda" else time.monotonic
+    def __init__(self, mark: Callable[[], _Mark]) -> None:
+        """`mark`: gives the moment that it is called at."""
+        self._mark = mark
         #: Begin and end of everything that was computed in the step.
         self._spans: list[tuple[_Mark, _Mark]] = []
         #: None: nothing is computed.
         self._began: _Mark | None = None
+
+    @classmethod
+    def on(cls, device: torch.device) -> "Stopwatch":
+        return cls(_event if device.type == "cuda" else time.monotonic)
 
     def begin(self) -> None:
         """Begin a step. The one before may have been left in the middle."""
