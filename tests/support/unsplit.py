@@ -1,5 +1,7 @@
 """A small job in fp64, and whether workers have trained it as one process does."""
 
+import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.worker.checkpoint.output import read_output
 from support.director import Director
 from support.folders import TEXT
-from support.reference import assert_same_weights, train_reference
+from support.reference import ReferenceRun, assert_same_weights, train_reference
 
 STEPS = 4
 
@@ -38,9 +40,19 @@ def make_job(
     )
 
 
+@functools.cache
+def reference(job: JobSpec) -> ReferenceRun:
+    return train_reference(job)
+
+
 def check(cluster: Director, job: JobSpec, *, rtol: float = 1e-12) -> None:
-    """Losses are equal to within `rtol`, and final weights to within ten times that."""
-    reference = train_reference(job)
-    losses, expected = list(cluster.losses().values()), [step.loss for step in reference.steps]
-    assert losses == pytest.approx(expected, rel=rtol), f"{losses}, not {expected}"
-    assert_same_weights(read_output(job.output), reference.weights, rtol=10 * rtol)
+    """Each step once, of the same samples. Losses are equal to within `rtol`, and final weights to
+    within ten times that."""
+    expected = reference(dataclasses.replace(job, output=None))
+    losses = cluster.losses()
+    assert list(losses) == [step.step for step in expected.steps]
+    wanted = [step.loss for step in expected.steps]
+    assert list(losses.values()) == pytest.approx(wanted, rel=rtol), f"{losses}, not {wanted}"
+    digests = [cluster.records[step][0].samples_digest for step in losses]
+    assert digests == [step.samples_digest for step in expected.steps]
+    assert_same_weights(read_output(job.output), expected.weights, rtol=10 * rtol)

@@ -2,48 +2,48 @@
 
 import dataclasses
 import random
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from oobleck.host.ipc.messages import FaultRule, PhaseReached
+from oobleck.host.ipc.messages import FaultRule
 from oobleck.planner.cost.listed import with_listing
 from oobleck.planner.ids import Generation
 from oobleck.planner.job.spec import JobSpec, ModelSpec
-from oobleck.planner.profile.estimate import estimate_profile
-from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold, Route
+from oobleck.planner.programs.routes import Route
 from oobleck.planner.recovery.answer import Change
 from oobleck.planner.recovery.normalise import normalised
 from oobleck.planner.recovery.reconfigure import can_lose
-from oobleck.planner.recovery.reroute import reroute
 from oobleck.planner.recovery.rules import Rule
 from oobleck.planner.recovery.uneven.candidates import Situation, candidates
+from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.shadows import with_shadows
 from support import foreign
 from support.director import Director, WarmWorkers, make_plan, worker_named
+from support.rerouted import (
+    held,
+    moved_bytes,
+    profile_of,
+    rerouted,
+    wait_lost,
+    with_holds,
+    workers_of,
+)
 from support.routes import random_routes
 from support.unsplit import check, make_job
 
 #: Layers 0 to 2 and 3 to 5, twice.
 FOUR = make_plan(1, [[("a", 3), ("b", 3)], [("c", 3), ("d", 3)]], [6, 4])
-
-
-def held(first: int, last: int, *names: str) -> Hold:
-    workers = tuple(map(worker_named, names))
-    return Hold(first_layer=first, last_layer=last, workers=workers)
-
-
-def with_holds(plan: Plan, *more: Hold) -> Plan:
-    return dataclasses.replace(plan, holds=(*plan.holds, *more))
-
-
 #: `e` computes nothing, and has a copy of what `d` holds; `a` has one of the last layer.
 SHADOWED = with_holds(FOUR, held(3, 5, "e"), held(5, 5, "a"))
+
+
+def killed(node: str, point: str, **when: Any) -> FaultRule:
+    return FaultRule(worker=worker_named(node), point=point, action="kill_worker", **when)
 
 
 def without(plan: Plan, name: str, instead: str) -> Plan:
@@ -80,18 +80,16 @@ def test_copies_that_nobody_computes_with_are_kept_the_same(
         check(cluster, job)
 
 
-@pytest.mark.parametrize("point", ["before:Backward", "voting", "before:OptimizerStep"])
-def test_a_copy_takes_over_at_once_and_nothing_moves(
-    warm: WarmWorkers, tmp_path: Path, point: str
+@pytest.mark.parametrize(("lost", "point"), [("d", "voting"), ("e", "before:SyncGradient")])
+def test_a_copy_that_computes_nothing_takes_over_or_is_lost(
+    warm: WarmWorkers, tmp_path: Path, lost: str, point: str
 ) -> None:
     job = make_job(tmp_path / "out")
-    lost = worker_named("d")
-    fault = FaultRule(worker=lost, point=point, step=2, action="kill_worker")
-    after = without(SHADOWED, "d", "e")
-    with Director(warm, job, [fault]) as cluster:
+    after = without(SHADOWED, "d", "e") if lost == "d" else rerouted(SHADOWED, job, "e")
+    with Director(warm, job, [killed(lost, point, step=2)]) as cluster:
         cluster.start("a", "b", "c", "d", "e")
         cluster.assign(SHADOWED)
-        cluster.wait(lambda: cluster.workers[lost].gone, "the scripted kill")
+        wait_lost(cluster, SHADOWED, lost)
         cluster.assign(after)
         cluster.wait_finished(after)
         assert moved_bytes(cluster, after) == {0}
@@ -99,23 +97,49 @@ def test_a_copy_takes_over_at_once_and_nothing_moves(
         check(cluster, job)
 
 
-@pytest.mark.parametrize("lost", ["a", "b"])
-def test_a_lone_pipeline_loses_a_node_and_its_shadow_runs_both_parts_as_one(
-    warm: WarmWorkers, tmp_path: Path, lost: str
+#: Of two nodes the other one has the whole model after a loss.
+PAIR: Sequence[tuple[str, int]] = [("a", 3), ("b", 3)]
+#: Of three, two go on: with one hop each, or `a` with the first and the last one.
+TRIO: Sequence[tuple[str, int]] = [("a", 2), ("b", 2), ("c", 2)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lost", "point", "schedule"),
+    [
+        (TRIO, "c", "before:LoadTokens", "1f1b"),
+        (TRIO, "b", "before:ReceiveActivation", "1f1b"),
+        (TRIO, "c", "before:Forward", "1f1b"),
+        (PAIR, "a", "after:SendActivation", "1f1b"),
+        (TRIO, "a", "after:ReceiveGradient", "1f1b"),
+        (PAIR, "a", "before:Backward", "1f1b"),
+        (TRIO, "c", "before:BackwardInput", "zb-h1"),
+        (TRIO, "b", "before:BackwardWeight", "zb-h1"),
+        (PAIR, "b", "before:SendGradient", "1f1b"),
+        (TRIO, "a", "before:SyncGradient", "zb-h1"),
+        (TRIO, "c", "reduced", "1f1b"),
+        (TRIO, "b", "voting", "zb-h1"),
+        (PAIR, "b", "before:OptimizerStep", "1f1b"),
+    ],
+)
+def test_the_last_one_with_layers_but_a_shadow_is_lost(
+    warm: WarmWorkers,
+    tmp_path: Path,
+    nodes: Sequence[tuple[str, int]],
+    lost: str,
+    point: str,
+    schedule: Schedule,
 ) -> None:
-    """Of two, the other one has the whole model then; of three, what is left has two hops."""
+    """In a lone pipeline, at every kind of instruction; its shadow runs both parts."""
     job = make_job(tmp_path / "out")
-    names = {"a": [("a", 3), ("b", 3)], "b": [("a", 2), ("b", 2), ("c", 2)]}[lost]
-    plan = with_shadows(make_plan(1, [names], [10]), profile_of(job), fault_tolerance=1)
+    bare = make_plan(1, [nodes], [10], schedule=schedule)
+    plan = with_shadows(bare, profile_of(job), fault_tolerance=1)
     assert can_lose(plan) == 1
+    assert all(len(plan.owners(layer)) == 2 for layer in range(plan.layer_count))
     after = rerouted(plan, job, lost)
-    fault = FaultRule(
-        worker=worker_named(lost), point="before:Backward", step=2, action="kill_worker"
-    )
-    with Director(warm, job, [fault]) as cluster:
-        cluster.start(*(name for name, _ in names))
+    with Director(warm, job, [killed(lost, point, step=2)]) as cluster:
+        cluster.start(*plan.nodes)
         cluster.assign(plan)
-        cluster.wait(lambda: cluster.workers[worker_named(lost)].gone, "the scripted kill")
+        wait_lost(cluster, plan, lost)
         cluster.assign(after)
         cluster.wait_finished(after)
         assert moved_bytes(cluster, after) == {0}
@@ -126,102 +150,107 @@ def test_a_lone_pipeline_loses_a_node_and_its_shadow_runs_both_parts_as_one(
 # ---- around lost workers
 
 
-def profile_of(job: JobSpec) -> Profile:
-    """As a master that has not measured has it."""
-    return estimate_profile(job, gpus_per_node=2, memory_per_worker_bytes=1 << 30)
-
-
-def rerouted(plan: Plan, job: JobSpec, *names: str) -> Plan:
-    """Without these workers, in the next generation."""
-    lost = {worker_named(name) for name in names}
-    around = reroute(plan, lost, generation=Generation(plan.generation + 1))
-    return with_listing(around, profile_of(job)) if listed_routes(around) else around
-
-
 #: Three pipelines that cut the model differently.
 SEVEN = make_plan(
     1, [[("a", 2), ("b", 2), ("c", 2)], [("d", 3), ("e", 3)], [("f", 4), ("g", 2)]], [4, 3, 3]
 )
-#: Layers on two workers in two of three pipelines; of their nodes one worker each is left over.
+#: The same with layers that two workers of a node share, in each pipeline.
 SHARED = make_plan(
     1, [[("a", 3, 2), ("b", 3)], [("c", 3), ("d", 3, 2)], [("e", 2, 2), ("f", 4)]], [4, 3, 3]
 )
 
 
-@pytest.mark.parametrize(
-    ("point", "tied"),
-    [
-        ("before:Forward", True),
-        ("after:SendActivation", False),
-        ("before:Backward", True),
-        ("reduced", True),
-        ("voting", False),
-    ],
-)
-def test_the_micro_batches_of_a_lost_worker_go_to_others(
-    warm: WarmWorkers, tmp_path: Path, point: str, tied: bool
-) -> None:
-    job = make_job(tmp_path / "out", tied=tied)
-    lost = worker_named("b")
-    fault = FaultRule(worker=lost, point=point, step=2, action="kill_worker")
-    after = rerouted(SEVEN, job, "b")
-    with Director(warm, job, [fault]) as cluster:
-        cluster.start(*"abcdefg")
-        cluster.assign(SEVEN)
-        cluster.wait(lambda: cluster.workers[lost].gone, "the scripted kill")
-        cluster.assign(after)
-        cluster.wait_finished(after)
-        assert moved_bytes(cluster, after) == {0}
-        cluster.stop()
-        check(cluster, job)
+def hugging_face(kind: str, blocks: str, **config: object) -> ModelSpec:
+    """A model of theirs with four blocks."""
+    return foreign.spec(kind, sequence_length=16, vocab_size=256, **{blocks: 4}, **config)
 
 
-def moved_bytes(cluster: Director, plan: Plan) -> set[int]:
-    return {
-        said.received_bytes
-        for worker in plan.workers
-        for said in cluster.said(worker, PhaseReached, plan.generation)
-        if said.phase == "transferred"
-    }
+#: GPT in fp64, tied, is what nothing else is said of.
+UNTIED: dict[str, Any] = {"tied": False, "precision": "fp32"}
+LLAMA: dict[str, Any] = {"model": hugging_face("llama", "num_hidden_layers", num_key_value_heads=2)}
+RTOL = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 2e-2}
 
 
 @pytest.mark.parametrize(
-    ("helper", "point"),
+    ("first", "second", "point", "given"),
     [
-        ("d", "before:LoadTokens"),
-        ("e", "before:ReceiveActivation"),
-        ("d", "before:Forward"),
-        ("d", "before:SendActivation"),
-        ("d", "after:ReceiveGradient"),
-        ("e", "before:BackwardInput"),
-        ("e", "before:BackwardWeight"),
-        ("e", "before:SendGradient"),
-        ("d", "before:SyncGradient"),
-        ("e", "reduced"),
-        ("d", "voting"),
-        ("e", "before:OptimizerStep"),
+        # Of a worker that helps, at every kind of instruction.
+        ("before:ReceiveActivation", "d", "before:LoadTokens", {}),
+        ("after:SendActivation", "e", "before:ReceiveActivation", {}),
+        ("before:Forward", "d", "before:Forward", UNTIED),
+        ("before:Backward", "d", "before:SendActivation", {}),
+        ("reduced", "d", "after:ReceiveGradient", {}),
+        ("voting", "d", "before:Backward", {}),
+        ("after:ReceiveGradient", "e", "before:BackwardInput", LLAMA),
+        ("before:SendGradient", "e", "before:BackwardWeight", UNTIED),
+        ("before:SyncGradient", "e", "before:SendGradient", {}),
+        ("before:OptimizerStep", "d", "before:SyncGradient", LLAMA),
+        ("before:Backward", "e", "reduced", UNTIED),
+        ("before:Forward", "d", "voting", {}),
+        ("reduced", "e", "before:OptimizerStep", {}),
+        # Of one whose work stays what it was.
+        ("before:Forward", "a", "before:SendActivation", {}),
+        ("voting", "g", "before:Backward", UNTIED),
+        # Of a node with a layer that two of its workers share.
+        ("before:Backward", "d", "before:BackwardWeight", {"microbatch": 2, "global_batch": 20}),
     ],
 )
 def test_a_second_loss_in_a_re_routed_plan(
-    warm: WarmWorkers, tmp_path: Path, helper: str, point: str
+    warm: WarmWorkers, tmp_path: Path, first: str, second: str, point: str, given: dict[str, Any]
 ) -> None:
-    """Of a worker that helps, at a step after the first one's, at every kind of instruction."""
-    job = make_job(tmp_path / "out")
-    faults = [
-        FaultRule(worker=worker_named("b"), point="before:Forward", step=2, action="kill_worker"),
-        FaultRule(worker=worker_named(helper), point=point, step=3, action="kill_worker"),
-    ]
-    second = rerouted(SEVEN, job, "b")
-    third = rerouted(second, job, helper)
+    """At a step after the first one's, which struck at any point as well."""
+    job = make_job(tmp_path / "out", **{"steps": 5, **given})
+    whole = SHARED if job.training.microbatch > 1 else SEVEN
+    once = rerouted(whole, job, "b")
+    twice = rerouted(once, job, second)
+    # Step 3 may have been begun before the first loss was known.
+    faults = [killed("b", first, step=2), killed(second, point, step=4)]
     with Director(warm, job, faults) as cluster:
-        cluster.start(*"abcdefg")
+        cluster.start(*map(str, whole.workers))
+        cluster.assign(whole)
+        wait_lost(cluster, whole, "b")
+        cluster.assign(once)
+        wait_lost(cluster, once, second)
+        cluster.assign(twice)
+        cluster.wait_finished(twice)
+        assert moved_bytes(cluster, once) | moved_bytes(cluster, twice) == {0}
+        cluster.stop()
+        check(cluster, job, rtol=RTOL[job.training.precision])
+
+
+@pytest.mark.parametrize(
+    ("earlier", "points"),
+    [
+        ((), {"b": "before:Backward", "d": "after:ReceiveGradient"}),
+        ((), {"c": "voting", "e": "voting"}),
+        # In a plan that is re-routed: one that helps, and one that does not.
+        (("b",), {"a": "before:Forward", "e": "before:BackwardInput"}),
+    ],
+)
+def test_two_nodes_are_lost_at_once(
+    warm: WarmWorkers, tmp_path: Path, earlier: Sequence[str], points: dict[str, str]
+) -> None:
+    """Both stand at these points when they are killed, after the loss of `earlier` ones."""
+    job = make_job(tmp_path / "out", steps=5)
+    faults = [killed(name, "before:Forward", step=2) for name in earlier]
+    for name, point in points.items():
+        faults.append(FaultRule(worker=worker_named(name), point=point, step=4, action="stop"))
+    plan = SEVEN
+    with Director(warm, job, faults) as cluster:
+        cluster.start(*SEVEN.nodes)
         cluster.assign(SEVEN)
-        for lost, after in (("b", second), (helper, third)):
-            gone = worker_named(lost)
-            cluster.wait(lambda gone=gone: cluster.workers[gone].gone, "the scripted kill")
-            cluster.assign(after)
-        cluster.wait_finished(third)
-        assert moved_bytes(cluster, second) | moved_bytes(cluster, third) == {0}
+        for name in earlier:
+            wait_lost(cluster, plan, name)
+            plan = rerouted(plan, job, name)
+            cluster.assign(plan)
+        cluster.wait(lambda: all(map(cluster.has_faulted, points)), "both stopped")
+        for name in points:
+            cluster.kill(name)
+        wait_lost(cluster, plan, *points)
+        plan = rerouted(plan, job, *points)
+        cluster.assign(plan)
+        cluster.wait_finished(plan)
+        assert moved_bytes(cluster, plan) == {0}
         cluster.stop()
         check(cluster, job)
 
@@ -232,14 +261,10 @@ def test_back_to_templates_at_a_step_boundary(warm: WarmWorkers, tmp_path: Path)
     third = make_plan(
         3, [[("a", 2), ("c", 4)], [("d", 3), ("e", 3)], [("f", 4), ("g", 2)]], [4, 3, 3]
     )
-    fault = FaultRule(
-        worker=worker_named("b"), point="before:Backward", step=2, action="kill_worker"
-    )
-    with Director(warm, job, [fault]) as cluster:
+    with Director(warm, job, [killed("b", "before:Backward", step=2)]) as cluster:
         cluster.start(*"abcdefg")
         cluster.assign(SEVEN)
-        gone = worker_named("b")
-        cluster.wait(lambda: cluster.workers[gone].gone, "the scripted kill")
+        wait_lost(cluster, SEVEN, "b")
         cluster.assign(second)
         cluster.wait(lambda: 2 in cluster.records, "a step of the re-routed plan")
         cluster.assign(third, boundary=True)
@@ -274,27 +299,20 @@ def test_behind_two_losses_of_a_stage_a_worker_takes_it_over(
     assert fourth.shards[taker] == first.shards[worker_named("b")]
     fifth = rerouted(fourth, job, taker.node)
     faults = [
-        FaultRule(worker=worker, point="before:Forward", action="kill_worker", **when)
-        for worker, when in (
-            (worker_named("b"), {"step": 2}),
-            (worker_named("d"), {"step": 3}),
-            (taker, {"generation": Generation(4)}),
-        )
+        killed("b", "before:Forward", step=2),
+        killed("d", "before:Forward", step=3),
+        killed(taker.node, "before:Forward", generation=Generation(4)),
     ]
     with Director(warm, job, faults) as cluster:
         cluster.start(*"abcdef")
         cluster.assign(first)
-
-        def lose(name: str, after: Plan) -> None:
-            gone = worker_named(name)
-            cluster.wait(lambda: cluster.workers[gone].gone, "the scripted kill")
+        for lost, plan, after in (("b", first, second), ("d", second, third)):
+            wait_lost(cluster, plan, lost)
             cluster.assign(after)
-
-        lose("b", second)
-        lose("d", third)
         cluster.wait(lambda: 3 in cluster.records, "a step of the re-routed plan")
         cluster.assign(fourth, boundary=True)
-        lose(taker.node, fifth)
+        wait_lost(cluster, fourth, taker.node)
+        cluster.assign(fifth)
         cluster.wait_finished(fifth)
         assert max(moved_bytes(cluster, fourth)) > 0
         assert moved_bytes(cluster, fifth) == {0}
@@ -343,6 +361,42 @@ def test_stragglers_come_and_go(warm: WarmWorkers, tmp_path: Path) -> None:
         check(cluster, job)
 
 
+@pytest.mark.parametrize(
+    ("rule", "victim", "point"),
+    [
+        # Nobody receives anything for it.
+        ("partial reroute", "b", "preparing"),
+        ("partial reroute", "d", "prepared"),
+        # Layer 3 goes from `b` and `e` to `c` and `g`.
+        ("recut", "e", "feeding"),
+        ("recut", "g", "prepared"),
+        ("recut", "c", "before:take over"),
+        ("recut", "b", "before:take over"),
+        ("recut", "a", "before:connect"),
+    ],
+)
+def test_a_loss_on_the_way_into_a_plan_around_a_straggler(
+    warm: WarmWorkers, tmp_path: Path, rule: Rule, victim: str, point: str
+) -> None:
+    """The master goes on from the plan that was coming, whoever has entered it."""
+    job = make_job(tmp_path / "out", steps=12)
+    second = candidate(rule, SEVEN, job, {"b": 0.25})
+    third = rerouted(second, job, victim)
+    hold = FaultRule(worker=worker_named("a"), point="before:LoadTokens", step=3, action="stop")
+    fault = killed(victim, point, generation=second.generation)
+    with Director(warm, job, [hold, fault]) as cluster:
+        cluster.start(*SEVEN.nodes)
+        cluster.assign(SEVEN)
+        cluster.wait(lambda: cluster.has_faulted("a"), "step 3")
+        cluster.assign(second, boundary=True)
+        cluster.let_go("a")
+        wait_lost(cluster, second, victim)
+        cluster.assign(third)
+        cluster.wait_finished(third)
+        cluster.stop()
+        check(cluster, job)
+
+
 # ---- any routes
 
 
@@ -359,11 +413,6 @@ def random_plan(draw: random.Random, job: JobSpec) -> Plan:
             return with_listing(plan, profile_of(job), split=draw.random() < 0.5)
 
 
-def hugging_face(kind: str, blocks: str, **config: object) -> ModelSpec:
-    """A model of theirs with four blocks."""
-    return foreign.spec(kind, sequence_length=16, vocab_size=256, **{blocks: 4}, **config)
-
-
 @pytest.mark.parametrize(
     ("seed", "given"),
     [
@@ -374,7 +423,7 @@ def hugging_face(kind: str, blocks: str, **config: object) -> ModelSpec:
         (5, {"precision": "fp32"}),
         (6, {"precision": "bf16", "recompute": "layer"}),
         (7, {"model": hugging_face("gpt2", "n_layer")}),
-        (8, {"model": hugging_face("llama", "num_hidden_layers", num_key_value_heads=2)}),
+        (8, LLAMA),
     ],
 )
 def test_any_routes_train_and_lose_a_node(
@@ -386,20 +435,13 @@ def test_any_routes_train_and_lose_a_node(
     plan = random_plan(draw, job)
     lost = draw.choice(draw.choice(draw.choice(plan.routes).hops).workers)
     kind = draw.choice(["before:Forward", "after:Forward", "before:SyncGradient", "voting"])
-    mates = [worker for worker in plan.workers if worker.node == lost.node]
-    faults = [FaultRule(worker=w, point=kind, step=2, action="kill_worker") for w in mates]
-    after = rerouted(plan, job, *map(str, mates))
+    faults = [killed(str(w), kind, step=2) for w in workers_of(plan, lost.node)]
+    after = rerouted(plan, job, lost.node)
     with Director(warm, job, faults) as cluster:
         cluster.start(*map(str, plan.workers))
         cluster.assign(plan)
-        cluster.wait(lambda: any(cluster.workers[w].gone for w in mates), "a scripted kill")
-        for worker in mates:
-            with suppress(ProcessLookupError):  # its own fault has just killed it
-                if not cluster.workers[worker].gone:
-                    cluster.kill(str(worker))
-        cluster.wait(lambda: all(cluster.workers[w].gone for w in mates), "all of the node")
+        wait_lost(cluster, plan, lost.node)
         cluster.assign(after)
         cluster.wait_finished(after)
         cluster.stop()
-        rtol = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 2e-2}[job.training.precision]
-        check(cluster, job, rtol=rtol)
+        check(cluster, job, rtol=RTOL[job.training.precision])
