@@ -38,7 +38,8 @@ from oobleck.worker.checkpoint.output import read_output
 from oobleck.worker.runtime.errors import JobError
 from support.director import Director, WarmWorkers, make_plan
 from support.folders import TEXT
-from support.reference import ReferenceRun, train_reference
+from support.reference import ReferenceRun, assert_same_weights, train_reference
+from support.rerouted import held, rerouted, wait_lost, with_holds
 
 STEPS = 8
 THREE = make_plan(1, [[("a", 2), ("b", 3)], [("c", 5)]], [2, 2])
@@ -121,13 +122,35 @@ def test_saved_by_three_and_resumed_by_two_of_another_cut(warm, tmp_path):
         assert read_output(tmp_path / "weights")[name] == pytest.approx(value, rel=1e-9, abs=1e-12)
 
 
-def test_workers_that_share_layers_save_whole_ones_and_take_their_shares_of_them(warm, tmp_path):
-    shared = make_plan(1, [[("a", 2, 2), ("b", 3, 1)], [("c", 5, 3)]], [2, 2])
-    check(train(warm, job(tmp_path, steps=3), TWO), 1, 3)
-    check(train(warm, job(tmp_path, steps=5), shared), 4, 5)
-    newest = list_checkpoints(LocalFolder(tmp_path)).checkpoints[0]
-    assert newest.manifest.step == 5
-    check(train(warm, job(tmp_path), TWO), 6, STEPS)
+#: Three share the first layers, of which `b` has a copy; `c` has one of what `b` computes.
+SHADOWED = with_holds(
+    make_plan(1, [[("a", 2, 3), ("b", 3)]], [4]), held(0, 1, "b"), held(2, 4, "c")
+)
+#: Without `b`, `c` and then both workers of `d` compute for it.
+SHARED = make_plan(1, [[("a", 2, 2), ("b", 3)], [("c", 3), ("d", 2, 2)]], [2, 2])
+
+
+def test_saved_in_any_routes_and_resumed_in_others(warm, tmp_path):
+    """Each in the one before's, which holds other shares of the layers, or copies of them."""
+    weights = tmp_path / "weights"
+    path = tmp_path / "checkpoints"
+    without_b = rerouted(SHARED, job(path), "b")
+    assert without_b.listing is not None
+    check(train(warm, job(path, steps=2), TWO), 1, 2)
+    check(train(warm, job(path, steps=3), SHADOWED), 3, 3)
+    check(train(warm, job(path, steps=4), without_b), 4, 4)
+    check(train(warm, job(path, steps=5), SHADOWED), 5, 5)
+    with Director(warm, job(path, steps=7), [fault("b", "before:Backward", 6)]) as cluster:
+        cluster.start(*map(str, SHARED.workers))
+        cluster.assign(SHARED)
+        wait_lost(cluster, SHARED, "b")
+        cluster.assign(without_b)
+        cluster.wait_finished(without_b)
+        cluster.stop()
+    check(cluster, 6, 7)
+    assert list_checkpoints(LocalFolder(path)).checkpoints[0].manifest.step == 7
+    check(train(warm, job(path, output=weights), TWO), 8, STEPS)
+    assert_same_weights(read_output(weights), reference().weights, rtol=1e-11)
 
 
 def damage_newest(path: Path) -> str:
