@@ -238,7 +238,9 @@ class Meeting:
         if self.links.linked(card.identity):
             return True
         call = self.links.call_to(card.identity)
-        if call is not None and (problem := call.problem) is not None:
+        if call is None or call.epoch != self._epoch:  # another meeting's says nothing of this one
+            return False
+        if (problem := call.problem) is not None:
             if isinstance(problem, TimeoutError) or problem.errno in NO_WAY:
                 raise Unreached(f"{card.host} does not answer: {problem}", rank)
             raise TransportError(f"{card.host} does not take a connection: {problem}")

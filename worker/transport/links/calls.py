@@ -35,6 +35,8 @@ class Dial:
         self.card = card
         self.serial = serial
         self.epoch = epoch
+        #: A later meeting that wants a link as well: it is called for where this call makes none.
+        self.then: int | None = None
         self.until = time.monotonic() + DIAL_LIMIT_S
         #: Whether the host has taken the call.
         self.answered = False
@@ -88,27 +90,48 @@ class Calls:
         return descriptor in self._connected
 
     def dial(self, card: Card, epoch: int, serial: int) -> None:
-        """Begin to call for that meeting, unless a call is under way or it is not expected."""
-        under_way = self.calls.get(card.identity)
-        if under_way is not None and under_way.epoch < epoch and not under_way.confirmed:
+        """Begin to call for that meeting, unless a call is under way or it is not expected.
+
+        One call to a process is under way at a time. The other end may not have heard of the later
+        of two meetings yet, so the call for the earlier comes first; and one that is confirmed is
+        never given up, since the other end may have the link by now, whose end it would take for a
+        loss.
+        """
+        if self._secret_of(epoch) is None:
+            return
+        then, under_way = None, self.calls.get(card.identity)
+        if under_way is not None:
+            if under_way.epoch == epoch:
+                return
+            goes_on = under_way.problem is None and under_way.epoch < epoch
+            if under_way.confirmed or (goes_on and self._is_expected(under_way)):
+                under_way.then = max(epoch, under_way.then or 0)
+                return
+            if under_way.epoch > epoch:
+                then = under_way.epoch
             self.drop(card.identity)
-        if self._secret_of(epoch) is not None and card.identity not in self.calls:
-            call = Dial(card, serial, epoch)
-            self.calls[card.identity] = call
-            self._connect(call)
+        call = Dial(card, serial, epoch)
+        call.then = then
+        self.calls[card.identity] = call
+        self._connect(call)
+
+    def _is_expected(self, call: Dial) -> bool:
+        return self._secret_of(call.epoch) is not None
 
     def begin(self, epoch: int) -> None:
         """This meeting is the present one, and older ones are over."""
         for peer, call in list(self.calls.items()):
             if call.confirmed:
-                # The other end may have the link by now, whose end it would take for a loss.
                 call.until = time.monotonic() + ANSWER_LIMIT_S
             elif call.epoch < epoch or call.problem is not None:
                 self.drop(peer)
+                self._call_for_next(call)
 
     def call_off(self, epoch: int) -> None:
         """Nobody is called for that meeting any more."""
         for peer, call in list(self.calls.items()):
+            if call.then == epoch:
+                call.then = None
             if call.epoch == epoch and not call.confirmed:
                 self.drop(peer)
 
@@ -151,7 +174,16 @@ class Calls:
 
     def _fail(self, call: Dial, problem: OSError) -> None:
         self._hang_up(call)
-        call.problem = problem
+        call.confirmed = False
+        if self._is_expected(call):
+            call.problem = problem
+        else:  # nobody asks any more why there is no link
+            self.calls.pop(call.card.identity, None)
+            self._call_for_next(call)
+
+    def _call_for_next(self, call: Dial) -> None:
+        if call.then is not None:
+            self.dial(call.card, call.then, call.serial)
 
     def hear(self, descriptor: int) -> None:
         """Go on with what is ready there."""
@@ -214,6 +246,9 @@ class Calls:
     def _call_again(self, call: Dial) -> None:
         """It calls this one at the same time, is not there yet, or took it for a stranger in a
         crowd."""
+        if not self._is_expected(call):
+            self._fail(call, OSError(errno.ECONNABORTED, "its meeting is over"))
+            return
         self._hang_up(call)
         call.own, call.confirmed = greeting.fresh(), False
         call.again_at = time.monotonic() + AGAIN_S

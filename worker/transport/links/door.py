@@ -6,6 +6,7 @@ Where two processes call each other at once, the call of the larger identity sta
 blocks. Must not know what goes over a link.
 """
 
+import contextlib
 import select
 import socket
 import time
@@ -204,7 +205,9 @@ class Door:
         guest.socket.sendall(greeting.WELCOME)
         del self._guests[guest.socket.fileno()]
         self._poll.unregister(guest.socket)
-        self._open(call.caller, call.serial, guest.socket, seals)
+        # If it fails, the caller hears no more than the end of the link.
+        with contextlib.suppress(OSError):
+            self._open(call.caller, call.serial, guest.socket, seals)
         return False
 
     def _answer(self, guest: _Guest) -> bool:
@@ -229,17 +232,25 @@ class Door:
         if link is not None:
             return call.serial > link.serial
         own = self.call_to(call.caller)
-        under_way = own is not None and own.problem is None and own.serial >= call.serial
-        return not (under_way and self._identity > call.caller)
+        if own is None or own.problem is not None or own.serial < call.serial:
+            return True
+        # Of one for a later meeting the other end may not have heard; but one that is confirmed may
+        # have made the link there.
+        stands = own.confirmed or own.epoch <= call.epoch
+        return not (stands and self._identity > call.caller)
 
     # ---- both
 
     def _open(
         self, peer: bytes, serial: int, connection: socket.socket, seals: Seals | None
     ) -> None:
+        try:
+            self._opened(peer, serial, connection, seals)
+        except OSError:  # this host lacks something for it
+            connection.close()
+            raise
         self._calls.drop(peer)
         self._serials[peer] = serial
-        self._opened(peer, serial, connection, seals)
 
     def tick(self) -> None:
         """What the clock brings; called a few times a second while something is under way."""

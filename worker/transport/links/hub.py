@@ -228,8 +228,8 @@ class Links:
                 self._lose(peer, "a peer has called again amid a meeting")
         link = Link(peer, serial, connected, partial(self._feeds, peer), seals)
         link.raise_floor(self._epoch)
-        self._links[peer] = link
         self._traffic.add(link)
+        self._links[peer] = link
         self._watch.add(link)
         if self._leaving is not None:  # whoever calls late would wait for this worker for ever
             self._write(link, self._epoch, Label(self._leaving, 0, 0), _NOTHING)

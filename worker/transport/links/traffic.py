@@ -72,11 +72,13 @@ class Traffic:
     # ---- links
 
     def add(self, link: Link) -> None:
+        """Raises OSError, and the link is not among those that are watched then."""
         descriptor = link.socket.fileno()
-        self._by_descriptor[descriptor] = link
         link.polled_for = _READ | _END
+        # Closing the socket takes it out of both.
         self._traffic.register(descriptor, link.polled_for)
         self.events.register(descriptor, _END)
+        self._by_descriptor[descriptor] = link
 
     def holds(self, link: Link) -> bool:
         return self._by_descriptor.get(link.socket.fileno()) is link
