@@ -179,6 +179,7 @@ class Director:
         self.workers: dict[WorkerId, LiveWorker] = {}
         self.exits: dict[int, ChildExited] = {}
         self._meetings = 0
+        self._late: tuple[Assign, Sequence[WorkerId]] | None = None
         self._warm = warm
         self._elsewhere: list[WarmWorkers] = []
         self._address = address
@@ -235,9 +236,11 @@ class Director:
         leaving: Sequence[str] = (),
         handover: bool = False,
         host_of: str | None = None,
+        late: Sequence[str] = (),
     ) -> None:
         """Push `plan` to all its workers and to those that are `leaving`. They meet at the
-        worker of the node `host_of`; None: at the first one."""
+        worker of the node `host_of`; None: at the first one. Those that are `late` hear of it once
+        `push_late` is called."""
         self._meetings += 1
         hosts = plan.workers if host_of is None else [worker_named(host_of)]
         card = next(self.workers[w].card for w in hosts if not self.workers[w].gone)
@@ -254,9 +257,21 @@ class Director:
             leaving=tuple(map(worker_named, leaving)),
             handover=handover,
         )
+        self._late = message, tuple(map(worker_named, late))
         for worker in (*plan.workers, *message.leaving):
-            with contextlib.suppress(OSError):  # killed a moment ago
-                self.workers[worker].channel.send(message)
+            if worker not in self._late[1]:
+                self._push(message, worker)
+
+    def push_late(self) -> None:
+        """Push the newest plan to those that have not heard of it."""
+        assert self._late is not None, "something was assigned"
+        message, workers = self._late
+        for worker in workers:
+            self._push(message, worker)
+
+    def _push(self, message: Assign, worker: WorkerId) -> None:
+        with contextlib.suppress(OSError):  # killed a moment ago
+            self.workers[worker].channel.send(message)
 
     def wish_checkpoint(self, plan: Plan, number: int) -> None:
         for worker in plan.workers:

@@ -20,7 +20,7 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.transfer import Transfer, plan_transfers
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.membership import meeting_of
-from oobleck.worker.preparation.items import ACKNOWLEDGED, REFUSED
+from oobleck.worker.preparation.items import ACKNOWLEDGED, REFUSED, Over
 from oobleck.worker.preparation.sink import Sink
 from oobleck.worker.preparation.source import Source
 from oobleck.worker.state.layout import layer_sizes
@@ -165,11 +165,6 @@ class _Coming:
             source.is_ready(committed) for source in self._sources.values()
         )
 
-    @property
-    def is_new_here(self) -> bool:
-        """Whether this worker is in no plan before."""
-        return self._present is None
-
     def leave(self) -> None:
         """The plan before is left, after the newest committed step. May be repeated."""
         if self._left or self._present is None:
@@ -274,23 +269,38 @@ class Preparing:
         if len({(word.step, word.lineage, word.generation) for word in words}) != 1:
             return 0
         word = words[0]
-        if not coming.is_new_here and (
-            progress.committed != word.step
-            # A step may yet be committed by who has its gradients, which a copy has not.
-            or progress.reduced > progress.committed
-        ):
+        anew = not self._stands_at(word)
+        if anew and self._may_count_beside(word):
             return 0
-        if coming.is_new_here:  # what it holds of before is of another step, or of another past
+        whole = sink.whole_layers(word.step, anew=anew)
+        if whole and anew:
             state.keep_only(())
-        whole = sink.whole_layers(word.step)
-        for layer in whole:
-            state.adopt(layer)
-        if whole and coming.is_new_here:
             progress.restart(word.step, word.lineage)
             progress.join(word.step, word.lineage, word.skipped, word.generation)
+        for layer in whole:
+            state.adopt(layer)
         count = sum(layer.storage.nbytes for layer in whole)
         log.info("took over", extra={"layers": len(whole), "bytes": count})
         return count
+
+    def _stands_at(self, word: Over) -> bool:
+        """Whether what this worker holds is of the same generation and step as what was fed."""
+        progress = self._context.progress
+        # A step may yet be committed by who has its gradients, which a copy has not.
+        return progress.reduced <= progress.committed and (
+            (progress.joined, progress.lineage, progress.committed)
+            == (word.generation, word.lineage, word.step)
+        )
+
+    def _may_count_beside(self, word: Over) -> bool:
+        """Whether the others might still need what this worker holds. Nobody goes back more than
+        one step behind the sources, nor behind a checkpoint that all went back to."""
+        progress = self._context.progress
+        return (
+            bool(self._context.state.layers)
+            and progress.lineage >= word.lineage
+            and max(progress.committed, progress.voted) >= word.step - 1
+        )
 
     def drop(self) -> None:
         """Nothing is prepared."""

@@ -226,8 +226,10 @@ class Sink:
         with self._links.lock:
             return list(self._streams.values())
 
-    def whole_layers(self, step: int) -> list[LayerState]:
-        """What is there at `step`, where what this worker holds already makes up the rest."""
+    def whole_layers(self, step: int, *, anew: bool) -> list[LayerState]:
+        """What is there at `step`, where what this worker holds already makes up the rest; `anew`:
+        that is of no use."""
+        own = () if anew else (self._state.layers, self._state.former)
         fed: dict[int, list[tuple[Fraction, Fraction]]] = {}
         for stream in self._known():
             if stream.broken or stream.over is None:
@@ -237,7 +239,7 @@ class Sink:
                     fed.setdefault(piece.state.shard.layer, []).append(piece.span)
         whole = []
         for layer, spans in fed.items():
-            held = [one[layer] for one in (self._state.layers, self._state.former) if layer in one]
+            held = [one[layer] for one in own if layer in one]
             spans += [(one.shard.start, one.shard.stop) for one in held if one.version == step]
             state = self._layers[layer]
             if _cover(spans, state.shard) and all(one.version == step for one in held):

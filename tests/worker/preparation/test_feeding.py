@@ -171,7 +171,7 @@ def test_copies_follow_to_the_last_bit(
         until(taker.sink.is_over)
         (word,) = taker.sink.last_words()
         assert (word.step, word.lineage, word.generation) == (step, 3, 2)
-        found = taker.sink.whole_layers(step)
+        found = taker.sink.whole_layers(step, anew=True)
         assert sorted(one.shard for one in found) == wanted
         for one in found:
             state.adopt(one)
@@ -201,7 +201,7 @@ def test_what_is_held_makes_up_the_rest() -> None:
         until(lambda: source.acknowledged == 4)
         source.end(Position(committed=4), generation=Generation(1))
         until(taker.sink.is_over)
-        (found,) = taker.sink.whole_layers(4)
+        (found,) = taker.sink.whole_layers(4, anew=False)
         state.adopt(found)
         taker.sink.close()
     assert equal(state.layers[1], own.layers[1])
@@ -235,7 +235,7 @@ def test_what_makes_no_sense_is_left(harm: str) -> None:
             source.committed(step, 1.0, step_s=0.0)
         source.end(Position(committed=2), generation=Generation(1))
         until(taker.sink.is_over)
-        assert taker.sink.whole_layers(2) == []
+        assert taker.sink.whole_layers(2, anew=True) == []
         until(lambda: source.refused)
         own.apply(3, scale=1.0)
         source.committed(3, 1.0, step_s=0.0)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -43,9 +44,9 @@ def undisturbed(warm: WarmWorkers) -> dict[int, float | None]:
         return cluster.losses()
 
 
-def stop(node: str, step: int) -> FaultRule:
+def stop(node: str, step: int, point: str = "before:LoadTokens") -> FaultRule:
     """Hold all up until they are let go on."""
-    return FaultRule(worker=worker_named(node), point="before:LoadTokens", step=step, action="stop")
+    return FaultRule(worker=worker_named(node), point=point, step=step, action="stop")
 
 
 def transferred(cluster: Director, plan: Plan) -> list[PhaseReached]:
@@ -193,5 +194,33 @@ def test_a_plan_that_is_overtaken_is_dropped(
         cluster.assign(other, boundary=True)
         cluster.let_go("b")
         cluster.wait_finished(other)
+        cluster.stop()
+        assert cluster.losses() == pytest.approx(undisturbed, rel=1e-12)
+
+
+def test_who_enters_a_plan_that_it_has_not_prepared_keeps_what_it_holds(
+    warm: WarmWorkers, undisturbed: dict[int, float | None]
+) -> None:
+    """b hears of the plan in the middle of a step, in which the node that is to leave dies: so b
+    alone holds its layers, and enters the plan without having been at a step boundary."""
+    before = make_plan(1, [[("a", 2), ("b", 3)], [("x", 5)]], [4, 4])
+    after = make_plan(2, [[("a", 1), ("b", 4)]], [8])
+    b = worker_named("b")
+    points = {"a": "before:Forward", "b": "before:ReceiveActivation"}
+    faults = [stop("a", 3), *(stop(node, 5, point) for node, point in points.items())]
+    with Director(warm, job(), faults) as cluster:
+        cluster.start("a", "b", "x")
+        cluster.assign(before)
+        cluster.wait(lambda: cluster.has_faulted("a/0"), "step 3")
+        cluster.assign(after, boundary=True, leaving=["x"], late=["b"])
+        cluster.let_go("a")
+        for node, point in points.items():
+            cluster.wait(partial(cluster.has_stopped_at, node, point), "step 5")
+        cluster.push_late()
+        cluster.kill("x")
+        cluster.let_go("b")
+        cluster.wait(lambda: bool(cluster.said(b, PhaseReached, Generation(2))), "b has come")
+        cluster.let_go("a")
+        cluster.wait_finished(after)
         cluster.stop()
         assert cluster.losses() == pytest.approx(undisturbed, rel=1e-12)
