@@ -2,17 +2,19 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from oobleck.planner.cost.listed import with_listing
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.compile import add_communication
 from oobleck.planner.programs.instructions import Instruction
-from oobleck.planner.programs.listing.schedule import ListSchedule
+from oobleck.planner.programs.listing.schedule import ListSchedule, listed_routes
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold, Hop, Route
-from oobleck.planner.programs.ticks import HopTicks
+from oobleck.planner.programs.ticks import HopTicks, Listing
 from oobleck.planner.recovery.reroute import reroute
 from oobleck.planner.schedules import SCHEDULES
 from support.plans import Cut, plan_of_cuts
@@ -142,8 +144,9 @@ def random_routes(
     )
 
 
-def random_listed(draw: random.Random) -> Plan:
-    """As `random_routes`, with a listing."""
+def random_listed(draw: random.Random, *, spare_bytes: int = 0) -> Plan:
+    """As `random_routes`, with a listing, and so little memory that the worker that needs most for
+    one micro-batch of a listed route has room for no other, or `spare_bytes` more."""
     layers = draw.randint(2, 7)
     plan = random_routes(
         draw, layers=layers, names=["a", "b", "c", "d", "e"], microbatches=draw.randint(1, 12)
@@ -155,7 +158,31 @@ def random_listed(draw: random.Random) -> Plan:
         state=[4] * layers,
         activation=[draw.randint(0, 3) for _ in range(layers)],
     )
-    return with_listing(plan, profile, split=draw.random() < 0.5)
+    split = draw.random() < 0.5
+    tight = replace(profile, gpu_memory_bytes=_tight_bytes(plan, profile) + spare_bytes)
+    return with_listing(plan, tight, split=split)
+
+
+def _tight_bytes(plan: Plan, profile: Profile) -> int:
+    ample = with_listing(plan, profile).listing
+    assert ample is not None
+    room = dict(zip(plan.workers, ample.room, strict=True))
+    least = least_room(plan, ticks_by_hop(plan, ample).__getitem__)
+    needs = (profile.gpu_memory_bytes - room[w] + least[w] for w in listed_workers(plan))
+    return max(needs, default=profile.gpu_memory_bytes)
+
+
+def listed_workers(plan: Plan) -> set[WorkerId]:
+    hops = (hop for route in listed_routes(plan) for hop in plan.routes[route].hops)
+    return {worker for hop in hops for worker in hop.workers}
+
+
+def ticks_by_hop(plan: Plan, listing: Listing) -> dict[Hop, HopTicks]:
+    return {
+        hop: ticks
+        for route, own in zip(plan.routes, listing.hops, strict=True)
+        for hop, ticks in zip(route.hops, own, strict=True)
+    }
 
 
 def _random_holds(draw: random.Random, layers: int, workers: tuple[WorkerId, ...]) -> list[Hold]:

@@ -20,6 +20,7 @@ from oobleck.planner.programs.instructions import (
     ReceiveActivation,
     ReceiveGradient,
     SyncGradient,
+    Visit,
     Vote,
 )
 from oobleck.planner.programs.listing.schedule import listed_routes, planned
@@ -28,11 +29,11 @@ from oobleck.planner.programs.proof import prove
 from oobleck.planner.programs.work import Work, spread
 from support.plans import plan_of_cuts
 from support.program_text import format_programs, parse_programs
-from support.routes import random_listed, random_routes
+from support.routes import listed_workers, random_listed, random_routes, ticks_by_hop
 
 
 def routed(seed: int) -> Plan:
-    return random_listed(random.Random(seed))
+    return random_listed(random.Random(seed), spare_bytes=seed % 4)
 
 
 def layers_of(program: Program, *kinds: type) -> Counter[tuple[int, int]]:
@@ -68,6 +69,7 @@ def test_everything_is_computed_and_summed_once_and_nobody_waits_for_ever(seed: 
     assert computed(programs, plan, Backward, BackwardInput) == everything
     assert computed(programs, plan, Backward, BackwardWeight) == everything
     check_links(programs)
+    check_memory(plan, programs, full=seed % 4 == 0)
     norm = Counter(
         (part.part, part.layer if part.part == "own" else 0, part.share)
         for program in programs.values()
@@ -85,6 +87,37 @@ def test_everything_is_computed_and_summed_once_and_nobody_waits_for_ever(seed: 
             if part.part == "own"
         ]
         assert set(synced) == set(plan.held[worker])
+
+
+def check_memory(plan: Plan, programs: dict[WorkerId, Program], *, full: bool) -> None:
+    """What each worker keeps of micro-batches fits beside what it holds; `full`: for one of them
+    there is no byte more than that."""
+    assert plan.listing is not None
+    ticks, room = (
+        ticks_by_hop(plan, plan.listing),
+        dict(zip(plan.workers, plan.listing.room, strict=True)),
+    )
+    kept = {
+        (m, hop.first_layer): ticks[hop].kept_bytes
+        for route, share in zip(plan.routes, plan.shares, strict=True)
+        for m in share
+        for hop in route.hops
+    }
+    spare = [room[w] - most_kept(programs[w], kept) for w in listed_workers(plan)]
+    assert min(spare, default=0) >= 0
+    assert not full or min(spare, default=0) == 0
+
+
+def most_kept(program: Program, kept: dict[Visit, int]) -> int:
+    now, most = 0, 0
+    for step in program:
+        if isinstance(step, Forward):
+            now += kept[step.visit]
+            most = max(most, now)
+        elif isinstance(step, Backward | BackwardWeight):
+            now -= kept[step.visit]
+    assert now == 0
+    return most
 
 
 def check_links(programs: dict[WorkerId, Program]) -> None:
