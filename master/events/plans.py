@@ -96,6 +96,9 @@ class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
     policy: str = "templates"
     #: Whose plan is to follow at a step boundary; empty: nobody's.
     then: Next | Literal[""] = ""
+    #: Nobody had entered the plan before, which was for a step boundary: this one comes from the
+    #: one that was trained in.
+    passes_over: bool = False
     #: Slow workers of nodes that stand by, and how slow they were then.
     standing_by: tuple[WorkerRate, ...] = ()
     #: Those of them that had a part in the plan before.

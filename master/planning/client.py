@@ -154,13 +154,17 @@ def _answer(planner: Planner, request: NextPlanRequest) -> Answer:
 
 
 def _plans(job: Job, made: PlanMade) -> tuple[Plan, Plan]:
-    """The plan to change, and the one of templates behind it: with a newcomer that is left out,
-    what it was to change is undone."""
-    undone = any(isinstance(loss, NodeLeftOut) for loss in job.current.losses)
+    """The plan to change, and the one of templates behind it. A plan that nobody has entered is
+    passed over: it says of nobody what it holds. With a newcomer that is left out, what it was to
+    change is undone."""
+    current = job.current
+    undone = any(isinstance(loss, NodeLeftOut) for loss in current.losses)
     if job.astray:
         plan = job.lineage.plans[job.newest_known]
-    elif undone and job.current.trained is not None:
-        plan = job.current.trained.plan
+    elif job.unentered and current.trained is not None:
+        return current.trained.plan, current.trained_base or current.trained.plan
+    elif undone and current.trained is not None:
+        plan = current.trained.plan
     else:
-        return made.plan, job.current.base or made.plan
+        return made.plan, current.base or made.plan
     return plan, pipelines_within(plan)

@@ -59,9 +59,11 @@ def plan_made(
     restore: bool = False,
     policy: str = "templates",
     then: Next | Literal[""] = "",
+    passes_over: bool = False,
 ) -> PlanMade:
     """`restore`: workers shall go back to the newest checkpoint. So they shall where the plan
-    before told them to and has committed no step: it is not known which of them have gone back."""
+    before told them to and has committed no step: it is not known which of them have gone back.
+    `passes_over`: as in `PlanMade`."""
     if detect_s is None:
         loss = job.seen.loss
         detect_s = loss.declared_at - loss.evidence_at if loss is not None else 0.0
@@ -102,6 +104,7 @@ def plan_made(
         anew=go_back and not job.has_checkpoint,
         policy=policy,
         then=then,
+        passes_over=passes_over,
         standing_by=tuple(
             WorkerRate(worker=worker, rate=rate)
             for worker, rate in sorted(job.rates.items())
@@ -232,11 +235,12 @@ def _next_plan(
 
 
 def _for_losses(job: Job) -> RecoveryPolicy:
-    """The policy that the job wants, where workers hold what its newest plan says: not before one
-    that moves state has committed a step, nor after another job had the turn. `uneven` is none for
-    losses."""
+    """The policy that the job wants, where workers hold what the plan to change says: not between
+    one that moves state is entered and has committed a step, nor after another job had the turn.
+    `uneven` is none for losses."""
     made = job.current.made
     moving = made is not None and made.policy != "reroute" and job.current.on_the_way
+    moving = moving and not job.unentered
     wanted = job.spec.recovery.policy
     if moving or job.current.put_back or wanted == "uneven":
         return "templates"

@@ -104,6 +104,7 @@ def replan(context: Context, job: Job) -> Decision | None:
         restore=lost is not None,
         policy=answer.policy,
         then=answer.then or "",
+        passes_over=job.unentered,
     )
     return Decision(actions=(event,), reason=reason)
 

@@ -174,7 +174,8 @@ def _measure(job: Job, event: MeasuringStarted | ProfileChosen, now: float) -> N
 def _forget_what_led_there(job: Job) -> None:
     """Only the last plan and what came of the job is asked for later; of a thousand nodes all else
     would take more than a megabyte for each job that is known."""
-    job.lineage.before, job.lineage.plans, job.current.base = None, {}, None
+    job.lineage.before, job.lineage.plans = None, {}
+    job.current.base = job.current.trained_base = None
     seen = job.seen
     seen.timeline = None
     seen.processes.entered.clear()

@@ -88,11 +88,14 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
 
 def _base(job: Job, event: PlanMade) -> Plan | None:
     """`event` is the plan that follows `job.current.made`."""
-    if event.is_base or (event.policy == "shadow" and job.current.base is None):
+    before, base = job.current.made, job.current.base
+    if event.passes_over:
+        before, base = job.current.trained, job.current.trained_base
+    if event.is_base or (event.policy == "shadow" and base is None):
         return None
-    if event.rule == "adopt" or job.current.made is None:
+    if event.rule == "adopt" or before is None:
         return pipelines_within(event.plan)  # the journal lacks what it came from
-    return job.current.base or job.current.made.plan
+    return base or before.plan
 
 
 def _note_replaced(job: Job, event: PlanMade) -> None:
@@ -106,7 +109,7 @@ def _note_replaced(job: Job, event: PlanMade) -> None:
 
 
 def _step(state: ClusterState, job: Job, event: FirstStepCommitted, unix: float) -> None:
-    job.current.trained = job.current.made
+    job.current.trained, job.current.trained_base = job.current.made, job.current.base
     for node in job.current.members:
         job.seen.faults.stillborn.pop(node, None)
     job.lineage.plans = {g: plan for g, plan in job.lineage.plans.items() if g >= event.generation}

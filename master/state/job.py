@@ -140,6 +140,8 @@ class CurrentPlan:
     waited_s: float = 0.0
     #: Newest plan that a step was committed in: `made`, or one before it.
     trained: PlanMade | None = None
+    #: As `base`, of that one.
+    trained_base: Plan | None = None
     #: Newest generation that was not to be entered at a step boundary.
     abrupt: Generation = NO_GENERATION
     #: Losses of the newest plan's nodes and workers that no plan has answered yet.
@@ -298,6 +300,20 @@ class Job:
     def newest_known(self) -> Generation:
         """The newest generation of all plans, also of those that only agents have told of."""
         return max(self.current.generation, *self.lineage.plans, NO_GENERATION)
+
+    @property
+    def unentered(self) -> bool:
+        """Whether the newest plan is for a step boundary and nobody has entered it, as far as is
+        known: workers hold what the plan says that is trained in."""
+        current = self.current
+        return (
+            current.made is not None
+            and current.made.boundary
+            and current.on_the_way
+            and current.abrupt <= current.stepped > NO_GENERATION
+            and not current.put_back
+            and not any(current.generation in told for told in self.seen.processes.entered.values())
+        )
 
     @property
     def astray(self) -> bool:

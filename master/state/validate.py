@@ -269,6 +269,14 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
         lambda _, job: job.state in ENDED or _has_base(job.current),
     ),
     (
+        "what the plan comes from that is trained in is known, and the same if that is the newest",
+        lambda _, job: (
+            job.current.trained_base is None
+            if job.current.trained is None
+            else job.current.on_the_way or job.current.trained_base == job.current.base
+        ),
+    ),
+    (
         "every worker of a plan has a process of its own, and leaves or takes part",
         lambda _, job: _lists_match(job),
     ),
