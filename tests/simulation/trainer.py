@@ -71,9 +71,12 @@ class Progress(Position):
     former: dict[int, Held] = field(default_factory=dict)
 
     def join(self, agreement: Agreement, generation: Generation) -> None:
+        """The vote is told only where somebody rolls forward by it."""
         self.committed, self.lineage, self.joined = agreement.step, agreement.lineage, generation
         if self.voted > agreement.step:
             self.voted, self.voted_generation = 0, _NO_GENERATION
+        if agreement.vote_holder is not None:
+            self.voted, self.voted_generation = agreement.step, agreement.voted_generation
 
 
 class Trainer:
@@ -262,6 +265,8 @@ class Trainer:
             giver = next(m for m in gathering.members.values() if m._switched is not None)
             progress.committed, progress.lineage = step, giver.progress.lineage
             progress.joined = giver.progress.joined
+            progress.voted = giver.progress.voted
+            progress.voted_generation = giver.progress.voted_generation
 
     def _hold(self, shard: Shard, step: int) -> None:
         progress = self.progress
@@ -315,7 +320,7 @@ class Trainer:
             await self._exchange(gathering, "vote again", None)
             if rolled:
                 progress.voted = agreement.step
-                progress.voted_generation = progress.reduced_generation
+                progress.voted_generation = agreement.voted_generation
                 self._commit(agreement.step, progress.voted_generation)
         return rolled
 

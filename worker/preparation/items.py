@@ -66,12 +66,17 @@ class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
 
 
 class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
-    """The source has left the plan before: its pieces are as they were then."""
+    """The source has left the plan before: its pieces are as they were then. What it had not sent
+    by then it does not send any more."""
 
     step: int
     lineage: int
     skipped: int
     generation: Generation
+    #: What the vote on the step says, as bytes, and when it was held; none: the taker has it, or
+    #: the source has not.
+    ballot: bytes = b""
+    voted_generation: Generation = Generation(0)
 
 
 Item = Offered | Copied | Reduced | Applied | Left | Over

@@ -12,6 +12,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 
+import torch
+
 from oobleck.host.ipc.messages import Assign
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import Generation, WorkerId
@@ -120,12 +122,15 @@ class _Coming:
     def _make_sources(self) -> dict[bytes, Source]:
         context = self._context
         transfers = self._own_transfers()
-        takers = [self._cards[taker] for taker in transfers]
-        context.links.connect(takers, self.epoch)
-        return {
-            card.identity: Source(context.links, self, context.state, card.identity, own)
-            for card, own in zip(takers, transfers.values(), strict=True)
-        }
+        context.links.connect([self._cards[taker] for taker in transfers], self.epoch)
+        members = self._present.workers if self._present is not None else ()
+        sources: dict[bytes, Source] = {}
+        for taker, own in transfers.items():
+            identity, newcomer = self._cards[taker].identity, taker not in members
+            sources[identity] = Source(
+                context.links, self, context.state, identity, own, newcomer=newcomer
+            )
+        return sources
 
     def _connect(self, own: OwnProgram) -> None:
         """To those that the plan needs. Of two, the larger identity calls."""
@@ -277,11 +282,20 @@ class Preparing:
             state.keep_only(())
             progress.restart(word.step, word.lineage)
             progress.join(word.step, word.lineage, word.skipped, word.generation)
+            self._learn_vote(words)
         for layer in whole:
             state.adopt(layer)
         count = sum(layer.storage.nbytes for layer in whole)
-        log.info("took over", extra={"layers": len(whole), "bytes": count})
+        log.info("took over", extra={"layers": len(whole), "bytes": count, "voted": progress.voted})
         return count
+
+    def _learn_vote(self, words: Sequence[Over]) -> None:
+        """Of the step that this worker holds layers of from now on: they count only beside those of
+        whoever can follow to that step."""
+        for word in words:
+            if word.ballot:
+                ballot = torch.frombuffer(bytearray(word.ballot), dtype=torch.float64)
+                self._context.progress.learn(word.step, word.voted_generation, ballot)
 
     def _stands_at(self, word: Over) -> bool:
         """Whether what this worker holds is of the same generation and step as what was fed."""

@@ -91,6 +91,7 @@ class _Stream:
         return _Numbers(self) if label == NUMBERS else _Head(self)
 
     def read_head(self, content: bytes) -> None:
+        self._head, self._room = None, _NOTHING  # the rest of an item was withdrawn
         try:
             head = decoder.decode(content)
         except msgspec.MsgspecError as error:
@@ -99,7 +100,7 @@ class _Stream:
         if not isinstance(head, Copied | Reduced):
             self._items.put(_Come(self, head, None))
             return
-        if not 0 <= head.count < _MOST_NUMBERS or self._room:
+        if not 0 <= head.count < _MOST_NUMBERS:
             self._break(f"{head.count} numbers")
             return
         shape = (self._rows, head.count) if isinstance(head, Copied) else (head.count,)

@@ -9,7 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -30,7 +30,7 @@ from oobleck.worker.preparation.items import (
 )
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.state.model_state import ModelState
-from oobleck.worker.state.progress import Position
+from oobleck.worker.state.progress import TrainingProgress
 from oobleck.worker.transport.links.frame import Label, bytes_of
 from oobleck.worker.transport.links.hub import Feeding, Links
 from oobleck.worker.transport.links.link import Outgoing
@@ -47,14 +47,19 @@ _LEAST_OFFERS = 3
 #: that gradients outrun.
 _OUTRUN_STEPS = 8
 _OUTRUN_S = 10.0
-#: What waits to go out to one taker; more counts as outrun at once.
-_MOST_UNSENT_BYTES = 1 << 30
+#: Gradients that a taker has not applied wait in its memory. What is more than those of so many
+#: steps, and than so many bytes, counts as outrun at once. While a layer is copied on a link that
+#: keeps up with gradients, no more gather than the layer has: three steps' with AdamW.
+_MOST_BEHIND_STEPS = 3
+_MOST_BEHIND_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
     number: int
     transfer: Transfer
+    #: Of its state; 0 before it is copied.
+    size: int = 0
 
 
 class Source:
@@ -67,8 +72,11 @@ class Source:
         state: ModelState,
         taker: bytes,
         transfers: Sequence[Transfer],
+        *,
+        newcomer: bool,
     ) -> None:
-        """`taker`: the worker's identity; `transfers`: what it is to get of this one."""
+        """`taker`: the worker's identity; `transfers`: what it is to get of this one; `newcomer`:
+        it takes no part in the votes of the present plan."""
         self._links = links
         self._feeding = feeding
         self._state = state
@@ -77,6 +85,11 @@ class Source:
         self._fed: list[_Piece] = []
         #: Frames that may not have gone out, and their bytes, which use memory.
         self._unsent: deque[tuple[Outgoing, int]] = deque()
+        self._newcomer = newcomer
+        #: Bytes of gradients that went into steps beyond the acknowledged one, and into the step
+        #: under way.
+        self._behind: deque[tuple[int, int]] = deque()
+        self._gradient_bytes = 0
         self._began_at = time.monotonic()
         self._copied_at, self._copied_step = self._began_at, 0
         #: The newest step that the taker has applied to all that it has; 0: none, and it would take
@@ -111,9 +124,12 @@ class Source:
             gradient = self._state.read_gradient(transfer.layer, transfer.start, transfer.stop)
             head = Reduced(piece=piece.number, step=step, count=gradient.numel())
             self._send(head, gradient)
+            self._gradient_bytes += gradient.nbytes
 
     def committed(self, step: int, scale: float | None, step_s: float) -> None:
         """`step`, which took `step_s`, is committed: tell so, and copy what comes next."""
+        self._behind.append((step, self._gradient_bytes))
+        self._gradient_bytes = 0
         self._check_there()
         if self._fed:
             self._leave_what_is_outrun(step)
@@ -125,17 +141,26 @@ class Source:
         """Whether all that can be fed is there up to the step before the one under way."""
         return not self._waiting and (not self._fed or self.acknowledged >= committed)
 
-    def end(self, position: Position, generation: Generation) -> None:
-        """The plan is left after the newest committed step."""
+    def end(self, progress: TrainingProgress, generation: Generation) -> None:
+        """The plan is left after the newest committed step. What has not gone out would hold up
+        those who enter the next one: it does so only where what it completes is more."""
         self._waiting.clear()
-        self._send(
-            Over(
-                step=position.committed,
-                lineage=position.lineage,
-                skipped=position.skipped,
-                generation=generation,
-            )
+        if self._unsent_bytes() > sum(piece.size for piece in self._fed):
+            self._withdraw()
+        step, ballot = progress.committed, progress.ballot
+        over = Over(
+            step=step,
+            lineage=progress.lineage,
+            skipped=progress.skipped,
+            generation=generation,
         )
+        if self._newcomer and ballot is not None and progress.voted == step:
+            over = msgspec.structs.replace(
+                over,
+                ballot=ballot.numpy().tobytes(),
+                voted_generation=progress.voted_generation,
+            )
+        self._send(over)
 
     def _check_there(self) -> None:
         if not self._waiting and not self._fed:
@@ -152,6 +177,11 @@ class Source:
         log.info("feeding ends", extra={"why": why, "left": len(self._waiting) + len(self._fed)})
         self._waiting.clear()
         self._fed.clear()
+        self._withdraw()
+
+    def _withdraw(self) -> None:
+        """Nobody wants what has not gone out yet."""
+        self._links.withdraw(self._feeding, self._taker)
         self._unsent.clear()
 
     def _leave_what_is_outrun(self, step: int) -> None:
@@ -162,16 +192,27 @@ class Source:
             time.monotonic() < self._copied_at + _OUTRUN_S
             or step < self._copied_step + _OUTRUN_STEPS
         )
-        if patient and self._unsent_bytes() < _MOST_UNSENT_BYTES:
+        if patient and not self._is_far_behind():
             return
         self._waiting.clear()
+        self._behind.clear()
         self._copied_at, self._copied_step = time.monotonic(), step
         silent, self._halved_at = self.acknowledged == self._halved_at, self.acknowledged
         count = len(self._fed) if silent else -(-len(self._fed) // 2)
         log.info("gradients outrun the link", extra={"pieces": count})
-        for piece in self._fed[-count:]:
+        left, self._fed = self._fed[-count:], self._fed[:-count]
+        if not self._fed:
+            self._withdraw()
+        for piece in left:
             self._send(Left(piece=piece.number))
-        del self._fed[-count:]
+
+    def _is_far_behind(self) -> bool:
+        """Whether more waits for the taker than it should have to keep."""
+        while self._behind and self._behind[0][0] <= self.acknowledged:
+            self._behind.popleft()
+        sizes = [size for _, size in self._behind]
+        bound = max(_MOST_BEHIND_BYTES, _MOST_BEHIND_STEPS * max(sizes, default=0))
+        return sum(sizes) > bound
 
     def _copy(self, step: int, step_s: float) -> None:
         """The next pieces, where the taker has what it got before, as long as hardly counts."""
@@ -197,7 +238,7 @@ class Source:
                 version=step,
                 count=numbers.shape[1],
             )
-            self._fed.append(piece)
+            self._fed.append(replace(piece, size=numbers.nbytes))
             self._send(head, numbers)
             self._copied_at, self._copied_step = time.monotonic(), step
             if self._copied_at > until:

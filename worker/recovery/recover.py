@@ -16,7 +16,7 @@ import torch
 from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.messages import Assign, Committed, PhaseReached, Restored
 from oobleck.planner.codec import encode
-from oobleck.planner.ids import WorkerId
+from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.checkpoint.restore import restore
 from oobleck.worker.context import WorkerContext
@@ -87,9 +87,10 @@ class Recovery:
         if self._restore(assign, agreement, transport):
             return None
         rolled_forward = self._worker in agreement.roll_forward
+        ballot: torch.Tensor | None = None
         if agreement.vote_holder is not None:
             with self._context.timeline.phase("roll forward"):
-                self._learn_vote(plan.workers, agreement, transport)
+                ballot = self._learn_vote(plan.workers, agreement, transport)
         with self._context.timeline.phase("salvage"):
             salvage = self._salvage(plan, agreement, transport)
         self._control.report(
@@ -104,7 +105,7 @@ class Recovery:
         )
         with self._context.timeline.phase("transfer"):
             received += fetch_layers(self._context, plan, plan.workers, agreement, transport)
-        progress.join(agreement.step, agreement.lineage, agreement.skipped, plan.generation)
+        self._join(agreement, plan.generation, ballot)
         self._control.report(
             PhaseReached(
                 generation=plan.generation,
@@ -118,16 +119,26 @@ class Recovery:
     def hand_over(self, assign: Assign, transport: Transport, standings: Sequence[bytes]) -> int:
         """Come to hold the plan's layers, those who leave among the sources; the bytes received.
         What none of them holds is left to the plan's own meeting. Raises as `run` does."""
-        plan, members, progress = assign.plan, handover_members(assign), self._progress
+        plan, members = assign.plan, handover_members(assign)
         agreement = agreement_of(members, standings)
         if not is_whole(agreement.held, plan.layer_count):
             return 0
+        ballot: torch.Tensor | None = None
         if agreement.vote_holder is not None:
-            self._learn_vote(members, agreement, transport)
+            ballot = self._learn_vote(members, agreement, transport)
         received = fetch_layers(self._context, plan, members, agreement, transport)
-        progress.join(agreement.step, agreement.lineage, agreement.skipped, plan.generation)
+        self._join(agreement, plan.generation, ballot)
         transport.all_gather(torch.zeros(1))  # whoever leaves may end: all has arrived
         return received
+
+    def _join(
+        self, agreement: Agreement, generation: Generation, ballot: torch.Tensor | None
+    ) -> None:
+        """Hold what counts at the agreed step, and know the vote that made it where it was told
+        (`ballot`): whoever counts as having committed a step can have others roll forward to it."""
+        self._progress.join(agreement.step, agreement.lineage, agreement.skipped, generation)
+        if ballot is not None:
+            self._progress.learn(agreement.step, agreement.voted_generation, ballot)
 
     def _restore(self, assign: Assign, agreement: Agreement, transport: Transport) -> bool:
         """Go on from a checkpoint where nobody has what is needed, or begin anew where there is
@@ -216,8 +227,9 @@ class Recovery:
         members: Sequence[WorkerId],
         agreement: Agreement,
         transport: Transport,
-    ) -> None:
-        """Spread the vote of the newest committed step, and apply it where that is still due."""
+    ) -> torch.Tensor:
+        """Spread the vote of the newest committed step, and apply it where that is still due;
+        returns what it says."""
         assert agreement.vote_holder is not None, "only called when someone holds the vote"
         progress = self._progress
         root = members.index(agreement.vote_holder)
@@ -230,17 +242,17 @@ class Recovery:
             )
         transport.broadcast(vector, root)
         if self._worker not in agreement.roll_forward:
-            return
+            return vector
         # The switch that this vote may have announced was overtaken, so the number of its
         # workers, which only that part of the result needs, does not matter here.
         result = vote.count(vector, self._job.training, workers=1)
-        progress.voted, progress.voted_generation = agreement.step, progress.reduced_generation
-        progress.ballot = vector
+        progress.learn(agreement.step, agreement.voted_generation, vector)
         commit(self._state, self._job, progress, result, agreement.step)
         log.info("rolled forward", extra={"step": agreement.step})
         # Of the generation that voted: a record of the new one says that its transfers are done.
         record = make_record(self._job, progress.voted_generation, progress, result)
         self._control.report(Committed(record=record))
+        return vector
 
 
 def agreement_of(members: Sequence[WorkerId], standings: Sequence[bytes]) -> Agreement:

@@ -57,6 +57,8 @@ class Agreement:
     roll_forward: frozenset[WorkerId]
     #: A worker that can tell the result of `step`'s vote; None when nobody needs it.
     vote_holder: WorkerId | None
+    #: The generation of that vote; 0: nobody knows it.
+    voted_generation: Generation
     #: What each worker holds at version `step` (after the roll-forward).
     held: ShardTable
     #: Steps in a row up to `step` that were skipped, as far as those know who have committed it.
@@ -77,7 +79,8 @@ def agree(states: Mapping[WorkerId, RecoveryState]) -> Agreement:
         states = alone if whole == [True, False] else without
     step = _newest(states)
     holders = sorted(w for w, s in states.items() if s.voted == step and step > 0)
-    if len(generations := {states[w].voted_generation for w in holders}) > 1:
+    generations = {states[w].voted_generation for w in holders}
+    if len(generations) > 1:
         raise InvariantViolation(f"step {step} was voted on in generations {sorted(generations)}")
     held = _held(states)
     roll_forward = frozenset(worker for worker in held if states[worker].committed < step)
@@ -86,6 +89,7 @@ def agree(states: Mapping[WorkerId, RecoveryState]) -> Agreement:
         step=step,
         roll_forward=roll_forward,
         vote_holder=holders[0] if holders and roll_forward else None,
+        voted_generation=max(generations, default=Generation(0)),
         held={worker: held.get(worker, frozenset()) for worker in members},
         skipped=max((s.skipped for s in states.values() if s.committed == step), default=0),
         begun=frozenset(w for w, state in states.items() if state.begun == step + 1),

@@ -67,6 +67,10 @@ class TrainingProgress(Position):
         if self.voted > step:  # the others did not know of that vote, and hold another one
             self.voted, self.voted_generation, self.ballot = 0, _NO_GENERATION, None
 
+    def learn(self, step: int, generation: Generation, ballot: torch.Tensor) -> None:
+        """The vote on `step` that was held in `generation` says `ballot`."""
+        self.voted, self.voted_generation, self.ballot = step, generation, ballot
+
     def begin(
         self, step: int, *, losses: Container[int] = (), positions: Container[int] = ()
     ) -> None:

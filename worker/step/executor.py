@@ -268,8 +268,7 @@ class Executor:
             outcome = self._transport.all_reduce(vector, tuple(range(workers)))
             self._reached("voting", step.number)
             outcome.wait()
-        progress.voted, progress.voted_generation = step.number, self._generation
-        progress.ballot = vector
+        progress.learn(step.number, self._generation, vector)
         with timeline.span("count"):
             return vote.count(vector, self._training, workers=workers)
 

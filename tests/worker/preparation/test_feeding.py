@@ -14,12 +14,12 @@ from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.programs.shards import Shard
 from oobleck.planner.programs.transfer import Transfer
-from oobleck.worker.preparation.items import ACKNOWLEDGED, REFUSED
+from oobleck.worker.preparation.items import ACKNOWLEDGED, FRAME_BYTES, REFUSED
 from oobleck.worker.preparation.sink import Sink
 from oobleck.worker.preparation.source import Source
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.model_state import ModelState
-from oobleck.worker.state.progress import Position
+from oobleck.worker.state.progress import TrainingProgress
 from oobleck.worker.transport.links.frame import Label
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.link import Incoming
@@ -30,10 +30,12 @@ HOST = torch.device("cpu")
 A, B = (WorkerId(NodeName(name), 0) for name in "ab")
 
 
-def job(optimizer: OptimizerSpec, *, tied: bool = True, precision: str = "fp32") -> JobSpec:
+def job(
+    optimizer: OptimizerSpec, *, tied: bool = True, precision: str = "fp32", hidden: int = 32
+) -> JobSpec:
     return JobSpec(
         name="feeding",
-        model=ModelSpec(layers=2, hidden=32, heads=2, sequence_length=16, tied=tied),
+        model=ModelSpec(layers=2, hidden=hidden, heads=2, sequence_length=16, tied=tied),
         data=DataSpec(text=(TEXT,)),
         training=TrainingSpec(
             steps=20,
@@ -64,6 +66,8 @@ class End:
     epoch = 7
 
     def __init__(self) -> None:
+        #: That have come for the sink.
+        self.frames = 0
         self.links = Links("127.0.0.1", silence_s=5.0)
         self.sink: Sink | None = None
         self.source: Source | None = None
@@ -74,6 +78,7 @@ class End:
             return _Words(self._acknowledged)
         if label == REFUSED:
             return _Words(self._refused)
+        self.frames += 1
         return self.sink.frame(peer, label) if self.sink is not None else None
 
     def cut(self, peer: bytes) -> None:
@@ -99,6 +104,12 @@ def two_ends() -> Iterator[tuple[End, End]]:
     finally:
         for end in (giver, taker):
             end.links.close()
+
+
+def feed(
+    giver: End, own: ModelState, taker: bytes, transfers: Sequence[Transfer], newcomer: bool = True
+) -> Source:
+    return Source(giver.links, giver, own, taker, transfers, newcomer=newcomer)
 
 
 def until(done: Callable[[], bool]) -> None:
@@ -153,7 +164,7 @@ def test_copies_follow_to_the_last_bit(
             Transfer(layer=s.layer, source=A, destination=B, start=s.start, stop=s.stop)
             for s in wanted
         ]
-        source = giver.source = Source(giver.links, giver, own, taker.links.identity, transfers)
+        source = giver.source = feed(giver, own, taker.links.identity, transfers)
         step = 0
         while step < 6 or not source.is_ready(step):
             step += 1
@@ -167,10 +178,14 @@ def test_copies_follow_to_the_last_bit(
             until(lambda: source.acknowledged >= 0)
             if step > 6:
                 until(lambda step=step: source.acknowledged >= step)  # type: ignore[misc]
-        source.end(Position(committed=step, lineage=3), generation=Generation(2))
+        progress = TrainingProgress(committed=step, lineage=3)
+        ballot = torch.arange(5, dtype=torch.float64)
+        progress.learn(step, Generation(1), ballot)
+        source.end(progress, generation=Generation(2))
         until(taker.sink.is_over)
         (word,) = taker.sink.last_words()
         assert (word.step, word.lineage, word.generation) == (step, 3, 2)
+        assert (word.ballot, word.voted_generation) == (ballot.numpy().tobytes(), 1)
         found = taker.sink.whole_layers(step, anew=True)
         assert sorted(one.shard for one in found) == wanted
         for one in found:
@@ -189,7 +204,7 @@ def test_what_is_held_makes_up_the_rest() -> None:
     with two_ends() as (giver, taker):
         taker.sink = Sink(taker.links, taker, state, spec.training, [Shard(1)])
         half = Transfer(layer=1, source=A, destination=B, start=Fraction(1, 2), stop=Fraction(1))
-        source = giver.source = Source(giver.links, giver, own, taker.links.identity, [half])
+        source = giver.source = feed(giver, own, taker.links.identity, [half])
         for step in range(1, 5):
             for one in (own, state):
                 some_step(one, step)
@@ -199,7 +214,7 @@ def test_what_is_held_makes_up_the_rest() -> None:
             source.committed(step, 1.0, step_s=0.0)
             until(lambda step=step: source.acknowledged >= step - 1)  # type: ignore[misc]
         until(lambda: source.acknowledged == 4)
-        source.end(Position(committed=4), generation=Generation(1))
+        source.end(TrainingProgress(committed=4), generation=Generation(1))
         until(taker.sink.is_over)
         (found,) = taker.sink.whole_layers(4, anew=False)
         state.adopt(found)
@@ -218,7 +233,7 @@ def test_what_makes_no_sense_is_left(harm: str) -> None:
         if harm == "another layer":
             own = held(spec, [Shard(2)])
         transfer = Transfer(layer=layer, source=A, destination=B)
-        source = giver.source = Source(giver.links, giver, own, taker.links.identity, [transfer])
+        source = giver.source = feed(giver, own, taker.links.identity, [transfer])
         with giver.links.lock:
             if harm == "garbage":
                 giver.links.send_ahead(
@@ -233,7 +248,7 @@ def test_what_makes_no_sense_is_left(harm: str) -> None:
             own.apply(step, scale=1.0)
             source.acknowledged = 0
             source.committed(step, 1.0, step_s=0.0)
-        source.end(Position(committed=2), generation=Generation(1))
+        source.end(TrainingProgress(committed=2), generation=Generation(1))
         until(taker.sink.is_over)
         assert taker.sink.whole_layers(2, anew=True) == []
         until(lambda: source.refused)
@@ -251,7 +266,7 @@ def test_who_has_answered_an_offer_is_fed_at_the_next_step_boundary() -> None:
         state = ModelState(spec, HOST)
         taker.sink = Sink(taker.links, taker, state, spec.training, [Shard(1)])
         transfer = Transfer(layer=1, source=A, destination=B)
-        source = giver.source = Source(giver.links, giver, own, taker.links.identity, [transfer])
+        source = giver.source = feed(giver, own, taker.links.identity, [transfer])
         source.offer()
         until(lambda: source.acknowledged == 0)
         own.apply(1, scale=1.0)
@@ -269,7 +284,7 @@ def test_a_taker_that_cannot_keep_up_gets_less(monkeypatch: pytest.MonkeyPatch) 
     with two_ends() as (giver, taker):
         transfers = [Transfer(layer=layer, source=A, destination=B) for layer in layers]
         # It takes what comes, and never says how far it is.
-        source = Source(giver.links, giver, own, taker.links.identity, transfers)
+        source = feed(giver, own, taker.links.identity, transfers)
         source.acknowledged = 0
         for step in range(1, 60):
             own.apply(step, scale=1.0)
@@ -281,6 +296,71 @@ def test_a_taker_that_cannot_keep_up_gets_less(monkeypatch: pytest.MonkeyPatch) 
         assert source.pieces == 0
 
 
+def test_what_a_taker_has_not_applied_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oobleck.worker.preparation.source._MOST_BEHIND_BYTES", 1)
+    spec = job(OptimizerSpec(lr=1e-2))
+    own = held(spec, [Shard(1), Shard(2)])
+    with two_ends() as (giver, taker):
+        transfers = [Transfer(layer=layer, source=A, destination=B) for layer in (1, 2)]
+        source = feed(giver, own, taker.links.identity, transfers)
+        source.acknowledged = 0
+        steps = 0
+        while not source.is_ready(steps):
+            steps += 1
+            own.apply(steps, scale=1.0)
+            source.reduced(steps, own.layers)
+            source.committed(steps, 1.0, step_s=0.0)
+            source.acknowledged = min(steps, 1)
+            assert steps < 20, "it goes on whatever the taker does"
+        assert source.pieces == 0
+
+
+def test_the_last_word_waits_for_nothing_that_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oobleck.worker.preparation.source._OUTRUN_S", 0.0)
+    spec = job(OptimizerSpec(lr=1e-2), hidden=128)
+    own = held(spec, [Shard(1), Shard(2)])
+    step_frames = sum(one.gradient.nbytes for one in own.layers.values()) // FRAME_BYTES
+    with two_ends() as (giver, taker):
+        taker.sink = Sink(taker.links, taker, ModelState(spec, HOST), spec.training, [Shard(1)])
+        transfers = [Transfer(layer=layer, source=A, destination=B) for layer in (1, 2)]
+        source = giver.source = feed(giver, own, taker.links.identity, transfers)
+        source.acknowledged, step = 0, 0
+        with taker.links.lock:  # it reads nothing
+            while not (step > 40 and source.is_ready(step)):
+                step += 1
+                own.apply(step, scale=1.0)
+                source.reduced(step, own.layers)
+                source.committed(step, 1.0, step_s=0.0)
+                assert step < 100
+        source.end(TrainingProgress(committed=step), generation=Generation(1))
+        until(taker.sink.is_over)
+        assert source.pieces == 0
+        assert taker.frames < 10 * step_frames, "what nobody wants was sent"
+        assert taker.sink.whole_layers(step, anew=True) == []
+        taker.sink.close()
+
+
+def test_at_the_end_a_layer_is_not_waited_for_longer_than_to_fetch_it() -> None:
+    spec = job(OptimizerSpec(name="sgd", lr=1e-2), hidden=128)
+    own = held(spec, [Shard(1)])
+    step_frames = own.layers[1].gradient.nbytes // FRAME_BYTES
+    with two_ends() as (giver, taker):
+        taker.sink = Sink(taker.links, taker, ModelState(spec, HOST), spec.training, [Shard(1)])
+        transfer = Transfer(layer=1, source=A, destination=B)
+        source = giver.source = feed(giver, own, taker.links.identity, [transfer])
+        source.acknowledged = 0
+        with taker.links.lock:
+            for step in range(1, 61):
+                own.apply(step, scale=1.0)
+                source.reduced(step, own.layers)
+                source.committed(step, 1.0, step_s=0.0)
+            source.end(TrainingProgress(committed=60), generation=Generation(1))
+        until(taker.sink.is_over)
+        assert taker.frames < 30 * step_frames
+        assert taker.sink.whole_layers(60, anew=True) == []
+        taker.sink.close()
+
+
 def test_a_taker_without_a_link_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("oobleck.worker.preparation.source._PATIENCE_S", 0.05)
     spec = replace(job(OptimizerSpec(lr=1e-2)))
@@ -288,7 +368,7 @@ def test_a_taker_without_a_link_is_not_waited_for(monkeypatch: pytest.MonkeyPatc
     end = End()
     try:
         transfer = Transfer(layer=1, source=A, destination=B)
-        source = Source(end.links, end, own, b"n" * 16, [transfer])
+        source = feed(end, own, b"n" * 16, [transfer])
         own.apply(1, scale=1.0)
         source.committed(1, 1.0, step_s=0.0)
         assert not source.is_ready(1)

@@ -65,6 +65,15 @@ def check_fed(cluster: Director, plan: Plan) -> None:
     assert all(word.received_bytes == word.fed_bytes for word in words)
 
 
+def check_votes(cluster: Director, plan: Plan) -> None:
+    """Whoever has come to hold layers of a step knows the vote that made it."""
+    first = min(s for s, rs in cluster.records.items() if rs[0].generation == plan.generation)
+    written = "".join(cluster.workers[worker].written() for worker in plan.workers)
+    taken = [line for line in written.splitlines() if "took over" in line]
+    assert taken
+    assert all(f"voted={first - 1}" in line for line in taken)
+
+
 FOUR = make_plan(1, [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)]], [4, 4])
 SHARED = make_plan(1, [[("a", 2, 2), ("b", 3)], [("c", 5)]], [4, 4])
 ONE = make_plan(1, [[("a", 1), ("b", 2), ("c", 2)]], [8])
@@ -123,6 +132,7 @@ def test_a_change_is_fed_and_trains_the_same(
         cluster.wait_finished(after)
         cluster.stop()
         check_fed(cluster, after)
+        check_votes(cluster, after)
         assert cluster.losses() == pytest.approx(undisturbed, rel=1e-12)
         assert not any(cluster.said(worker, PeerLost) for worker in cluster.workers)
 

@@ -82,6 +82,15 @@ def test_one_has_committed_so_the_others_roll_forward() -> None:
     assert agreement.held == {A: whole(0, 1), B: whole(2)}
 
 
+def test_who_took_over_a_copy_with_its_vote_lets_the_others_follow() -> None:
+    # A has what it was fed by one that is gone since, and who alone had seen the vote on step 5.
+    behind = recovery_state(4, reduced=(5, 1), layers=(0, 1, 2), joined=1)
+    agreement = agree({A: recovery_state(5, layers=(2,), joined=1), B: behind, C: behind})
+    assert (agreement.step, agreement.vote_holder, agreement.voted_generation) == (5, A, 1)
+    assert agreement.roll_forward == {B, C}
+    assert agreement.held == {A: whole(2), B: whole(0, 1, 2), C: whole(0, 1, 2)}
+
+
 def test_layer_without_reduced_gradients_cannot_roll_forward() -> None:
     # In the first step of a generation A still keeps layer 2 from the one before, at step 4.
     ahead = recovery_state(5, reduced=(5, 1), layers=(2,))

@@ -166,6 +166,14 @@ class Links:
                 self._door.call_off(feeding.epoch)
             self._traffic.arm()
 
+    def withdraw(self, feeding: Feeding, peer: bytes) -> None:
+        """What waits to be sent ahead to `peer` is not wanted any more: frames that have not begun
+        to go out are dropped."""
+        with self.lock:
+            if (link := self._links.get(peer)) is not None:
+                link.stop_feeding(feeding.epoch, (Kind.FEED,))
+                self._traffic.poll_for(link)
+
     def _feeds(self, peer: bytes, epoch: int, label: Label) -> Incoming | None:
         feeding = self._feeding
         if feeding is None or epoch != feeding.epoch:

@@ -10,7 +10,7 @@ frames are for.
 import contextlib
 import socket
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Protocol
 
 from oobleck.worker.transport.links.frame import (
@@ -366,9 +366,9 @@ class Link:
             self._forget()
         self._withdraw(lambda frame: frame.epoch < epoch and frame.kind not in LEAVING)
 
-    def stop_feeding(self, epoch: int) -> None:
+    def stop_feeding(self, epoch: int, kinds: Container[int] = FEEDING) -> None:
         """What is queued for that meeting ahead of it is not wanted any more."""
-        self._withdraw(lambda frame: frame.epoch == epoch and frame.kind in FEEDING)
+        self._withdraw(lambda frame: frame.epoch == epoch and frame.kind in kinds)
 
     def _withdraw(self, unwanted: Callable[[Outgoing], bool]) -> None:
         for queue in self._queues:
