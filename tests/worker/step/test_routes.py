@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from oobleck.host.ipc.messages import FaultRule
+from oobleck.host.ipc.messages import FaultRule, PhaseReached
 from oobleck.planner.cost.listed import with_listing
-from oobleck.planner.ids import Generation
+from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.job.spec import JobSpec, ModelSpec
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Plan
@@ -95,6 +95,34 @@ def test_a_copy_that_computes_nothing_takes_over_or_is_lost(
         assert moved_bytes(cluster, after) == {0}
         cluster.stop()
         check(cluster, job)
+
+
+def test_a_copy_that_has_not_seen_the_vote_rolls_forward_and_takes_over(
+    warm: WarmWorkers, tmp_path: Path
+) -> None:
+    job = make_job(tmp_path / "out")
+    behind = FaultRule(worker=worker_named("e"), point="voting", step=2, action="hold")
+    after = without(SHADOWED, "d", "e")
+    with Director(warm, job, [behind]) as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        cluster.assign(SHADOWED)
+        cluster.wait(lambda: len(cluster.records.get(2, ())) == 4, "the step of all but e")
+        cluster.kill("d")
+        wait_lost(cluster, SHADOWED, "d")
+        cluster.assign(after)
+        cluster.wait_finished(after)
+        forward = {str(w) for w in after.workers if arrival(cluster, w, after).rolled_forward}
+        assert forward == {"e/0"}
+        assert moved_bytes(cluster, after) == {0}
+        cluster.stop()
+        check(cluster, job)
+
+
+def arrival(cluster: Director, worker: WorkerId, plan: Plan) -> PhaseReached:
+    """What a worker told of where it stood as it came to `plan`."""
+    told = cluster.said(worker, PhaseReached, plan.generation)
+    (found,) = (m for m in told if isinstance(m, PhaseReached) and m.phase == "joined")
+    return found
 
 
 #: Of two nodes the other one has the whole model after a loss.
