@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 import torch
 
-from oobleck.worker.transport.links.frame import Kind, Label, bytes_of
+from oobleck.worker.transport.links.frame import Kind, Label, bytes_of, pieces
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.link import Incoming, Outgoing
 from oobleck.worker.transport.meeting import Meeting, OnLost, nobody_asks
@@ -28,27 +28,41 @@ class _Done:
         pass
 
 
-class _Arrival(Incoming):
+class _Piece(Incoming):
+    """A frame of a message."""
+
+    def __init__(self, arrival: "_Arrival", room: memoryview) -> None:
+        self._arrival = arrival
+        self._room = room
+
+    def room(self, size: int) -> memoryview:
+        assert len(self._room) == size, f"{size} bytes came where {len(self._room)} were expected"
+        return self._room
+
+    def arrived(self) -> None:
+        self._arrival.got_one()
+
+
+class _Arrival:
     """A message, into a tensor."""
 
     def __init__(self, transport: "LinkTransport", tensor: torch.Tensor, peer: bytes) -> None:
         self._transport = transport
-        self._tensor = tensor
         self._peer = peer
         self._pressing = tensor.nbytes > _LARGE_BYTES
-        self.done = False
+        self.pieces = [_Piece(self, room) for room in pieces(bytes_of(tensor))]
+        self._left = len(self.pieces)
         if self._pressing:
             transport.links.press(+1)
 
-    def room(self, size: int) -> memoryview:
-        room = bytes_of(self._tensor)
-        assert len(room) == size, f"{size} bytes came for a tensor of {len(room)}"
-        return room
-
-    def arrived(self) -> None:
-        self.done = True
-        if self._pressing:
+    def got_one(self) -> None:
+        self._left -= 1
+        if not self._left and self._pressing:
             self._transport.links.press(-1)
+
+    @property
+    def done(self) -> bool:
+        return not self._left
 
     def wait(self) -> None:
         if not self.done:
@@ -61,6 +75,7 @@ class _Departure:
     def __init__(
         self, transport: "LinkTransport", tensor: torch.Tensor, peer: bytes, frame: Outgoing
     ) -> None:
+        """`frame`: its last."""
         self._transport = transport
         self._tensor = tensor
         self._peer = peer
@@ -107,8 +122,11 @@ class LinkTransport(Meeting):
         content = tensor.contiguous()
         with self.links.lock:
             self.check()
-            frame = self.links.send(identity, Label(Kind.MESSAGE, tag, 0), bytes_of(content))
-        return _Departure(self, content, identity, frame)
+            sent = [
+                self.links.send(identity, Label(Kind.MESSAGE, tag, part), piece)
+                for part, piece in enumerate(pieces(bytes_of(content)))
+            ]
+        return _Departure(self, content, identity, sent[-1])
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         """Into `tensor`, which is contiguous; of those with the same tag the oldest comes first."""
@@ -116,7 +134,8 @@ class LinkTransport(Meeting):
         with self.links.lock:
             self.check()
             arrival = _Arrival(self, tensor, identity)
-            self.links.post(identity, Label(Kind.MESSAGE, tag, 0), arrival)
+            for part, piece in enumerate(arrival.pieces):
+                self.links.post(identity, Label(Kind.MESSAGE, tag, part), piece)
         return arrival
 
     # ---- sums

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from oobleck.planner.ids import Generation
 from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError, Unreached
+from oobleck.worker.transport.links import greeting
 from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.frame import Kind, Label
 from oobleck.worker.transport.links.hub import Links
@@ -78,6 +79,7 @@ class Meeting:
         self.rank = rank
         self.size = size
         self._epoch = epoch
+        self._secret = secret
         self._cards: Sequence[Card] = ()
         self._peers: Sequence[bytes] = ()
         #: Those that have come as far as this worker knows; in the end all.
@@ -143,8 +145,15 @@ class Meeting:
         return _Place(cards[above], None if above == root else above, len(below), identities)
 
     def heard(self, peer: bytes, standing: bytes) -> None:
-        self._standings[peer] = standing
+        proof, said = standing[: greeting.PROOF_BYTES], standing[greeting.PROOF_BYTES :]
+        own = self.links.identity
+        if not hmac.compare_digest(proof, self._proof(peer, own, said)):
+            return  # a link outlives meetings: this peer is in none of those that have the secret
+        self._standings[peer] = said
         self.others = frozenset({*self.others, peer})
+
+    def _proof(self, of: bytes, to: bytes, said: bytes) -> bytes:
+        return greeting.prove_member(self._secret, self._epoch, of, to, said)
 
     def _exchange(self, place: _Place, said: bytes, check_newest: CheckNewest) -> bytes:
         """What all have said."""
@@ -167,7 +176,8 @@ class Meeting:
             self._standings.clear()
             if above is not None:
                 self.links.post(above.identity, label, words)
-                self.links.send(above.identity, Label(Kind.STANDING, 0, 0), memoryview(table))
+                told = self._proof(self.links.identity, above.identity, table) + table
+                self.links.send(above.identity, Label(Kind.STANDING, 0, 0), memoryview(told))
         if above is not None:
             self._wait_wanted(words.is_there, check_newest, place.below)
             table = bytes(words.content)
@@ -210,6 +220,7 @@ class Meeting:
         with self.links.lock:
             self._cards, self._peers = cards, tuple(card.identity for card in cards)
             self.others = frozenset(self._peers) - {own}
+            self.links.keep_to(self.others)
             # Who has nothing to do here may have taken leave already.
             self._check_all_there(but=[Kind.GOODBYE])
         missing = {peer for peer in near if not self.links.linked(self._peers[peer])}

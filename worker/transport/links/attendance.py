@@ -5,10 +5,15 @@ later one than the present is remembered until this worker comes to it. Used wit
 held. Must not know links, nor what members say.
 """
 
+from typing import TypeVar
+
 from oobleck.worker.transport.links.frame import Kind
 
-#: Members that come to a later meeting than the present one are remembered, so many of each.
-_MOST_AHEAD = 4096
+T = TypeVar("T")
+
+#: So many later meetings of each member: the newest, as a member that comes to one has left all
+#: before it.
+_MOST_AHEAD = 4
 
 
 class Attendance:
@@ -32,10 +37,16 @@ class Attendance:
     def keep(self, peer: bytes, epoch: int, kind: int, content: bytes) -> None:
         """What `peer` says of a later meeting than the present one."""
         if kind == Kind.STANDING:
-            ahead = self._ahead.setdefault(epoch, {})
-            if len(ahead) < _MOST_AHEAD:
-                ahead[peer] = content
+            self._ahead.setdefault(epoch, {})[peer] = content
+            _keep_newest(self._ahead, peer)
         else:
-            left = self._left_ahead.setdefault(epoch, {})
-            if len(left) < _MOST_AHEAD:
-                left[peer] = kind
+            self._left_ahead.setdefault(epoch, {})[peer] = kind
+            _keep_newest(self._left_ahead, peer)
+
+
+def _keep_newest(by_epoch: dict[int, dict[bytes, T]], peer: bytes) -> None:
+    epochs = sorted(epoch for epoch, told in by_epoch.items() if peer in told)
+    for epoch in epochs[:-_MOST_AHEAD]:
+        del by_epoch[epoch][peer]
+        if not by_epoch[epoch]:
+            del by_epoch[epoch]

@@ -33,12 +33,14 @@ class Kind(IntEnum):
     #: State for a meeting that is still to come, piece by piece; and how far its taker is with it.
     FEED = 10
     FED = 11
+    #: The sender has the secret of that meeting, in which it was not when the link was made.
+    PROOF = 12
 
 
 #: These are said of a meeting that is over, so they are never dropped.
 LEAVING = frozenset({Kind.GOODBYE, Kind.GIVEN_UP, Kind.CALLED_OFF})
 #: These go to whoever prepares their meeting, whether or not this worker has come to it.
-FEEDING = frozenset({Kind.FEED, Kind.FED})
+FEEDING = frozenset({Kind.FEED, Kind.FED, Kind.PROOF})
 
 
 class Label(NamedTuple):
@@ -48,6 +50,16 @@ class Label(NamedTuple):
     key: int
     part: int
 
+
+#: These are for the links themselves, and are heard whether or not this worker has come to their
+#: meeting.
+TOLD = frozenset({Kind.STANDING, Kind.PROOF})
+
+#: Of a frame's content: what is urgent waits for no more than that to go out first, and where it is
+#: given up no more is sent or read in vain.
+MOST_BYTES = 1 << 20
+#: But for what one has to say with those below it in the tree, and what all have.
+_MOST_BYTES: dict[int, int] = {Kind.STANDING: 16 << 20, Kind.WORDS: 64 << 20, Kind.TABLE: 64 << 20}
 
 #: Epoch, then the label, then the bytes of content that follow.
 HEADER = struct.Struct("!QBqIQ")
@@ -59,6 +71,7 @@ _PRIORITIES = {
     Kind.WORDS: URGENT,
     Kind.TABLE: URGENT,
     Kind.STANDING: URGENT,
+    Kind.PROOF: URGENT,
     Kind.FEED: BACKGROUND,
     Kind.FED: URGENT,
 }
@@ -68,6 +81,17 @@ def priority_of(kind: int) -> int:
     """Sums go behind the messages that other workers compute on, a leave behind all of its meeting,
     and what is sent ahead of a later one behind everything."""
     return _PRIORITIES.get(Kind(kind), BULK)
+
+
+def most_bytes(kind: int) -> int:
+    """Of the content of such a frame."""
+    return _MOST_BYTES.get(kind, MOST_BYTES)
+
+
+def pieces(content: memoryview) -> list[memoryview]:
+    """As contents of frames; of nothing, one that is empty."""
+    starts = range(0, max(1, len(content)), MOST_BYTES)
+    return [content[start : start + MOST_BYTES] for start in starts]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

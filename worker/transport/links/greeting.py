@@ -21,14 +21,14 @@ from oobleck.worker.transport.links.sealing import KEY_BYTES, Seal, Seals
 #: Of a process that has links: random, new for each.
 IDENTITY_BYTES = 16
 _PUBLIC_BYTES = 32
-_PROOF_BYTES = 32
+PROOF_BYTES = 32
 _MAGIC = b"oobl\x02"
 
 _CALL = struct.Struct(f"!{len(_MAGIC)}sQI?{IDENTITY_BYTES}s{_PUBLIC_BYTES}s")
 _ANSWER = struct.Struct(f"!?{_PUBLIC_BYTES}s")
-CALL_BYTES = _CALL.size + _PROOF_BYTES
-ANSWER_BYTES = _ANSWER.size + _PROOF_BYTES
-CONFIRM_BYTES = _PROOF_BYTES
+CALL_BYTES = _CALL.size + PROOF_BYTES
+ANSWER_BYTES = _ANSWER.size + PROOF_BYTES
+CONFIRM_BYTES = PROOF_BYTES
 WELCOME = b"w"
 
 
@@ -95,6 +95,12 @@ def prove(secret: bytes, step: bytes, called: bytes, *said: bytes) -> bytes:
 
 def proven(proof: bytes, secret: bytes, step: bytes, called: bytes, *said: bytes) -> bool:
     return hmac.compare_digest(proof, prove(secret, step, called, *said))
+
+
+def prove_member(secret: bytes, epoch: int, of: bytes, to: bytes, word: bytes = b"") -> bytes:
+    """What a process says over a link that it has had from before a meeting, so that the other end
+    knows that it has that meeting's secret. `of`, `to`: identities; `word`: what it says there."""
+    return prove(secret, b"member", to, of, epoch.to_bytes(8, "big"), word)
 
 
 def seals_of_caller(

@@ -6,6 +6,7 @@ programs, layers or plans.
 """
 
 import contextlib
+import hmac
 import secrets
 import socket
 import threading
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from oobleck.worker.runtime.errors import TransportError
+from oobleck.worker.transport.links import greeting
 from oobleck.worker.transport.links.attendance import Attendance
 from oobleck.worker.transport.links.calls import Dial
 from oobleck.worker.transport.links.card import Card
@@ -88,6 +90,8 @@ class Links:
         self._epoch = 0
         self._member: Member | None = None
         self._feeding: Feeding | None = None
+        #: Of the meeting that is prepared.
+        self._feeding_secret = b""
         self._attendance = Attendance()
         #: How this worker has left the present meeting, if so.
         self._leaving: Kind | None = None
@@ -149,7 +153,7 @@ class Links:
         """Let in those of a meeting that comes after the present one too, until it is called off;
         what they send ahead of it goes to `feeding`, also while that meeting is the present one."""
         with self.lock:
-            self._feeding = feeding
+            self._feeding, self._feeding_secret = feeding, secret
             self._door.expect(feeding.epoch, secret)
             self.press(+1)
 
@@ -176,9 +180,20 @@ class Links:
 
     def _feeds(self, peer: bytes, epoch: int, label: Label) -> Incoming | None:
         feeding = self._feeding
-        if feeding is None or epoch != feeding.epoch:
+        if feeding is None or epoch != feeding.epoch or not self._may_feed(self._links[peer]):
             return None
         return feeding.feed(peer, label)
+
+    def _may_feed(self, link: Link) -> bool:
+        """Links outlive meetings, so the other end may be one whom no later plan has."""
+        assert self._feeding is not None, "a meeting is prepared"
+        epoch = self._feeding.epoch
+        if link.proven_for != epoch and link.claim is not None:
+            of, to = link.peer, self.identity
+            proof = greeting.prove_member(self._feeding_secret, epoch, of, to)
+            if link.claim[0] == epoch and hmac.compare_digest(link.claim[1], proof):
+                link.proven_for = epoch
+        return link.proven_for == epoch
 
     @property
     def peers(self) -> frozenset[bytes]:
@@ -203,7 +218,18 @@ class Links:
         self, feeding: Feeding, peer: bytes, label: Label, content: memoryview
     ) -> Outgoing:
         """For the meeting that is prepared. Raises TransportError when there is no link."""
-        return self._write(self._link(peer), feeding.epoch, label, content)
+        link, epoch = self._link(peer), feeding.epoch
+        if link.proved_for != epoch:
+            link.proved_for = epoch
+            proof = greeting.prove_member(self._feeding_secret, epoch, self.identity, peer)
+            self._write(link, epoch, Label(Kind.PROOF, 0, 0), memoryview(proof))
+        return self._write(link, epoch, label, content)
+
+    def keep_to(self, members: Collection[bytes]) -> None:
+        """These alone are in the present meeting."""
+        for peer, link in self._links.items():
+            if peer not in members:
+                link.keep_out()
 
     def post(self, peer: bytes, label: Label, incoming: Incoming) -> None:
         self._link(peer).post(label, incoming)
@@ -279,7 +305,11 @@ class Links:
         return True
 
     def on_news(self, link: Link, epoch: int, kind: int, content: bytes) -> None:
-        """The peer comes to a meeting or leaves it. Called with the lock held."""
+        """The peer comes to a meeting, leaves it or proves that it may feed for it. Called with the
+        lock held."""
+        if kind == Kind.PROOF:
+            link.claim = epoch, content
+            return
         if epoch > self._epoch:
             self._attendance.keep(link.peer, epoch, kind, content)
         if epoch != self._epoch:

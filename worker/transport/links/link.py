@@ -18,8 +18,10 @@ from oobleck.worker.transport.links.frame import (
     FEEDING,
     HEADER,
     LEAVING,
+    TOLD,
     Kind,
     Label,
+    most_bytes,
     priority_of,
 )
 from oobleck.worker.transport.links.sealing import Seals
@@ -27,8 +29,8 @@ from oobleck.worker.transport.links.wire import ClearWire, SealedWire, Wire
 
 #: Read at once. Frames that are no larger are copied out of it, larger ones read in place.
 _BUFFER_BYTES = 64 << 10
-#: Of what nobody wants any more.
-_SCRATCH_BYTES = 1 << 20
+#: Where goes what nobody wants any more, of all links.
+_SCRATCH = memoryview(bytearray(256 << 10))
 #: Read from one link, or written to it, before others get their turn.
 _TURN_BYTES = 1 << 20
 #: Of frames for meetings that this worker has not come to, beside what the peer says as it comes:
@@ -115,16 +117,15 @@ _NOBODY = _Nobody()
 #: Says where the content of a feeding frame of this epoch and label goes; None: nobody wants it.
 Feeds = Callable[[int, Label], Incoming | None]
 
-#: Told of frames with which the sender comes to a meeting or leaves it, whether or not this worker
-#: has come to it: their epoch, kind and content.
+#: Told of frames with which the sender comes to a meeting, leaves it or proves that it may feed for
+#: it, whether or not this worker has come to it: their epoch, kind and content.
 OnNews = Callable[[int, int, bytes], None]
 
 
-class _Standing(Incoming):
-    """What the sender says as it comes to a meeting."""
-
-    def __init__(self, epoch: int, on_news: OnNews) -> None:
+class _Told(Incoming):
+    def __init__(self, epoch: int, kind: int, on_news: OnNews) -> None:
         self._epoch = epoch
+        self._kind = kind
         self._on_news = on_news
         self._content = bytearray()
 
@@ -133,7 +134,7 @@ class _Standing(Incoming):
         return memoryview(self._content)
 
     def arrived(self) -> None:
-        self._on_news(self._epoch, Kind.STANDING, bytes(self._content))
+        self._on_news(self._epoch, self._kind, bytes(self._content))
 
 
 class Link:
@@ -168,13 +169,18 @@ class Link:
         self._writing: Outgoing | None = None
         #: Frames of meetings before this one are not wanted any more.
         self._floor = 0
+        #: Whether the peer is known to be none of the members of that meeting.
+        self.is_outside = False
+        #: What the peer has said last to prove that it may feed, and for which meeting; the newest
+        #: for which that was right; and for which this end has said it.
+        self.claim: tuple[int, bytes] | None = None
+        self.proven_for = self.proved_for = -1
         self._posted: defaultdict[Label, deque[Incoming]] = defaultdict(deque)
         self._early: dict[tuple[int, Label], deque[Early]] = {}
         #: Of those in `_early` that are for later meetings than the present one.
         self._ahead_bytes = 0
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0
-        self._scratch = memoryview(b"")
         #: Of the frame whose content comes in; None: a header is next.
         self._reading: Incoming | None = None
         self._reading_epoch = 0
@@ -293,8 +299,10 @@ class Link:
             if kind in LEAVING:
                 on_news(epoch, kind, b"")
                 continue
-            if kind == Kind.STANDING:
-                self._reading, self._reading_epoch = _Standing(epoch, on_news), epoch
+            if size > most_bytes(kind):
+                raise ConnectionError(f"a peer sends a frame of {size} bytes")
+            if kind in TOLD:
+                self._reading, self._reading_epoch = _Told(epoch, kind, on_news), epoch
                 self._missing, self._room = size, self._reading.room(size)
             else:
                 self._begin(epoch, Label(kind, key, part), size)
@@ -320,7 +328,7 @@ class Link:
                 self._room = self._reading.room(size)
             return
         self.used_in = max(self.used_in, epoch)
-        if epoch < self._floor:
+        if epoch < self._floor or (epoch == self._floor and self.is_outside):
             self._forget()
             return
         posted = self._posted.get(label) if epoch == self._floor else None
@@ -345,15 +353,14 @@ class Link:
 
     def _forget(self) -> None:
         self._reading = _NOBODY
-        if not self._scratch:
-            self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        self._room = self._scratch
+        self._room = _SCRATCH
 
     # ---- from one meeting to the next
 
     def raise_floor(self, epoch: int) -> None:
         """Nothing of meetings before `epoch` is wanted any more, in either direction."""
         self._floor = epoch
+        self.is_outside = False
         self._posted.clear()
         self._early = {key: early for key, early in self._early.items() if key[0] >= epoch}
         self._ahead_bytes = sum(
@@ -366,8 +373,15 @@ class Link:
             self._forget()
         self._withdraw(lambda frame: frame.epoch < epoch and frame.kind not in LEAVING)
 
+    def keep_out(self) -> None:
+        """The peer is none of the present meeting's members: nothing of it is kept."""
+        self.is_outside = True
+        self._early = {key: early for key, early in self._early.items() if key[0] > self._floor}
+
     def stop_feeding(self, epoch: int, kinds: Container[int] = FEEDING) -> None:
         """What is queued for that meeting ahead of it is not wanted any more."""
+        if Kind.PROOF in kinds:  # it may be among what is withdrawn
+            self.proved_for = -1
         self._withdraw(lambda frame: frame.epoch == epoch and frame.kind in kinds)
 
     def _withdraw(self, unwanted: Callable[[Outgoing], bool]) -> None:

@@ -1,6 +1,8 @@
 """How a meeting ends early, and a link, and the links' own thread: nobody waits for ever, nothing
 that was said is lost, and nothing is told of a meeting that is over."""
 
+import select
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -10,8 +12,9 @@ import torch
 
 from oobleck.worker.runtime.errors import CalledOff, InvariantViolation, TransportError
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.links.frame import Kind, Label
-from oobleck.worker.transport.links.link import Incoming, Link
+from oobleck.worker.transport.links.attendance import Attendance
+from oobleck.worker.transport.links.frame import HEADER, LEAVING, Kind, Label, most_bytes
+from oobleck.worker.transport.links.link import Early, Incoming, Link
 from support.meeting import SECRET, Party
 from support.waiting import until
 
@@ -163,6 +166,7 @@ class _Sink:
 
     def __init__(self) -> None:
         self.full = True
+        self.taken = b""
 
     def setblocking(self, blocking: bool) -> None:
         pass
@@ -176,7 +180,64 @@ class _Sink:
     def sendmsg(self, parts: Sequence[memoryview]) -> int:
         if self.full:
             raise BlockingIOError
+        self.taken += b"".join(parts)
         return sum(map(len, parts))
+
+
+def test_what_is_urgent_goes_before_what_was_said_earlier() -> None:
+    """State for a coming meeting, in the background, goes behind everything."""
+    sink = _Sink()
+    link = Link(b"", 1, sink, lambda epoch, label: None)  # type: ignore[arg-type]
+    kinds = [Kind.FEED, Kind.FEED, Kind.TOTAL, Kind.MESSAGE, Kind.SHARE, Kind.GOODBYE]
+    kinds += [Kind.MESSAGE, Kind.FED, Kind.WORDS, Kind.FEED, Kind.TABLE, Kind.STANDING, Kind.PROOF]
+    for number, kind in enumerate(kinds):
+        link.send(1, Label(kind, number, 0), memoryview(bytes(number)))
+    sink.full = False
+    link.write()
+    went, at = [], 0
+    while at < len(sink.taken):
+        _, kind, number, _, size = HEADER.unpack_from(sink.taken, at)
+        assert kind == kinds[number]
+        went.append(number)
+        at += HEADER.size + size
+    # The first had begun before anything else was said.
+    assert went == [0, 7, 8, 10, 11, 12, 3, 6, 2, 4, 5, 1, 9]
+
+
+@pytest.mark.parametrize("kind", [*Kind, 99])
+def test_a_frame_that_is_larger_than_any_of_its_kind_ends_the_link(kind: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    with near, far:
+        link = Link(b"", 1, far, lambda epoch, label: Early())
+        told: list[int] = []
+        for more in range(2):
+            near.sendall(HEADER.pack(0, kind, 0, 0, most_bytes(kind) + more))
+            select.select([far], [], [], 20)
+            with pytest.raises(ConnectionError if more else BlockingIOError):
+                link.read(lambda epoch, kind, content: told.append(kind))
+            if kind in LEAVING:  # which have none
+                assert told == [kind]
+                return
+            link._missing = 0
+
+
+def test_of_later_meetings_the_newest_few_of_each_member_are_remembered() -> None:
+    attendance = Attendance()
+    for epoch in range(1, 100):
+        attendance.keep(b"a", epoch, Kind.STANDING, b"%d" % epoch)
+        attendance.keep(b"a", epoch, Kind.GIVEN_UP, b"")
+    attendance.keep(b"b", 3, Kind.STANDING, b"b")
+    for epoch, ahead, left in [
+        (3, {b"b": b"b"}, {}),
+        (95, {}, {}),
+        (96, {b"a": b"96"}, {b"a": Kind.GIVEN_UP}),
+        (99, {b"a": b"99"}, {b"a": Kind.GIVEN_UP}),
+        (100, {}, {}),
+    ]:
+        assert attendance.begin(epoch) == ahead
+        assert attendance.left == left
 
 
 def test_a_link_is_written_to_in_turns() -> None:
@@ -194,9 +255,10 @@ def test_a_link_is_written_to_in_turns() -> None:
     assert turns == [4, 4, 2]
 
 
-@pytest.mark.parametrize(("size", "stays"), [(600 << 10, True), (2 << 20, False)])
-def test_what_comes_for_a_meeting_that_has_not_begun_is_bounded(size: int, stays: bool) -> None:
+@pytest.mark.parametrize(("count", "stays"), [(1, True), (2, False)])
+def test_what_comes_for_a_meeting_that_has_not_begun_is_bounded(count: int, stays: bool) -> None:
     lost: list[tuple[int, str]] = []
+    size = 600 << 10
     label, content = Label(Kind.MESSAGE, 7, 0), memoryview(bytes(size))
     with Party(2) as party:
         here, there = party.meet(on_lost=lambda rank, why: lost.append((rank, why)))
@@ -205,9 +267,10 @@ def test_what_comes_for_a_meeting_that_has_not_begun_is_bounded(size: int, stays
             with here.links.lock:
                 here.links.press(+1)  # reads while nobody waits
             with there.links.lock:
-                there.links._write(
-                    there.links._links[here.links.identity], epoch + 1, label, content
-                )
+                for _ in range(count):
+                    there.links._write(
+                        there.links._links[here.links.identity], epoch + 1, label, content
+                    )
             if not stays:
                 until(lambda: dict(lost).get(0, "").startswith("a peer sends more"), "the end")
                 return

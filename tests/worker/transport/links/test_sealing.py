@@ -11,8 +11,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from oobleck.worker.transport.links import greeting, sealing
-from oobleck.worker.transport.links.frame import HEADER, Kind, Label
-from oobleck.worker.transport.links.link import Early, Link, Outgoing
+from oobleck.worker.transport.links.frame import HEADER, MOST_BYTES, Kind, Label
+from oobleck.worker.transport.links.link import Early, Link
 from oobleck.worker.transport.links.sealing import KEY_BYTES, TAG_BYTES, Seal, Seals
 from oobleck.worker.transport.links.wire import PIECE_BYTES
 from support.waiting import until
@@ -203,11 +203,13 @@ def test_what_is_dropped_costs_no_number_and_what_is_half_out_is_finished(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     near, far = link_at(ends[0], HERE, THERE), link_at(ends[1], THERE, HERE)
-    content = bytearray(random.Random(1).randbytes(64 << 20))
-    half: Outgoing = near.send(0, LABEL, memoryview(content))
-    dropped = near.send(0, LABEL, memoryview(bytes(1000)))
-    assert not half.done
+    content = bytearray(random.Random(1).randbytes(MOST_BYTES))
+    frames = [near.send(0, LABEL, memoryview(content)) for _ in range(64)]
+    half, *dropped = [frame for frame in frames if not frame.done]
+    assert dropped
     near.raise_floor(1)
+    assert near._writing is half
+    assert sum(map(len, half.left)) <= HEADER.size + MOST_BYTES
     far.raise_floor(1)
     content[:] = bytes(len(content))  # the caller's own again
     arriving = expect(far, 1)
@@ -220,7 +222,7 @@ def test_what_is_dropped_costs_no_number_and_what_is_half_out_is_finished(
     until(there, "the next frame", poll_s=0)
     assert arriving[0].content == b"of the next meeting"
     assert not half.done
-    assert not dropped.done
+    assert not any(frame.done or frame.started for frame in dropped)
 
 
 def stream(*contents: bytes) -> bytes:
