@@ -1,8 +1,10 @@
 """Workers that compute more slowly than the others: stragglers (Malleus, Li et al., 2024).
 
 A worker's time is held against what its profile says of the layers that it computes in the plan.
-What all who compute a layer need beyond that is the profile's mistake, and nobody's slowness: so
-each layer counts as the fastest of them has it. Then a worker is held against the median of all.
+What all who compute a layer need beyond that, or below, is the profile's mistake and nobody's
+slowness. So each layer counts as the usual worker has it, if that is between the fastest and the
+slowest of those who compute it; else as the closest of these has it. That assumes no mistake that
+need not be. Then a worker is held against the median of all.
 
 Slow is who was so in every sample of a while. A sample is of a second and a step or more. Where
 there are too few processors for all, they are starved in turn, and one by half as much again for
@@ -310,13 +312,17 @@ def slowness_of(
         for worker, seconds in step_s.items()
         if (whole := sum(profiled_s.get(worker, {}).values())) > 0
     }
-    fastest: dict[int, float] = {}
+    if not ratios:
+        return {}
+    of_layer: dict[int, list[float]] = {}
     for worker, ratio in ratios.items():
         for layer in profiled_s[worker]:
-            fastest[layer] = min(ratio, fastest.get(layer, ratio))
-    own = {
-        worker: step_s[worker] / sum(s * fastest[layer] for layer, s in profiled_s[worker].items())
+            of_layer.setdefault(layer, []).append(ratio)
+    usual = median_low(ratios.values())
+    mistake = {layer: min(max(usual, min(own)), max(own)) for layer, own in of_layer.items()}
+    slowness = {
+        worker: step_s[worker] / sum(s * mistake[layer] for layer, s in profiled_s[worker].items())
         for worker in ratios
     }
-    usual = median_low(own.values()) if own else 1.0
-    return {worker: slowness / usual for worker, slowness in own.items()}
+    middle = median_low(slowness.values())
+    return {worker: each / middle for worker, each in slowness.items()}

@@ -8,7 +8,7 @@ import pytest
 from oobleck.master.rules import pace
 from oobleck.master.rules.pace import _sample, slowness_of
 from oobleck.master.state.readings import Reading, Round
-from oobleck.planner.cost.computing import computing_by_layer_s
+from oobleck.planner.cost.computing import computing_by_layer_s, computing_s
 from oobleck.planner.ids import Incarnation, NodeName, WorkerId
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
@@ -45,6 +45,29 @@ def test_a_head_that_takes_longer_than_its_profile_makes_nobody_slow() -> None:
     """All who compute it need that time, also those that others share a right layer with."""
     found = slowness_of(took({}, {7: 5.0}), CUT)
     assert max(found.values()) < 1.2
+
+
+def test_who_is_faster_than_all_others_makes_nobody_slow() -> None:
+    """Nor those who compute the same layers."""
+    for pipelines, speed in ((2, 1.5), (3, 2.0), (4, 3.0)):
+        plan, profile = plan_of_cuts(*[([4, 4, 4, 4], 8)] * pipelines), profile_of([1.0] * 16)
+        step_s = {**computing_s(plan, profile)}
+        step_s[worker(0)] /= speed
+        found = slowness_of(step_s, computing_by_layer_s(plan, profile))
+        assert found.pop(worker(0)) == pytest.approx(1 / speed)
+        assert list(found.values()) == pytest.approx([1.0] * len(found))
+
+
+@pytest.mark.parametrize("head_s", [1.3, 3.0, 4.0, 6.0])
+@pytest.mark.parametrize("cuts", [([4, 4, 4, 2], [5, 5, 4]), ([7, 7], [5, 5, 4])])
+def test_a_head_that_is_profiled_wrong_makes_nobody_slow_in_these_cuts(
+    cuts: tuple[list[int], list[int]], head_s: float
+) -> None:
+    """It takes 2 s."""
+    plan = plan_of_cuts(*[(cut, 8) for cut in cuts])
+    real = computing_s(plan, profile_of([1.0] * 13 + [2.0]))
+    profiled = computing_by_layer_s(plan, profile_of([1.0] * 13 + [head_s]))
+    assert max(slowness_of(real, profiled).values()) < 1.2
 
 
 def test_two_of_four_are_held_against_the_others() -> None:
