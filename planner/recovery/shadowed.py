@@ -22,6 +22,13 @@ def shadows_behind(plan: Plan, change: Change) -> Next | None:
     return "shadow"
 
 
+def can_lose_behind(plan: Plan, change: Change) -> int:
+    """How many nodes can be lost once `plan` has the shadows that follow it."""
+    if not change.shadows:
+        return can_lose(plan)
+    return can_lose(_more_shadows(plan, change.profile, change.fault_tolerance))
+
+
 def shadowed(change: Change) -> Answer:
     """The running plan with all shadows that let more nodes be lost; its routes and schedule stay.
     For a step boundary. Raises PlanInfeasible where there are none to add."""

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.recovery.answer import Answer, Change, answer, idle, situation
-from oobleck.planner.recovery.reconfigure import Reconfiguration
-from oobleck.planner.recovery.shadowed import shadows_behind
+from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose
+from oobleck.planner.recovery.shadowed import can_lose_behind, shadows_behind
 from oobleck.planner.recovery.uneven.candidates import Situation, candidates, staying_s
 from oobleck.planner.recovery.uneven.others import of_other_nodes
 from oobleck.planner.recovery.worth import worth_a_change
@@ -45,6 +45,7 @@ def by_rates(change: Change) -> tuple[float, Sequence[Answer]]:
 
 def _by_rates(change: Change, now: Situation) -> Iterator[Answer]:
     running = change.plan
+    tolerated = min(change.fault_tolerance, can_lose(running))
     for each in candidates(now):
         plan = replace(each.plan, generation=change.generation)
         if (plan.holds, plan.routes, plan.schedule) == (
@@ -53,6 +54,8 @@ def _by_rates(change: Change, now: Situation) -> Iterator[Answer]:
             running.schedule,
         ):
             continue
+        if each.rule == "recut" and can_lose_behind(plan, change) < tolerated:
+            continue  # there is no room for its shadows
         found = Reconfiguration(plan=plan, rule=each.rule, reason="", idle=idle(change, plan))
         yield answer("uneven", found, each.step_s, change)
     yield from of_other_nodes(change, now)

@@ -141,6 +141,21 @@ def test_behind_another_cut_come_the_shadows_that_it_has_given_up() -> None:
     assert behind.routes == cut.routes
 
 
+@pytest.mark.parametrize("rate", [0.35, 0.6])
+def test_no_cut_leaves_less_to_lose_for_good(rate: float) -> None:
+    """There is no room for the shadows that it would need."""
+    asked = change({worker(1): rate}, sizes=(2, 2), profile=costs(8))
+    short = replace(asked.profile, gpu_memory_bytes=6900)
+    plan = with_shadows(asked.plan, short, fault_tolerance=2)
+    assert can_lose(plan) == 2
+    asked = replace(asked, profile=short, plan=plan, base=plan, fault_tolerance=2, shadows=True)
+    offers = by_rates(asked)[1]
+    assert offers
+    assert min(can_lose(each.found.plan) for each in offers) == 2
+    one_less = replace(asked, fault_tolerance=1)
+    assert "recut" in {each.found.rule for each in by_rates(one_less)[1]}
+
+
 def test_after_a_cut_a_loss_is_answered_from_what_is_held_then() -> None:
     asked = change({worker(1): 0.25}, sizes=(4, 4), profile=costs())
     (cut,) = (each for each in by_rates(asked)[1] if each.found.rule == "recut")
