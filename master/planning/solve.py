@@ -28,9 +28,7 @@ from oobleck.planner.programs import proof
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.answer import Change
 from oobleck.planner.recovery.lost import by_templates
-from oobleck.planner.recovery.normalise import normalised
-from oobleck.planner.recovery.policies import answer
-from oobleck.planner.recovery.shadowed import shadowed
+from oobleck.planner.recovery.policies import answer, behind
 from oobleck.planner.recovery.uneven.answer import uneven
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import make_first_plan
@@ -118,10 +116,8 @@ def _next_plan(request: NextPlanRequest) -> NextPlanReply:
     match request.wanted:
         case "uneven":
             return NextPlanReply(answer=uneven(change))
-        case "shadow":
-            return NextPlanReply(answer=shadowed(change))
-        case "normalise":
-            return NextPlanReply(answer=normalised(change))
+        case "shadow" | "normalise" as following:
+            return NextPlanReply(answer=behind(change, following))
         case "plain":
             return NextPlanReply(answer=by_templates(replace(change, shadows=False)))
         case wanted:

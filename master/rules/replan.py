@@ -256,8 +256,9 @@ def _settled_at(context: Context, job: Job, ready: Sequence[Node]) -> float | No
 def follow_up(context: Context, job: Job) -> Decision | None:
     """Behind a plan that moved no state, so that training went on at once, goes one of templates or
     one with a stage moved, and behind one that leaves layers with few nodes its shadows: at a step
-    boundary. Where no stage is worth moving, none follows: to search again takes seconds; nor where
-    planning failed, as it would again. Nodes that come may well make the others possible."""
+    boundary. Where no stage is worth moving, and no shadow can be added, none follows: to search
+    again takes seconds; nor where planning failed, as it would again. Nodes that come may well make
+    templates possible."""
     state, made = context.state, job.current.made
     if made is None or not made.then or not undisturbed(state, job):
         return None
@@ -270,7 +271,7 @@ def follow_up(context: Context, job: Job) -> Decision | None:
         answer = next_plan(context, job, ready, next_generation(context, job), wanted)
     except PlanInfeasible as infeasible:
         why = "; ".join(infeasible.causes)
-        if wanted != "normalise" and not isinstance(infeasible, PlanningFailed):
+        if wanted == "templates" and not isinstance(infeasible, PlanningFailed):
             return Decision(reason=f"no {wanted} so far: {why}")
         dropped = FollowUpDropped(job_id=job.id, generation=job.current.generation, reason=why)
         return Decision(actions=(dropped,), reason=f"no {wanted}: {why}")
@@ -280,7 +281,7 @@ def follow_up(context: Context, job: Job) -> Decision | None:
         job,
         found.plan,
         boundary=True,
-        cause="few holders" if wanted == "shadow" else "re-routed",
+        cause="few holders" if answer.policy == "shadow" else "re-routed",
         rule=found.rule,
         reason=found.reason,
         detect_s=0.0,  # nothing waits for it

@@ -4,18 +4,28 @@ step takes then.
 Must not choose plans.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import ceil
+from typing import NamedTuple
 
 from oobleck.planner.cost.ends import plan_end_s
 from oobleck.planner.cost.estimate import shadow_bytes, stage_peak_bytes
-from oobleck.planner.cost.kinds import Kind, cost_of, pipeline_cut, pipeline_kinds, replicas
+from oobleck.planner.cost.kinds import (
+    Kind,
+    Place,
+    cost_of,
+    pipeline_cut,
+    pipeline_kinds,
+    replicas,
+)
 from oobleck.planner.cost.replay import computed_s
 from oobleck.planner.cost.stagecost import StageCost, idle_bytes, stage_cost
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.profile.links import message_s
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes, planned
+from oobleck.planner.programs.pipeline import Pipeline
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hop, Route
 from oobleck.planner.programs.ticks import HopTicks, Listing
@@ -56,28 +66,61 @@ def estimate_listed(plan: Plan, profile: Profile, *, tied: bool) -> ListedEstima
     """What a step takes of `plan`, which has a listing by `profile`. Raises PlanInfeasible."""
     schedule = planned(plan)
     assert schedule is not None, "workers stand in several hops"
-    tick_s, held = _tick_s(_costs(plan, profile)), _held_bytes(plan, profile)
+    tick_s = _tick_s(_costs(plan, profile))
     ends_s = {worker: max(ends) * tick_s for worker, ends in schedule.ends.items()}
-    peaks = {worker: held[worker] + schedule.peak_bytes.get(worker, 0) for worker in plan.workers}
+    for kind in _closed_kinds(plan, profile):
+        asked = Kind(kind.microbatches, pipeline_cut(kind.places, kind.costs, profile))
+        (ends,) = computed_s([(plan.schedule, asked)]).values()
+        for pipeline in kind.pipelines:
+            for stage, end_s in zip(pipeline.stages, ends, strict=True):
+                ends_s.update(dict.fromkeys(stage.workers, end_s))
+    step_s = plan_end_s(plan, ends_s, profile, tied=tied)
+    return ListedEstimate(step_s=step_s, worker_bytes=listed_bytes(plan, profile))
+
+
+def listed_bytes(
+    plan: Plan, profile: Profile, *, kept: float = 1.0, least_replicas: int = 1
+) -> dict[WorkerId, int]:
+    """State and activations of each worker, in rank order, of `plan`, which has a listing by
+    `profile`; as if there were so many replicas of each layer at least, and where list-scheduled
+    workers keep a part of what they do of micro-batches. Raises PlanInfeasible."""
+    schedule = planned(plan)
+    assert schedule is not None, "workers stand in several hops"
+    held = _held_bytes(plan, profile, least_replicas)
+    found = {
+        worker: held[worker] + ceil(kept * schedule.peak_bytes.get(worker, 0))
+        for worker in plan.workers
+    }
     shadows = shadow_bytes(plan, profile)
+    copies = max(least_replicas, replicas(plan))
+    for kind in _closed_kinds(plan, profile):
+        own = stage_peak_bytes(kind.costs, plan.schedule, kind.microbatches, copies)
+        for pipeline in kind.pipelines:
+            for stage, peak in zip(pipeline.stages, own, strict=True):
+                for worker in stage.workers:
+                    found[worker] = peak + shadows.get(worker, 0)
+    return found
+
+
+class _Closed(NamedTuple):
+    """Routes that nobody helps and that run alike, as pipelines."""
+
+    microbatches: int
+    places: tuple[Place, ...]
+    costs: list[StageCost]
+    pipelines: list[Pipeline]
+
+
+def _closed_kinds(plan: Plan, profile: Profile) -> Iterator[_Closed]:
     listed = set(listed_routes(plan))
     for (microbatches, places), numbers in pipeline_kinds(plan).items():
-        if closed := [number for number in numbers if number not in listed]:
+        pipelines = [plan.pipelines[number] for number in numbers if number not in listed]
+        if pipelines:
             costs = [
                 cost_of(stage, profile, place.rate)
-                for stage, place in zip(plan.pipelines[closed[0]].stages, places, strict=True)
+                for stage, place in zip(pipelines[0].stages, places, strict=True)
             ]
-            kind = Kind(microbatches, pipeline_cut(places, costs, profile))
-            (ends,) = computed_s([(plan.schedule, kind)]).values()
-            own = stage_peak_bytes(costs, plan.schedule, microbatches, replicas(plan))
-            for number in closed:
-                stages = plan.pipelines[number].stages
-                for stage, end_s, peak in zip(stages, ends, own, strict=True):
-                    ends_s.update(dict.fromkeys(stage.workers, end_s))
-                    for worker in stage.workers:
-                        peaks[worker] = peak + shadows.get(worker, 0)
-    step_s = plan_end_s(plan, ends_s, profile, tied=tied)
-    return ListedEstimate(step_s=step_s, worker_bytes=peaks)
+            yield _Closed(microbatches, places, costs, pipelines)
 
 
 def _costs(plan: Plan, profile: Profile) -> dict[Hop, StageCost]:
@@ -126,17 +169,18 @@ def _message_s(hop: Hop, after: Hop, profile: Profile) -> float:
     )
 
 
-def _held_bytes(plan: Plan, profile: Profile) -> dict[WorkerId, int]:
+def _held_bytes(plan: Plan, profile: Profile, least_replicas: int = 1) -> dict[WorkerId, int]:
     """What each worker has before it keeps anything of a micro-batch."""
     found, beside = dict.fromkeys(plan.workers, 0), dict.fromkeys(plan.workers, 0)
     held_twice = sum(len(hold.layers) for hold in plan.holds) > plan.layer_count
+    copies = max(least_replicas, 1 + held_twice)
     for hold in plan.holds:
         if set(hold.layers).issubset(plan.shadows.get(hold.workers[0], ())):
             own = whole = idle_bytes(profile, hold.layers, len(hold.workers))
         else:
             cost = cost_of(hold, profile)
             kept = replace(cost, working_bytes=0, exchange_bytes=0)
-            own, whole = (each.worker_bytes(0, replicas=1 + held_twice) for each in (kept, cost))
+            own, whole = (each.worker_bytes(0, replicas=copies) for each in (kept, cost))
         for worker in hold.workers:
             found[worker] += own
             # One layer is computed at a time.

@@ -15,6 +15,8 @@ from oobleck.planner.programs.routes import Hold, Route
 from oobleck.planner.recovery.answer import Answer, Change, answer, idle, situation
 from oobleck.planner.recovery.moves import Moves, Ticks, most_load
 from oobleck.planner.recovery.reconfigure import Reconfiguration
+from oobleck.planner.recovery.rules import Next
+from oobleck.planner.recovery.shadowed import shadows_behind
 from oobleck.planner.recovery.uneven.candidates import hop_ticks, scheduled, staying_s
 from oobleck.planner.recovery.worth import LEAST_GAIN, worth_a_change
 from oobleck.planner.units import comma_separated
@@ -37,7 +39,9 @@ def normalised(change: Change) -> Answer:
     if not offers:
         raise PlanInfeasible("nobody can take over the layers of a lost worker for its own")
     best = worth_a_change(offers, before_s)
-    return replace(best, then="normalise" if promising(change, best.found.plan) else None)
+    plan = best.found.plan
+    further: Next | None = "normalise" if promising(change, plan) else None
+    return replace(best, then=further or shadows_behind(plan, change))
 
 
 def promising(change: Change, plan: Plan) -> bool:

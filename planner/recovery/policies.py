@@ -15,12 +15,14 @@ Owns the choice. Must not know how a policy comes to its plan.
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Literal
 
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.recovery.answer import Answer, Change, Policy
 from oobleck.planner.recovery.lost import by_reroute, by_templates
-from oobleck.planner.recovery.normalise import promising
+from oobleck.planner.recovery.normalise import normalised, promising
+from oobleck.planner.recovery.shadowed import shadowed, shadows_behind
 
 #: State that moves in less than this is moved at once.
 QUICK_S = 1.0
@@ -35,7 +37,8 @@ def answer(change: Change, wanted: RecoveryPolicy, known: Answers | None = None)
 
     `auto`: a loss whose state moves in less than a second is answered by `templates`; else by
     `reroute` at once and by `templates` behind it, as far as both are possible. Where `reroute` is
-    wanted by name, `normalise` follows if that promises a shorter step. Whichever is wanted, the
+    wanted by name, `normalise` follows if that promises a shorter step, and `shadow` behind that.
+    Whichever is wanted, the
     other one takes its place where it has no answer, and the reason says why: fewer nodes than
     templates need may hold all layers, some as shadows.
     Raises PlanInfeasible where there is no answer.
@@ -46,7 +49,7 @@ def answer(change: Change, wanted: RecoveryPolicy, known: Answers | None = None)
         found = _made(first, change, known)
     except PlanInfeasible as infeasible:
         return _instead(other, first, infeasible, change, known)
-    if first == "reroute" and found.then is None and promising(change, found.found.plan):
+    if first == "reroute" and promising(change, found.found.plan):
         return replace(found, then="normalise")
     if wanted == "auto" and found.stall_s >= QUICK_S:
         with suppress(PlanInfeasible):
@@ -65,6 +68,20 @@ def _instead(
         raise (infeasible if other == "templates" else why) from None
     reason = f"{found.found.reason}; not by {first}: {why}"
     return replace(found, found=replace(found.found, reason=reason))
+
+
+def behind(change: Change, wanted: Literal["shadow", "normalise"]) -> Answer:
+    """What follows an answer at a step boundary; shadows also where no stage is worth moving.
+    Raises PlanInfeasible."""
+    if wanted == "shadow":
+        return shadowed(change)
+    try:
+        return normalised(change)
+    except PlanInfeasible:
+        if shadows_behind(change.plan, change) is not None:
+            with suppress(PlanInfeasible):
+                return shadowed(change)
+        raise
 
 
 def answers(change: Change) -> Answers:

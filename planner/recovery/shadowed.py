@@ -1,42 +1,56 @@
-"""Behind an answer: plans in which more nodes hold each layer. Must not know who holds what."""
+"""Behind an answer: plans in which more nodes hold each layer.
+
+Where workers are list-scheduled, their order may have to make do with less memory for that. Owns
+how much of it they are left. Must not know who holds what.
+"""
 
 from dataclasses import replace
 
 from oobleck.planner.cost.estimate import estimate_step
+from oobleck.planner.cost.listed import estimate_listed, with_listing
 from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.proof import prove
 from oobleck.planner.recovery.answer import Answer, Change, answer, idle
 from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose
 from oobleck.planner.recovery.rules import Next
+from oobleck.planner.recovery.worth import LEAST_GAIN
 from oobleck.planner.search.choose import settled
 from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.units import comma_separated, count
 
+#: What list-scheduled workers are left at least of the memory that micro-batches take now, in the
+#: order of trying. An order is made for speed alone and often keeps more than it needs.
+_KEPT = (1.0, 0.5, 0.25)
+
 
 def shadows_behind(plan: Plan, change: Change) -> Next | None:
-    """What follows `plan` at a step boundary, if more shadows would let more nodes be lost."""
-    tolerated = change.fault_tolerance
-    if not change.shadows or _more_shadows(plan, change.profile, tolerated) is plan:
+    """What follows `plan` at a step boundary, if more shadows would let more nodes be lost. A loss
+    waits for this, so whether list-scheduled workers can do with less is found out behind it."""
+    if not change.shadows:
         return None
-    return "shadow"
+    found = _more_shadows(plan, change, change.fault_tolerance, _KEPT[-1])
+    return None if found is plan else "shadow"
 
 
 def can_lose_behind(plan: Plan, change: Change) -> int:
     """How many nodes can be lost once `plan` has the shadows that follow it."""
     if not change.shadows:
         return can_lose(plan)
-    return can_lose(_more_shadows(plan, change.profile, change.fault_tolerance))
+    return can_lose(_more_shadows(plan, change, change.fault_tolerance))
 
 
 def shadowed(change: Change) -> Answer:
     """The running plan with all shadows that let more nodes be lost; its routes and schedule stay.
     For a step boundary. Raises PlanInfeasible where there are none to add."""
     profile = change.profile
-    found = _more_shadows(change.plan, profile, change.fault_tolerance)
-    if found is change.plan:
-        raise PlanInfeasible("no layer can be on one node more, or none has to be")
-    plan = settled(replace(found, generation=change.generation), profile)
+    plan = replace(_with_more(change), generation=change.generation)
+    if plan.listing is None:
+        plan = settled(plan, profile)
+        step_s = estimate_step(plan, profile, tied=change.tied).step_s
+    else:
+        prove(plan)
+        step_s = estimate_listed(plan, profile, tied=change.tied).step_s
     nodes = sorted({worker.node for worker in plan.shadows})
     made = Reconfiguration(
         plan=plan,
@@ -45,9 +59,46 @@ def shadowed(change: Change) -> Answer:
         f"{count(can_lose(plan), 'node')} can be lost",
         idle=idle(change, plan),
     )
-    step_s = estimate_step(plan, profile, tied=change.tied).step_s
     return answer("shadow", made, step_s, change)
 
 
-def _more_shadows(plan: Plan, profile: Profile, fault_tolerance: int) -> Plan:
-    return with_shadows(plan, profile, fault_tolerance=fault_tolerance, held=plan.shards)
+def _more_shadows(plan: Plan, change: Change, wanted: int, kept: float = 1.0) -> Plan:
+    held = plan.shards
+    return with_shadows(plan, change.profile, fault_tolerance=wanted, held=held, kept=kept)
+
+
+def _with_more(change: Change) -> Plan:
+    """The running plan with more shadows. The order of list-scheduled workers stays where these fit
+    beside it; else it is made anew. Raises PlanInfeasible."""
+    plan, listed = change.plan, change.plan.listing is not None
+    most = min(change.fault_tolerance, len(plan.nodes) - 1)
+    why = "no layer can be on one node more, or none has to be"
+    for wanted in range(most, can_lose(plan), -1):
+        for kept in _KEPT if listed else _KEPT[:1]:
+            found = _more_shadows(plan, change, wanted, kept)
+            if can_lose(found) < wanted:
+                continue
+            if kept == 1.0:
+                return found
+            anew = _listed_anew(found, change)
+            if anew is not None:
+                return anew
+            why = (
+                "beside shadows that let one node more be lost there is so little memory for "
+                "micro-batches that a step would take longer"
+            )
+    raise PlanInfeasible(why)
+
+
+def _listed_anew(found: Plan, change: Change) -> Plan | None:
+    """In an order that needs no more than there is beside the shadows; None: some micro-batch has
+    no room, or a step would take longer by more than no change is worth."""
+    assert found.listing is not None, "its workers are list-scheduled"
+    anew = with_listing(found, change.profile, split=found.listing.split)
+    try:
+        step_s, before_s = (
+            estimate_listed(plan, change.profile, tied=change.tied).step_s for plan in (anew, found)
+        )
+    except PlanInfeasible:
+        return None
+    return anew if step_s <= before_s * (1 + LEAST_GAIN) else None

@@ -2,7 +2,7 @@
 what each policy would do.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,18 +11,10 @@ from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.recovery.answer import Answer, Change
 from oobleck.planner.recovery.lost import by_templates
-from oobleck.planner.recovery.normalise import normalised
-from oobleck.planner.recovery.policies import Answers, answer, answers
+from oobleck.planner.recovery.policies import Answers, answer, answers, behind
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next
-from oobleck.planner.recovery.shadowed import shadowed
 from oobleck.planner.report.shape import shape
-
-_BEHIND: Mapping[Next, Callable[[Change], Answer]] = {
-    "templates": by_templates,
-    "shadow": shadowed,
-    "normalise": normalised,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +29,7 @@ class FollowUp:
         if isinstance(self.found, PlanInfeasible):
             return {"policy": self.wanted, **_answer(self.found)}
         made = self.found.found
-        told = {"policy": self.wanted, "rule": made.rule, "reason": made.reason}
+        told = {"policy": self.found.policy, "rule": made.rule, "reason": made.reason}
         return told | _answer(self.found)
 
 
@@ -104,7 +96,7 @@ def _follow_ups(change: Change, then: Next | None) -> Iterator[FollowUp]:
     """`change`: of the plan that they follow, in which nothing has happened since."""
     while then is not None:
         try:
-            found = _BEHIND[then](change)
+            found = by_templates(change) if then == "templates" else behind(change, then)
         except PlanInfeasible as infeasible:
             yield FollowUp(wanted=then, found=infeasible)
             return

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from oobleck.planner.cost.estimate import shadow_bytes, worker_peak_bytes
+from oobleck.planner.cost.listed import listed_bytes
 from oobleck.planner.cost.stagecost import idle_bytes
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.profile.profile import Profile
@@ -26,23 +27,29 @@ def with_shadows(
     fault_tolerance: int,
     held: ShardTable | None = None,
     moving: bool = True,
+    kept: float = 1.0,
 ) -> Plan:
     """`plan`, in which nodes hold each other's layers so that any `fault_tolerance` nodes can be
     lost; where memory is short, as many as can be.
 
     The same object where nothing is added: where enough nodes hold each layer, and where shadows
-    that fit would not let one node more be lost. Nor has a plan with a listing any room to give:
-    all of it is there for micro-batches. `held` is what workers have: what of that is a shadow
-    stays one, as far as more nodes can be lost so. Without `moving` these are the only ones: those
-    of the same plan for which no state has to move. Room is what a worker has left at its peak
-    under the plan's schedule, with nothing resident; `oobleck.planner.search.choose` sees to that.
+    that fit would not let one node more be lost. `held` is what workers have: what of that is a
+    shadow stays one, as far as more nodes can be lost so. Without `moving` these are the only ones:
+    those of the same plan for which no state has to move.
+
+    Room is what a worker has left at its peak under the plan's schedule, with nothing resident;
+    `oobleck.planner.search.choose` sees to that. Workers that are list-scheduled keep their order,
+    and room is what that leaves; for shadows to have more, with `kept` below 1 such workers are
+    left only that part of what they keep of micro-batches, and the plan needs another listing.
     """
     nodes = plan.layer_nodes()
     safe = min(map(len, nodes)) - 1
-    if safe >= fault_tolerance or plan.listing is not None:
+    if safe >= fault_tolerance:
         return plan
-    bare = replace(plan, holds=tuple(replace(hold, resident=False) for hold in plan.holds))
-    room = _room(bare, profile)
+    bare = plan
+    if plan.listing is None:
+        bare = replace(plan, holds=tuple(replace(hold, resident=False) for hold in plan.holds))
+    room = _room(bare, profile, kept)
     if room is None:
         return plan
     had = shadow_bytes(bare, profile)
@@ -65,12 +72,17 @@ def with_shadows(
     return replace(bare, holds=(*bare.holds, *more)) if more else plan
 
 
-def _room(plan: Plan, profile: Profile) -> dict[WorkerId, int] | None:
+def _room(plan: Plan, profile: Profile, kept: float) -> dict[WorkerId, int] | None:
     """Bytes that each worker has left when layers have shadows, in the order of the holds; None: a
     lone replica has no memory for the sums of gradients that come with them."""
     limit = profile.gpu_memory_bytes
-    peaks = worker_peak_bytes(plan, profile, least_replicas=2)
-    if max(peaks.values()) > limit >= max(worker_peak_bytes(plan, profile).values()):
+    if plan.listing is None:
+        without = worker_peak_bytes(plan, profile)
+        peaks = worker_peak_bytes(plan, profile, least_replicas=2)
+    else:
+        without = listed_bytes(plan, profile, kept=kept)
+        peaks = listed_bytes(plan, profile, kept=kept, least_replicas=2)
+    if max(peaks.values()) > limit >= max(without.values()):
         return None
     order = dict.fromkeys(worker for hold in plan.holds for worker in hold.workers)
     return {worker: max(0, limit - peaks[worker]) for worker in order}

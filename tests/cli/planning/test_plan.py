@@ -138,8 +138,10 @@ def test_policies_stand_side_by_side(job_file: JobFile) -> None:
     assert head.split() == ["POLICY", "STEP", "MOVES", "IN", "CAN", "LOSE", "PLAN"]
     assert [row.split()[0] for row in rows[:2]] == ["templates", "reroute"]
     # What follows stands below, with its own step, bytes and losses.
-    (behind,) = loss["follow_ups"]
+    behind, shadows = loss["follow_ups"]
+    assert (behind["policy"], shadows["policy"]) == ("normalise", "shadow")
     assert behind["step_s"] < reroute["step_s"]
+    assert behind["can_lose"] < shadows["can_lose"]
     assert rows[2].startswith(f"then normalise  {behind['step_s']:.4g} s ")
     assert rows[2].endswith(f" {behind['can_lose']}  {behind['plan']}")
     # Where one has no answer, the other one's is taken, and the table says why.

@@ -14,7 +14,7 @@ from oobleck.planner.ids import Generation
 from oobleck.planner.programs import compile as compiler
 from oobleck.planner.programs import proof
 from oobleck.planner.programs.schedule import Work, compute_order
-from oobleck.planner.recovery import lost
+from oobleck.planner.recovery import lost, policies
 from oobleck.planner.schedules import Schedule
 from support.scenario import Player
 from support.trained import node, trained_job
@@ -112,11 +112,11 @@ def test_a_loss_that_nothing_answers_ends_the_master(monkeypatch: pytest.MonkeyP
 def test_a_follow_up_that_crashes_is_not_asked_for_again(
     monkeypatch: pytest.MonkeyPatch, options: str, makes: str
 ) -> None:
-    monkeypatch.setattr(solve, makes, crashes)
+    monkeypatch.setattr(policies, makes, crashes)
     player = Player()
     told = player.play(LOSSES.format(options=options))
     assert "FollowUpDropped generation 2: an error of Oobleck's own" in told
-    monkeypatch.setattr(solve, makes, lambda change: pytest.fail("it is asked for again"))
+    monkeypatch.setattr(policies, makes, lambda change: pytest.fail("it is asked for again"))
     player.play("2.5 restart\n2.6 reconnect n1 n3 n5 n6\n3.0 steps 7 7 2\n9.0 look\n")
 
 

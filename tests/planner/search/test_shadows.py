@@ -3,6 +3,7 @@
 import random
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations, pairwise, product
 
@@ -14,9 +15,11 @@ from oobleck.planner.cost.estimate import (
     shadow_bytes,
     worker_peak_bytes,
 )
+from oobleck.planner.cost.listed import estimate_listed, listed_bytes
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.listing.schedule import planned
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold
 from oobleck.planner.programs.shards import Shard
@@ -28,6 +31,7 @@ from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.specification import node_specification
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of
+from support.random_rerouted import random_rerouted
 
 
 def summed(profile: Profile, sum_bytes: int) -> Profile:
@@ -119,9 +123,9 @@ def test_what_is_held_stays_and_nothing_else_without_moving() -> None:
 # ---- against brute force
 
 
-def reachable(plan: Plan, profile: Profile, target: int) -> bool:
-    """Whether some way to give whole layers to workers lets so many nodes be lost."""
-    peaks = worker_peak_bytes(plan, profile, least_replicas=2)
+def reachable(plan: Plan, profile: Profile, peaks: Mapping[WorkerId, int], target: int) -> bool:
+    """Whether some way to give whole layers to workers beside these bytes lets so many nodes be
+    lost."""
     room = {w: profile.gpu_memory_bytes - peak for w, peak in peaks.items()}
     if min(room.values()) < 0:
         return False
@@ -144,6 +148,12 @@ def reachable(plan: Plan, profile: Profile, target: int) -> bool:
         if all(load[w] <= room[w] for w in load):
             return True
     return False
+
+
+def most_lost(plan: Plan, profile: Profile, peaks: Mapping[WorkerId, int], wanted: int) -> int:
+    now = can_lose(plan)
+    targets = range(now + 1, wanted + 1)
+    return max((t for t in targets if reachable(plan, profile, peaks, t)), default=now)
 
 
 def random_case(rng: random.Random) -> tuple[Plan, Profile]:
@@ -181,10 +191,8 @@ def test_as_many_nodes_can_be_lost_as_some_assignment_allows(seed: int) -> None:
     for table in (None, held):
         found = with_shadows(plan, profile, fault_tolerance=wanted, held=table)
         assert found == with_shadows(plan, profile, fault_tolerance=wanted, held=table)
-        best = max(
-            (t for t in range(wanted + 1) if t > can_lose(plan) and reachable(plan, profile, t)),
-            default=can_lose(plan),
-        )
+        peaks = worker_peak_bytes(plan, profile, least_replicas=2)
+        best = most_lost(plan, profile, peaks, wanted)
         assert can_lose(found) == best
         if best == can_lose(plan):
             assert found is plan
@@ -195,6 +203,27 @@ def test_as_many_nodes_can_be_lost_as_some_assignment_allows(seed: int) -> None:
                 assert hold.workers[0].node not in nodes
         assert peak_bytes(found, profile) <= profile.gpu_memory_bytes
         assert peak_bytes(settled(found, profile), profile) <= profile.gpu_memory_bytes
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_beside_a_list_scheduled_order_as_many_as_fit_and_it_stays(seed: int) -> None:
+    rng = random.Random(seed)
+    _, plan, profile = next(random_rerouted(rng, layers=5, stages=3))
+    wanted = rng.choice((1, 2))
+    found = with_shadows(plan, profile, fault_tolerance=wanted, held=plan.shards)
+    peaks = listed_bytes(plan, profile, least_replicas=2)
+    assert can_lose(found) == most_lost(plan, profile, peaks, wanted)
+    assert (found is plan) == (can_lose(found) == can_lose(plan))
+    assert (found.routes, found.listing) == (plan.routes, plan.listing)
+    assert planned(found) == planned(plan)
+    needed = estimate_listed(found, profile, tied=False)
+    assert needed.peak_bytes <= profile.gpu_memory_bytes
+    given = shadow_bytes(found, profile)
+    for w, had in shadow_bytes(plan, profile).items():
+        assert given[w] >= had, "nothing is taken away"
+    # With less for micro-batches there is room for as many at least.
+    most = with_shadows(plan, profile, fault_tolerance=wanted, held=plan.shards, kept=0.25)
+    assert can_lose(most) >= can_lose(found)
 
 
 # ---- what plans with shadows take, and first plans

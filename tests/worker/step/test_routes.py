@@ -19,6 +19,7 @@ from oobleck.planner.recovery.answer import Change
 from oobleck.planner.recovery.normalise import normalised
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Rule
+from oobleck.planner.recovery.shadowed import shadowed
 from oobleck.planner.recovery.uneven.candidates import Situation, candidates
 from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.shadows import with_shadows
@@ -344,6 +345,51 @@ def test_behind_two_losses_of_a_stage_a_worker_takes_it_over(
         cluster.wait_finished(fifth)
         assert max(moved_bytes(cluster, fourth)) > 0
         assert moved_bytes(cluster, fifth) == {0}
+        cluster.stop()
+        check(cluster, job)
+
+
+def test_behind_a_re_routed_plan_others_get_copies_and_take_over(
+    warm: WarmWorkers, tmp_path: Path
+) -> None:
+    """Of what only one worker has left, while its order of compute stays; then it is lost too."""
+    job = make_job(tmp_path / "out", steps=16)
+    second = rerouted(FOUR, job, "b")
+    third = shadowed(
+        Change(
+            plan=second,
+            base=FOUR,
+            live=second.nodes,
+            generation=Generation(3),
+            templates={},
+            profile=profile_of(job),
+            fault_tolerance=1,
+            tied=job.model.tied,
+            shadows=True,
+        )
+    ).found.plan
+    assert (can_lose(second), can_lose(third)) == (0, 1)
+    assert (third.routes, third.listing) == (second.routes, second.listing)
+    fourth = rerouted(third, job, "d")
+    faults = [
+        FaultRule(worker=worker, point="before:Forward", action="kill_worker", **when)
+        for worker, when in (
+            (worker_named("b"), {"step": 2}),
+            (worker_named("d"), {"generation": Generation(3)}),
+        )
+    ]
+    with Director(warm, job, faults) as cluster:
+        cluster.start(*"abcd")
+        cluster.assign(FOUR)
+        cluster.wait(lambda: cluster.workers[worker_named("b")].gone, "the scripted kill")
+        cluster.assign(second)
+        cluster.wait(lambda: 2 in cluster.records, "a step of the re-routed plan")
+        cluster.assign(third, boundary=True)
+        cluster.wait(lambda: cluster.workers[worker_named("d")].gone, "the second kill")
+        cluster.assign(fourth)
+        cluster.wait_finished(fourth)
+        assert max(moved_bytes(cluster, third)) > 0
+        assert moved_bytes(cluster, fourth) == {0}
         cluster.stop()
         check(cluster, job)
 
