@@ -8,89 +8,111 @@ state with nothing left to run, the first of the sequence can begin its next for
 stays safe. So memory never sticks.
 """
 
-from heapq import heapify
+from heapq import heappop
 
 from oobleck.planner.programs.listing.visits import Visits
 
+#: By worker: how many bytes, where that is not nothing.
+_Bytes = tuple[tuple[int, int], ...]
+
 
 class Bank:
-    """Which forwards leave a safe state."""
+    """Which forwards leave a safe state.
+
+    Micro-batches that come to the same hop of the same route next are alike: they have kept as
+    much and need as much. So one of each kind is asked for all of them, and work does not grow
+    with how many wait.
+    """
 
     def __init__(self, visits: Visits) -> None:
         self._visits = visits
-        #: By micro-batch on its way: the visit that comes next.
-        self._next: dict[int, int] = {}
+        #: By hop: visits whose forward is ready.
+        self.ready: list[list[int]] = [[] for _ in visits.hops]
+        #: By the hop that comes next: how many are on their way, where there are any.
+        self._on_way: dict[int, int] = {}
         #: By worker: what those on their way leave of its room.
         self._spare = list(visits.room)
-        #: Visits that would leave no safe state. They may only after somebody came through: a
+        #: Hops whose visits would leave no safe state. They may only after somebody came through: a
         #: forward that begins takes of the spare what its micro-batch needed all the same.
         self._refused: set[int] = set()
         self.came_through = False
-        #: By hop: what is needed from there on, by worker.
-        self._needs: dict[int, tuple[tuple[int, int], ...]] = {}
+        #: By hop: what is kept there, before it, and from it on.
+        self._kept: list[_Bytes] = [()] * len(visits.hops)
+        self._before: list[_Bytes] = [()] * len(visits.hops)
+        self._needs: list[_Bytes] = [()] * len(visits.hops)
+        for place, path in zip(visits.place, visits.path, strict=True):
+            if place == 0:
+                self._add(path)
 
-    def take(self, heap: list[int], free: list[int]) -> int:
-        """Take the first visit whose forward may begin off the heap; -1: none may."""
-        count = len(self._visits.owner)
-        for key in sorted(heap):
-            if self._allows(key % count, free):
-                heap.remove(key)
-                heapify(heap)
-                self._begin(key % count)
-                return key % count
+    def _add(self, path: range) -> None:
+        """The hops of a route, by its first micro-batch."""
+        visits = self._visits
+        for visit in path:
+            hop = visits.hop[visit]
+            self._kept[hop] = self._bytes(range(visit, visit + 1))
+            self._before[hop] = self._bytes(range(path.start, visit))
+            self._needs[hop] = self._bytes(range(visit, path.stop))
+
+    def _bytes(self, some: range) -> _Bytes:
+        found: dict[int, int] = {}
+        for visit in some:
+            for worker in self._visits.members[self._visits.group[visit]]:
+                found[worker] = found.get(worker, 0) + self._visits.kept[visit]
+        return tuple(found.items())
+
+    def take(self, hops: list[int], free: list[int]) -> int:
+        """Take the first visit of these hops whose forward may begin; -1: none may."""
+        for key, hop in sorted((self.ready[hop][0], hop) for hop in hops if self.ready[hop]):
+            if self._allows(hop, free):
+                heappop(self.ready[hop])
+                visit = key % len(self._visits.owner)
+                self._begin(visit, hop)
+                return visit
         return -1
 
-    def _begin(self, visit: int) -> None:
-        visits, owner = self._visits, self._visits.owner[visit]
-        self._keep(visit, 1)
-        self._next[owner] = visit + 1
-        if visits.last[visit]:
-            self._refused.clear()
-            self.came_through = True
-            del self._next[owner]
-            for own in visits.path[owner]:
-                self._keep(own, -1)
+    def _begin(self, visit: int, hop: int) -> None:
+        for worker, kept in self._kept[hop]:
+            self._spare[worker] -= kept
+        if not self._visits.first[visit]:
+            _count(self._on_way, hop, -1)
+        if not self._visits.last[visit]:
+            _count(self._on_way, hop + 1, 1)
+            return
+        self._refused.clear()
+        self.came_through = True
+        for worker, kept in (*self._before[hop], *self._kept[hop]):
+            self._spare[worker] += kept
 
-    def _allows(self, visit: int, free: list[int]) -> bool:
-        visits, owner = self._visits, self._visits.owner[visit]
-        members, kept = visits.members[visits.group[visit]], visits.kept[visit]
-        if visit in self._refused or any(kept > free[worker] for worker in members):
+    def _allows(self, hop: int, free: list[int]) -> bool:
+        if hop in self._refused or any(kept > free[worker] for worker, kept in self._kept[hop]):
             return False
         spare = list(self._spare)
-        if self._comes_through(visit, spare):
+        if self._comes_through(hop, spare):
             return True
-        for worker in members:
+        for worker, kept in self._kept[hop]:
             spare[worker] -= kept
-        left = {**self._next, owner: visit + 1}
-        while owner in left:
-            through = [m for m, following in left.items() if self._passes(m, following, spare)]
+        left = self._on_way.copy()
+        if hop in left:  # nobody is on its way to a first hop
+            _count(left, hop, -1)
+        _count(left, hop + 1, 1)
+        while hop + 1 in left:
+            through = [following for following in left if self._comes_through(following, spare)]
             if not through:
-                self._refused.add(visit)
+                self._refused.add(hop)
                 return False
-            for microbatch in through:
-                del left[microbatch]
+            for following in through:
+                # What they keep becomes spare.
+                count = left.pop(following)
+                for worker, kept in self._before[following]:
+                    spare[worker] += count * kept
         return True
 
-    def _passes(self, microbatch: int, following: int, spare: list[int]) -> bool:
-        """Whether it can come through; if so, what it keeps becomes spare."""
-        if not self._comes_through(following, spare):
-            return False
-        for visit in range(self._visits.path[microbatch].start, following):
-            for worker in self._visits.members[self._visits.group[visit]]:
-                spare[worker] += self._visits.kept[visit]
-        return True
+    def _comes_through(self, hop: int, spare: list[int]) -> bool:
+        """Whether all from this hop of a micro-batch on fit."""
+        return all(kept <= spare[worker] for worker, kept in self._needs[hop])
 
-    def _comes_through(self, visit: int, spare: list[int]) -> bool:
-        """Whether all from this visit of a micro-batch on fit."""
-        visits = self._visits
-        if visits.hop[visit] not in self._needs:
-            need: dict[int, int] = {}
-            for own in range(visit, visits.path[visits.owner[visit]].stop):
-                for worker in visits.members[visits.group[own]]:
-                    need[worker] = need.get(worker, 0) + visits.kept[own]
-            self._needs[visits.hop[visit]] = tuple(need.items())
-        return all(kept <= spare[worker] for worker, kept in self._needs[visits.hop[visit]])
 
-    def _keep(self, visit: int, sign: int) -> None:
-        for worker in self._visits.members[self._visits.group[visit]]:
-            self._spare[worker] -= sign * self._visits.kept[visit]
+def _count(counts: dict[int, int], hop: int, by: int) -> None:
+    counts[hop] = counts.get(hop, 0) + by
+    if not counts[hop]:
+        del counts[hop]

@@ -51,8 +51,15 @@ def run_pass(visits: Visits, rank: list[int], spare: int | None) -> Pass:
     ticks = visits.forward + visits.backward + visits.weight
     # What a heap has of a visit: its micro-batch's rank, then itself.
     key = [rank[owner] * count + visit for visit, owner in enumerate(visits.owner)]
-    # By group: visits that are ready. Backwards that can wait are among the weight gradients.
+    bank = None if visits.ordered else Bank(visits)
+    # By group: visits that are ready. Backwards that can wait are among the weight gradients. The
+    # bank has the forwards; a group has the hops that it is asked for.
     forwards: list[list[int]] = [[] for _ in range(groups)]
+    forwards_at = [forwards[group] for group in group_of]
+    if bank is not None:
+        forwards_at = [bank.ready[hop] for hop in visits.hop]
+        for hop, group in dict(zip(visits.hop, group_of, strict=True)).items():
+            forwards[group].append(hop)
     backwards: list[list[int]] = [[] for _ in range(groups)]
     weights: list[list[int]] = [[] for _ in range(groups)]
     # Nobody waits for the backward of a first hop.
@@ -63,13 +70,12 @@ def run_pass(visits: Visits, rank: list[int], spare: int | None) -> Pass:
     # By group: how many of those that share a worker with it compute now.
     blocked = [0] * groups
     free, least_free = list(visits.room), list(visits.room)
-    bank = None if visits.ordered else Bank(visits)
     # Time * codes + code: work that ends; from 3 * count on a forward, or a backward, that arrives.
     queue: list[int] = []
     codes = 5 * count
     begun: list[tuple[int, int]] = []
     for path in visits.path:
-        heappush(forwards[group_of[path[0]]], key[path[0]])
+        heappush(forwards_at[path[0]], key[path[0]])
     now = start = 0
     touched = list(range(groups))
     while True:
@@ -106,7 +112,7 @@ def run_pass(visits: Visits, rank: list[int], spare: int | None) -> Pass:
             kind, visit = divmod(heappop(queue) - start, count)
             group = group_of[visit]
             if kind == 3:
-                heappush(forwards[group], key[visit])
+                heappush(forwards_at[visit], key[visit])
                 touched.append(group)
                 continue
             if kind == 4:
@@ -122,7 +128,7 @@ def run_pass(visits: Visits, rank: list[int], spare: int | None) -> Pass:
                 elif message[visit]:
                     heappush(queue, start + message[visit] * codes + 3 * count + visit + 1)
                 else:
-                    heappush(forwards[group_of[visit + 1]], key[visit + 1])
+                    heappush(forwards_at[visit + 1], key[visit + 1])
                     touched.append(group_of[visit + 1])
                 continue
             back = deferred[visit]

@@ -15,6 +15,7 @@ from oobleck.planner.programs.instructions import (
     Compute,
     Forward,
 )
+from oobleck.planner.programs.listing.bank import Bank
 from oobleck.planner.programs.listing.bound import least_makespan
 from oobleck.planner.programs.listing.schedule import (
     ListSchedule,
@@ -270,6 +271,28 @@ def test_circles_of_routes_use_all_the_memory_that_is_safe() -> None:
         walk(0, 1, 2, microbatches=4), walk(1, 2, 0, microbatches=4), walk(2, 0, 1, microbatches=4)
     )
     assert slots_of(plan, 4) < slots_of(plan, 2) < slots_of(plan, 1)
+
+
+def test_what_is_safe_is_not_asked_for_each_micro_batch_that_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four times as many micro-batches in little room: some four times as many questions."""
+    asked = 0
+    allows = Bank._allows
+
+    def counted(bank: Bank, hop: int, free: list[int]) -> bool:
+        nonlocal asked
+        asked += 1
+        return allows(bank, hop, free)
+
+    monkeypatch.setattr(Bank, "_allows", counted)
+    questions = []
+    for microbatches in (25, 100):
+        asked = 0
+        plan = plan_of_walks(walk(0, 1, 2, 1, 3, 4, 5, 6, microbatches=microbatches))
+        list_schedule(plan, slots, dict.fromkeys(plan.workers, 4), split=True, budget_visits=1)
+        questions.append(asked)
+    assert questions[0] < questions[1] < 5 * questions[0]
 
 
 def test_a_micro_batch_that_visits_a_worker_twice_needs_room_for_both() -> None:
