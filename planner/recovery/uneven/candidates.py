@@ -41,8 +41,9 @@ MOST_VISITS = 40_000
 _PARTS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 #: Of more visits one order alone is tried: whole routes are the better way where shares are large.
 _FEW_VISITS = 2_000
-#: Stages of a pipeline times the square of the model's layers: cut anew in a second or two.
-_MOST_CUTS = 100_000_000
+#: All stages times the square of the model's layers: cut anew in a second or two, for all schedules
+#: and choices of nodes.
+_MOST_CUTS = 30_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +121,7 @@ def recuts(source: Plan, now: Situation) -> Iterator[Candidate]:
     and so lets stages grow most."""
     if listed_routes(source):
         return
-    stages = max(len(pipeline.stages) for pipeline in source.pipelines)
+    stages = sum(len(pipeline.stages) for pipeline in source.pipelines)
     if stages * source.layer_count**2 > _MOST_CUTS:
         return
     schedules: tuple[Schedule, ...] = (source.schedule, "1f1b")

@@ -1,8 +1,10 @@
 """Fewer layers for slow workers: other contiguous cuts of pipelines, on the same workers in their
 order. State moves."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from types import EllipsisType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,32 +34,23 @@ def recut(plan: Plan, profile: Profile) -> Plan:
 
 
 def _recut(pipeline: Pipeline, plan: Plan, table: StageTable, state: _Matrix) -> Pipeline:
-    stages = pipeline.stages
-    times = [
-        _times(
-            table,
-            len(stage.workers),
-            in_flight(
-                plan.schedule,
-                stages=len(stages),
-                stage=number,
-                microbatches=pipeline.microbatches,
+    holds = pipeline.stages
+    stages = [
+        _Stage(
+            hold=hold,
+            table=table,
+            kept=in_flight(
+                plan.schedule, stages=len(holds), stage=number, microbatches=pipeline.microbatches
             ),
+            rate=plan.rate(hold.workers),
         )
-        / plan.rate(stage.workers)
-        for number, stage in enumerate(stages)
+        for number, hold in enumerate(holds)
     ]
-    limit = _least(times) * float(1 + _TIE)
-    if not np.isfinite(limit):
+    limit = _least(stages, len(state)) * float(1 + _TIE)
+    if not np.isfinite(limit) or max(stage.now for stage in stages) <= limit:
         return pipeline
-    now = max(
-        float(time[stage.first_layer, stage.last_layer + 1])
-        for time, stage in zip(times, stages, strict=True)
-    )
-    if now <= limit:
-        return pipeline
-    borders = _fewest_bytes(times, limit, stages, state)
-    cut = zip(stages, borders[:-1], borders[1:], strict=True)
+    borders = _fewest_bytes(stages, limit, state)
+    cut = zip(holds, borders[:-1], borders[1:], strict=True)
     return replace(
         pipeline,
         stages=tuple(
@@ -67,37 +60,55 @@ def _recut(pipeline: Pipeline, plan: Plan, table: StageTable, state: _Matrix) ->
     )
 
 
-def _times(table: StageTable, gpus: int, kept: int) -> _Matrix:
-    """[first layer, layer after the last] of a stage as profiled; infinite: there is no room."""
-    choice = table.choices.index(gpus)
-    return np.where(table.room[choice] >= kept, table.time[choice], np.inf)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stage:
+    """A stage, and what its workers take in a step for any layers. All stages' times at once may be
+    hundreds of megabytes."""
+
+    hold: Hold
+    table: StageTable
+    #: Micro-batches at a time.
+    kept: int
+    rate: float
+
+    def times(self) -> _Matrix:
+        """[first layer, layer after the last]; infinite: there is no room."""
+        return self._time(...)
+
+    @property
+    def now(self) -> float:
+        return float(self._time((self.hold.first_layer, self.hold.last_layer + 1)))
+
+    def _time(self, at: EllipsisType | tuple[int, int]) -> _Matrix:
+        choice = self.table.choices.index(len(self.hold.workers))
+        room = self.table.room[choice][at] >= self.kept
+        return np.where(room, self.table.time[choice][at], np.inf) / self.rate
 
 
-def _least(times: list[_Matrix]) -> float:
-    """The slowest stage of the best cut."""
-    ahead = np.full(times[0].shape[1], np.inf)
+def _least(stages: Sequence[_Stage], count: int) -> float:
+    """The slowest stage of the best cut, of so many borders."""
+    ahead = np.full(count, np.inf)
     ahead[-1] = 0.0
-    for time in reversed(times):
-        best = np.maximum(time, ahead).min(axis=1)
+    for stage in reversed(stages):
+        best = np.maximum(stage.times(), ahead).min(axis=1)
         ahead = np.append(best, np.inf)
     return float(ahead[0])
 
 
-def _fewest_bytes(
-    times: list[_Matrix], limit: float, stages: tuple[Hold, ...], state: _Matrix
-) -> list[int]:
+def _fewest_bytes(stages: Sequence[_Stage], limit: float, state: _Matrix) -> list[int]:
     """Where the stages of the cut begin that moves the fewest bytes, none slower than `limit`."""
     count = len(state)
     ahead = np.full(count, np.inf)
     ahead[-1] = 0.0
     chosen = []
     first, stop = np.arange(count - 1)[:, None], np.arange(count)[None, :]
-    for time, stage in zip(reversed(times), reversed(stages), strict=True):
+    for stage in reversed(stages):
+        hold = stage.hold
         # What it holds already stays.
-        begin = np.clip(first, stage.first_layer, stage.last_layer + 1)
-        end = np.clip(stop, stage.first_layer, stage.last_layer + 1)
+        begin = np.clip(first, hold.first_layer, hold.last_layer + 1)
+        end = np.clip(stop, hold.first_layer, hold.last_layer + 1)
         kept = np.maximum(state[end] - state[begin], 0.0)
-        moved = np.where(time <= limit, state[stop] - state[first] - kept, np.inf) + ahead
+        moved = np.where(stage.times() <= limit, state[stop] - state[first] - kept, np.inf) + ahead
         chosen.append(moved.argmin(axis=1))
         ahead = np.append(moved.min(axis=1), np.inf)
     borders = [0]

@@ -17,6 +17,7 @@ from oobleck.planner.recovery.answer import Change
 from oobleck.planner.recovery.policies import answer
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.shadowed import shadowed
+from oobleck.planner.recovery.uneven import candidates
 from oobleck.planner.recovery.uneven.answer import by_rates, uneven
 from oobleck.planner.recovery.worth import Prospect
 from oobleck.planner.search.shadows import with_shadows
@@ -182,6 +183,15 @@ def test_more_microbatches_do_not_go_where_there_is_no_room() -> None:
         listed = plan.listing is not None
         peak = estimate_listed(plan, profile, tied=False).peak_bytes if listed else 0
         assert max(peak, 0 if listed else peak_bytes(plan, profile)) <= profile.gpu_memory_bytes
+
+
+def test_what_takes_long_to_cut_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All stages of all pipelines count."""
+    asked = change({worker(5): 0.5}, profile=costs())
+    cuts = 3 * 4 * 12**2
+    for most, there in ((cuts, True), (cuts - 1, False)):
+        monkeypatch.setattr(candidates, "_MOST_CUTS", most)
+        assert ("recut" in {each.found.rule for each in by_rates(asked)[1]}) == there
 
 
 def test_state_that_takes_long_to_move_does_not_move() -> None:
