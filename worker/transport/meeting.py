@@ -127,7 +127,7 @@ class Meeting:
         for rank in range(self.size):
             (length,) = _CARD.unpack_from(by_rank[rank])
             end = _CARD.size + length
-            met.append(_read_card(by_rank[rank][_CARD.size : end]))
+            met.append(Card.read(by_rank[rank][_CARD.size : end].decode(errors="replace")))
             words.append(by_rank[rank][end:])
         self._connect(met, near)
         return words
@@ -220,7 +220,7 @@ class Meeting:
         with self.links.lock:
             self._cards, self._peers = cards, tuple(card.identity for card in cards)
             self.others = frozenset(self._peers) - {own}
-            self.links.keep_to(self.others)
+            self.links.keep_to(cards)
             # Who has nothing to do here may have taken leave already.
             self._check_all_there(but=[Kind.GOODBYE])
         missing = {peer for peer in near if not self.links.linked(self._peers[peer])}
@@ -362,10 +362,3 @@ def epoch_of(generation: Generation, meeting: int) -> int:
 def secret_of(prefix: str) -> bytes:
     """32 bytes that only the workers of a meeting have, from what the master tells them alone."""
     return hmac.digest(prefix.encode(), b"links", "sha256")
-
-
-def _read_card(text: bytes) -> Card:
-    try:
-        return Card.read(text.decode())
-    except ValueError as error:
-        raise TransportError(f"a member's card cannot be read: {error}") from None

@@ -54,9 +54,9 @@ class Dial:
         self.problem: OSError | None = None
 
 
-#: Is given a connection that has been greeted: the peer's identity, the serial, the socket, and its
-#: seals where it is sealed.
-Open = Callable[[bytes, int, socket.socket, Seals | None], None]
+#: Is given a connection that has been greeted: the peer's identity, the digest of its card, the
+#: serial, the socket, and its seals where it is sealed. Raises OSError where there can be no link.
+Open = Callable[[bytes, bytes, int, socket.socket, Seals | None], None]
 
 
 class Calls:
@@ -65,7 +65,7 @@ class Calls:
 
     def __init__(
         self,
-        identity: bytes,
+        own: Card,
         poll: select.epoll,
         secret_of: Callable[[int], bytes | None],
         make_room: Callable[[], bool],
@@ -75,7 +75,7 @@ class Calls:
     ) -> None:
         """`secret_of`: of a meeting that this process is in or expects; `make_room` frees a
         descriptor, and says whether there was one; `opened` takes a new link."""
-        self._identity = identity
+        self._own = own
         self._poll = poll
         self._secret_of = secret_of
         self._make_room = make_room
@@ -241,7 +241,10 @@ class Calls:
         call.said, call.missing, call.confirmed = bytearray(), len(greeting.WELCOME), True
 
     def _said(self, call: Dial) -> bytes:
-        return greeting.make_call(call.epoch, call.serial, self._sealed, self._identity, call.own)
+        own = self._own
+        return greeting.make_call(
+            call.epoch, call.serial, self._sealed, own.identity, own.digest, call.own
+        )
 
     def _call_again(self, call: Dial) -> None:
         """It calls this one at the same time, is not there yet, or took it for a stranger in a
@@ -258,7 +261,8 @@ class Calls:
         del self._connected[connection.fileno()]
         self._poll.unregister(connection)
         call.socket = None
-        self._opened(call.card.identity, call.serial, connection, call.seals)
+        card = call.card
+        self._opened(card.identity, card.digest, call.serial, connection, call.seals)
 
     def tick(self, now: float) -> None:
         """What the clock brings."""

@@ -1,7 +1,11 @@
 """What a process tells the others so that they can call it: where it listens, and who it is."""
 
 from hashlib import sha256
+from ipaddress import ip_address
 from typing import NamedTuple
+
+from oobleck.worker.runtime.errors import TransportError
+from oobleck.worker.transport.links.greeting import IDENTITY_BYTES
 
 
 class Card(NamedTuple):
@@ -22,7 +26,14 @@ class Card(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "Card":
-        """Raises ValueError."""
+        """Raises TransportError: what another process tells may be wrong."""
         identity, _, place = text.partition("@")
         host, _, port = place.rpartition(":")
-        return cls(bytes.fromhex(identity), host, int(port))
+        try:
+            ip_address(host)  # a name would have to be looked up, which takes its time
+            card = cls(bytes.fromhex(identity), host, int(port))
+        except ValueError as error:
+            raise TransportError(f"the card {text!r} cannot be read: {error}") from None
+        if len(card.identity) != IDENTITY_BYTES or not 0 < card.port < 1 << 16:
+            raise TransportError(f"the card {text!r} cannot be read: nobody can be called there")
+        return card

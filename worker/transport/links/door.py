@@ -67,7 +67,8 @@ class Door:
         self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
         poll.register(self._listener, select.EPOLLIN)
-        self.card = Card(identity, address, self._listener.getsockname()[1])
+        host, port = self._listener.getsockname()[:2]
+        self.card = Card(identity, host, port)
         self._own_digest = self.card.digest
         #: Of the present meeting; and the secrets of that and of those that are expected.
         self._epoch = -1
@@ -79,7 +80,7 @@ class Door:
         #: Where accepting failed for want of descriptors: not again before.
         self._full_until = 0.0
         self._calls = Calls(
-            identity, poll, self._secret_of, self._show_out_oldest, self._open, sealed=sealed
+            self.card, poll, self._secret_of, self._show_out_oldest, self._open, sealed=sealed
         )
 
     def __contains__(self, descriptor: int) -> bool:
@@ -207,7 +208,7 @@ class Door:
         self._poll.unregister(guest.socket)
         # If it fails, the caller hears no more than the end of the link.
         with contextlib.suppress(OSError):
-            self._open(call.caller, call.serial, guest.socket, seals)
+            self._open(call.caller, call.place, call.serial, guest.socket, seals)
         return False
 
     def _answer(self, guest: _Guest) -> bool:
@@ -242,11 +243,16 @@ class Door:
     # ---- both
 
     def _open(
-        self, peer: bytes, serial: int, connection: socket.socket, seals: Seals | None
+        self,
+        peer: bytes,
+        place: bytes,
+        serial: int,
+        connection: socket.socket,
+        seals: Seals | None,
     ) -> None:
         try:
-            self._opened(peer, serial, connection, seals)
-        except OSError:  # this host lacks something for it
+            self._opened(peer, place, serial, connection, seals)
+        except OSError:
             connection.close()
             raise
         self._calls.drop(peer)

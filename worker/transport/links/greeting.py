@@ -22,9 +22,10 @@ from oobleck.worker.transport.links.sealing import KEY_BYTES, Seal, Seals
 IDENTITY_BYTES = 16
 _PUBLIC_BYTES = 32
 PROOF_BYTES = 32
-_MAGIC = b"oobl\x02"
+_PLACE_BYTES = 32
+_MAGIC = b"oobl\x03"
 
-_CALL = struct.Struct(f"!{len(_MAGIC)}sQI?{IDENTITY_BYTES}s{_PUBLIC_BYTES}s")
+_CALL = struct.Struct(f"!{len(_MAGIC)}sQI?{IDENTITY_BYTES}s{_PLACE_BYTES}s{_PUBLIC_BYTES}s")
 _ANSWER = struct.Struct(f"!?{_PUBLIC_BYTES}s")
 CALL_BYTES = _CALL.size + PROOF_BYTES
 ANSWER_BYTES = _ANSWER.size + PROOF_BYTES
@@ -46,6 +47,8 @@ class Call(NamedTuple):
     #: than it wants.
     seals: bool
     caller: bytes
+    #: The digest of the caller's card.
+    place: bytes
     public: bytes
     #: All of the above as it was said, and the proof behind it.
     said: bytes
@@ -61,19 +64,21 @@ class Answer(NamedTuple):
     proof: bytes
 
 
-def make_call(epoch: int, serial: int, seals: bool, caller: bytes, own: X25519PrivateKey) -> bytes:
+def make_call(
+    epoch: int, serial: int, seals: bool, caller: bytes, place: bytes, own: X25519PrivateKey
+) -> bytes:
     """All but the proof; `own` is fresh."""
     public = own.public_key().public_bytes_raw()
-    return _CALL.pack(_MAGIC, epoch, serial, seals, caller, public)
+    return _CALL.pack(_MAGIC, epoch, serial, seals, caller, place, public)
 
 
 def read_call(message: bytes) -> Call | None:
     """None: whoever calls speaks something else."""
     said, proof = message[: _CALL.size], message[_CALL.size :]
-    magic, epoch, serial, seals, caller, public = _CALL.unpack(said)
+    magic, epoch, serial, seals, caller, place, public = _CALL.unpack(said)
     if magic != _MAGIC:
         return None
-    return Call(epoch, serial, seals, caller, public, said, proof)
+    return Call(epoch, serial, seals, caller, place, public, said, proof)
 
 
 def make_answer(seals: bool, own: X25519PrivateKey) -> bytes:

@@ -31,6 +31,7 @@ from oobleck.worker.transport.links.watch import Watch
 _TICK_S = 0.05
 _NOTHING = memoryview(b"")
 _GONE = "a peer is gone"
+_ELSEWHERE = "a member has another card than the link to it"
 #: Without whom nothing of the meeting can go on. Who takes leave in order has done its part.
 _ENDING = (Kind.GIVEN_UP, Kind.CALLED_OFF)
 
@@ -93,6 +94,8 @@ class Links:
         #: Of the meeting that is prepared.
         self._feeding_secret = b""
         self._attendance = Attendance()
+        #: The digests of the present members' cards, once they are known.
+        self._places: dict[bytes, bytes] = {}
         #: How this worker has left the present meeting, if so.
         self._leaving: Kind | None = None
         self._to_tell: Member | None = None
@@ -110,6 +113,7 @@ class Links:
             self._member = member
             self._to_tell = None
             ahead = self._attendance.begin(epoch)
+            self._places = {}
             self._leaving = None
             self._watch.begin()
             for link in self._links.values():
@@ -225,11 +229,15 @@ class Links:
             self._write(link, epoch, Label(Kind.PROOF, 0, 0), memoryview(proof))
         return self._write(link, epoch, label, content)
 
-    def keep_to(self, members: Collection[bytes]) -> None:
-        """These alone are in the present meeting."""
+    def keep_to(self, members: Collection[Card]) -> None:
+        """These alone are in the present meeting. Raises TransportError where the greeting of one
+        was another card's."""
+        self._places = {card.identity: card.digest for card in members}
         for peer, link in self._links.items():
-            if peer not in members:
+            if peer not in self._places:
                 link.keep_out()
+            elif link.place != self._places[peer]:
+                raise TransportError(_ELSEWHERE)
 
     def post(self, peer: bytes, label: Label, incoming: Incoming) -> None:
         self._link(peer).post(label, incoming)
@@ -253,14 +261,21 @@ class Links:
     # ---- links
 
     def _open(
-        self, peer: bytes, serial: int, connected: socket.socket, seals: Seals | None
+        self,
+        peer: bytes,
+        place: bytes,
+        serial: int,
+        connected: socket.socket,
+        seals: Seals | None,
     ) -> None:
+        if self._places.get(peer, place) != place:
+            raise PermissionError(_ELSEWHERE)
         if (old := self._links.get(peer)) is not None:
             self._drop(old)
             if old.used_in >= self._epoch and peer not in self._attendance.left:
                 # The other end was over before this one knew: frames have gone nowhere.
                 self._lose(peer, "a peer has called again amid a meeting")
-        link = Link(peer, serial, connected, partial(self._feeds, peer), seals)
+        link = Link(peer, place, serial, connected, partial(self._feeds, peer), seals)
         link.raise_floor(self._epoch)
         self._traffic.add(link)
         self._links[peer] = link

@@ -144,6 +144,7 @@ class Link:
     def __init__(
         self,
         peer: bytes,
+        place: bytes,
         serial: int,
         connected: socket.socket,
         feeds: Feeds,
@@ -156,6 +157,8 @@ class Link:
         connected.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         self._feeds = feeds
         self.peer = peer
+        #: The digest of the peer's card, as the greeting has it.
+        self.place = place
         self.serial = serial
         self.socket = connected
         self._wire: Wire = SealedWire(connected, seals) if seals else ClearWire(connected)

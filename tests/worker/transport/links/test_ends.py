@@ -187,7 +187,7 @@ class _Sink:
 def test_what_is_urgent_goes_before_what_was_said_earlier() -> None:
     """State for a coming meeting, in the background, goes behind everything."""
     sink = _Sink()
-    link = Link(b"", 1, sink, lambda epoch, label: None)  # type: ignore[arg-type]
+    link = Link(b"", b"", 1, sink, lambda epoch, label: None)  # type: ignore[arg-type]
     kinds = [Kind.FEED, Kind.FEED, Kind.TOTAL, Kind.MESSAGE, Kind.SHARE, Kind.GOODBYE]
     kinds += [Kind.MESSAGE, Kind.FED, Kind.WORDS, Kind.FEED, Kind.TABLE, Kind.STANDING, Kind.PROOF]
     for number, kind in enumerate(kinds):
@@ -210,7 +210,7 @@ def test_a_frame_that_is_larger_than_any_of_its_kind_ends_the_link(kind: int) ->
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
     with near, far:
-        link = Link(b"", 1, far, lambda epoch, label: Early())
+        link = Link(b"", b"", 1, far, lambda epoch, label: Early())
         told: list[int] = []
         for more in range(2):
             near.sendall(HEADER.pack(0, kind, 0, 0, most_bytes(kind) + more))
@@ -243,7 +243,7 @@ def test_of_later_meetings_the_newest_few_of_each_member_are_remembered() -> Non
 def test_a_link_is_written_to_in_turns() -> None:
     sink = _Sink()
     # As much of a socket as is used.
-    link = Link(b"", 1, sink, lambda epoch, label: None)  # type: ignore[arg-type]
+    link = Link(b"", b"", 1, sink, lambda epoch, label: None)  # type: ignore[arg-type]
     content = memoryview(bytes(300 << 10))
     frames = [link.send(1, Label(Kind.MESSAGE, number, 0), content) for number in range(10)]
     sink.full = False

@@ -144,7 +144,9 @@ def stranger_says(card: Card, said: bytes) -> bytes:
 
 
 def call_of(secret: bytes, called: bytes, *, seals: bool = True) -> bytes:
-    said = greeting.make_call(1, 9, seals, b"c" * greeting.IDENTITY_BYTES, greeting.fresh())
+    said = greeting.make_call(
+        1, 9, seals, b"c" * greeting.IDENTITY_BYTES, bytes(32), greeting.fresh()
+    )
     return said + greeting.prove(secret, b"call", called, said)
 
 

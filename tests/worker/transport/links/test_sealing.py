@@ -150,7 +150,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def link_at(end: socket.socket, outward: bytes, inward: bytes) -> Link:
-    return Link(b"peer", 1, end, lambda epoch, label: None, Seals(Seal(outward), Seal(inward)))
+    return Link(b"peer", b"", 1, end, lambda epoch, label: None, Seals(Seal(outward), Seal(inward)))
 
 
 def carry(near: Link, far: Link) -> None:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links import greeting
 from oobleck.worker.transport.links.card import Card
@@ -202,7 +203,7 @@ def greet(card: Card, secret: bytes, caller: bytes, serial: int) -> tuple[socket
     """A call of the first meeting, and what is answered."""
     stranger = call(card)
     stranger.settimeout(20)
-    said = greeting.make_call(1, serial, True, caller, greeting.fresh())
+    said = greeting.make_call(1, serial, True, caller, bytes(32), greeting.fresh())
     stranger.sendall(said + greeting.prove(secret, b"call", card.digest, said))
     return stranger, stranger.recv(greeting.ANSWER_BYTES)
 
@@ -232,9 +233,29 @@ def test_a_greeting_for_one_is_no_greeting_for_another() -> None:
     with Party(3) as party:
         party.meet()
         here, there = party.links[0].card, party.links[2].card
-        said = greeting.make_call(1, 9, True, party.links[1].identity, greeting.fresh())
+        said = greeting.make_call(1, 9, True, party.links[1].identity, bytes(32), greeting.fresh())
         with call(there) as stranger:
             stranger.sendall(said + greeting.prove(SECRET, b"call", here.digest, said))
             stranger.settimeout(20)
             assert stranger.recv(1) == b""
         assert party.everywhere(talk) == [[0.0, 1.0, 2.0]] * 3
+
+
+def test_who_was_greeted_at_another_address_is_not_the_member_of_that_name() -> None:
+    """A greeting has the cards of both ends in it, and a meeting has those of all."""
+    with Party(2) as party:
+        caller = party.links[1]
+        calls, own = caller._door._calls, caller.card
+        calls._own = Card(own.identity, "127.0.0.2", own.port)
+        host, late = (LinkTransport(each, 1, SECRET, r, 2) for r, each in enumerate(party.links))
+
+        def meet(transport: LinkTransport) -> str:
+            try:
+                transport.meet(party.links[0].card, set(), b"", lambda: None)
+            except TransportError as error:
+                transport.abort()
+                return str(error)
+            return "met"
+
+        party.transports = [host, late]
+        assert "another card" in party.everywhere(meet)[0]
