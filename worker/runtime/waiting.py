@@ -39,7 +39,8 @@ class _Call(Generic[T]):
 
 
 class Waits:
-    """One thread that waits; used by one other at a time. `release` may come from any."""
+    """One thread that waits, from the first call on; used by one other at a time. `release` may
+    come from any. Without a call, as where nothing goes over NCCL, there is no thread."""
 
     def __init__(self, doubt_s: float = DOUBT_S) -> None:
         """`doubt_s`: a call that takes longer is looked into, as often."""
@@ -47,7 +48,7 @@ class Waits:
         self._calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._released = False
-        threading.Thread(target=self._serve, name="operations", daemon=True).start()
+        self._thread: threading.Thread | None = None
 
     def run(
         self,
@@ -59,6 +60,9 @@ class Waits:
         `limit_s`, and what `doubt` raises, which is called now and then during a long wait; these
         release all later calls too."""
         call = _Call(wait)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="operations", daemon=True)
+            self._thread.start()
         self._calls.put(call)
         in_time = False
         try:

@@ -108,3 +108,11 @@ def test_thread_ends_with_close() -> None:
     waits.run(lambda: None)
     waits.close()
     until(lambda: threading.active_count() <= before, "the end of its thread")
+
+
+def test_who_makes_no_call_has_no_thread() -> None:
+    before = set(threading.enumerate())
+    waits = Waits()
+    waits.release()
+    waits.close()
+    assert set(threading.enumerate()) == before
