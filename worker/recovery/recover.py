@@ -18,17 +18,19 @@ from oobleck.host.ipc.messages import Assign, Committed, PhaseReached, Restored
 from oobleck.planner.codec import encode
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.shards import Shard
 from oobleck.worker.checkpoint.restore import restore
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.membership import handover_members
 from oobleck.worker.recovery.rejoin import Agreement, Held, RecoveryState, agree, is_whole
 from oobleck.worker.recovery.transfer import fetch_layers
 from oobleck.worker.runtime import pulse
+from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.progress import Position
 from oobleck.worker.step import vote
 from oobleck.worker.step.commit import commit, make_record
-from oobleck.worker.step.salvage import Contribution, Salvage, plan_salvage
+from oobleck.worker.step.salvage import NO_ATTEMPT, Attempt, Contribution, Salvage, plan_salvage
 from oobleck.worker.transport.tell_all import read_all
 from oobleck.worker.transport.transport import Transport
 
@@ -42,6 +44,7 @@ class Standing:
     #: Fingerprint of the data and the initial weights that it reads, hexadecimal.
     inputs: str
     state: RecoveryState
+    attempt: Attempt = NO_ATTEMPT
 
 
 class Recovery:
@@ -59,7 +62,8 @@ class Recovery:
         """What the others must know of this worker when they meet; nothing of it may change before
         they have agreed."""
         self._state.drop_partial()
-        return encode(Standing(self._context.inputs.hex(), self._recovery_state(plan.layer_count)))
+        inputs, state = self._context.inputs.hex(), self._recovery_state(plan.layer_count)
+        return encode(Standing(inputs, state, self._attempt(plan)))
 
     def run(
         self,
@@ -83,7 +87,8 @@ class Recovery:
             "before:agree", generation=plan.generation, step=progress.committed
         )
         with self._context.timeline.phase("agree"):
-            agreement = agreement_of(plan.workers, standings)
+            told = read_standings(plan.workers, standings)
+            agreement = agree({member: said.state for member, said in told.items()})
         if self._restore(assign, agreement, transport):
             return None
         rolled_forward = self._worker in agreement.roll_forward
@@ -92,7 +97,7 @@ class Recovery:
             with self._context.timeline.phase("roll forward"):
                 ballot = self._learn_vote(plan.workers, agreement, transport)
         with self._context.timeline.phase("salvage"):
-            salvage = self._salvage(plan, agreement, transport)
+            salvage = self._salvage(plan, agreement, told)
         self._control.report(
             PhaseReached(
                 generation=plan.generation,
@@ -192,31 +197,44 @@ class Recovery:
             former=_held(self._state.former),
         )
 
-    def _salvage(self, plan: Plan, agreement: Agreement, transport: Transport) -> Salvage | None:
-        """Learn what everyone has of the step that was cut off, if there is one, and what of it
-        counts; None where nothing does."""
+    def _attempt(self, plan: Plan) -> Attempt:
+        """What this worker has of a step that it has begun and not committed."""
+        progress = self._progress
+        wanted = plan.shards.get(self._worker)
+        if progress.begun <= progress.committed or wanted is None:
+            return NO_ATTEMPT
+        layers, size = self._state.layers.items(), self._job.training.microbatch
+        # Of some micro-batches it may have had a part of the rows alone.
+        counts = Counter(position // size for position in progress.row_digests)
+        return Attempt.of(
+            added={layer: state.added for layer, state in layers if state.shard in wanted},
+            losses=progress.losses,
+            digests=[m for m, count in counts.items() if count == size],
+            microbatches=self._job.training.microbatches,
+        )
+
+    def _salvage(
+        self, plan: Plan, agreement: Agreement, told: Mapping[WorkerId, Standing]
+    ) -> Salvage | None:
+        """What counts of the step that was cut off, if there is one; None where nothing does."""
         if not agreement.begun:
             return None
         layers, microbatches = plan.layer_count, self._job.training.microbatches
-        own = Contribution.nothing(layers, microbatches)
-        if self._worker in agreement.begun:
-            size = self._job.training.microbatch
-            wanted = plan.shards[self._worker] & agreement.held[self._worker]
-            for layer, state in self._state.layers.items():
-                if state.shard in wanted:
-                    own.added[layer, list(state.added)] = True
-            own.losses[list(self._progress.losses)] = True
-            # Of some micro-batches it may have had a part of the rows alone.
-            counts = Counter(position // size for position in self._progress.row_digests)
-            own.digests[[m for m, count in counts.items() if count == size]] = True
-        rows = transport.all_gather(torch.from_numpy(own.to_row()))
-        salvage = plan_salvage(
-            {
-                member: Contribution.from_row(row.numpy(), layers, microbatches)
-                for member, row in zip(plan.workers, rows, strict=True)
-            },
-            plan,
-        )
+        contributions = dict.fromkeys(plan.workers, Contribution.nothing(layers, microbatches))
+        for member in agreement.begun:
+            said, wanted = told[member], plan.shards[member] & agreement.held[member]
+            counting = {
+                layer
+                for layer, held in said.state.layers.items()
+                if Shard(layer, held.part, held.parts) in wanted
+            }
+            try:
+                contributions[member] = Contribution.of(
+                    said.attempt, counting, layers, microbatches
+                )
+            except ValueError as error:
+                raise TransportError(f"what came from {member} is no attempt: {error}") from error
+        salvage = plan_salvage(contributions, plan)
         if not any(salvage.counted.values()):
             return None
         log.info("salvaged", extra={"step": agreement.step + 1, "count": salvage.microbatches})
@@ -256,8 +274,16 @@ class Recovery:
 
 
 def agreement_of(members: Sequence[WorkerId], standings: Sequence[bytes]) -> Agreement:
+    """Of `members`, who are in rank order, as the standings are. Raises as `read_standings`."""
+    told = read_standings(members, standings)
+    return agree({member: said.state for member, said in told.items()})
+
+
+def read_standings(
+    members: Sequence[WorkerId], standings: Sequence[bytes]
+) -> dict[WorkerId, Standing]:
     """Of `members`, who are in rank order, as the standings are. Raises DataError where they read
-    different inputs."""
+    different inputs, TransportError where one is none."""
     told = dict(zip(members, read_all(standings, Standing), strict=True))
     first = members[0]
     for member, said in told.items():
@@ -266,7 +292,7 @@ def agreement_of(members: Sequence[WorkerId], standings: Sequence[bytes]) -> Agr
                 f"data: {member.node} and {first.node} see different files "
                 "under the same paths; give every node the same data (and model.weights)"
             )
-    return agree({member: said.state for member, said in told.items()})
+    return told
 
 
 def _held(states: Mapping[int, LayerState]) -> dict[int, Held]:

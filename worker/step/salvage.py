@@ -6,7 +6,7 @@ another sum that counts. The sums of workers that share a layer count together. 
 of `Contribution` every worker draws the same `Salvage`, with each (layer, micro-batch) once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +20,45 @@ from oobleck.planner.programs.work import Work, spread
 Bools = NDArray[np.bool_]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What one worker has of the step that it has begun and not committed, as it tells the others.
+    Bits of micro-batches, of the first one first."""
+
+    #: By layer: which are wholly in its gradient. Layers that have none are left out.
+    added: Mapping[int, bytes]
+    losses: bytes
+    digests: bytes
+
+    @classmethod
+    def of(
+        cls,
+        added: Mapping[int, Iterable[int]],
+        losses: Iterable[int],
+        digests: Iterable[int],
+        microbatches: int,
+    ) -> "Attempt":
+        """Of the numbers of the micro-batches."""
+
+        def bits(numbers: Iterable[int]) -> bytes:
+            found = np.zeros(microbatches, dtype=np.bool_)
+            found[list(numbers)] = True
+            return np.packbits(found).tobytes()
+
+        return cls(
+            added={layer: bits(numbers) for layer, numbers in sorted(added.items()) if numbers},
+            losses=bits(losses),
+            digests=bits(digests),
+        )
+
+
+#: Of a worker that has begun no step, or committed all that it has begun.
+NO_ATTEMPT = Attempt(added={}, losses=b"", digests=b"")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Contribution:
-    """What one worker has of the step."""
+    """What counts of what one worker has of the step."""
 
     #: (layers, microbatches): which micro-batches are wholly in its gradient of each layer, of
     #: those that it holds in the state before the step, in the share that the new plan gives it.
@@ -39,15 +75,19 @@ class Contribution:
             digests=np.zeros(microbatches, dtype=np.bool_),
         )
 
-    def to_row(self) -> NDArray[np.uint8]:
-        return np.packbits(np.concatenate([self.added.ravel(), self.losses, self.digests]))
-
     @classmethod
-    def from_row(cls, row: NDArray[np.uint8], layers: int, microbatches: int) -> "Contribution":
-        count = layers * microbatches
-        bits = np.unpackbits(row, count=count + 2 * microbatches).astype(np.bool_)
-        added, losses, digests = np.split(bits, [count, count + microbatches])
-        return cls(added=added.reshape(layers, microbatches), losses=losses, digests=digests)
+    def of(
+        cls, attempt: Attempt, counting: Container[int], layers: int, microbatches: int
+    ) -> "Contribution":
+        """`counting`: the layers whose sums may count, of `layers`. Raises ValueError where what
+        was told is not of that many."""
+        found = cls.nothing(layers, microbatches)
+        for layer, bits in attempt.added.items():
+            if layer in counting:
+                found.added[layer] = _bools(bits, microbatches)
+        found.losses[:] = _bools(attempt.losses, microbatches)
+        found.digests[:] = _bools(attempt.digests, microbatches)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,6 +113,12 @@ class Salvage:
         """The layers of `layers` whose gradients lack `microbatch`."""
         lacking = np.flatnonzero(~self.covered[layers.start : layers.stop, microbatch])
         return frozenset((lacking + layers.start).tolist())
+
+
+def _bools(bits: bytes, count: int) -> Bools:
+    if len(bits) != -(-count // 8):
+        raise ValueError(f"{len(bits)} bytes are not the bits of {count} micro-batches")
+    return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=count).astype(np.bool_)
 
 
 def plan_salvage(contributions: Mapping[WorkerId, Contribution], plan: Plan) -> Salvage:

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.programs.dryrun import dry_run
@@ -22,7 +23,7 @@ from oobleck.planner.programs.instructions import (
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.work import spread
 from oobleck.planner.schedules import Schedule
-from oobleck.worker.step.salvage import Contribution, Salvage, plan_salvage
+from oobleck.worker.step.salvage import Attempt, Contribution, Salvage, plan_salvage
 from support.plans import plan_of_cuts, worker
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "zb-h1")
@@ -148,16 +149,17 @@ def test_a_micro_batch_of_which_only_the_loss_is_lost_goes_forward_alone() -> No
         assert not any(isinstance(step, Backward | ReceiveGradient) for step in program)
 
 
-def test_rows_carry_a_contribution_whole() -> None:
-    source = np.random.default_rng(1)
-    one = Contribution(
-        added=source.random((5, 13)) < 0.5,
-        losses=source.random(13) < 0.5,
-        digests=source.random(13) < 0.5,
-    )
-    other = Contribution.from_row(one.to_row(), 5, 13)
-    for name in ("added", "losses", "digests"):
-        assert np.array_equal(getattr(one, name), getattr(other, name))
+def test_of_what_a_worker_tells_the_layers_count_that_may() -> None:
+    told = Attempt.of({1: {0, 12}, 3: set(), 4: {7}}, losses=[3, 8], digests=[12], microbatches=13)
+    again = decode(Attempt, encode(told))
+    assert again == told
+    assert set(told.added) == {1, 4}, "a layer without any is left out"
+    found = Contribution.of(again, counting={1, 2}, layers=5, microbatches=13)
+    assert {(int(la), int(m)) for la, m in np.argwhere(found.added)} == {(1, 0), (1, 12)}
+    assert np.flatnonzero(found.losses).tolist() == [3, 8]
+    assert np.flatnonzero(found.digests).tolist() == [12]
+    with pytest.raises(ValueError, match="2 bytes are not the bits of 30 micro-batches"):
+        Contribution.of(again, counting={1}, layers=5, microbatches=30)
 
 
 @pytest.mark.parametrize("seed", range(40))
