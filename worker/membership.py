@@ -86,22 +86,21 @@ def report_lost(
     error: TransportError,
     silent: Sequence[WorkerId] = (),
 ) -> None:
-    """Tell the agent that a peer is gone; from any thread, more than once if need be. `silent`:
-    those whose hosts do not answer."""
-    log.warning("peer lost", extra={"generation": generation, "detail": str(error)})
+    """Tell the agent that a peer is gone; from any thread, more than once if need be: of the same
+    it is told once. `silent`: those whose hosts do not answer."""
     way_gone = error if isinstance(error, Unreached) else None
     unreached = set(silent)
     if way_gone and way_gone.worker:
         unreached.add(way_gone.worker)
-    context.control.report(
-        PeerLost(
-            generation=generation,
-            step=context.progress.begun,
-            detail=str(error),
-            unreached=tuple(sorted(unreached)),
-            host_unreached=way_gone is not None and way_gone.worker is None,
-        )
+    lost = PeerLost(
+        generation=generation,
+        step=context.progress.begun,
+        detail=str(error),
+        unreached=tuple(sorted(unreached)),
+        host_unreached=way_gone is not None and way_gone.worker is None,
     )
+    if context.control.report_lost(lost):
+        log.warning("peer lost", extra={"generation": generation, "detail": lost.detail})
 
 
 class Membership:

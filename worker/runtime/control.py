@@ -20,6 +20,7 @@ from oobleck.host.ipc.messages import (
     FromWorker,
     Launch,
     Measure,
+    PeerLost,
     Record,
     Recorded,
     Save,
@@ -57,6 +58,8 @@ class Control:
         self.record: Record | None = None
         #: Number of the newest wish for a checkpoint; 0: none.
         self.save_wish = 0
+        #: The newest loss that the agent was told of.
+        self._lost: PeerLost | None = None
 
     def start(self) -> None:
         threading.Thread(target=self._listen, name="control", daemon=True).start()
@@ -65,6 +68,16 @@ class Control:
         """Tell the agent; when the agent is gone, the listening thread ends the process anyway."""
         with contextlib.suppress(OSError):
             self._channel.send(message)
+
+    def report_lost(self, lost: PeerLost) -> bool:
+        """Tell the agent of a loss, unless the last thing that it was told of losses is the same;
+        whether it was told. From any thread."""
+        with self._changed:
+            if lost == self._lost:
+                return False
+            self._lost = lost
+        self.report(lost)
+        return True
 
     def answered(self) -> None:
         """The worker has left its old generation."""
