@@ -1,12 +1,15 @@
 """How long training stands still when a node is killed, by phase.
 
-    python -m bench.recovery [--kills 7] [--nodes 5] [--second-loss PHASE]
+    python -m bench.recovery [--kills 7] [--nodes 5 | 4,8,12] [--json FILE] [--second-loss PHASE]
 
 Kills a whole node (agent and worker, SIGKILL) of a running local cluster again and again, each
-time waiting until the node is back in. The clock runs from just before the signal to the commit
-of the next step; phases are those of the `reconfigured` record, and `notice` is what lies between
-the signal and the master's first evidence. `rest` is what the sum of all misses of the wall time:
-the way of the step's record from a worker to the master, and clock noise.
+time waiting until the node is back in; with several numbers of nodes, of a cluster of each. The
+clock runs from just before the signal to the commit of the next step; phases are those of the
+`reconfigured` record, and `notice` is what lies between the signal and the master's first evidence.
+`rest` is what the sum of all misses of the wall time: the way of the step's record from a worker to
+the master, and clock noise. `gone`: from the signal until the kernel has taken down all of the
+node's processes; not before can a peer see the end of a connection. On a machine of its own that
+takes milliseconds, whoever else computes, so here a victim goes before all others (as root).
 
 With `--second-loss` a second node kills itself in that phase of the recovery from the first one,
 or, with `all`, in each phase in turn. Each time follows a recovery from a single loss in the same
@@ -24,12 +27,12 @@ from pathlib import Path
 
 from bench.support.client import ClusterError, Record
 from bench.support.cluster import LocalCluster
-from bench.support.daemons import alive
+from bench.support.daemons import alive, await_ends, descendants, hurry, kill_all
 
 PHASES = (
     "notice", "detect", "plan", "waiting", "abort", "rendezvous", "transfer", "first_step",
 )  # fmt: skip
-COLUMNS = (*PHASES, "rest", "wall", "step", "beyond")
+COLUMNS = (*PHASES, "rest", "wall", "step", "beyond", "gone")
 WARM_UP_STEPS = 10
 #: Steps between two disturbances, so that the next one meets a settled cluster.
 SETTLE_STEPS = 8
@@ -66,18 +69,25 @@ def one_kill(cluster: LocalCluster, job_id: str, victim: str) -> dict[str, float
     cluster.wait_step(job_id, cluster.last_step(job_id) + SETTLE_STEPS)
     before = len(cluster.events(job_id, "reconfigured"))
     steps = [float(r["step_seconds"]) for r in cluster.metrics(job_id)[-SETTLE_STEPS:]]
+    victims = list(descendants(cluster.agents.pop(victim)))
+    hurry(victims)
     killed_at = time.time()
-    cluster.kill_node(victim)
+    kill_all(victims)
+    await_ends(victims)
+    gone_at = time.time()
 
     def records(count: int) -> list[Record]:
         return cluster.events(job_id, "reconfigured")[before : before + count]
 
     cluster.wait(lambda: len(records(1)) == 1, f"the recovery from the loss of {victim}")
     record = records(1)[0]
-    first = next(
-        r for r in cluster.metrics(job_id) if int(r["generation"]) >= record["to_generation"]
-    )
-    wall = float(first["time"]) - killed_at
+
+    def steps_since() -> list[float]:
+        lines = cluster.metrics(job_id)
+        return [float(r["time"]) for r in lines if int(r["generation"]) >= record["to_generation"]]
+
+    cluster.wait(lambda: bool(steps_since()), f"a step after the loss of {victim}")
+    wall = steps_since()[0] - killed_at
     declared = cluster.events(job_id, "node_lost")[-1]
     notice = float(declared["time"]) - float(declared["detect_s"]) - killed_at
     phases = {name: float(seconds) for name, seconds in record["phases"].items()}
@@ -90,6 +100,7 @@ def one_kill(cluster: LocalCluster, job_id: str, victim: str) -> dict[str, float
         "wall": wall,
         "step": statistics.median(steps),
         "beyond": wall - statistics.median(steps),
+        "gone": gone_at - killed_at,
     }
 
 
@@ -194,7 +205,8 @@ def print_two(title: str, one: float, two: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=7)
-    parser.add_argument("--nodes", type=int, default=5, help="with --second-loss at least 7")
+    parser.add_argument("--nodes", default="5", help="with --second-loss one number, at least 7")
+    parser.add_argument("--json", type=Path, help="write all figures, in seconds, to this file")
     parser.add_argument(
         "--second-loss",
         choices=["all", *SECOND_LOSS],
@@ -205,29 +217,44 @@ def main() -> None:
     if arguments.second_loss is not None:
         phase = arguments.second_loss
         phases = list(SECOND_LOSS) if phase == "all" else [phase]
-        compare(phases, max(7, arguments.nodes), arguments.kills)
+        compare(phases, max(7, int(arguments.nodes)), arguments.kills)
         return
-    single_losses(arguments.nodes, arguments.kills)
+    found = {
+        nodes: single_losses(nodes, arguments.kills)
+        for nodes in map(int, arguments.nodes.split(","))
+    }
+    print_header(f"of {arguments.kills}")
+    for nodes, results in found.items():
+        medians = {key: statistics.median(r[key] for r in results) for key in COLUMNS}
+        print_row(f"{nodes} nodes", medians)
+    print("beyond: wall less one undisturbed step (the one that is done again)")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found))
 
 
-def single_losses(nodes: int, kills: int) -> None:
+def single_losses(nodes: int, kills: int) -> list[dict[str, float]]:
+    """So many kills, one after the other."""
     results = []
     with LocalCluster(nodes) as cluster:
         job_id = cluster.submit(job(steps=100_000))
         cluster.wait_step(job_id, WARM_UP_STEPS)
-        header = "  ".join(f"{name:>10}" for name in COLUMNS)
-        print(f"{'kill':<12}{header}   (milliseconds)")
+        print_header("kill")
         for number in range(kills):
             victim = f"n{number % nodes + 1}"
             result = one_kill(cluster, job_id, victim)
             results.append(result)
             print_row(f"{number + 1} {victim}", result)
-    print_row("median", {key: statistics.median(r[key] for r in results) for key in COLUMNS})
-    print("beyond: wall less one undisturbed step (the one that is done again)")
+    return results
 
 
-def print_row(title: str, result: dict[str, float]) -> None:
-    print(f"{title:<12}" + "  ".join(f"{result[key] * 1e3:>10.0f}" for key in COLUMNS), flush=True)
+def print_header(title: str) -> None:
+    header = "  ".join(f"{name:>10}" for name in COLUMNS)
+    print(f"{title:<12}{header}   (milliseconds)", flush=True)
+
+
+def print_row(title: str, result: Mapping[str, float]) -> None:
+    row = "  ".join(f"{result[key] * 1e3:>10.0f}" for key in COLUMNS)
+    print(f"{title:<12}{row}", flush=True)
 
 
 if __name__ == "__main__":
