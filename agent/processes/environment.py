@@ -21,7 +21,7 @@ PASSED = (
     # compilers of kernels
     *("CC", "CXX", "CPATH", "LIBRARY_PATH"),
     # the network between workers
-    *("NCCL_*", "GLOO_*", "UCX_*", "FI_*", "OFI_*", "IBV_*", "RES_OPTIONS", "LOCALDOMAIN"),
+    *("NCCL_*", "UCX_*", "FI_*", "OFI_*", "IBV_*", "RES_OPTIONS", "LOCALDOMAIN"),
     *("RDMAV_*", "UCC_*"),
     # models and tokenizers; not HF_TOKEN, since nothing is fetched
     *("HF_HOME", "HF_HUB_*", "HF_DATASETS_*", "TRANSFORMERS_*", "TOKENIZERS_*", "RAYON_*"),

@@ -271,8 +271,8 @@ def send_garbage(address: str, port: int) -> bool:
 
 
 def _garbage(cluster: NetCluster, node: str) -> Callable[[], None]:
-    """To every port of all hosts: of the master, of stores, and of what is open at a meeting. At
-    those of the node a crowd that says nothing stays, too."""
+    """To every port of all hosts: of the master and of the workers. At those of the node a crowd
+    that says nothing stays, too."""
     pids = {HEAD: cluster.master_pid, **cluster.agents}
     places = [(cluster.net.address(host), port) for host in pids for port in ports(pids[host])]
     if not places:

@@ -213,6 +213,11 @@ def job_text(job: pb.JobStatus, width: int | None = None) -> str:
             "data plane  IN THE CLEAR, as the job file asks: whoever is on the network reads and "
             "changes what workers send; without 'data_plane: clear' it is sealed"
         )
+    elif job.data_plane == "nccl":
+        lines.append(
+            "data plane  sealed, but for what GPUs send by NCCL, which can seal nothing: give it a "
+            "network of its own (docs/security.md)"
+        )
     elif job.data_plane:
         lines.append(f"data plane  {job.data_plane}")
     if job.directory:

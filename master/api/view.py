@@ -93,7 +93,10 @@ def _data_plane(state: ClusterState, job: Job) -> str:
     local = bool(names) and all(is_loopback(state.nodes[name].facts.address) for name in names)
     if local and job.spec.data_plane != "sealed":
         return "loopback"
-    return "sealed" if job.spec.seals_links(on_loopback=False) else "clear"
+    if not job.spec.seals_links(on_loopback=False):
+        return "clear"
+    gpus = bool(names) and all(state.nodes[name].facts.device == "cuda" for name in names)
+    return "nccl" if gpus and job.spec.resources.transport == "auto" else "sealed"
 
 
 def _tell_incident(message: pb.JobStatus, job: Job) -> None:

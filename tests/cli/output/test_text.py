@@ -409,3 +409,6 @@ def test_a_data_plane_in_the_clear_is_shown_wherever_the_job_is() -> None:
         shown = text.job_text(job(data_plane=plane))
         assert f"data plane  {plane}\n" in shown
         assert "CLEAR" not in shown + text.jobs_table([job(data_plane=plane)])
+    assert "data plane  sealed, but for what GPUs send by NCCL" in text.job_text(
+        job(data_plane="nccl")
+    )

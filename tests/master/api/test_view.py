@@ -12,7 +12,7 @@ from oobleck.master.config import MasterConfig
 from oobleck.master.rules.first_plan import shortfall
 from oobleck.planner.cost.estimate import worker_peak_bytes
 from oobleck.planner.ids import JobId, NodeName
-from oobleck.planner.job.spec import CheckpointSpec, DataPlane
+from oobleck.planner.job.spec import CheckpointSpec, DataPlane, TransportName
 from oobleck.planner.profile.estimate import estimate_profile
 from support.scenario import UNIX, Player
 
@@ -337,3 +337,23 @@ def test_a_data_plane_in_the_clear_is_told_unless_it_stays_on_the_host() -> None
     away = player.state.nodes[NodeName("n2")]
     away.facts = replace(away.facts, address="10.0.0.2")
     assert [told("auto"), told("sealed"), told("clear")] == ["sealed", "sealed", "clear"]
+
+
+def test_what_gpus_send_by_nccl_is_not_told_as_sealed() -> None:
+    player = Player()
+    player.play(START)
+    (job,) = player.state.jobs.values()
+
+    def told(plane: DataPlane, transport: TransportName) -> str:
+        resources = dataclasses.replace(job.spec.resources, transport=transport)
+        job.spec = dataclasses.replace(job.spec, data_plane=plane, resources=resources)
+        return job_status(player.state, job, CONFIG, 1.0).data_plane
+
+    first, *others = player.state.nodes.values()
+    for node in others:
+        node.facts = replace(node.facts, device="cuda")
+    assert told("auto", "auto") == "sealed", "one worker without a GPU, and links carry all"
+    first.facts = replace(first.facts, device="cuda")
+    assert told("auto", "auto") == told("sealed", "auto") == "nccl"
+    assert told("auto", "tcp") == "sealed"
+    assert told("clear", "auto") == "clear"
