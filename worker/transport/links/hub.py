@@ -29,6 +29,8 @@ from oobleck.worker.transport.links.watch import Watch
 
 #: How often the clock is looked at while callers or calls are under way.
 _TICK_S = 0.05
+#: The same while something waits that goes out only where little is in flight.
+_BACKGROUND_TICK_S = 0.002
 _NOTHING = memoryview(b"")
 _GONE = "a peer is gone"
 _ELSEWHERE = "a member has another card than the link to it"
@@ -379,6 +381,8 @@ class Links:
 
     def rest_s(self) -> float:
         """How long the links' own thread may sleep where nothing happens."""
+        if self._traffic.holds_back:
+            return _BACKGROUND_TICK_S
         return _TICK_S if self._door.busy else self._watch.every_s
 
     def tick(self) -> None:
@@ -386,6 +390,7 @@ class Links:
         if self._door.busy:
             self._door.tick()
             self._traffic.ring()
+        self._traffic.write_background()
         self._watch.look()
         told, self._to_tell = self._to_tell, None
         if told is not None:

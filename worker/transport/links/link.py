@@ -8,7 +8,11 @@ frames are for.
 """
 
 import contextlib
+import fcntl
 import socket
+import struct
+import sys
+import termios
 from collections import defaultdict, deque
 from collections.abc import Callable, Container
 from typing import Protocol
@@ -41,6 +45,13 @@ _PRIORITY_COUNT = BACKGROUND + 1
 #: What the kernel has not sent yet may be so much: more would hold up what is urgent.
 _UNSENT_BYTES = 256 << 10
 _TCP_NOTSENT_LOWAT = 25
+#: Of what is in flight, for more of the background to go out: what the link takes in so much time,
+#: or so much in any case. What is urgent may stand behind it, at a bottleneck further on.
+_IN_FLIGHT_S = 0.005
+_IN_FLIGHT_BYTES = 256 << 10
+#: `tcpi_delivery_rate`, bytes a second, in Linux' struct tcp_info.
+_TCP_INFO_BYTES = 168
+_DELIVERY_RATE = struct.Struct("@160xQ")
 
 
 class Outgoing:
@@ -210,12 +221,18 @@ class Link:
     @property
     def blocked(self) -> bool:
         """Whether something waits until the kernel takes it."""
-        return self._writing is not None or any(self._queues)
+        return self._writing is not None or any(self._queues[:BACKGROUND])
 
-    def write(self) -> None:
-        """Hand the kernel what it takes of what waits, or a good part of it."""
+    @property
+    def holds_back(self) -> bool:
+        """Whether something waits that goes out only where nothing else does."""
+        return bool(self._queues[BACKGROUND])
+
+    def write(self, *, background: bool = False) -> None:
+        """Hand the kernel what it takes of what waits, or a good part of it; `background`: also of
+        what may wait, as long as little is in flight."""
         left = _TURN_BYTES
-        while left > 0 and (frame := self._next_frame()) is not None:
+        while left > 0 and (frame := self._next_frame(background)) is not None:
             try:
                 count = self._wire.put(frame.left)
             except BlockingIOError:
@@ -241,13 +258,21 @@ class Link:
         with contextlib.suppress(OSError):  # it may be over already; else reading would find no end
             self.socket.shutdown(socket.SHUT_RDWR)
 
-    def _next_frame(self) -> Outgoing | None:
+    def _next_frame(self, background: bool) -> Outgoing | None:
         if self._writing is None:
-            for queue in self._queues:
+            for queue in self._queues[:BACKGROUND]:
                 if queue:
                     self._writing = queue.popleft()
-                    break
+                    return self._writing
+            if background and self.holds_back and self._has_little_in_flight():
+                self._writing = self._queues[BACKGROUND].popleft()
         return self._writing
+
+    def _has_little_in_flight(self) -> bool:
+        told = fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))
+        info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        rate: int = _DELIVERY_RATE.unpack_from(info)[0]
+        return int.from_bytes(told, sys.byteorder) < max(_IN_FLIGHT_BYTES, rate * _IN_FLIGHT_S)
 
     # ---- in
 

@@ -64,6 +64,8 @@ class Traffic:
         self._pressing = 0
         #: Links on which something waits until the kernel takes it.
         self._blocked: set[int] = set()
+        #: Links on which something waits until nothing else is to go out, here or on any other.
+        self._holding_back: set[int] = set()
         self.closed = False
         #: What nobody is to go on after, as it has ended a thread.
         self._failure: BaseException | None = None
@@ -88,12 +90,14 @@ class Traffic:
         descriptor = link.socket.fileno()
         del self._by_descriptor[descriptor]
         self._blocked.discard(descriptor)
+        self._holding_back.discard(descriptor)
         for poll in (self._traffic, self.events):
             poll.unregister(descriptor)
         link.socket.close()
 
     def poll_for(self, link: Link) -> None:
         """What it is read and written for may have changed."""
+        self._hold_back(link)
         wanted = _READ | _END | (select.EPOLLOUT if link.blocked else 0)
         if wanted == link.polled_for:
             return
@@ -104,7 +108,32 @@ class Traffic:
             self._blocked.add(descriptor)
         else:
             self._blocked.discard(descriptor)
+            if not self._blocked and self._holding_back:
+                self.ring_own()
         self.arm()
+
+    def _hold_back(self, link: Link) -> None:
+        descriptor = link.socket.fileno()
+        if not link.holds_back:
+            self._holding_back.discard(descriptor)
+        elif descriptor not in self._holding_back:
+            self._holding_back.add(descriptor)
+            self.ring_own()
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether something that may wait could go out soon."""
+        return bool(self._holding_back) and not self._blocked
+
+    def write_background(self) -> None:
+        """Write some of what may wait, where nothing else does. Called again and again while
+        something does: nobody tells when less is in flight."""
+        for descriptor in tuple(self._holding_back):
+            if self._blocked:
+                return
+            link = self._by_descriptor[descriptor]
+            link.write(background=True)
+            self.poll_for(link)
 
     # ---- who reads and writes
 
