@@ -169,6 +169,17 @@ HELD: dict[str, object] = {
 }
 
 
+#: A node is lost here as well, and another one while a plan with the first one is prepared.
+PREPARED = "prepared"
+LOST: list[dict[str, object]] = [
+    {"worker": {"node": node, "slot": 0}, "job": PREPARED, "action": "kill_node", **at}
+    for node, at in {
+        "n4": {"point": "after:Forward", "step": 8},
+        "n2": {"point": "prepared", "generation": 3},
+    }.items()
+]
+
+
 @functools.cache
 def reference(precision: str, steps: int) -> ReferenceRun:
     return train_reference(parse_job(json.dumps(job_text("reference", precision, steps))))
@@ -185,7 +196,7 @@ def fault_plan() -> list[dict[str, object]]:
         }
         for case in CASES
         for victim, point, step, action in case.faults
-    ] + [HELD]
+    ] + [HELD, *LOST]
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +247,8 @@ def test_training_is_the_same(
         assert record["to_generation"] == record["from_generation"] + 1
         assert record["policy"] == (rule if rule in NAMED else "templates"), record
         assert record["received_bytes"] == 0 or rule != "reroute", record
+        # What a plan for a step boundary needs is there before it begins.
+        assert record["fed_bytes"] == (record["received_bytes"] if record["boundary"] else 0)
     for (victim, _, _, action), record in zip(case.faults, told, strict=False):
         lost = record["nodes_lost"] if action == "kill_node" else record["workers_lost"]
         assert lost == [victim if action == "kill_node" else f"{victim}/0"], record
@@ -295,6 +308,27 @@ def test_more_nodes_at_once_than_a_plan_can_lose_cost_steps_and_no_more(
         [step.loss for step in expected.steps], rel=LOSS_TOLERANCE["fp64"], abs=0
     )
     assert_same_weights(read_output(output), expected.weights, rtol=WEIGHT_TOLERANCE["fp64"])
+
+
+def test_a_loss_while_a_plan_is_prepared_changes_nothing(cluster: LocalCluster) -> None:
+    make_whole(cluster, {"n1", "n2", "n3", "n4"})
+    steps = 40
+    job_id = cluster.submit(job_text(PREPARED, "fp64", steps, min_nodes=1))
+    cluster.wait_step(job_id, 9)
+    bring_into(cluster, job_id, "n4")
+    assert cluster.wait_end(job_id) == "succeeded", cluster.end_of(job_id)
+
+    told = cluster.events(job_id, "reconfigured")
+    assert [n for record in told for n in record["nodes_lost"]] == ["n4", "n2"]
+    assert all("superseded_by" in record for record in told if record["to_generation"] == 3)
+    expected = reference("fp64", steps)
+    metrics = cluster.metrics(job_id)
+    assert [line["samples_digest"] for line in metrics] == [
+        step.samples_digest for step in expected.steps
+    ]
+    assert [line["loss"] for line in metrics] == pytest.approx(
+        [step.loss for step in expected.steps], rel=LOSS_TOLERANCE["fp64"], abs=0
+    )
 
 
 #: Of a processor; slow workers have much less.

@@ -90,6 +90,8 @@ def test_a_worker_that_hardly_runs_stands_by(small_cluster: LocalCluster, text: 
     told = [(r["cause"], r["rule"]) for r in cluster.events(job_id, "reconfigured")]
     assert ("worker slow", "stand by") in told
     assert told[-1][0] == "worker well"
+    back = cluster.events(job_id, "reconfigured")[-1]
+    assert back["fed_bytes"] == back["received_bytes"] > 0
     assert [r["rate"] for r in cluster.events(job_id, "rate_changed") if r.get("alone")][-1:] == [1]
     metrics = cluster.metrics(job_id)
     spec = {**wanted, "training": {"steps": len(metrics), **training}}

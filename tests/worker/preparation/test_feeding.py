@@ -14,7 +14,7 @@ from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.programs.shards import Shard
 from oobleck.planner.programs.transfer import Transfer
-from oobleck.worker.preparation.items import ACKNOWLEDGED, FRAME_BYTES, REFUSED
+from oobleck.worker.preparation.items import ACKNOWLEDGED, FRAME_BYTES, REFUSED, frames_of
 from oobleck.worker.preparation.sink import Sink
 from oobleck.worker.preparation.source import Source
 from oobleck.worker.state.layer_state import LayerState
@@ -22,7 +22,7 @@ from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.progress import TrainingProgress
 from oobleck.worker.transport.links.frame import Label
 from oobleck.worker.transport.links.hub import Links
-from oobleck.worker.transport.links.link import Incoming
+from oobleck.worker.transport.links.link import Incoming, Link
 from support.folders import TEXT
 
 SECRET = b"k" * 32
@@ -248,6 +248,7 @@ def test_what_makes_no_sense_is_left(harm: str) -> None:
             own.apply(step, scale=1.0)
             source.acknowledged = 0
             source.committed(step, 1.0, step_s=0.0)
+        until(lambda: source._unsent_bytes() == 0)
         source.end(TrainingProgress(committed=2), generation=Generation(1))
         until(taker.sink.is_over)
         assert taker.sink.whole_layers(2, anew=True) == []
@@ -359,6 +360,52 @@ def test_at_the_end_a_layer_is_not_waited_for_longer_than_to_fetch_it() -> None:
         assert taker.frames < 30 * step_frames
         assert taker.sink.whole_layers(60, anew=True) == []
         taker.sink.close()
+
+
+class Carrier:
+    """A link that takes so many frames."""
+
+    def __init__(self) -> None:
+        self.room = 0
+
+    def takes(self) -> bool:
+        self.room -= 1
+        return self.room >= 0
+
+
+def test_what_a_link_can_carry_of_a_feed_is_fed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link takes one frame less in each step than the gradients of two layers have."""
+    monkeypatch.setattr("oobleck.worker.preparation.source._OUTRUN_S", 0.0)
+    carrier = Carrier()
+    monkeypatch.setattr(Link, "_has_little_in_flight", lambda link: carrier.takes())
+    spec = job(OptimizerSpec(lr=1e-2), hidden=128)
+    own = held(spec, [Shard(1), Shard(2)])
+    with two_ends() as (giver, taker):
+        state = ModelState(spec, HOST)
+        taker.sink = Sink(taker.links, taker, state, spec.training, [Shard(1), Shard(2)])
+        transfers = [Transfer(layer=layer, source=A, destination=B) for layer in (1, 2)]
+        source = giver.source = feed(giver, own, taker.links.identity, transfers)
+        source.acknowledged = 0
+        step, most_fed = 0, 0
+        while step < 4 or not source.is_ready(step):
+            step += 1
+            some_step(own, step)
+            source.reduced(step, own.layers)
+            own.apply(step, scale=0.5)
+            source.committed(step, 0.5, step_s=0.0)
+            most_fed = max(most_fed, source.pieces)
+            with giver.links.lock:
+                carrier.room = 2 * (len(frames_of(own.layers[1].gradient)) + 1)
+            until(lambda: carrier.room < 0 or source._unsent_bytes() == 0)
+            if source._unsent_bytes() == 0:
+                until(lambda step=step: source.acknowledged == step)  # type: ignore[misc]
+        assert (most_fed, source.pieces) == (2, 1)
+        carrier.room = 1000
+        source.end(TrainingProgress(committed=step), generation=Generation(1))
+        until(taker.sink.is_over)
+        (found,) = taker.sink.whole_layers(step, anew=True)
+        taker.sink.close()
+    assert equal(found, own.layers[1])
 
 
 def test_a_taker_without_a_link_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

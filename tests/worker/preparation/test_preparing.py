@@ -1,13 +1,14 @@
 """Plans for a step boundary on real workers: prepared while training goes on, and overtaken."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
 
 from oobleck.host.ipc.messages import FaultRule, PeerLost, PhaseReached
-from oobleck.planner.ids import Generation
+from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
@@ -156,36 +157,107 @@ def test_what_the_leaving_alone_hold_is_fed(
 JOIN = make_plan(2, [[("a", 2), ("b", 3)], [("c", 1), ("d", 2), ("e", 2)]], [4, 4])
 
 
-#: A giver, one that gives and takes, and the newcomer; each at all points that it comes to.
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A plan for a step boundary, and the plans that follow where a worker is lost meanwhile."""
+
+    before: Plan
+    after: Plan
+    #: By who is lost: the plan without it; None: the one that is prepared needs it for nothing.
+    rest: Mapping[str, Plan | None]
+    leaving: tuple[str, ...] = ()
+    handover: bool = False
+
+
+TWO_HALVES = [("a", 2), ("b", 3)]
+CHANGED = {
+    # c gives, d gives and takes, e is new, and a has no part in what moves.
+    "join": Change(
+        before=FOUR,
+        after=JOIN,
+        rest={
+            "a": make_plan(3, [[("b", 3), ("e", 2)], [("c", 3), ("d", 2)]], [4, 4]),
+            "c": make_plan(3, [TWO_HALVES, [("d", 3), ("e", 2)]], [4, 4]),
+            "d": make_plan(3, [TWO_HALVES, [("c", 3), ("e", 2)]], [4, 4]),
+            "e": make_plan(3, [TWO_HALVES, [("c", 3), ("d", 2)]], [4, 4]),
+            "a d": make_plan(3, [[("c", 3), ("b", 1), ("e", 1)]], [8]),
+        },
+    ),
+    # a takes what c and d give, and b leaves.
+    "drain": Change(
+        before=FOUR,
+        after=make_plan(2, [[("a", 5)], [("c", 3), ("d", 2)]], [4, 4]),
+        leaving=("b",),
+        rest={
+            "a": make_plan(3, [[("c", 3), ("d", 2)]], [8]),
+            "b": None,
+            "d": make_plan(3, [[("a", 2), ("c", 3)]], [8]),
+        },
+    ),
+    # b and d alone hold the upper layers.
+    "handover": Change(
+        before=make_plan(1, [TWO_HALVES, [("c", 2), ("d", 3)]], [4, 4]),
+        after=make_plan(2, [[("a", 5)], [("c", 5)]], [4, 4]),
+        leaving=("b", "d"),
+        handover=True,
+        rest={
+            "c": make_plan(3, [[("a", 5)]], [8]),
+            "d": make_plan(3, [[("a", 5)], [("c", 5)]], [4, 4]),
+        },
+    ),
+    "shared stage": Change(
+        before=SHARED,
+        after=make_plan(2, [[("a", 3, 2), ("b", 2)], [("c", 3), ("e", 2)]], [4, 4]),
+        rest={"a/1": make_plan(3, [TWO_HALVES, [("c", 3), ("e", 2)]], [4, 4])},
+    ),
+}
+#: Of two victims the first comes to the point, and the other dies as soon as it is gone.
 LOSSES = [
-    *[(victim, p) for victim in "cd" for p in ("preparing", "feeding", "prepared")],
-    *[(victim, "before:take over") for victim in "cde"],
-    ("e", "preparing"),
-    ("e", "before:connect"),
+    *[("join", victim, p) for victim in "cd" for p in ("preparing", "feeding", "prepared")],
+    *[("join", victim, "before:take over") for victim in "cde"],
+    *[("join", "e", p) for p in ("preparing", "before:rendezvous", "before:connect")],
+    *[("join", "e", p) for p in ("before:agree", "after:transfer", "before:Backward", "voting")],
+    *[("join", "c", p) for p in ("before:agree", "before:transfer", "reduced")],
+    *[("join", "a", p) for p in ("prepared", "voting")],
+    *[("join", "a d", p) for p in ("prepared", "before:agree")],
+    ("drain", "a", "before:agree"),
+    ("drain", "b", "prepared"),
+    *[("drain", "d", p) for p in ("feeding", "before:take over")],
+    *[("handover", "d", p) for p in ("feeding", "before:take over")],
+    ("handover", "c", "before:rendezvous"),
+    ("shared stage", "a/1", "before:agree"),
 ]
 
 
-@pytest.mark.parametrize(("victim", "point"), LOSSES)
+@pytest.mark.parametrize(("title", "victims", "point"), LOSSES)
 def test_a_loss_while_a_plan_is_prepared(
-    warm: WarmWorkers, undisturbed: dict[int, float | None], victim: str, point: str
+    warm: WarmWorkers,
+    undisturbed: dict[int, float | None],
+    title: str,
+    victims: str,
+    point: str,
 ) -> None:
+    """Or while it is entered, until its first step is committed."""
+    change = CHANGED[title]
+    first, *others = victims.split()
     rule = FaultRule(
-        worker=worker_named(victim), point=point, generation=Generation(2), action="kill_worker"
+        worker=worker_named(first), point=point, generation=Generation(2), action="kill_worker"
     )
-    rest = {
-        "c": make_plan(3, [[("a", 2), ("b", 3)], [("d", 3), ("e", 2)]], [4, 4]),
-        "d": make_plan(3, [[("a", 2), ("b", 3)], [("c", 3), ("e", 2)]], [4, 4]),
-        "e": make_plan(3, [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)]], [4, 4]),
-    }[victim]
     with Director(warm, job(), [stop("a", 3), rule]) as cluster:
-        cluster.start("a", "b", "c", "d", "e")
-        cluster.assign(FOUR)
+        cluster.start(*names(change.before, change.after))
+        cluster.assign(change.before)
         cluster.wait(lambda: cluster.has_faulted("a/0"), "step 3")
-        cluster.assign(JOIN, boundary=True)
+        leaving, handover = change.leaving, change.handover
+        cluster.assign(change.after, boundary=True, leaving=leaving, handover=handover)
         cluster.let_go("a")
-        cluster.wait(lambda: cluster.workers[worker_named(victim)].gone, "the loss")
-        cluster.assign(rest)
-        cluster.wait_finished(rest)
+        cluster.wait(lambda: cluster.workers[worker_named(first)].gone, "the loss")
+        for other in others:
+            cluster.kill(other)
+        last = change.rest[victims]
+        if last is not None:
+            still = [node for node in leaving if node not in (first, *others)]
+            cluster.assign(last, leaving=still, handover=bool(still))
+        cluster.wait_finished(last or change.after)
         cluster.stop()
         assert cluster.losses() == pytest.approx(undisturbed, rel=1e-12)
 
@@ -206,6 +278,31 @@ def test_a_plan_that_is_overtaken_is_dropped(
         cluster.wait_finished(other)
         cluster.stop()
         assert cluster.losses() == pytest.approx(undisturbed, rel=1e-12)
+
+
+def test_a_copy_counts_for_nobody_before_the_switch(warm: WarmWorkers) -> None:
+    """The one that leaves alone holds two layers, and ends when all of them have been fed."""
+    ends = FaultRule(
+        worker=worker_named("c"), point="prepared", generation=Generation(2), action="kill_worker"
+    )
+    without = make_plan(2, [[("a", 3), ("b", 2)]], [8])
+    with Director(warm, job(), [stop("a", 3), ends]) as cluster:
+        cluster.start("a", "b", "c")
+        cluster.assign(ONE)
+        cluster.wait(lambda: cluster.has_faulted("a/0"), "step 3")
+        cluster.assign(without, boundary=True, leaving=["c"], handover=True)
+        cluster.let_go("a")
+        cluster.wait(lambda: cluster.workers[worker_named("c")].gone, "the end of c")
+        last = make_plan(3, [[("a", 3), ("b", 2)]], [8])
+        cluster.assign(last)
+        lost = "no live worker holds the state of layer 3, 4"
+        for worker in last.workers:
+            cluster.wait(partial(has_said, cluster, worker, lost), f"{worker} without layers")
+
+
+def has_said(cluster: Director, worker: WorkerId, detail: str) -> bool:
+    said = cluster.said(worker, PeerLost, Generation(3))
+    return any(isinstance(word, PeerLost) and detail in word.detail for word in said)
 
 
 def test_who_enters_a_plan_that_it_has_not_prepared_keeps_what_it_holds(
