@@ -191,7 +191,8 @@ class Supervisor:
             return
         match message:
             case Committed(record=record, compute=compute):
-                if compute is not None and not compute.makes_sense:
+                begins = worker.compute is not None or worker.stepped < record.generation
+                if compute is not None and not compute.makes_sense and begins:
                     told = f"{compute.seconds} s in {compute.steps} steps"
                     extra = {"slot": worker.slot, "told": told}
                     logger.error("ignored: how long a worker says that it computes", extra=extra)

@@ -251,7 +251,9 @@ class ComputeTime(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def makes_sense(self) -> bool:
-        return self.steps >= 0 and math.isfinite(self.seconds) and self.seconds >= 0
+        """Whoever computes takes time; who does not tells nothing."""
+        least = self.seconds > 0 if self.steps else self.seconds == 0
+        return self.steps >= 0 and math.isfinite(self.seconds) and least
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True, tag="committed"):

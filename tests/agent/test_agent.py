@@ -209,6 +209,26 @@ async def test_a_worker_that_keeps_quitting_is_not_forked_in_a_tight_loop() -> N
 
 
 @scenario
+async def test_a_worker_that_takes_no_time_is_told_of_once_and_says_nothing_to_the_master() -> None:
+    async with cluster() as (_, agent, stream):
+        spec = job("timeless", steps=5)
+        await stream.assign("timeless-1", spec)
+        (worker,) = await stream.ready()
+        placed = plan(1, "n1")
+        await stream.assign(
+            "timeless-1", spec, placement=placed, incarnations=(worker.incarnation,)
+        )
+        (worker,) = await stream.workers(lambda ws: len(ws) == 1 and ws[0].finished)
+        assert (worker.compute_steps, worker.compute_s) == (0, 0.0)
+        agent.process.send_signal(signal.SIGINT)
+        assert await agent.ended() == 0
+        assert agent.process.stderr is not None
+        logged = agent.process.stderr.read().splitlines()
+    (line,) = [line for line in logged if "ignored: how long a worker says" in line]
+    assert "0.0 s in 1 steps" in line
+
+
+@scenario
 async def test_the_warm_process_dies_and_all_is_built_up_again() -> None:
     async with cluster(workers=2) as (_, agent, stream):
         await stream.assign("demo-1", job("demo"))

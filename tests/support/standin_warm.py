@@ -8,6 +8,7 @@ job's seed says (milliseconds per step). What they do beyond that is set by the 
 - `quits`: exits with code 7 right after Launch, having printed 30 lines.
 - `loses`: reports PeerLost after entering a plan.
 - `mute`: gives no sign of life once it is ready.
+- `timeless`: says that it computes, and that it takes no time.
 - `chatty`: prints 5000 lines at its start.
 
 STANDIN_FORKS_TO_FAIL in the environment: so many forks fail first. STANDIN_BROKEN: it has a library
@@ -31,6 +32,7 @@ from oobleck.host.ipc.messages import (
     Assign,
     ChildExited,
     Committed,
+    ComputeTime,
     Failed,
     Finished,
     Fork,
@@ -126,7 +128,8 @@ def work(channel: Channel[ToWorker]) -> int:
                     pass
         elif running:
             step += 1
-            channel.send(Committed(record=record(step, generation)))
+            compute = ComputeTime(steps=step, seconds=0.0) if name == "timeless" else None
+            channel.send(Committed(record=record(step, generation), compute=compute))
             if step == launch.job.training.steps:
                 channel.send(Finished(generation=generation, step=step))
 

@@ -112,8 +112,6 @@ class Executor:
         self._progress = context.progress
         self._timeline = context.timeline
         self._stopwatch = context.stopwatch
-        #: Of the whole steps so far.
-        self.compute = ComputeTime(steps=0, seconds=0.0)
         self._generation = plan.generation
         self._layers = plan.held[context.worker]
         self._transport = transport
@@ -121,6 +119,10 @@ class Executor:
         self._saver = saver
         self._preparing = preparing
         rank = {member: index for index, member in enumerate(plan.workers)}
+        #: Of the whole steps so far; None: the worker holds layers and computes nothing.
+        self.compute: ComputeTime | None = None
+        if any(isinstance(instruction, ops.Compute) for instruction in own.program):
+            self.compute = ComputeTime(steps=0, seconds=0.0)
         self._sums = GradientSums(own.program, rank, context.state, transport, context.timeline)
         self.hops = Hops(context, plan, transport)
         #: For a whole step.
@@ -150,7 +152,7 @@ class Executor:
         if (recorded := timeline.end_step(step, wanted)) is not None:
             control.report_recorded(recorded)
         assert under_way.result is not None, "a program ends with a vote"
-        if redo is None:
+        if redo is None and self.compute is not None:
             self.compute = self.compute.plus(self._stopwatch.seconds())
         record = make_record(self._context.job, self._generation, self._progress, under_way.result)
         return record, under_way.result.switch_to

@@ -23,9 +23,10 @@ def test_how_long_a_worker_computes_is_in_the_status() -> None:
     assert told() == (0, 0.0)
     first = ComputeTime(steps=1, seconds=0.5)
     assert told(first, first.plus(0.25)) == (2, 0.75)
+    assert told(ComputeTime(steps=0, seconds=0.0), first) == (1, 0.5), "the first was done in part"
 
 
-@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 0.0])
 def test_a_time_that_makes_no_sense_is_none(seconds: float) -> None:
     good = ComputeTime(steps=1, seconds=0.5)
     assert told(good, ComputeTime(steps=2, seconds=seconds)) == (0, 0.0)

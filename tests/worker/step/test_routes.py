@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from oobleck.host.ipc.messages import FaultRule, PhaseReached
+from oobleck.host.ipc.messages import Committed, FaultRule, PhaseReached
 from oobleck.planner.cost.listed import with_listing
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.job.spec import JobSpec, ModelSpec
@@ -77,6 +77,12 @@ def test_copies_that_nobody_computes_with_are_kept_the_same(
         cluster.start("a", "b", "c", "d", "e")
         cluster.assign(plan)
         cluster.wait_finished(plan)
+        told = {
+            worker: [said.compute for said in cluster.said(worker, Committed)]
+            for worker in plan.workers
+        }
+        assert set(told.pop(worker_named("e"))) == {None}, "it computes nothing"
+        assert all(each and each.makes_sense for own in told.values() for each in own)
         cluster.stop()
         check(cluster, job)
 
