@@ -20,8 +20,10 @@ from oobleck.planner.programs.rates import WorkerRate
 from oobleck.planner.recovery.rules import OF_OTHER_NODES, Rule
 
 #: Between two plans around slow workers: a change costs a part of a second, and a worker that is
-#: slow now and then must not keep the job busy.
+#: slow now and then must not keep the job busy. So long also behind what follows an answer to a
+#: loss: what has just moved shall not move again.
 REST_S = 60.0
+_FOLLOWS: frozenset[Cause] = frozenset({"re-routed", "few holders"})
 
 
 def even_out(context: Context, job: Job) -> Decision | None:
@@ -41,8 +43,9 @@ def even_out(context: Context, job: Job) -> Decision | None:
     # A plan of templates, after a loss or a join, has but other shares for slow workers.
     well = rates != planned and _all_better(rates, planned)
     due = (job.seen.planned_at or 0.0) + REST_S
-    if made.policy == "uneven" and not well and context.now < due:
-        return Decision(wake_at=due, reason="the plan around slow workers is not a minute old")
+    rests = made.policy == "uneven" or made.cause in _FOLLOWS
+    if rests and not well and context.now < due:
+        return Decision(wake_at=due, reason="the last voluntary change is not a minute old")
     try:
         live = sorted([*members, *waiting], key=lambda node: node.facts.node)
         answer = next_plan(context, job, live, next_generation(context, job), "uneven")
