@@ -23,14 +23,15 @@ _Matrix = NDArray[np.float64]
 
 def recut(plan: Plan, profile: Profile) -> Plan:
     """`plan`, of pipelines, each cut so that its slowest stage takes as short as it can, where the
-    memory holds what its schedule keeps; those stay that are as good as that."""
+    memory holds what its schedule keeps; those stay that are as good as that. Who holds layers and
+    runs none has no part in it."""
     table = StageTable(profile)
     state = np.cumsum([0, *(layer.state_bytes for layer in profile.layers)], dtype=np.float64)
     pipelines = tuple(_recut(one, plan, table, state) for one in plan.pipelines)
     if pipelines == plan.pipelines:
         return plan
     found = Plan.of_pipelines(pipelines, generation=plan.generation, schedule=plan.schedule)
-    return replace(found, rates=plan.rates)
+    return found.with_rates({one.worker: one.rate for one in plan.rates})
 
 
 def _recut(pipeline: Pipeline, plan: Plan, table: StageTable, state: _Matrix) -> Pipeline:

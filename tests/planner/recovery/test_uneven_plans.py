@@ -117,6 +117,18 @@ def test_no_cut_that_fits_has_a_faster_slowest_stage(seed: int) -> None:
         assert moved_layers(before, taken) == min(moved_layers(before, one) for one in close)
 
 
+def test_who_holds_layers_and_runs_none_has_no_part_in_another_cut() -> None:
+    """However slow it is."""
+    plan = plan_of_cuts(([2, 2], 4), ([4], 4))
+    plan = replace(plan, routes=plan.routes[:1])
+    profile = profile_of([1.0] * 4, activation=100)
+    for rates in ({worker(0): 0.5}, {worker(0): 0.5, worker(2): 0.25}):
+        found = recut(plan.with_rates(rates), profile)
+        assert [len(stage.layers) for stage in found.pipelines[0].stages] == [1, 3]
+        assert found.workers == (worker(0), worker(1))
+        assert [(one.worker, one.rate) for one in found.rates] == [(worker(0), 0.5)]
+
+
 def _with_pipeline(plan: Plan, number: int, pipeline: Pipeline) -> Plan:
     pipelines = [*plan.pipelines[:number], pipeline, *plan.pipelines[number + 1 :]]
     return Plan.of_pipelines(pipelines, generation=plan.generation)
