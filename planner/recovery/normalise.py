@@ -38,7 +38,7 @@ def normalised(change: Change) -> Answer:
             offers.append(_answer(change, routed, step_s, move.taken))
     if not offers:
         raise PlanInfeasible("nobody can take over the layers of a lost worker for its own")
-    best = worth_a_change(offers, before_s)
+    best = worth_a_change(offers, change.plan, before_s)
     plan = best.found.plan
     further: Next | None = "normalise" if promising(change, plan) else None
     return replace(best, then=further or shadows_behind(plan, change))

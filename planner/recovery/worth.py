@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.programs.listing.schedule import listed_routes
+from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.proof import prove
+from oobleck.planner.programs.schedule import splits_backward
 from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.reconfigure import HORIZON_S
+from oobleck.planner.search.choose import TIE
 
 #: What a change of generation takes beside the state that moves.
 CHANGE_S = 0.5
@@ -23,17 +26,22 @@ class Prospect:
 
     step_s: float
     stall_s: float
+    #: A step counts as so many times as long, by what splits its backward now and then.
+    weight: float = 1.0
 
     @property
     def until_next_loss(self) -> float:
         """Steps that are made until then."""
-        return (HORIZON_S - self.stall_s - CHANGE_S) / self.step_s if self.step_s else 0.0
+        step_s = self.step_s * self.weight
+        return (HORIZON_S - self.stall_s - CHANGE_S) / step_s if step_s else 0.0
 
     def why_not(self, staying_s: float) -> str:
         """Why staying, at so many seconds a step, is better; empty: it is not."""
-        if self.step_s > staying_s * (1 - LEAST_GAIN):
-            return f"a step would take {self.step_s:.4g} s in place of {staying_s:.4g} s"
-        saved_s = HORIZON_S * (1 - self.step_s / staying_s)
+        step_s = self.step_s * self.weight
+        if step_s > staying_s * (1 - LEAST_GAIN):
+            told = f"a step would take {self.step_s:.4g} s in place of {staying_s:.4g} s"
+            return told if self.weight <= 1 else f"{told}, with backwards split"
+        saved_s = HORIZON_S * (1 - step_s / staying_s)
         cost_s = self.stall_s + CHANGE_S
         if saved_s < _LEAST_RETURN * cost_s:
             return (
@@ -43,12 +51,22 @@ class Prospect:
         return ""
 
 
-def worth_a_change(offers: Sequence[Answer], staying_s: float) -> Answer:
+def splitting_weight(plan: Plan) -> float:
+    """Splitting the backward costs a part of the step that profiles do not tell, and that a first
+    plan's schedule has to gain as well."""
+    listed = listed_routes(plan) and (plan.listing is None or plan.listing.split)
+    return 1 + TIE if listed or splits_backward(plan.schedule) else 1.0
+
+
+def worth_a_change(offers: Sequence[Answer], running: Plan, staying_s: float) -> Answer:
     """The best of `offers`, of which there are some, that is worth it, proved to run to its end.
     Raises PlanInfeasible where staying, at so many seconds a step, is better than each."""
+    now = splitting_weight(running)
 
     def prospect(offer: Answer) -> Prospect:
-        return Prospect(step_s=offer.step_s, stall_s=offer.stall_s)
+        # Who stops splitting has gained nothing that is known.
+        weight = max(1.0, splitting_weight(offer.found.plan) / now)
+        return Prospect(step_s=offer.step_s, stall_s=offer.stall_s, weight=weight)
 
     by_steps = sorted(offers, key=lambda offer: -prospect(offer).until_next_loss)
     problems = [prospect(offer).why_not(staying_s) for offer in by_steps]

@@ -12,7 +12,7 @@ from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose
 from oobleck.planner.recovery.shadowed import can_lose_behind, shadows_behind
 from oobleck.planner.recovery.uneven.candidates import Situation, candidates, staying_s
 from oobleck.planner.recovery.uneven.others import of_other_nodes
-from oobleck.planner.recovery.worth import worth_a_change
+from oobleck.planner.recovery.worth import LEAST_GAIN, splitting_weight, worth_a_change
 from oobleck.planner.units import comma_separated, format_bytes
 
 
@@ -27,7 +27,7 @@ def uneven(change: Change) -> Answer:
     offers = list(_by_rates(change, now))
     if not offers:
         raise PlanInfeasible("no other plan is better for the rates of the workers")
-    best = worth_a_change(offers, before_s)
+    best = _undone(offers, change, before_s) or worth_a_change(offers, change.plan, before_s)
     reason = (
         f"{_slow_ones(change)}: {best.found.rule}: a step takes {best.step_s:.4g} s in place of "
         f"{before_s:.4g} s, and {format_bytes(best.moved_bytes)} move"
@@ -35,6 +35,19 @@ def uneven(change: Change) -> Answer:
     # Another cut may leave a layer with fewer nodes.
     then = best.then or shadows_behind(best.found.plan, change)
     return replace(best, found=replace(best.found, reason=reason), then=then)
+
+
+def _undone(offers: Sequence[Answer], change: Change, before_s: float) -> Answer | None:
+    """Nobody is slow any more: what was done about it ends, unless a step of it is the better one
+    all the same."""
+    if any(worker.node in change.live for worker, rate in change.rates.items() if rate != 1):
+        return None
+    for offer in offers:
+        if offer.found.rule == "as planned" and not offer.moved_bytes:
+            before_s *= splitting_weight(change.plan)
+            if offer.step_s * splitting_weight(offer.found.plan) <= before_s * (1 + LEAST_GAIN):
+                return offer
+    return None
 
 
 def by_rates(change: Change) -> tuple[float, Sequence[Answer]]:

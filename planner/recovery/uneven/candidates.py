@@ -25,6 +25,7 @@ from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hop
+from oobleck.planner.programs.schedule import splits_backward
 from oobleck.planner.recovery.rules import Rule
 from oobleck.planner.recovery.uneven.around import around
 from oobleck.planner.recovery.uneven.cuts import recut
@@ -173,17 +174,19 @@ def scheduled(plan: Plan, now: Situation) -> tuple[Plan, float]:
         return _settled(plan, now)
     if sum(route.microbatches * len(route.hops) for route in routes) > MOST_VISITS:
         raise PlanInfeasible("so many micro-batches on so many hops take too long to schedule")
-    plan = with_listing(plan, profile)
+    # A job that names a schedule has its backwards split only by that.
+    split = not now.schedule_named or splits_backward(plan.schedule)
+    plan = with_listing(plan, profile, split=split)
     estimate = estimate_listed(plan, profile, tied=now.tied)
     if plan.schedule != "1f1b" and estimate.peak_bytes > profile.gpu_memory_bytes:
         plan = replace(plan, schedule="1f1b")  # it keeps least
         estimate = estimate_listed(plan, profile, tied=now.tied)
     check_room(estimate.peak_bytes, now)
-    split = replace(plan, schedule="zb-h1")
-    if split != plan and not now.schedule_named and len(routes) < len(plan.routes):
-        other = estimate_listed(split, profile, tied=now.tied)
+    others = replace(plan, schedule="zb-h1")
+    if others != plan and not now.schedule_named and len(routes) < len(plan.routes):
+        other = estimate_listed(others, profile, tied=now.tied)
         if other.peak_bytes <= profile.gpu_memory_bytes and other.step_s < estimate.step_s:
-            return split, other.step_s
+            return others, other.step_s
     return plan, estimate.step_s
 
 

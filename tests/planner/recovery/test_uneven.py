@@ -19,7 +19,7 @@ from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.shadowed import shadowed
 from oobleck.planner.recovery.uneven import candidates
 from oobleck.planner.recovery.uneven.answer import by_rates, uneven
-from oobleck.planner.recovery.worth import Prospect
+from oobleck.planner.recovery.worth import Prospect, splitting_weight
 from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.templates import generate_templates
 from support.plans import plan_of_cuts, plan_of_templates, worker
@@ -84,6 +84,38 @@ def test_what_was_done_is_undone_when_the_worker_is_well() -> None:
     assert well.step_s <= estimate_step(asked.base, asked.profile).step_s
     assert well.moved_bytes == 0
     assert "all workers are well again" in well.found.reason
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_what_was_done_is_undone_though_split_backwards_seem_faster(named: bool) -> None:
+    """Under 1F1B, which was chosen or named; the way around splits backwards, if it may."""
+    templates = generate_templates(costs(16), range(1, 5))
+    plan = plan_of_templates(templates, *[(4, 32)] * 3)
+    asked = change({worker(5): 0.8}, profile=costs(16))
+    asked = replace(asked, plan=plan, base=plan, schedule_named=named)
+    (around,) = (each for each in by_rates(asked)[1] if each.found.rule == "partial reroute")
+    listing = around.found.plan.listing
+    assert listing is not None
+    assert listing.split != named
+    well = replace(asked, plan=around.found.plan, rates={}, generation=Generation(3))
+    found = uneven(well).found
+    assert (found.rule, found.plan.routes) == ("as planned", plan.routes)
+
+
+def test_split_backwards_have_to_gain_what_they_may_cost() -> None:
+    """As for the schedule of a first plan."""
+    asked = change({worker(5): 0.5}, profile=costs())
+    (around,) = (each for each in by_rates(asked)[1] if each.found.rule == "partial reroute")
+    assert splitting_weight(around.found.plan) == splitting_weight(
+        replace(asked.plan, schedule="zb-h1")
+    )
+    weight = splitting_weight(around.found.plan)
+    assert (splitting_weight(asked.plan), weight) == (1.0, 1.05)
+    told = [
+        Prospect(step_s=step_s, stall_s=0.0, weight=each).why_not(10.0)
+        for step_s, each in ((9.4, weight), (9.2, weight), (9.4, 1.0))
+    ]
+    assert told == ["a step would take 9.4 s in place of 10 s, with backwards split", "", ""]
 
 
 def test_what_was_done_after_another_cut_is_undone_too() -> None:
