@@ -107,8 +107,9 @@ class Spread:
 
     def way(self, passed: tuple[Hop, ...]) -> list[Hop]:
         """Of one more micro-batch: these hops, with others in place of those on lost workers, whose
-        work is counted. Raises PlanInfeasible."""
+        work is counted. Raises PlanInfeasible, with nothing counted."""
         way: list[Hop] = []
+        counted: list[Hop] = []
         self.visits += len(passed)
         parts = [(lives, list(hops)) for lives, hops in groupby(passed, self._lives)]
         for number, (lives, hops) in enumerate(parts):
@@ -121,6 +122,8 @@ class Spread:
             ways = self._ways(first_layer, last_layer, after, {})
             found = next((w for w in ways if _can_follow(before, w[2][0].workers)), None)
             if found is None:
+                for hop in counted:
+                    add_load(self._load, hop, -self._ticks(hop))
                 raise PlanInfeasible(
                     f"no workers that hold layers {first_layer} to {last_layer} can compute them "
                     "and follow each other: some share layers with different workers, or the "
@@ -128,6 +131,7 @@ class Spread:
                 )
             for hop in found[2]:
                 add_load(self._load, hop, self._ticks(hop))
+            counted += found[2]
             way += found[2]
         return way
 

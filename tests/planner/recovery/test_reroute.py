@@ -1,6 +1,7 @@
 """Around lost workers: valid plans, all work with live holders, spread by load."""
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -8,8 +9,8 @@ from oobleck.planner.errors import LayerLost, PlanInfeasible
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold, Hop, Route
-from oobleck.planner.recovery.reroute import reroute
-from support.plans import plan_of_cuts, worker
+from oobleck.planner.recovery.reroute import Spread, layer_count, reroute
+from support.plans import hop, plan_of_cuts, worker
 from support.routes import equal_pipelines, random_pipelines
 
 
@@ -127,3 +128,14 @@ def test_random_losses_leave_valid_plans(seed: int) -> None:
             if set(lost).isdisjoint(w for hop in route.hops for w in hop.workers):
                 assert counts[route.hops] >= route.microbatches
         plan = found
+
+
+def test_a_way_that_ends_before_a_hole_leaves_no_work_behind() -> None:
+    """The first hole has somebody, the second nobody."""
+    a, b, c = worker(0), worker(1), worker(2)
+    passed = (hop(0, 0, a), hop(1, 1, b), hop(2, 2, a))
+    load = Counter({b: 10})
+    spread = Spread({(b,): {1}, (c,): {0}}, {a}, layer_count, load)
+    with pytest.raises(PlanInfeasible, match="layers 2 to 2"):
+        spread.way(passed)
+    assert +load == Counter({b: 10})
