@@ -17,7 +17,8 @@ from oobleck.master.state.job import EVENS_OUT, Job
 from oobleck.master.state.node import Node
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.programs.rates import WorkerRate
-from oobleck.planner.recovery.rules import OF_OTHER_NODES, Rule
+from oobleck.planner.recovery.answer import Answer
+from oobleck.planner.recovery.rules import OF_OTHER_NODES, Next
 
 #: Between two plans around slow workers: a change costs a part of a second, and a worker that is
 #: slow now and then must not keep the job busy. So long also behind what follows an answer to a
@@ -63,7 +64,7 @@ def even_out(context: Context, job: Job) -> Decision | None:
         reason=answer.found.reason,
         detect_s=0.0,  # nothing waits for it
         policy=answer.policy,
-        then=answer.then or _still_due(made, answer.found.rule),
+        then=what_follows(made.then, answer),
     )
     return Decision(actions=(event,), reason=answer.found.reason)
 
@@ -82,9 +83,12 @@ def _as_slow(job: Job, made: PlanMade) -> bool:
     return all(job.rates[worker] == before.get(worker) for worker in here)
 
 
-def _still_due(made: PlanMade, rule: Rule) -> Literal["templates", ""]:
-    """Templates that the plan before waited for are due as long as none have come."""
-    return made.then if made.then == "templates" and rule not in OF_OTHER_NODES else ""
+def what_follows(due: Next | Literal[""], answer: Answer) -> Next | Literal[""]:
+    """Templates that the plan before waited for are due as long as none have come; they bring
+    shadows of their own."""
+    if due == "templates" and answer.found.rule not in OF_OTHER_NODES:
+        return due
+    return answer.then or ""
 
 
 def _all_better(rates: Iterable[WorkerRate], planned: Iterable[WorkerRate]) -> bool:
