@@ -21,7 +21,8 @@ def plan_end_s(
 ) -> float:
     """When the step is over on all workers, from when each has computed its last: after the sums,
     which each worker's link passes on one after the other as they become ready, the vote and the
-    update. Who computes nothing is not in `ends_s`."""
+    update. Nobody waits for who holds a layer and does not run it: it adds nothing. Who computes
+    nothing is not in `ends_s`."""
     sums: dict[WorkerId, list[tuple[float, float]]] = {worker: [] for worker in plan.workers}
     for bucket in gradient_buckets(plan, tied=tied):
         own = {part.layer: part.share for part in bucket.parts if part.part == "own"}
@@ -31,7 +32,8 @@ def plan_end_s(
             same_node=len({owner.node for owner in bucket.owners}) == 1,
             links=profile.links,
         )
-        ready_s = max(ends_s.get(owner, 0.0) for owner in bucket.owners)
+        running = [o for o in bucket.owners if not own.keys() <= set(plan.shadows.get(o, ()))]
+        ready_s = max((ends_s.get(owner, 0.0) for owner in running), default=0.0)
         for owner in bucket.owners:
             sums[owner].append((ready_s, taken_s))
     summed_s = max(
