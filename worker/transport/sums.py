@@ -10,40 +10,45 @@ all, and in every run.
 
 import contextlib
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from oobleck.worker.runtime.errors import TransportError
-from oobleck.worker.transport.links.frame import Kind, Label, bytes_of
+from oobleck.worker.transport.links.frame import MOST_BYTES, Kind, Label, bytes_of
 from oobleck.worker.transport.links.hub import Links
-from oobleck.worker.transport.links.link import Incoming, Outgoing
+from oobleck.worker.transport.links.link import Incoming, Outgoing, fresh_memory
 from oobleck.worker.transport.tree import Place, sum_places
 
-#: Of a chunk: below, messages cost more than bytes; above, one waits for the whole of the last.
+#: Of a chunk: below, messages cost more than bytes.
 _LEAST_BYTES = 64 << 10
-_MOST_BYTES = 512 << 10
-#: Shares on hand that wait for others, whose memory is used again.
-_MOST_SPARE = 64
+#: What a member adds up is cut further, so that it is sent while more comes in, but not below this;
+#: and into so many parts, if they are no larger than a frame.
+_CUT_BYTES = 512 << 10
+_CUTS = 4
+#: Of shares that have been added, whose memory is used again.
+_MOST_SPARE_BYTES = 64 << 20
 
 
 class SpareBuffers:
-    """Memory of shares that have been added."""
+    """Memory of shares that have been added, by size."""
 
     def __init__(self) -> None:
-        self._free: list[bytearray] = []
+        self._free: defaultdict[int, list[memoryview]] = defaultdict(list)
+        self._bytes = 0
 
-    def take(self, size: int) -> bytearray:
-        """At least `size` bytes."""
-        if size > _MOST_BYTES or not self._free:
-            return bytearray(max(size, _MOST_BYTES))
-        return self._free.pop()
+    def take(self, size: int) -> memoryview:
+        if not self._free[size]:
+            return fresh_memory(size)
+        self._bytes -= size
+        return self._free[size].pop()
 
-    def give(self, buffer: bytearray) -> None:
-        if len(self._free) < _MOST_SPARE and len(buffer) == _MOST_BYTES:
-            self._free.append(buffer)
+    def give(self, buffer: memoryview) -> None:
+        if self._bytes + len(buffer) <= _MOST_SPARE_BYTES:
+            self._bytes += len(buffer)
+            self._free[len(buffer)].append(buffer)
 
 
 class _Share(Incoming):
@@ -53,12 +58,17 @@ class _Share(Incoming):
         self._chunk = chunk
         self._index = index
         self._member = member
-        self.buffer = bytearray()
+        self.buffer = memoryview(b"")
 
     def room(self, size: int) -> memoryview:
         _check_size(size, self._chunk.own.nbytes)
         self.buffer = self._chunk.spare.take(size)
-        return memoryview(self.buffer)[:size]
+        return self.buffer
+
+    def take_over(self, content: memoryview) -> None:
+        _check_size(len(content), self._chunk.own.nbytes)
+        self.buffer = content
+        self.arrived()
 
     def arrived(self) -> None:
         self._chunk.paid(self._member)
@@ -179,8 +189,9 @@ class LinkSum:
         self._key = key
         self._sends: list[tuple[bytes, Outgoing]] = []
         flat = tensor.view(-1)
-        most = max(min(_MOST_BYTES, -(-tensor.nbytes // len(members))), _LEAST_BYTES)
-        chunks = torch.split(flat, max(1, most // flat.element_size()))
+        chunks = torch.split(
+            flat, max(1, _chunk_bytes(tensor.nbytes, len(members)) // flat.itemsize)
+        )
         self._left = len(chunks)
         #: How many frames have to come from whom yet.
         self.owing: Counter[bytes] = Counter()
@@ -224,6 +235,11 @@ class LinkSum:
                 break
             self._sends.pop()
         return not self._left and not self._sends
+
+
+def _chunk_bytes(size: int, members: int) -> int:
+    each = -(-size // members)
+    return max(min(each, max(each // _CUTS, _CUT_BYTES), MOST_BYTES), _LEAST_BYTES)
 
 
 def _check_size(size: int, expected: int) -> None:

@@ -17,6 +17,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Container
 from typing import Protocol
 
+import numpy as np
+
 from oobleck.worker.transport.links.frame import (
     BACKGROUND,
     FEEDING,
@@ -85,19 +87,24 @@ class Incoming(Protocol):
     def arrived(self) -> None:
         """All of them are there. Called once, with the links' lock held; may send."""
 
+    def take_over(self, content: memoryview) -> None:
+        """It has come before it was waited for. The memory is nobody else's from now on."""
+        self.room(len(content))[:] = content
+        self.arrived()
+
 
 class Early(Incoming):
     """A frame that came before anybody waited for it."""
 
     def __init__(self) -> None:
-        self.content = bytearray()
+        self.content = memoryview(b"")
         #: None: it is not complete yet, or nobody waits for it.
         self.wanted: Incoming | None = None
         self.complete = False
 
     def room(self, size: int) -> memoryview:
-        self.content = bytearray(size)
-        return memoryview(self.content)
+        self.content = fresh_memory(size)
+        return self.content
 
     def arrived(self) -> None:
         self.complete = True
@@ -109,8 +116,12 @@ class Early(Incoming):
         if not self.complete:
             self.wanted = wanted
             return
-        wanted.room(len(self.content))[:] = self.content
-        wanted.arrived()
+        wanted.take_over(self.content)
+
+
+def fresh_memory(size: int) -> memoryview:
+    """For what comes in; unlike a bytearray it is not written to before."""
+    return np.empty(size, np.uint8).data
 
 
 class _Nobody(Incoming):
