@@ -210,7 +210,7 @@ class Supervisor:
 
     def printed(self, incarnation: Incarnation, lines: list[str]) -> None:
         if (worker := self._state.workers.get(incarnation)) is not None:
-            self._outbox.log(worker.job_id, worker.slot, lines)
+            self._outbox.log(worker.job_id, worker.slot, lines, self._now())
 
     def channel_closed(self, incarnation: Incarnation) -> None:
         self._handle(ChannelClosed(incarnation=incarnation))
@@ -247,6 +247,7 @@ class Supervisor:
             out_of_memory=signum == signal.SIGKILL and self._memory_ran_out(),
         )
         self._outbox.report(report_of(worker, exited))
+        self._outbox.hurry_log()
         self._handle(WorkerExited(incarnation=worker.incarnation, end=exited))
         wait_s = self._state.slots[worker.slot].budget.not_before - self._now()
         if wait_s > 0 and self._state.desired.job_id is not None:

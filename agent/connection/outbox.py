@@ -28,6 +28,9 @@ REPORT_LIMIT = 1024
 #: Answers to operators' questions; whoever asked gives up, so old ones are of no use.
 ANSWER_LIMIT = 64
 LINES_PER_MESSAGE = 100
+#: Lines wait so long for others. When a peer is lost each worker prints some, and to send each of
+#: them at once would take from what brings training back.
+GATHER_LINES_S = 0.2
 
 
 class Outbox:
@@ -48,6 +51,8 @@ class Outbox:
         #: Output of the workers of that job.
         self._logs = LogQueue()
         self._log_job = JobId("")
+        #: When they are sent; None: there are none.
+        self._log_due_at: float | None = None
         #: Rank 0 is here, or was, and its records are to be sent at once.
         self._has_rank_0 = False
         #: Newest plan that has rank 0 elsewhere, and none of whose steps is known here yet.
@@ -116,11 +121,21 @@ class Outbox:
         self._answers.append(pb.AgentMessage(clock=read))
         self.wake.set()
 
-    def log(self, job_id: JobId, slot: int, lines: list[str]) -> None:
+    def log(self, job_id: JobId, slot: int, lines: list[str], now: float) -> None:
         if job_id != self._log_job:
             self._logs, self._log_job = LogQueue(), job_id
         self._logs.add(slot, lines)
-        self.wake.set()
+        if self._log_due_at is None:
+            self._log_due_at = now + GATHER_LINES_S
+            self.wake.set()
+        if len(self._logs) >= LINES_PER_MESSAGE:
+            self.hurry_log()
+
+    def hurry_log(self) -> None:
+        """Have the lines that wait sent now."""
+        if self._log_due_at:
+            self._log_due_at = 0.0
+            self.wake.set()
 
     def session_began(self, standing: list[WorkerReport], now: float) -> None:
         """Repeat all that an earlier session may have lost: records and `standing` reports."""
@@ -146,17 +161,20 @@ class Outbox:
             found.append(pb.AgentMessage(status=status_message(self._status)))
         found += self._answers
         self._answers.clear()
-        while (taken := self._logs.take(LINES_PER_MESSAGE)) is not None:
-            slot, lines, dropped = taken
-            log = pb.LogLines(job_id=self._log_job, slot=slot, lines=lines, dropped=dropped)
-            found.append(pb.AgentMessage(log=log))
+        if self._log_due_at is not None and now >= self._log_due_at:
+            self._log_due_at = None
+            while (taken := self._logs.take(LINES_PER_MESSAGE)) is not None:
+                slot, lines, dropped = taken
+                log = pb.LogLines(job_id=self._log_job, slot=slot, lines=lines, dropped=dropped)
+                found.append(pb.AgentMessage(log=log))
         for message in found:
             message.incarnation = self._incarnation
         return found
 
     def next_due(self, now: float) -> float | None:
         """When `take` will have something though nothing new comes."""
-        return self._records.next_due(now, first=self._has_rank_0)
+        due = (self._records.next_due(now, first=self._has_rank_0), self._log_due_at)
+        return min((at for at in due if at is not None), default=None)
 
 
 def _text_of(report: WorkerReport) -> bytes | None:

@@ -139,6 +139,7 @@ class Session:
     def close(self) -> None:
         """Send what waits, then end."""
         self._closing = True
+        self._outbox.hurry_log()
         self._outbox.wake.set()
 
     def _is_over(self) -> bool:

@@ -84,5 +84,5 @@ class LogQueue:
                 return slot, lines, self._dropped.pop(slot, 0)
         return None
 
-    def __bool__(self) -> bool:
-        return any(self._waiting.values())
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))

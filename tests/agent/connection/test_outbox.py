@@ -4,11 +4,12 @@ import logging
 
 import pytest
 
-from oobleck.agent.connection.outbox import Outbox
+from oobleck.agent.connection.outbox import GATHER_LINES_S, LINES_PER_MESSAGE, Outbox
 from oobleck.host.ipc.messages import CheckpointSaved, Restored
 from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.planner.job.spec import CheckpointSpec
 from oobleck.planner.recovery.checkpoint import folder_name
+from oobleck.proto.control_pb2 import AgentMessage
 from oobleck.proto.reports import read_report
 from oobleck.proto.types import WorkerReport
 
@@ -56,3 +57,26 @@ def test_any_place_that_a_job_may_name_can_be_reported(path: str) -> None:
     assert not spec.why_untold()
     report = saved(f"{path}/{folder_name(999_999_999, 'meeting')}")
     assert sent(report) == [report]
+
+
+def lines_of(messages: list[AgentMessage]) -> list[str]:
+    return [line for message in messages for line in message.log.lines]
+
+
+def test_lines_wait_for_others_unless_they_are_many_or_the_last() -> None:
+    outbox, job = Outbox(Incarnation("0123")), JobId("demo-1")
+    outbox.log(job, 0, ["one"], now=10.0)
+    outbox.log(job, 0, ["two"], now=10.0 + GATHER_LINES_S / 2)
+    assert outbox.take(10.0 + GATHER_LINES_S / 2) == []
+    due = outbox.next_due(10.0)
+    assert due == 10.0 + GATHER_LINES_S
+    assert lines_of(outbox.take(due)) == ["one", "two"]
+    assert outbox.next_due(due) is None
+
+    outbox.log(job, 0, ["three"], now=20.0)
+    outbox.hurry_log()
+    assert lines_of(outbox.take(20.0)) == ["three"]
+
+    many = [str(number) for number in range(LINES_PER_MESSAGE)]
+    outbox.log(job, 0, many, now=30.0)
+    assert lines_of(outbox.take(30.0)) == many
