@@ -31,8 +31,9 @@ import torch
 
 from oobleck.planner.codec import encode
 from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.worker.recovery.recover import Standing, agreement_of
-from oobleck.worker.recovery.rejoin import Held, RecoveryState
+from oobleck.worker.recovery.recover import Standing, read_standings
+from oobleck.worker.recovery.rejoin import Held, RecoveryState, agree
+from oobleck.worker.step.salvage import Attempt
 from oobleck.worker.transport.connect import Announced
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.card import Card
@@ -46,6 +47,7 @@ HOST = "127.0.0.1"
 SECRET = b"s" * 32
 #: Stages that a pipeline has.
 _STAGES = 8
+_MICROBATCHES = 64
 #: Numbers in a vote.
 _BALLOT = 16
 #: For all to have the order to meet.
@@ -126,9 +128,8 @@ class SimulatedWorker:
         known = cards if order.along_tree else {0: cards[0]}
         words = self._transport.meet(cards[0], near - {rank}, word, lambda: None, known)
         met_at, before_s = time.monotonic(), time.thread_time()
-        agreed = agreement_of(
-            [member(each) for each in range(size)], [parts(each)[1] for each in words]
-        )
+        members = [member(each) for each in range(size)]
+        agreed = agree(read_standings(members, [parts(each)[1] for each in words]).states)
         agreeing_s = time.thread_time() - before_s
         assert agreed.step == 100, "all have committed it"
         agreed_at, spent_s = time.monotonic(), self._spent_s() - spent_s
@@ -167,7 +168,9 @@ def standing_of(rank: int, layers: int) -> bytes:
         layers={layer: Held(100) for layer in own},
         former={},
     )
-    return encode(Standing("00" * 32, state))
+    done = [rank % _MICROBATCHES]
+    attempt = Attempt.of(dict.fromkeys(own, done), done, done, _MICROBATCHES)
+    return joined([encode(Standing("00" * 32, state)), encode(attempt)])
 
 
 def own_bytes() -> int:
@@ -269,7 +272,7 @@ def main() -> None:
         "  vote ms  vote links"
     )
     # The first of all decodes: msgspec does not take it well in many threads at once.
-    agreement_of([member(0)], [standing_of(0, options.layers)])
+    read_standings([member(0)], [standing_of(0, options.layers)])
     for count in map(int, options.workers.split(",")):
         for along_tree in (True, False):
             way = "tree" if along_tree else "star"

@@ -15,7 +15,7 @@ import torch
 
 from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.messages import Assign, Committed, PhaseReached, Restored
-from oobleck.planner.codec import encode
+from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.shards import Shard
@@ -31,20 +31,28 @@ from oobleck.worker.state.progress import Position
 from oobleck.worker.step import vote
 from oobleck.worker.step.commit import commit, make_record
 from oobleck.worker.step.salvage import NO_ATTEMPT, Attempt, Contribution, Salvage, plan_salvage
-from oobleck.worker.transport.tell_all import read_all
 from oobleck.worker.transport.transport import Transport
+from oobleck.worker.transport.words import joined, parts
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a worker tells the others when they meet."""
+    """What a worker tells the others when they meet, besides its `Attempt`. Many tell the same."""
 
     #: Fingerprint of the data and the initial weights that it reads, hexadecimal.
     inputs: str
     state: RecoveryState
-    attempt: Attempt = NO_ATTEMPT
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What all have told. Equal states are one object."""
+
+    states: Mapping[WorkerId, RecoveryState]
+    #: Texts of `Attempt`s.
+    attempts: Mapping[WorkerId, bytes]
 
 
 class Recovery:
@@ -63,7 +71,7 @@ class Recovery:
         they have agreed."""
         self._state.drop_partial()
         inputs, state = self._context.inputs.hex(), self._recovery_state(plan.layer_count)
-        return encode(Standing(inputs, state, self._attempt(plan)))
+        return joined([encode(Standing(inputs, state)), encode(self._attempt(plan))])
 
     def run(
         self,
@@ -88,7 +96,7 @@ class Recovery:
         )
         with self._context.timeline.phase("agree"):
             told = read_standings(plan.workers, standings)
-            agreement = agree({member: said.state for member, said in told.items()})
+            agreement = agree(told.states)
         if self._restore(assign, agreement, transport):
             return None
         rolled_forward = self._worker in agreement.roll_forward
@@ -125,7 +133,7 @@ class Recovery:
         """Come to hold the plan's layers, those who leave among the sources; the bytes received.
         What none of them holds is left to the plan's own meeting. Raises as `run` does."""
         plan, members = assign.plan, handover_members(assign)
-        agreement = agreement_of(members, standings)
+        agreement = agree(read_standings(members, standings).states)
         if not is_whole(agreement.held, plan.layer_count):
             return 0
         ballot: torch.Tensor | None = None
@@ -213,25 +221,22 @@ class Recovery:
             microbatches=self._job.training.microbatches,
         )
 
-    def _salvage(
-        self, plan: Plan, agreement: Agreement, told: Mapping[WorkerId, Standing]
-    ) -> Salvage | None:
+    def _salvage(self, plan: Plan, agreement: Agreement, told: Told) -> Salvage | None:
         """What counts of the step that was cut off, if there is one; None where nothing does."""
         if not agreement.begun:
             return None
         layers, microbatches = plan.layer_count, self._job.training.microbatches
         contributions = dict.fromkeys(plan.workers, Contribution.nothing(layers, microbatches))
         for member in agreement.begun:
-            said, wanted = told[member], plan.shards[member] & agreement.held[member]
+            wanted = plan.shards[member] & agreement.held[member]
             counting = {
                 layer
-                for layer, held in said.state.layers.items()
+                for layer, held in told.states[member].layers.items()
                 if Shard(layer, held.part, held.parts) in wanted
             }
             try:
-                contributions[member] = Contribution.of(
-                    said.attempt, counting, layers, microbatches
-                )
+                attempt = decode(Attempt, told.attempts[member])
+                contributions[member] = Contribution.of(attempt, counting, layers, microbatches)
             except ValueError as error:
                 raise TransportError(f"what came from {member} is no attempt: {error}") from error
         salvage = plan_salvage(contributions, plan)
@@ -273,26 +278,28 @@ class Recovery:
         return vector
 
 
-def agreement_of(members: Sequence[WorkerId], standings: Sequence[bytes]) -> Agreement:
-    """Of `members`, who are in rank order, as the standings are. Raises as `read_standings`."""
-    told = read_standings(members, standings)
-    return agree({member: said.state for member, said in told.items()})
-
-
-def read_standings(
-    members: Sequence[WorkerId], standings: Sequence[bytes]
-) -> dict[WorkerId, Standing]:
+def read_standings(members: Sequence[WorkerId], standings: Sequence[bytes]) -> Told:
     """Of `members`, who are in rank order, as the standings are. Raises DataError where they read
-    different inputs, TransportError where one is none."""
-    told = dict(zip(members, read_all(standings, Standing), strict=True))
-    first = members[0]
-    for member, said in told.items():
-        if said.inputs != told[first].inputs:
+    different inputs, TransportError where one is no standing."""
+    known: dict[bytes, Standing] = {}
+    states: dict[WorkerId, RecoveryState] = {}
+    attempts: dict[WorkerId, bytes] = {}
+    first: Standing | None = None
+    for member, word in zip(members, standings, strict=True):
+        text, attempts[member] = parts(word)
+        if (said := known.get(text)) is None:
+            try:
+                said = known[text] = decode(Standing, text)
+            except ValueError as error:
+                raise TransportError(f"what came from {member} is {error}") from error
+        first = first or said
+        if said.inputs != first.inputs:
             raise DataError(
-                f"data: {member.node} and {first.node} see different files "
+                f"data: {member.node} and {members[0].node} see different files "
                 "under the same paths; give every node the same data (and model.weights)"
             )
-    return told
+        states[member] = said.state
+    return Told(states, attempts)
 
 
 def _held(states: Mapping[int, LayerState]) -> dict[int, Held]:

@@ -68,7 +68,27 @@ class Agreement:
 
 
 def agree(states: Mapping[WorkerId, RecoveryState]) -> Agreement:
-    """Draw the agreement; the same on every worker because the table is the same."""
+    """Draw the agreement; the same on every worker because the table is the same.
+
+    Of workers whose states are one object the first stands for the others: however many hold the
+    same layers at the same step, they are looked at once.
+    """
+    first: dict[int, WorkerId] = {}
+    for worker in sorted(states):
+        first.setdefault(id(states[worker]), worker)
+    found = _agree({worker: states[worker] for worker in first.values()})
+    if len(first) == len(states):
+        return found
+    stands_in = {worker: first[id(state)] for worker, state in states.items()}
+    return replace(
+        found,
+        roll_forward=frozenset(w for w, other in stands_in.items() if other in found.roll_forward),
+        held={worker: found.held[other] for worker, other in stands_in.items()},
+        begun=frozenset(w for w, other in stands_in.items() if other in found.begun),
+    )
+
+
+def _agree(states: Mapping[WorkerId, RecoveryState]) -> Agreement:
     # Since the others went back to a checkpoint, what a worker has that did not is of no use.
     lineage = max(state.lineage for state in states.values())
     members, states = states, {w: s for w, s in states.items() if s.lineage == lineage}

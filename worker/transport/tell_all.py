@@ -1,6 +1,5 @@
 """Each worker tells all others one message, and hears theirs. Must not know what they say."""
 
-from collections.abc import Sequence
 from typing import TypeVar
 
 from oobleck.planner.codec import decode, encode
@@ -12,13 +11,8 @@ T = TypeVar("T")
 
 def tell_all(transport: Transport, message: T, kind: type[T]) -> list[T]:
     """Everyone's message, by rank. Raises TransportError, also where what came is no message."""
-    return read_all(transport.gather(encode(message)), kind)
-
-
-def read_all(words: Sequence[bytes], kind: type[T]) -> list[T]:
-    """What all have said, by rank. Raises TransportError where a word is no message."""
     told: list[T] = []
-    for rank, text in enumerate(words):
+    for rank, text in enumerate(transport.gather(encode(message))):
         try:
             told.append(decode(kind, text))
         except ValueError as error:

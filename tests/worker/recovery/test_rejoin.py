@@ -237,6 +237,33 @@ def test_whatever_workers_tell_the_agreement_comes_to_an_end() -> None:
     assert drawn > 4000
 
 
+def test_workers_that_tell_the_same_stand_for_each_other() -> None:
+    """The agreement is that of states that are looked at one by one."""
+    rng = random.Random(2)
+    workers = [WorkerId(NodeName(name), 0) for name in "hgfedcba"]
+    drawn = 0
+    for _ in range(2000):
+        some = []
+        for _ in range(rng.randint(1, 4)):
+            committed = rng.randint(2, 3)
+            some.append(
+                recovery_state(
+                    committed,
+                    reduced=(committed + rng.randint(0, 1), 1),
+                    voted=(committed + rng.randint(0, 1), 1),
+                    begun=committed + 1,
+                    layers=tuple(layer for layer in range(3) if rng.random() < 0.8),
+                    lineage=rng.choice([0, 0, 0, 1]),
+                )
+            )
+        states = {worker: rng.choice(some) for worker in workers}
+        with contextlib.suppress(InvariantViolation):
+            one_by_one = agree({worker: replace(state) for worker, state in states.items()})
+            assert agree(states) == one_by_one
+            drawn += one_by_one.vote_holder is not None
+    assert drawn > 500
+
+
 def test_who_met_without_the_only_voter_follows_it_while_all_still_can() -> None:
     ahead = recovery_state(6, voted=(6, 1), layers=(2,), joined=1)
     agreement = agree({A: ahead, B: recovery_state(5, reduced=(6, 1), begun=6, joined=2)})
