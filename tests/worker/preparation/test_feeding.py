@@ -23,6 +23,7 @@ from oobleck.worker.state.progress import TrainingProgress
 from oobleck.worker.transport.links.frame import Label
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.link import Incoming, Link
+from oobleck.worker.transport.links.traffic import Traffic
 from support.folders import TEXT
 
 SECRET = b"k" * 32
@@ -377,7 +378,8 @@ def test_what_a_link_can_carry_of_a_feed_is_fed(monkeypatch: pytest.MonkeyPatch)
     """A link takes one frame less in each step than the gradients of two layers have."""
     monkeypatch.setattr("oobleck.worker.preparation.source._OUTRUN_S", 0.0)
     carrier = Carrier()
-    monkeypatch.setattr(Link, "_has_little_in_flight", lambda link: carrier.takes())
+    monkeypatch.setattr(Link, "has_little_in_flight", lambda link: carrier.takes())
+    monkeypatch.setattr(Traffic, "_has_little_in_flight", lambda traffic: True)
     spec = job(OptimizerSpec(lr=1e-2), hidden=128)
     own = held(spec, [Shard(1), Shard(2)])
     with two_ends() as (giver, taker):

@@ -275,11 +275,12 @@ class Link:
                 if queue:
                     self._writing = queue.popleft()
                     return self._writing
-            if background and self.holds_back and self._has_little_in_flight():
+            if background and self.holds_back and self.has_little_in_flight():
                 self._writing = self._queues[BACKGROUND].popleft()
         return self._writing
 
-    def _has_little_in_flight(self) -> bool:
+    def has_little_in_flight(self) -> bool:
+        """Whether what the kernel has taken will be there soon."""
         told = fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         rate: int = _DELIVERY_RATE.unpack_from(info)[0]

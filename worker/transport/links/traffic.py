@@ -129,11 +129,15 @@ class Traffic:
         """Write some of what may wait, where nothing else does. Called again and again while
         something does: nobody tells when less is in flight."""
         for descriptor in tuple(self._holding_back):
-            if self._blocked:
+            if self._blocked or not self._has_little_in_flight():
                 return
             link = self._by_descriptor[descriptor]
             link.write(background=True)
             self.poll_for(link)
+
+    def _has_little_in_flight(self) -> bool:
+        # All links pass the same bottleneck, at this end.
+        return all(link.has_little_in_flight() for link in self._by_descriptor.values())
 
     # ---- who reads and writes
 

@@ -8,7 +8,7 @@ import torch
 
 from oobleck.worker.transport.links.frame import HEADER, Kind, Label
 from oobleck.worker.transport.links.link import Incoming, Link
-from support.meeting import Party
+from support.meeting import SECRET, Party
 from support.waiting import until
 
 FEED = Label(Kind.FEED, 0, 0)
@@ -63,8 +63,8 @@ def test_while_one_link_has_more_than_it_can_take_nothing_is_sent_ahead_on_anoth
     with Party(3) as party:
         giver, busy, taker = party.meet()
         coming = Coming()
-        taker.links.expect(b"s" * 32, coming)
-        giver.links.expect(b"s" * 32, Coming())
+        taker.links.expect(SECRET, coming)
+        giver.links.expect(SECRET, Coming())
         content = torch.zeros(8 << 20)  # more than the kernel takes
         ahead = memoryview(bytes(SIZE))
         feeding = giver.links._feeding
@@ -78,4 +78,24 @@ def test_while_one_link_has_more_than_it_can_take_nothing_is_sent_ahead_on_anoth
             assert coming.frames == 0
         busy.receive(torch.empty_like(content), 0, 0).wait()
         sent.wait()
+        until(lambda: coming.frames == 1, "what is sent ahead")
+
+
+def test_while_one_link_has_much_in_flight_nothing_is_sent_ahead_on_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Party(3) as party:
+        giver, busy, taker = party.meet()
+        coming = Coming()
+        taker.links.expect(SECRET, coming)
+        giver.links.expect(SECRET, Coming())
+        feeding = giver.links._feeding
+        assert feeding is not None
+        far = {busy.links.identity}
+        with giver.links.lock:
+            monkeypatch.setattr(Link, "has_little_in_flight", lambda link: link.peer not in far)
+            frame = giver.links.send_ahead(feeding, taker.links.identity, FEED, memoryview(b"now"))
+        time.sleep(0.05)
+        assert not frame.done
+        far.clear()
         until(lambda: coming.frames == 1, "what is sent ahead")

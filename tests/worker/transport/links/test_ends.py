@@ -186,7 +186,7 @@ class _Sink:
 
 def test_what_is_urgent_goes_before_what_was_said_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
     """State for a coming meeting, in the background, goes behind everything."""
-    monkeypatch.setattr(Link, "_has_little_in_flight", lambda link: True)
+    monkeypatch.setattr(Link, "has_little_in_flight", lambda link: True)
     sink = _Sink()
     link = Link(b"", b"", 1, sink, lambda epoch, label: None)  # type: ignore[arg-type]
     kinds = [Kind.FEED, Kind.FEED, Kind.TOTAL, Kind.MESSAGE, Kind.SHARE, Kind.GOODBYE]
