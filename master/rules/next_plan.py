@@ -32,6 +32,8 @@ from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next
 from oobleck.planner.units import comma_separated, count
 
+#: Less is copied in no time.
+_WORTH_SAYING_BYTES = 1_000_000
 _BACK = "put that right, and 'oobleck node undrain NODE' takes a node back"
 
 
@@ -60,10 +62,11 @@ def plan_made(
     policy: str = "templates",
     then: Next | Literal[""] = "",
     passes_over: bool = False,
+    outrun_bytes: int = 0,
 ) -> PlanMade:
     """`restore`: workers shall go back to the newest checkpoint. So they shall where the plan
     before told them to and has committed no step: it is not known which of them have gone back.
-    `passes_over`: as in `PlanMade`."""
+    `passes_over`: as in `PlanMade`; `outrun_bytes`: as in `Answer`."""
     if detect_s is None:
         loss = job.seen.loss
         detect_s = loss.declared_at - loss.evidence_at if loss is not None else 0.0
@@ -81,7 +84,7 @@ def plan_made(
         incarnations=tuple(_process(context.state, worker) for worker in plan.workers),
         cause=cause,
         rule=rule,
-        reason=reason,
+        reason=reason + _outrun(outrun_bytes),
         nodes_lost=tuple(
             loss.node
             for loss in job.current.losses
@@ -113,6 +116,15 @@ def plan_made(
         stand_by_for=tuple(stand_by.taken_out(context, job, plan)),
         overtaken=reconfiguration_stats(context, job),
         evidence=() if boundary else carried(job, context.now),
+    )
+
+
+def _outrun(count: int) -> str:
+    if count < _WORTH_SAYING_BYTES:
+        return ""
+    return (
+        f"; of the state that moves, about {count / 1e6:.0f} MB are copied at the switch: the "
+        "gradients of a step outrun the links"
     )
 
 

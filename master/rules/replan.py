@@ -222,6 +222,7 @@ def join(context: Context, job: Job) -> Decision | None:
         reason=found.reason,
         detect_s=0.0,  # until it has settled, nothing waits for it
         then=answer.then or "",
+        outrun_bytes=answer.outrun_bytes,
     )
     return Decision(actions=(event,), reason=found.reason)
 
@@ -287,5 +288,6 @@ def follow_up(context: Context, job: Job) -> Decision | None:
         detect_s=0.0,  # nothing waits for it
         policy=answer.policy,
         then=answer.then or "",
+        outrun_bytes=answer.outrun_bytes,
     )
     return Decision(actions=(event,), reason=found.reason)

@@ -1,7 +1,7 @@
 """A change of the nodes or of their speed, and an answer to it. Must not know any policy."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -55,6 +55,9 @@ class Answer:
     step_s: float
     #: What follows at a step boundary behind it.
     then: Next | None = None
+    #: Of what moves, how much is expected to be copied at the switch where the plan is for a step
+    #: boundary: the gradients of what is sent ahead outrun the links.
+    outrun_bytes: int = 0
 
 
 def situation(change: Change) -> Situation:
@@ -86,6 +89,7 @@ def answer(
         stall_s=busiest_bytes / change.profile.links.inter_node_bytes_per_s,
         step_s=step_s,
         then=then,
+        outrun_bytes=outrun_bytes(change, found.plan, step_s),
     )
 
 
@@ -96,22 +100,47 @@ def idle(change: Change, plan: Plan) -> tuple[NodeName, ...]:
 
 def moves(change: Change, plan: Plan) -> tuple[int, int]:
     """Bytes of state that workers lack before `plan` can begin, and those of the node that receives
-    or sends most.
+    or sends most."""
+    received, sent = _moves(change, plan, [layer.state_bytes for layer in change.profile.layers])
+    return received.total(), max((*received.values(), *sent.values()), default=0)
+
+
+def outrun_bytes(change: Change, plan: Plan, step_s: float) -> int:
+    """Of those bytes, how many cannot be kept up to date ahead of the plan: a copy is followed by
+    the gradients of each step, and a node's link carries no more of these than fit into one."""
+    layers = change.profile.layers
+    room = change.profile.links.inter_node_bytes_per_s * step_s
+    state = _moves(change, plan, [layer.state_bytes for layer in layers])
+    gradients = _moves(change, plan, [layer.parameter_bytes for layer in layers])
+    return max(
+        sum(
+            round(moved[node] * (1 - room / size))
+            for node, size in of_a_step.items()
+            if size > room
+        )
+        for moved, of_a_step in zip(state, gradients, strict=True)
+    )
+
+
+def _moves(
+    change: Change, plan: Plan, sizes: Sequence[int]
+) -> tuple[Counter[NodeName], Counter[NodeName]]:
+    """What each node receives and sends, of layers of these `sizes`.
 
     Each layer is sent by those that have it, evenly: who exactly sends what
     (`oobleck.planner.programs.transfer`) takes seconds to find for a thousand workers.
     """
-    layers, live = change.profile.layers, frozenset(change.live)
+    live = frozenset(change.live)
     received, wanted = Counter[NodeName](), Counter[int]()
     having = defaultdict[int, Counter[NodeName]](Counter)
     held = {w: shards for w, shards in change.plan.shards.items() if w.node in live}
     for worker, shards in held.items():
         for shard in shards:
-            size = -(-layers[shard.layer].state_bytes // shard.parts)
+            size = -(-sizes[shard.layer] // shard.parts)
             having[shard.layer][worker.node] += size
     for worker, shards in plan.shards.items():
         for shard in shards - held.get(worker, frozenset()):
-            size = -(-layers[shard.layer].state_bytes // shard.parts)
+            size = -(-sizes[shard.layer] // shard.parts)
             received[worker.node] += size
             # A copy on the same node takes no link.
             if having[shard.layer][worker.node] < size:
@@ -121,4 +150,4 @@ def moves(change: Change, plan: Plan) -> tuple[int, int]:
         whole = having[layer].total()
         for node, share in having[layer].items():
             sent[node] += -(-size * share // whole)
-    return received.total(), max((*received.values(), *sent.values()), default=0)
+    return received, sent

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.profile.profile import Links
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold, Hop, Route
-from oobleck.planner.recovery.answer import Change, moves
+from oobleck.planner.recovery.answer import Change, moves, outrun_bytes
 from support.plans import plan_of_cuts
 from support.profiles import profile_of
 
@@ -35,17 +36,21 @@ def moved(before: Sequence[str], live: Sequence[str]) -> tuple[int, int]:
 
 
 def moved_between(plan: Plan, then: Plan, state_bytes: int) -> tuple[int, int]:
-    change = Change(
+    return moves(change_between(plan, then, state_bytes), then)
+
+
+def change_between(plan: Plan, then: Plan, state_bytes: int, bytes_per_s: float = 1e9) -> Change:
+    links = Links(intra_node_bytes_per_s=1e10, inter_node_bytes_per_s=bytes_per_s, latency_s=1e-5)
+    return Change(
         plan=plan,
         base=plan,
         live=then.nodes,
         generation=Generation(2),
         templates={},
-        profile=profile_of([1.0] * LAYERS, state=state_bytes),
+        profile=profile_of([1.0] * LAYERS, state=state_bytes, links=links),
         fault_tolerance=0,
         tied=False,
     )
-    return moves(change, then)
 
 
 def test_one_node_that_serves_many_is_the_busiest() -> None:
@@ -67,3 +72,16 @@ def test_what_nobody_holds_is_received_all_the_same() -> None:
 def test_a_layer_of_fewer_bytes_than_workers_share_it() -> None:
     one, two = (plan_of_cuts(*[([(LAYERS, 2)], 1)] * count) for count in (1, 2))
     assert moved_between(one, two, 1) == (2 * LAYERS, 2 * LAYERS)
+
+
+def test_what_the_gradients_of_a_step_outrun_is_copied_at_the_switch() -> None:
+    """A node joins two: it receives 4 layers of 40 bytes, and 4 x 10 bytes of gradients a step,
+    half of each from either."""
+    plan, then = plan_of(["n0", "n1"]), plan_of(["n0", "n1", "n2"])
+
+    def outrun(bytes_per_s: float, step_s: float) -> int:
+        return outrun_bytes(change_between(plan, then, 40, bytes_per_s), then, step_s)
+
+    assert outrun(20.0, 2.0) == 0
+    assert outrun(20.0, 1.0) == 80
+    assert outrun(10.0, 1.0) == 120
