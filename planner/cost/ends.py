@@ -32,7 +32,8 @@ def plan_end_s(
             same_node=len({owner.node for owner in bucket.owners}) == 1,
             links=profile.links,
         )
-        running = [o for o in bucket.owners if not own.keys() <= set(plan.shadows.get(o, ()))]
+        layers = {part.layer for part in bucket.parts}
+        running = [o for o in bucket.owners if layers & set(plan.held[o]) - _shadows(plan, o)]
         ready_s = max((ends_s.get(owner, 0.0) for owner in running), default=0.0)
         for owner in bucket.owners:
             sums[owner].append((ready_s, taken_s))
@@ -43,6 +44,10 @@ def plan_end_s(
         _VOTE_BYTES, workers=len(plan.workers), same_node=False, links=profile.links
     )
     return summed_s + vote_s + max(_updates_s(plan, profile).values())
+
+
+def _shadows(plan: Plan, worker: WorkerId) -> set[int]:
+    return set(plan.shadows.get(worker, ()))
 
 
 def _in_turn(sums: Sequence[tuple[float, float]]) -> float:
