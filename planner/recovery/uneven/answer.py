@@ -27,7 +27,13 @@ def uneven(change: Change) -> Answer:
     offers = list(_by_rates(change, now))
     if not offers:
         raise PlanInfeasible("no other plan is better for the rates of the workers")
-    best = _undone(offers, change, before_s) or worth_a_change(offers, change.plan, before_s)
+    try:
+        best = worth_a_change(offers, change.plan, before_s)
+    except PlanInfeasible:
+        undone = _undone(offers, change, before_s)
+        if undone is None:
+            raise
+        best = undone
     reason = (
         f"{_slow_ones(change)}: {best.found.rule}: a step takes {best.step_s:.4g} s in place of "
         f"{before_s:.4g} s, and {format_bytes(best.moved_bytes)} move"
