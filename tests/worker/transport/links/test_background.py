@@ -40,7 +40,7 @@ def test_what_is_urgent_waits_for_no_more_than_is_in_flight(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         with socket.create_connection(listener.getsockname()) as near:
             far, _ = listener.accept()
-            link = Link(b"", 1, near, lambda epoch, label: None)
+            link = Link(b"", b"", 1, near, lambda epoch, label: None)
             for _ in range(30):
                 link.send(9, FEED, memoryview(bytes(SIZE)))
             for _ in range(10):  # far reads nothing meanwhile
