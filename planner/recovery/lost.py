@@ -32,7 +32,6 @@ def by_templates(change: Change) -> Answer:
         generation=change.generation,
         judge=change.judge,
         costs=change.costs,
-        running=change.plan,
     )
     plan = found.plan.with_rates(change.rates)
     if plan.rates or change.base.rates:

@@ -81,11 +81,9 @@ def reconfigure(
     generation: Generation,
     judge: Judge = by_formula,
     costs: Costs | None = None,
-    running: Plan | None = None,
 ) -> Reconfiguration:
     """The plan for the `live` nodes; raises PlanInfeasible when they cannot hold the model.
 
-    `running` says what nodes hold, where that is not what `plan` says.
     `judge` says what a step takes; `costs` are those of the templates, where they are at hand.
     """
     alive, before = frozenset(live), frozenset(plan.nodes)
@@ -109,7 +107,7 @@ def reconfigure(
     close = worth_judging(demand, steps, most=_MOST_JUDGED)
     anew = [reshaped(sizes, plan, alive) for sizes in close if sizes not in steps]
     timed = _timed([*changes, *anew], _judged(close, demand, means.judge))
-    best, seats = _least_cost(timed, plan, running or plan, alive, means.templates, profile)
+    best, seats = _least_cost(timed, plan, alive, means.templates, profile)
     next_plan = put_in_place(
         best.slots,
         seats,
@@ -215,7 +213,6 @@ def _timed(changes: Sequence[Change], judged: Mapping[Sizes, float]) -> list[tup
 def _least_cost(
     timed: Sequence[tuple[float, Change]],
     plan: Plan,
-    running: Plan,
     alive: frozenset[NodeName],
     templates: Templates,
     profile: Profile,
@@ -231,7 +228,7 @@ def _least_cost(
         cost = time / fastest if fastest else 1.0
         if cost > least + TIE:
             break  # seats can only add to that
-        seats = seat(change.slots, running, alive, templates=templates, state_bytes=state_bytes)
+        seats = seat(change.slots, plan, alive, templates=templates, state_bytes=state_bytes)
         cost += seats.busiest_bytes / rate / HORIZON_S
         least = min(least, cost)
         ways.append((cost, seats.moved_bytes, number, change, seats))

@@ -4,7 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate, combinations
+from itertools import accumulate
 
 import pytest
 
@@ -15,14 +15,12 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold, Hop
 from oobleck.planner.recovery import moves
 from oobleck.planner.recovery.answer import Change
-from oobleck.planner.recovery.answer import moves as bytes_to_move
 from oobleck.planner.recovery.moves import Move, Moves, most_load
 from oobleck.planner.recovery.normalise import normalised, promising
 from oobleck.planner.recovery.policies import answer
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.reroute import held_layers, layer_count, reroute, routes_around
 from oobleck.planner.search.shadows import with_shadows
-from oobleck.planner.search.templates import generate_templates
 from support.profiles import profile_of
 
 #: A pipeline: its nodes, and how many layers each has.
@@ -123,38 +121,6 @@ def test_a_hole_in_a_large_stage_goes_to_a_small_one() -> None:
     found = normalised(asked)
     assert found.found.reason.startswith("b/0 takes over layers 0-2")
     assert found.found.plan.shards[worker("b")] == asked.base.shards[worker("a")]
-
-
-def test_templates_behind_a_move_count_on_who_holds_what_then() -> None:
-    """No two nodes change places and less moves."""
-    asked = after(equal(3, 4, 8, layers=2), "p0s2 p1s2")
-    costs = profile_of([1.0] * 8, state=[100] * 8, activation=[1] * 8)
-    templates = generate_templates(costs, range(4, 9))
-    asked = replace(asked, profile=costs, templates=templates, fault_tolerance=1)
-    asked = replace(asked, plan=normalised(asked).found.plan, generation=Generation(4))
-    found = answer(asked, "templates").found.plan
-    least = moves_of(asked, found)
-    for one, other in combinations(found.nodes, 2):
-        assert moves_of(asked, swapped(found, one, other)) >= least
-
-
-def moves_of(asked: Change, plan: Plan) -> tuple[int, int]:
-    moved_bytes, busiest_bytes = bytes_to_move(asked, plan)
-    return busiest_bytes, moved_bytes
-
-
-def swapped(plan: Plan, one: NodeName, other: NodeName) -> Plan:
-    to = {one: other, other: one}
-
-    def there(workers: tuple[WorkerId, ...]) -> tuple[WorkerId, ...]:
-        return tuple(WorkerId(to.get(w.node, w.node), w.slot) for w in workers)
-
-    holds = tuple(replace(hold, workers=there(hold.workers)) for hold in plan.holds)
-    routes = tuple(
-        replace(route, hops=tuple(replace(hop, workers=there(hop.workers)) for hop in route.hops))
-        for route in plan.routes
-    )
-    return replace(plan, holds=holds, routes=routes)
 
 
 def test_a_second_move_follows_the_first() -> None:
