@@ -131,7 +131,7 @@ class Membership:
         self._lost = False
         #: What each has told as it came, by rank.
         self.standings: Sequence[bytes] = ()
-        waits = Waits()
+        self._waits = waits = Waits()
         #: An abrupt change and the loss of a peer call it: whatever waits for others ends.
         self._release = waits.release
         with ExitStack() as undo:
@@ -160,7 +160,6 @@ class Membership:
             if self._lost:
                 raise TransportError("a peer was lost while groups were built")
             undo.pop_all()
-        self._waits = waits
 
     def _connect(
         self,
