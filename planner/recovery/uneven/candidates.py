@@ -157,25 +157,26 @@ def _partial_reroutes(source: Plan, now: Situation) -> Iterator[Candidate]:
     for whole in (True,) if many else (False, True):
         for plan in around(source, ticks, whole=whole, parts=_PARTS[:1] if many else _PARTS):
             with suppress(PlanInfeasible):
-                routed, step_s = scheduled(plan, now)
+                # Around who is only slow, a job that names a schedule has its backwards split by
+                # that alone.
+                split = not now.schedule_named or splits_backward(plan.schedule)
+                routed, step_s = scheduled(plan, now, split=split)
                 if best is None or step_s < best.step_s:
                     best = Candidate(rule="partial reroute", plan=routed, step_s=step_s)
     if best is not None:
         yield best
 
 
-def scheduled(plan: Plan, now: Situation) -> tuple[Plan, float]:
+def scheduled(plan: Plan, now: Situation, *, split: bool = True) -> tuple[Plan, float]:
     """The plan with its listing, and what a step takes. Routes that nobody helps keep the plan's
     schedule, or have their backwards split as all others, where memory allows that and a step takes
-    less. Raises PlanInfeasible."""
+    less. `split`: the listed routes' backwards are. Raises PlanInfeasible."""
     profile = now.profile
     routes = [plan.routes[position] for position in listed_routes(plan)]
     if not routes:  # whole micro-batches have moved
         return _settled(plan, now)
     if sum(route.microbatches * len(route.hops) for route in routes) > MOST_VISITS:
         raise PlanInfeasible("so many micro-batches on so many hops take too long to schedule")
-    # A job that names a schedule has its backwards split only by that.
-    split = not now.schedule_named or splits_backward(plan.schedule)
     plan = with_listing(plan, profile, split=split)
     estimate = estimate_listed(plan, profile, tied=now.tied)
     if plan.schedule != "1f1b" and estimate.peak_bytes > profile.gpu_memory_bytes:
