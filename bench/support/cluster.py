@@ -113,7 +113,9 @@ class Cluster(Client, ABC):
 
     def warm_pid(self, name: str) -> int:
         """The process that the node's workers are forked from. Raises ClusterError."""
-        children = children_of(self.agents[name])
+        agent = self.agents[name]
+        # The kernel's lists of children leave some out at times; then all processes are looked at.
+        children = children_of(agent) or [child.pid for child in psutil.Process(agent).children()]
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 return warm_process(child)

@@ -240,7 +240,7 @@ def test_slow_workers_that_no_plan_answers_say_so_and_how_it_ended() -> None:
     )
     assert [line.strip() for line in lines[1:]] == [
         "slow          +0.000 s n2/0 at 0.50 of the others' pace, 2.927 s a step instead of "
-        "1.463 s, for 17.0 s, then well",
+        "1.463 s, for 16.0 s, then well",
         "+3.000 s n1/0 at 0.35 of the others' pace, 4.360 s a step instead of 1.453 s, for 15.1 s",
         "answered      by no plan",
         "generation    1",
