@@ -48,6 +48,7 @@ bench: setup
 build/links:
 	mkdir -p $@/oobleck
 	for package in $(PACKAGES); do ln -sfn ../../../$$package $@/oobleck/$$package; done
+	for module in oobleck/*; do ln -sfn ../../../$$module $@/$$module; done
 
 lint: setup build/links
 	$(BIN)/ruff check .

@@ -1,0 +1,1 @@
+"""What users import: their own models (`oobleck.model`, which needs torch)."""

@@ -1,0 +1,56 @@
+"""Code of the user that a job names: a function that makes a model, a data set or an optimizer.
+
+Owns how such code is named, and which names are refused whatever a node allows. Loads nothing;
+`oobleck.worker.runtime.code` does.
+"""
+
+import re
+import sys
+from dataclasses import dataclass
+from typing import NewType
+
+#: A mapping of the job file, kept as the JSON text of it.
+Json = NewType("Json", str)
+
+NO_ARGUMENTS = Json("{}")
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_PLUGIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+#: Packages that every node has, and whose functions do other things than make a model.
+_NOT_THE_USERS = frozenset({"oobleck", "pip", "setuptools", "pytest", "click", "fsspec"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """A function of the user's, and what it is called with."""
+
+    #: package.module:function, or the name of an entry point.
+    name: str
+    #: Of entry points; None: `name` is a function.
+    group: str | None
+    #: Directory that the module lies in, the same on all nodes; None: it is installed.
+    path: str | None
+    #: JSON of the keyword arguments.
+    arguments: Json
+
+    @property
+    def module(self) -> str:
+        """Of a function: the module that has it."""
+        return self.name.partition(":")[0]
+
+
+def check_code(*, plugin: str | None, python: str | None, path: str | None) -> None:
+    """Raise ValueError, with the key at fault first, where these cannot name code."""
+    if plugin is not None and python is not None:
+        raise ValueError("plugin: give one of plugin (an entry point) and python (a function)")
+    if plugin is not None and not _PLUGIN.fullmatch(plugin):
+        raise ValueError(f"plugin: {plugin!r} is no name of an entry point")
+    if python is not None:
+        if not _FUNCTION.fullmatch(python):
+            raise ValueError(f"python: {python!r} is no function; write package.module:function")
+        first = python.partition(":")[0].partition(".")[0]
+        if first in sys.stdlib_module_names or first in _NOT_THE_USERS:
+            raise ValueError(
+                f"python: {first} is not a module of yours; name a function that you wrote"
+            )
+    elif path is not None:
+        raise ValueError("path: is where a python module lies; leave it out")

@@ -1,0 +1,122 @@
+"""What is known of a model of the user's without running it for real: its layers in numbers.
+
+Made where the job is submitted, by a run of one micro-batch on torch's meta device, and sent along
+with the job, since planning knows no torch. Owns the types; what makes them is the worker's.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from oobleck.planner import codec
+from oobleck.planner.job.code import Json
+
+#: Bytes of a number, by torch's name of its type.
+ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSketch:
+    """One tensor of a micro-batch."""
+
+    #: Of one row, without the dimension of rows.
+    shape: tuple[int, ...]
+    #: torch's name, such as float32.
+    dtype: str
+    #: Whether a gradient comes back for it.
+    gradient: bool
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"{self.dtype} is no type that can be sent between workers")
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"{self.shape} is no shape")
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeSketch:
+    """A tensor, or a tuple, list or dict of such."""
+
+    #: In the order of `structure`.
+    tensors: tuple[TensorSketch, ...]
+    #: How they are put together: JSON, as `oobleck.worker.models.tree` writes and reads it.
+    structure: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row, forwards."""
+        return sum(tensor.row_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSketch:
+    """A layer in numbers; layers with equal ones are alike, and measured once."""
+
+    #: The module's class.
+    name: str
+    #: Numbers of all parameters, and of those that are tied to another layer's.
+    parameters: int
+    tied: int
+    #: Of the largest parameter.
+    largest: int
+    #: Of the forward of one row.
+    flops: float
+    #: Kept from a row's forward to its backward, the input included.
+    kept_bytes: int
+    #: The layer's, or the loss's with its rows alone in the last one.
+    output: TreeSketch
+    #: Whether it draws from torch's generator in training, as dropout does.
+    draws: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """A model of the user's, with what its data gives it."""
+
+    kinds: tuple[LayerSketch, ...]
+    #: Of each layer, its kind.
+    order: tuple[int, ...]
+    #: Of the data.
+    inputs: TreeSketch
+    targets: TreeSketch
+    #: Names of the parameters of the first and of the last layer that are the same.
+    tied: tuple[tuple[str, str], ...]
+    #: Fingerprint of the code that it was made from.
+    code: str
+
+    def __post_init__(self) -> None:
+        if not self.order:
+            raise ValueError("a model has at least one layer")
+        if any(not 0 <= kind < len(self.kinds) for kind in self.order):
+            raise ValueError("a layer has a kind that there is not")
+
+    @property
+    def layers(self) -> tuple[LayerSketch, ...]:
+        return tuple(self.kinds[kind] for kind in self.order)
+
+    def input_of(self, layer: int) -> TreeSketch:
+        """What `layer` takes."""
+        return self.kinds[self.order[layer - 1]].output if layer else self.inputs
+
+
+@lru_cache(maxsize=16)
+def read_description(text: Json) -> Description:
+    """Raises ValueError."""
+    return codec.decode(Description, text)
