@@ -53,7 +53,7 @@ build/links:
 lint: setup build/links
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	cd build/links && ../../$(BIN)/mypy --config-file ../../pyproject.toml $(addprefix -p oobleck.,$(PACKAGES))
+	cd build/links && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p oobleck
 	$(BIN)/mypy bench
 
 # protoc sees the folders under their import names, so that the generated imports are right.

@@ -14,10 +14,11 @@ ALLOWED = {
     "planner": set(),
     "host": {"planner"},
     "proto": {"planner", "host"},
-    "worker": {"planner", "host"},
+    "worker": {"planner", "host", "model"},
     "agent": {"planner", "host", "proto"},
     "master": {"planner", "host", "proto"},
     "cli": {"planner", "host", "proto"},
+    "oobleck": {"planner", "host", "proto", "cli", "model"},
 }
 #: The sub-packages of each package, lowest first: each may import those before it. Modules beside
 #: them have no place in the order, so none of them may close a circle.
@@ -50,6 +51,7 @@ FORBIDDEN = {
     "agent": {"torch", "numpy", "scipy"},
     "master": {"torch"},
     "cli": {"torch", "numpy", "scipy", "asyncssh"},
+    "oobleck": {"numpy", "scipy", "asyncssh"},
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("agent", "cli", "host", "master", "planner", "proto", "worker")
+PACKAGES = ("agent", "cli", "host", "master", "oobleck", "planner", "proto", "worker")
 GENERATED = ("control_pb2.py", "control_pb2.pyi", "control_pb2_grpc.py")
 
 
@@ -55,7 +55,7 @@ def test_the_wheel_has_the_three_commands(wheel: zipfile.ZipFile) -> None:
 def test_the_wheel_has_every_module_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     inside = {name for name in wheel.namelist() if ".dist-info/" not in name}
     expected = {
-        f"oobleck/{file.relative_to(ROOT)}"
+        f"oobleck/{file.relative_to(ROOT)}".replace("oobleck/oobleck/", "oobleck/")
         for package in PACKAGES
         for pattern in ("*.py", "*.pyi", "*.proto", "py.typed")
         for file in (ROOT / package).rglob(pattern)
