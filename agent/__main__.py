@@ -20,7 +20,7 @@ from oobleck.agent.processes.memory import total_memory
 from oobleck.agent.processes.pool import new_incarnation
 from oobleck.agent.supervisor import Supervisor
 from oobleck.host import command, log
-from oobleck.host.address import own_hostname, split_address
+from oobleck.host.address import own_hostname, split_address, stays_on_host
 from oobleck.host.device import Gpu, find_gpus, worker_environment
 from oobleck.host.display import inline
 from oobleck.host.ipc.messages import FaultRule
@@ -209,6 +209,14 @@ def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
     "(docs/security.md).",
 )
 @click.option(
+    "--allow-code",
+    multiple=True,
+    metavar="PREFIX",
+    help="Jobs may load functions of this package, or of modules below this directory; * for any. "
+    "May be given several times.  [default: any where the master is on this host, else none but "
+    "installed plugins]",
+)
+@click.option(
     "--insecure",
     is_flag=True,
     help="Talk to a master on this host in the clear, as is the default there.",
@@ -233,6 +241,7 @@ def agent(
     credentials: Path | None,
     token_file: Path | None,
     pass_env: tuple[str, ...],
+    allow_code: tuple[str, ...],
     insecure: bool,
     exit_with_parent: bool,
     fault_plan: Path | None,
@@ -272,6 +281,7 @@ def agent(
             environment=environment,
             versions=installed(),
             drain_grace_s=drain_grace,
+            allow_code=allow_code or (("*",) if stays_on_host(master) else ()),
         )
         holder = choose_way(master, config.name, credentials, token, insecure=insecure)
     except ValueError as error:

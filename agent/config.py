@@ -35,6 +35,8 @@ class AgentConfig:
     warm_command: tuple[str, ...]
     environment: Mapping[str, str]
     versions: Versions = field(default_factory=Versions)
+    #: Packages and directories whose functions jobs may load; *: any.
+    allow_code: tuple[str, ...] = ()
     #: How long the work may take to move off when the agent is told to end.
     drain_grace_s: float = DRAIN_GRACE_S
 

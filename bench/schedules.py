@@ -26,6 +26,7 @@ from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.profile.estimate import estimate_profile
+from oobleck.planner.profile.measurement import assemble_profile
 from oobleck.planner.profile.profile import LayerProfile, Links, Profile
 from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.programs.dryrun import dry_run
@@ -143,8 +144,8 @@ def measured_layers(spec: JobSpec) -> tuple[LayerProfile, ...]:
 
     torch.set_num_threads(1)
     found = measure_layers(spec, torch.device("cpu"), "cpu", lambda: None)
-    blocks = (replace(found.block, name=f"block{number}") for number in range(spec.model.layers))
-    return (found.embedding, *blocks, found.head)
+    profile, _ = assemble_profile(spec, [found], [], gpus_per_node=1, memory_bytes=1 << 40)
+    return profile.layers
 
 
 def measured_profile(spec: JobSpec) -> Profile:

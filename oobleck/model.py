@@ -6,14 +6,18 @@
 
     def tagger(words: int, width: int, tags: int) -> Model:
         return Model(
-            layers=[partial(nn.Embedding, words, width), partial(Block, width), partial(nn.Linear, width, tags)],
+            layers=[
+                partial(nn.Embedding, words, width),
+                partial(Block, width),
+                partial(nn.Linear, width, tags),
+            ],
             loss=per_row,
         )
 
 A layer is a unit of placement: a worker builds those that it holds, and no others. Each takes what
-the layer before it gives, the first one the inputs of a micro-batch: one tensor, or a tuple, list or
-dict of tensors, passed as one argument. Every tensor has the micro-batch's rows as its first
-dimension, and no row may change what becomes of another: rows are computed wherever there is room.
+the layer before it gives, the first one the inputs of a micro-batch: one tensor, or a tuple, list
+or dict of tensors, passed as one argument. Every tensor has the micro-batch's rows as its first
+dimension, and no row may change what becomes of another: rows are computed where there is room.
 """
 
 from collections.abc import Callable, Mapping, Sequence

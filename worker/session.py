@@ -31,13 +31,15 @@ from oobleck.worker.checkpoint.saver import Saver
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.dataset import Dataset
 from oobleck.worker.data.held_out import HeldOut
+from oobleck.worker.data.opening import open_dataset
+from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.data.prefetch import Prefetcher
 from oobleck.worker.membership import Membership, join, join_handover, report_lost
-from oobleck.worker.models import check_weights
+from oobleck.worker.models import check_code, check_weights
 from oobleck.worker.preparation.preparing import Preparing
 from oobleck.worker.profiling.measuring import Measuring
 from oobleck.worker.recovery.recover import Recovery
-from oobleck.worker.runtime import heap
+from oobleck.worker.runtime import code, heap
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import JobError, NodeError, Superseded, TransportError
 from oobleck.worker.runtime.faults import FaultInjector
@@ -65,11 +67,13 @@ class Session:
         """Raises DataError or NodeError where this node lacks the data or device, JobError where
         the model cannot be built or saved."""
         job = launch.job
+        code.allow(launch.allow_code)
         connector = Connector(launch)
         if job.output is not None:
             check_writable(job.output)
         if job.checkpoint is not None:
             check_place(job.checkpoint)
+        check_code(job.model)
         dataset, held_out = _open_data(job)
         data = held_out.fingerprint if held_out else dataset.fingerprint
         self._context = context = WorkerContext(
@@ -201,7 +205,7 @@ class Session:
         job, worker = self._context.job, self._context.worker
         width = state_dtype(job.training.precision).itemsize
         layer_bytes = [size * width for size in layer_sizes(job.model)]
-        return compile_own(plan, worker, tied=job.model.tied, layer_bytes=layer_bytes, work=work)
+        return compile_own(plan, worker, tied=job.model.ties, layer_bytes=layer_bytes, work=work)
 
     def _train(
         self,
@@ -262,11 +266,11 @@ class Session:
         context.control.report(Finished(generation=plan.generation, step=step))
 
 
-def _open_data(job: JobSpec) -> tuple[Dataset, HeldOut | None]:
-    """What is trained on, and what is evaluated, if anything. Raises DataError."""
-    model, evaluation = job.model, job.evaluation
+def _open_data(job: JobSpec) -> tuple[Dataset | OwnDataset, HeldOut | None]:
+    """What is trained on, and what is evaluated, if anything. Raises DataError, JobError."""
+    evaluation = job.evaluation
     share = (evaluation.fraction or 0.0) if evaluation else 0.0
-    dataset = Dataset(job.data, model.sequence_length, model.vocabulary, held_out=share)
+    dataset = open_dataset(job, job.data, held_out=share)
     return dataset, HeldOut(job, evaluation, dataset) if evaluation else None
 
 

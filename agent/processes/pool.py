@@ -117,7 +117,7 @@ class ProcessPool:
         slot = fork.slot
         process = self._start_worker(slot, new_incarnation(self._environment), self._listener)
         self.processes[process.incarnation] = process
-        kind = fork.job.model.kind
+        kind = fork.job.model.family
         self.warm.fork(Fork(slot=slot, incarnation=process.incarnation, kind=kind), process)
         launch = Launch(
             worker=WorkerId(self._config.name, slot),
@@ -128,6 +128,7 @@ class ProcessPool:
             device_kind=self._config.device_kind,
             device=self._config.device_of(slot),
             silence_s=fork.silence_s,
+            allow_code=self._config.allow_code,
             faults=fork.faults,
         )
         tasks.create_task(process.serve(launch))

@@ -324,7 +324,7 @@ def _plain(found: "StoredCheckpoint", folder: "Folder") -> dict[str, object]:
         "created": manifest.created,
         "bytes": manifest.bytes,
         "job": manifest.job,
-        "model": manifest.model.kind,
+        "model": manifest.model.family,
         "layers": len(manifest.files),
     }
 

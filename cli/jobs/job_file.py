@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oobleck.cli import options
+from oobleck.cli.jobs.own_model import code_folder, with_description
 from oobleck.cli.output.text_file import CONFIG_OF_MODEL, JOB_FILE, PROFILE_OF_JOB, read_text
 from oobleck.host.command import CommandFailed
 
 if TYPE_CHECKING:
-    from oobleck.planner.job.spec import DataSpec, JobSpec
+    from oobleck.planner.job.spec import AnyModel, DataSpec, JobSpec
 
 #: Tokens of text that no tokenizer cuts, and how much of it is looked at before a submit.
 _BYTES = 256
@@ -52,11 +53,13 @@ def read_job(
                 what = message.removeprefix(source).partition(": ")[2]
                 message = f"{', '.join(shown.values())}: {what}"
         raise CommandFailed(message, options.USAGE) from error
-    return with_absolute_paths(job, base)
+    return with_description(with_absolute_paths(job, base))
 
 
 def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
     """Workers run elsewhere, so relative paths would mean something else there."""
+    from oobleck.planner.job.own import OwnModelSpec
+    from oobleck.planner.job.spec import ModelSpec
 
     def absolute(path: str | None) -> str | None:
         return None if path is None else str(base / os.path.expanduser(path))
@@ -68,7 +71,14 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
             tokens=absolute(data.tokens),
             tokenizer=absolute(data.tokenizer),
             cache=absolute(data.cache),
+            path=code_folder(data.python, data.path, base),
         )
+
+    def of_model(model: "AnyModel") -> "AnyModel":
+        if isinstance(model, ModelSpec):
+            return dataclasses.replace(model, weights=absolute(model.weights))
+        assert isinstance(model, OwnModelSpec), "there are two kinds"
+        return dataclasses.replace(model, path=code_folder(model.python, model.path, base))
 
     checkpoint, evaluation = job.checkpoint, job.evaluation
     try:
@@ -79,7 +89,7 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
             evaluation = dataclasses.replace(evaluation, data=of_data(evaluation.data))
         return dataclasses.replace(
             job,
-            model=dataclasses.replace(job.model, weights=absolute(job.model.weights)),
+            model=of_model(job.model),
             data=of_data(job.data),
             evaluation=evaluation,
             output=absolute(job.output),
@@ -143,11 +153,14 @@ def check_inputs(job: "JobSpec") -> None:
 def _check(key: str, data: "DataSpec", job: "JobSpec") -> None:
     from oobleck.host.data.token_file import DataError
 
+    model = job.model
+    if data.code is not None or not model.reads_tokens:
+        return  # the model's description has looked at the data
     try:
-        tokens = _count_tokens(data, _data_files(data, key), job.model.vocabulary)
+        tokens = _count_tokens(data, _data_files(data, key), model.tokens)
     except DataError as error:
         raise CommandFailed(f"{key}: {error}", options.USAGE) from error
-    needed = job.model.sequence_length + 1
+    needed = model.row_tokens + 1
     if tokens is not None and tokens < needed:
         raise CommandFailed(
             f"{key}: {data.tokens or ', '.join(data.text)} holds {tokens} tokens, too few "
@@ -160,10 +173,10 @@ def check_weights(job: "JobSpec") -> None:
     """Whether the initial weights are on this machine, and whole files."""
     from oobleck.host.storage.weight_files import WeightsError, open_weights
 
-    if job.model.weights is None:
+    if job.model.initial is None:
         return
     try:
-        open_weights(job.model.weights)
+        open_weights(job.model.initial)
     except WeightsError as error:
         raise CommandFailed(f"model.weights: {error}", options.USAGE) from error
 

@@ -100,7 +100,7 @@ def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
         global_batch=job.training.global_batch,
         min_nodes=min_nodes,
         schedule=job.training.wanted_schedule,
-        tied=job.model.tied,
+        tied=job.model.ties,
         shadows=job.recovery.shadows == "auto",
         policy=job.recovery.policy,
         notes=_unused(profile, used),

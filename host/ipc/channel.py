@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from oobleck.planner.codec import encode
+from oobleck.planner.codec import choose, encode
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Channel(Generic[T]):
     def __init__(self, sock: socket.socket, incoming: object) -> None:
         """`incoming`: the type (a union of tagged Structs) of what the peer sends."""
         self._socket = sock
-        self._decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(incoming)
+        self._decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(incoming, dec_hook=choose)
         self._send_lock = threading.Lock()
         self._descriptors: list[int] = []
 

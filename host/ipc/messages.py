@@ -73,6 +73,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
     device: str = "cpu"
     #: After so long without a sign of life its kernel takes another one's host for gone.
     silence_s: float = 5.0
+    #: Packages and directories whose functions the job may load; *: any.
+    allow_code: tuple[str, ...] = ()
     faults: tuple[FaultRule, ...] = ()
     #: For drills: copy tensors through buffers as between GPUs without NCCL.
     stage_everything: bool = False
@@ -321,9 +323,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
 
     attempt: int
     measurement: Measurement | None
-    #: Of one that stands by: what a micro-batch's forward and backward take in the embedding, a
-    #: block and the head.
-    alone_s: tuple[float, float, float] | None = None
+    #: Of one that stands by: what a micro-batch's forward and backward take in each kind of layer.
+    alone_s: tuple[float, ...] | None = None
     problem: str = ""
 
     def __post_init__(self) -> None:

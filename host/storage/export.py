@@ -1,4 +1,5 @@
-"""A checkpoint as one model that transformers loads: config.json and safetensors files.
+"""A checkpoint as one model: config.json and safetensors files, as transformers loads them; of a
+model of the user's, the files alone, as an nn.Sequential of its layers does.
 
 Layers are read one after the other, each against its hash, and written in pieces of a few
 gigabytes, so a model may be larger than memory. Must not know torch or transformers.
@@ -15,13 +16,13 @@ from safetensors.numpy import load, save
 from oobleck.host.storage.checkpoints import StoredCheckpoint, read_layer
 from oobleck.host.storage.folder import Folder, LocalFolder
 from oobleck.host.storage.weight_files import WeightsError, check_content
-from oobleck.planner.job.spec import ModelSpec
+from oobleck.planner.job.spec import AnyModel, ModelSpec
 from oobleck.planner.recovery.checkpoint import (
     MOST_LAYER_HEADER_BYTES,
     InvalidCheckpoint,
     LayerFile,
 )
-from oobleck.planner.report.export import Array, hugging_face_config, to_hugging_face
+from oobleck.planner.report.export import Array, by_layer, hugging_face_config, to_hugging_face
 
 #: Of weights per file, as transformers itself cuts.
 FILE_BYTES = 5 << 30
@@ -76,11 +77,13 @@ class _Export:
             on_layer()
         self._flush()
         names = self._name_files()
+        if not isinstance(spec, ModelSpec):
+            return names
         config = json.dumps(hugging_face_config(spec), indent=2) + "\n"
         self._output.write("config.json", [config.encode()])
         return ["config.json", *names]
 
-    def _converted(self, spec: ModelSpec, file: LayerFile) -> dict[str, Array]:
+    def _converted(self, spec: AnyModel, file: LayerFile) -> dict[str, Array]:
         """Raises InvalidCheckpoint where the layer is not what the manifest says."""
         content = read_layer(self._folder, file)
         try:
@@ -88,6 +91,8 @@ class _Export:
             stored = load(content)
             # Moments have their parameter's name before their own.
             weights = {n: v for n, v in stored.items() if n.rpartition(".")[0] not in stored}
+            if not isinstance(spec, ModelSpec):
+                return by_layer(file.layer, weights)
             return to_hugging_face(spec, file.layer, weights)
         except (WeightsError, SafetensorError, LookupError, ValueError) as error:
             what = f"is of another model: {error}" if isinstance(error, LookupError) else str(error)

@@ -268,6 +268,8 @@ def _read_submission(request: pb.SubmitRequest) -> tuple[JobSpec, Profile | None
             f"job: has {len(request.job)} characters, at most {MOST_JOB_CHARACTERS} are a job"
         )
     spec = parse_job(request.job)
+    if not spec.model.known:
+        raise ValueError("model: its layers are not described; submit it with 'oobleck submit'")
     return spec, _read_profile(spec, request)
 
 

@@ -45,7 +45,7 @@ def predicted_bytes(job: Job, nodes: Sequence[Node]) -> Mapping[WorkerId, int]:
     if job.current.made is None or not nodes:
         return {}
     profile = profile_on(job.spec, Machines.of(job, nodes))
-    return _predicted_bytes(job.current.made.plan, profile, tied=job.spec.model.tied)
+    return _predicted_bytes(job.current.made.plan, profile, tied=job.spec.model.ties)
 
 
 @lru_cache(maxsize=32)

@@ -71,7 +71,7 @@ def _catalogue(profile_of_any_memory: Profile, tied: bool) -> Catalogue:
 
 
 def _known(spec: JobSpec, profile: Profile) -> Catalogue:
-    return _catalogue(replace(profile, gpu_memory_bytes=1), spec.model.tied)
+    return _catalogue(replace(profile, gpu_memory_bytes=1), spec.model.ties)
 
 
 def _first_plan(request: FirstPlanRequest) -> Plan:
@@ -106,7 +106,7 @@ def _next_plan(request: NextPlanRequest) -> NextPlanReply:
         templates=offer.templates,
         profile=profile,
         fault_tolerance=spec.fault_tolerance,
-        tied=spec.model.tied,
+        tied=spec.model.ties,
         rates={one.worker: one.rate for one in request.rates},
         shadows=spec.recovery.shadows == "auto",
         schedule_named=spec.training.wanted_schedule is not None,

@@ -127,7 +127,7 @@ def _alone(context: Context, job: Job) -> Iterator[RateChanged]:
         told = job.slow[worker]
         if alone.process != told.incarnation or worker.node in made.plan.nodes:
             continue
-        beside = _held_against(made.plan, profile, alone)
+        beside = _held_against(made.plan, profile, job.spec.model.order, alone)
         if beside is None:
             continue
         rate = told.rate
@@ -149,16 +149,18 @@ def _alone(context: Context, job: Job) -> Iterator[RateChanged]:
             )
 
 
-def _held_against(plan: Plan, profile: Profile, alone: Alone) -> _Beside | None:
+def _held_against(
+    plan: Plan, profile: Profile, order: Sequence[int], alone: Alone
+) -> _Beside | None:
     """Worked out once for a measurement. None: it says nothing."""
     known = _beside.get(alone)
     if known is None or known[:2] != (plan, profile):
-        known = _beside[alone] = plan, profile, _compare(plan, profile, alone)
+        known = _beside[alone] = plan, profile, _compare(plan, profile, order, alone)
     return known[2]
 
 
-def _compare(plan: Plan, profile: Profile, alone: Alone) -> _Beside | None:
-    steps = _other_steps(plan, profile, alone)
+def _compare(plan: Plan, profile: Profile, order: Sequence[int], alone: Alone) -> _Beside | None:
+    steps = _other_steps(plan, profile, order, alone)
     if not steps:
         return None
     slowness = median_low(step_s / usual_s for step_s, usual_s in steps)
@@ -166,22 +168,26 @@ def _compare(plan: Plan, profile: Profile, alone: Alone) -> _Beside | None:
     return _Beside(slowness, step_s, usual_s)
 
 
-def _other_steps(plan: Plan, profile: Profile, alone: Alone) -> Sequence[tuple[float, float]]:
+def _other_steps(
+    plan: Plan, profile: Profile, order: Sequence[int], alone: Alone
+) -> Sequence[tuple[float, float]]:
     """What the others' shares of a step would take the worker that stands by, and take themselves.
-    Neither goes by the profile's times, which may be wrong."""
+    Neither goes by the profile's times, which may be wrong. `order`: of each layer its kind."""
     usual_s = _sample(plan, profile, alone.first, alone.last).step_s
     try:
-        own = computing_by_layer_s(plan, _as_measured(profile, alone.seconds))
+        own = computing_by_layer_s(plan, _as_measured(profile, order, alone.seconds))
     except ValueError:  # the plan is another master's; or nothing takes that long, or that short
         return ()
     whole = {worker: sum(own.get(worker, {}).values()) for worker in usual_s}
     return [(whole[worker], seconds) for worker, seconds in usual_s.items() if whole[worker] > 0]
 
 
-def _as_measured(profile: Profile, seconds: tuple[float, float, float]) -> Profile:
-    """With other times; a layer's worker among several has the part that the profile tells."""
-    embedding_s, block_s, head_s = seconds
-    times = [embedding_s, *(block_s for _ in profile.layers[2:]), head_s]
+def _as_measured(profile: Profile, order: Sequence[int], seconds: Sequence[float]) -> Profile:
+    """With other times; a layer's worker among several has the part that the profile tells. Raises
+    ValueError where a kind of layer has none."""
+    if len(seconds) != 1 + max(order):
+        raise ValueError(f"{len(seconds)} times for {1 + max(order)} kinds of layers")
+    times = [seconds[kind] for kind in order]
     return replace(profile, layers=tuple(map(_taking, profile.layers, times)))
 
 

@@ -36,12 +36,12 @@ class Round:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Alone:
-    """What a process that stands by has measured: seconds of a micro-batch in the embedding, a
-    block and the head; and the others' first round and their last one by then."""
+    """What a process that stands by has measured: seconds of a micro-batch in a layer of each kind;
+    and the others' first round and their last one by then."""
 
     process: Incarnation
     attempt: int
-    seconds: tuple[float, float, float]
+    seconds: tuple[float, ...]
     first: Round
     last: Round
 
@@ -75,7 +75,7 @@ class PaceSeen:
         worker: WorkerId,
         process: Incarnation,
         attempt: int,
-        seconds: tuple[float, float, float],
+        seconds: tuple[float, ...],
     ) -> bool:
         """Take what a worker that stands by has measured, once. Returns whether it says anything:
         it does so beside the pace of others alone."""

@@ -19,6 +19,7 @@ from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Node, NodeSeen
 from oobleck.master.storage.earlier import with_routes
+from oobleck.planner.codec import choose
 from oobleck.planner.ids import JobId, NodeName
 
 #: What is observed, what the files of profiles tell anew, and what is written beside the cluster.
@@ -140,10 +141,10 @@ def _whole(kind: Any, parts: Mapping[str, msgspec.Raw], **observed: object) -> A
 
 def _decoded(text: msgspec.Raw, hint: Any) -> Any:
     try:
-        return msgspec.msgpack.decode(text, type=hint)
+        return msgspec.msgpack.decode(text, type=hint, dec_hook=choose)
     except msgspec.ValidationError:
         upgraded = msgspec.msgpack.encode(with_routes(msgspec.msgpack.decode(text)))
-        return msgspec.msgpack.decode(upgraded, type=hint)
+        return msgspec.msgpack.decode(upgraded, type=hint, dec_hook=choose)
 
 
 @cache

@@ -16,9 +16,11 @@ import msgspec
 
 from oobleck.planner.errors import InvalidJob
 from oobleck.planner.ids import check_name
+from oobleck.planner.job.code import Json
 from oobleck.planner.job.document import Value, override, read_document, read_override
-from oobleck.planner.job.model_file import ReadText, expand_model
-from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.job.model_file import ReadText, expand_model, plain
+from oobleck.planner.job.own import OWN_KEYS, OwnModelSpec
+from oobleck.planner.job.spec import AnyModel, JobSpec, ModelSpec
 from oobleck.planner.units import parse_bytes
 
 T = TypeVar("T")
@@ -57,7 +59,7 @@ def format_job(job: JobSpec) -> str:
     tree = msgspec.to_builtins(job)
     for field, key in _FILE_KEYS.items():
         tree["resources"][key] = tree["resources"].pop(field)
-    config = tree["model"].pop("config")
+    config = tree["model"].pop("config", "")
     if config:
         tree["model"]["config"] = json.loads(config)
     return json.dumps(tree)
@@ -137,6 +139,11 @@ def _convert(hint: Any, value: Value, path: str) -> object:
         if value.content is None:
             return None
         (hint,) = (option for option in get_args(hint) if option is not type(None))
+    if hint is Json:
+        return _json(value, path)
+    if hint is AnyModel:
+        own = isinstance(value.content, Mapping) and any(key in value.content for key in OWN_KEYS)
+        return _build(OwnModelSpec if own else ModelSpec, value, path)
     if get_origin(hint) is Literal:
         return _choose(get_args(hint), value, path)
     if get_origin(hint) is tuple:
@@ -173,6 +180,20 @@ def _choose(choices: tuple[Any, ...], value: Value, path: str) -> object:
     raise InvalidJob(
         f"{value.place}: {path} must be {' or '.join(choices)}, not {value.describe()}"
     )
+
+
+def _json(value: Value, path: str) -> Json:
+    """A mapping as its JSON text, which may stand in its place."""
+    content = value.content
+    if isinstance(content, str):
+        try:
+            if content == "" or isinstance(json.loads(content), dict):
+                return Json(content)
+        except (ValueError, RecursionError):
+            pass
+    if not isinstance(content, Mapping):
+        raise InvalidJob(f"{value.place}: {path} must be a mapping, not {value.describe()}")
+    return Json(json.dumps(plain(value)))
 
 
 def _texts(value: Value, path: str) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from oobleck.planner.job.families import (
     encode_config,
     family_of,
 )
+from oobleck.planner.job.own import OWN_KEYS
 from oobleck.planner.job.presets import PRESETS, Preset
 from oobleck.planner.job.spec import ModelSpec, url_refusal
 
@@ -56,7 +57,7 @@ def expand_model(root: Value, read: ReadText | None) -> Value:
     if not isinstance(entries, Mapping) or "model" not in entries:
         return root
     model = entries["model"].value
-    if not isinstance(model.content, Mapping):
+    if not isinstance(model.content, Mapping) or any(key in model.content for key in OWN_KEYS):
         return root
     expanded = _Model(model, model.content, read).expand()
     entry = KeyValue(place=entries["model"].place, value=expanded)
@@ -134,9 +135,9 @@ class _Model:
         if "config" in self._entries and self._entries["config"].value.content is not None:
             value = self._entries["config"].value
             if isinstance(value.content, Mapping):
-                plain = _plain(value)
-                assert isinstance(plain, dict)
-                return "model.config", plain
+                keys = plain(value)
+                assert isinstance(keys, dict)
+                return "model.config", keys
             if not isinstance(value.content, str):
                 raise InvalidJob(
                     f"{value.place}: model.config must be a mapping of keys or the path of a "
@@ -235,12 +236,12 @@ def _kinds() -> str:
     return f"use kind {', '.join(FAMILIES)}"
 
 
-def _plain(value: Value) -> object:
+def plain(value: Value) -> object:
     """The value without places."""
     match value.content:
         case tuple(items):
-            return [_plain(item) for item in items]
+            return [plain(item) for item in items]
         case Mapping():
-            return {name: _plain(entry.value) for name, entry in value.content.items()}
+            return {name: plain(entry.value) for name, entry in value.content.items()}
         case content:
             return content

@@ -4,12 +4,13 @@ Owns the types and their checks; `oobleck.planner.job.file` reads them from a fi
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 from unicodedata import category
 
 from oobleck.planner.ids import check_name
+from oobleck.planner.job.code import NO_ARGUMENTS, Code, Json, check_code
 from oobleck.planner.job.families import FAMILIES, Kind, Objective, decode_config, family_of
 from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.redact import redact
@@ -41,7 +42,7 @@ def url_refusal(place: str) -> str:
     )
 
 
-def _check_place(name: str, place: str, what: str) -> None:
+def check_place(name: str, place: str, what: str) -> None:
     """Of every path and URL of a job. `what`: is to be given instead of nothing."""
     if not place.strip():
         raise ValueError(f"{name}: is empty; give {what}")
@@ -51,10 +52,10 @@ def _check_place(name: str, place: str, what: str) -> None:
         raise ValueError(f"{name}: is longer than {_MOST_PATH} characters; name another place")
 
 
-def _check_paths(name: str, places: Iterable[str | None]) -> None:
+def check_paths(name: str, places: Iterable[str | None]) -> None:
     for place in places:
         if place is not None:
-            _check_place(name, place, "a path")
+            check_place(name, place, "a path")
             if why := url_refusal(place):
                 raise ValueError(f"{name}: {why}")
 
@@ -75,8 +76,77 @@ def _at_most(owner: object, **largest: int) -> None:
             raise ValueError(f"{name}: {value} is too large; it must be at most {limit}")
 
 
+class AnyModel:
+    """A row of layers, as planning and the files of a job see it: one that is known by its kind
+    (`ModelSpec`), or one of the user's (`oobleck.planner.job.own.OwnModelSpec`)."""
+
+    __slots__ = ()
+
+    @property
+    def family(self) -> str:
+        """What builds its layers."""
+        raise NotImplementedError
+
+    @property
+    def tokens(self) -> int:
+        """How many different ones there are, where it takes rows of tokens."""
+        raise NotImplementedError
+
+    @staticmethod
+    def from_tree(tree: Mapping[str, Any]) -> "AnyModel":
+        """From its fields, as `oobleck.planner.codec` reads them; raises ValueError."""
+        from oobleck.planner.job.own import model_from_tree
+
+        return model_from_tree(tree)
+
+    @property
+    def layer_count(self) -> int:
+        """Units of placement."""
+        raise NotImplementedError
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Of each layer the number of its kind, from 0; layers of a kind cost the same."""
+        raise NotImplementedError
+
+    @property
+    def ties(self) -> bool:
+        """Whether the last layer shares parameters with the first one."""
+        raise NotImplementedError
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a sample; 1 where samples are no tokens."""
+        raise NotImplementedError
+
+    @property
+    def label(self) -> str:
+        """A short name, for files and tables."""
+        raise NotImplementedError
+
+    @property
+    def examples(self) -> tuple[int, ...]:
+        """A layer of each kind."""
+        return tuple(map(self.order.index, range(max(self.order) + 1)))
+
+    @property
+    def initial(self) -> str | None:
+        """Directory with the initial weights, the same on all nodes; None: they are drawn."""
+        return None
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it takes rows of tokens."""
+        return True
+
+    @property
+    def known(self) -> bool:
+        """Whether its layers are known; those of a user's model are once it was looked at."""
+        return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
+class ModelSpec(AnyModel):
     """A transformer. Layer 0 is the embedding, the last layer is the head.
 
     Of a Hugging Face family the numbers follow from `config`; `planner.job.model_file.family_model`
@@ -102,7 +172,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         _at_least(self, 1, "layers", "hidden", "heads", "sequence_length")
         _at_least(self, 2, "vocabulary")
-        _check_paths("weights", [self.weights])
+        check_paths("weights", [self.weights])
         _at_most(self, layers=512, hidden=1 << 18, sequence_length=1 << 22, vocabulary=1 << 24)
         if self.hidden % self.heads:
             raise ValueError(
@@ -142,13 +212,41 @@ class ModelSpec:
 
     @property
     def layer_count(self) -> int:
-        """Units of placement: embedding, blocks, head."""
+        """Embedding, blocks, head."""
         return self.layers + 2
+
+    @property
+    def family(self) -> str:
+        return self.kind
+
+    @property
+    def tokens(self) -> int:
+        return self.vocabulary
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return (0, *[1] * self.layers, 2)
+
+    @property
+    def ties(self) -> bool:
+        return self.tied
+
+    @property
+    def row_tokens(self) -> int:
+        return self.sequence_length
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind}-{self.layers}x{self.hidden}"
+
+    @property
+    def initial(self) -> str | None:
+        return self.weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """Where tokens come from: text files, or one flat file of token ids."""
+    """Where samples come from: text files, one flat file of token ids, or the user's data set."""
 
     text: tuple[str, ...] = ()
     tokens: str | None = None
@@ -163,18 +261,40 @@ class DataSpec:
     field: str = "text"
     #: Directory on every node for texts as tokens; None: one in the home directory.
     cache: str | None = None
+    #: A map-style data set: what an entry point of oobleck.data, or a function, returns.
+    plugin: str | None = None
+    python: str | None = None
+    #: Directory on every node that the function's module lies in; None: it is installed.
+    path: str | None = None
+    #: What it is called with.
+    arguments: Json = NO_ARGUMENTS
 
     def __post_init__(self) -> None:
-        if bool(self.text) == (self.tokens is not None):
-            raise ValueError("data: give exactly one of text (paths or globs) and tokens (a file)")
-        _check_paths("text", self.text)
-        for name in ("tokens", "tokenizer", "cache"):
-            _check_paths(name, [getattr(self, name)])
+        check_code(plugin=self.plugin, python=self.python, path=self.path)
+        own = self.code is not None
+        if (bool(self.text), self.tokens is not None, own).count(True) != 1:
+            raise ValueError(
+                "data: give exactly one of text (paths or globs), tokens (a file), and plugin or "
+                "python (a data set of your own)"
+            )
+        check_paths("text", self.text)
+        for name in ("tokens", "tokenizer", "cache", "path"):
+            check_paths(name, [getattr(self, name)])
         for name in ("tokenizer", "separator", "cache"):
-            if self.tokens is not None and getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name}: goes with text; a tokens file holds tokens already, so leave it out"
-                )
+            if not self.text and getattr(self, name) is not None:
+                what = "a data set of your own gives" if own else "a tokens file holds"
+                raise ValueError(f"{name}: goes with text; {what} samples already, so leave it out")
+        if not own and self.arguments != NO_ARGUMENTS:
+            raise ValueError("arguments: are those of plugin or python; leave them out")
+
+    @property
+    def code(self) -> Code | None:
+        """What makes the data set; None: it is files of tokens."""
+        name = self.plugin or self.python
+        if name is None:
+            return None
+        group = "oobleck.data" if self.plugin else None
+        return Code(name=name, group=group, path=self.path, arguments=self.arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,7 +412,7 @@ class CheckpointSpec:
     at_end: bool = True
 
     def __post_init__(self) -> None:
-        _check_place("path", self.path, "a directory or an fsspec URL")
+        check_place("path", self.path, "a directory or an fsspec URL")
         _at_least(self, 1, "every", "keep")
 
     def why_untold(self) -> str:
@@ -322,7 +442,7 @@ class JobSpec:
     """One training run, as its job file describes it."""
 
     name: str
-    model: ModelSpec
+    model: AnyModel
     data: DataSpec
     training: TrainingSpec
     #: None: no evaluation.
@@ -349,20 +469,23 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         check_name(self.name, "job")
-        _check_place("profile", self.profile, "measure, estimate or a profile file's path")
-        _check_paths("output", [self.output])
+        check_place("profile", self.profile, "measure, estimate or a profile file's path")
+        check_paths("output", [self.output])
         _at_least(self, 0, "fault_tolerance")
         if self.recovery.policy == "reroute" and self.fault_tolerance == 0:
             raise ValueError(
                 "policy: reroute needs a second pipeline that holds the same layers; set "
                 "fault_tolerance to 1 or more, or policy to auto"
             )
-        if self.resources.min_nodes_per_pipeline > self.model.layer_count:
+        least = self.resources.min_nodes_per_pipeline
+        if self.model.known and least > self.model.layer_count:
+            parts = " (embedding, blocks and head)" if isinstance(self.model, ModelSpec) else ""
             raise ValueError(
-                f"min_nodes_per_pipeline: {self.resources.min_nodes_per_pipeline} nodes are more "
-                f"than the {self.model.layer_count} layers (embedding, blocks and head) that a "
-                "pipeline spreads over them; lower it"
+                f"min_nodes_per_pipeline: {least} nodes are more "
+                f"than the {self.model.layer_count} layers{parts} that a pipeline spreads over "
+                "them; lower it"
             )
+        self._check_data()
         evaluation = self.evaluation
         if evaluation is not None and evaluation.samples < self.training.microbatch:
             raise ValueError(
@@ -376,6 +499,24 @@ class JobSpec:
                 f"few for the {self.fault_tolerance + 1} pipelines that fault_tolerance "
                 f"{self.fault_tolerance} needs; enlarge global_batch or lower microbatch"
             )
+
+    def _check_data(self) -> None:
+        """Whether the model takes what the data gives."""
+        built_in = isinstance(self.model, ModelSpec)
+        evaluated = self.evaluation.data if self.evaluation else None
+        for data in (self.data, evaluated):
+            if data is None:
+                continue
+            if built_in and data.code is not None:
+                raise ValueError(
+                    "data: a data set of your own goes with a model of your own (model.python or "
+                    "model.plugin); give text or tokens"
+                )
+            if not built_in and data.code is None and not self.model.reads_tokens:
+                raise ValueError(
+                    "data: text and tokens are cut into rows of model.sequence_length; give that, "
+                    "or a data set of your own (data.python or data.plugin)"
+                )
 
     def seals_links(self, *, on_loopback: bool) -> bool:
         """Whether a worker, that others reach on loopback alone or not, wants its links sealed."""

@@ -7,7 +7,9 @@ are true for every kind of model. Must not know the machine beyond its memory.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from oobleck.planner.job.description import LayerSketch
 from oobleck.planner.job.families import Counts, LayerCount, decode_config, family_of
+from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec, ModelSpec
 from oobleck.planner.profile.memory import (
     ACTIVATION_ITEM_BYTES,
@@ -25,6 +27,9 @@ FLOPS_PER_S = 20e9
 INTRA_NODE_BYTES_PER_S = 4e9
 INTER_NODE_BYTES_PER_S = 3e9
 LATENCY_S = 1e-4
+#: Memory of the nominal worker, and what a layer takes at least.
+BYTES_PER_S = 5e9
+LEAST_S = 1e-6
 
 _TOKEN_BYTES = 8
 
@@ -41,11 +46,7 @@ def estimate_profile(job: JobSpec, *, gpus_per_node: int, memory_per_worker_byte
         latency_s=LATENCY_S,
     )
     sizes = sharing_sizes(job.training.microbatch, gpus_per_node)
-    layers = (
-        _embedding(job),
-        *(_block(job, f"block{number}") for number in range(job.model.layers)),
-        _head(job),
-    )
+    layers = _own_layers(job, job.model) if isinstance(job.model, OwnModelSpec) else _layers(job)
     return Profile(
         microbatch=job.training.microbatch,
         gpus_per_node=gpus_per_node,
@@ -57,6 +58,17 @@ def estimate_profile(job: JobSpec, *, gpus_per_node: int, memory_per_worker_byte
     )
 
 
+def _layers(job: JobSpec) -> tuple[LayerProfile, ...]:
+    blocks = (_block(job, f"block{number}") for number in range(_built_in(job).layers))
+    return (_embedding(job), *blocks, _head(job))
+
+
+def _built_in(job: JobSpec) -> ModelSpec:
+    """The job's, which is known by its kind."""
+    assert isinstance(job.model, ModelSpec)
+    return job.model
+
+
 def _shared(layer: LayerProfile, sizes: Sequence[int]) -> LayerProfile:
     """With the times of each number of GPUs, none of which has more rows than its share."""
     return replace(
@@ -66,9 +78,57 @@ def _shared(layer: LayerProfile, sizes: Sequence[int]) -> LayerProfile:
     )
 
 
+def _own_layers(job: JobSpec, model: OwnModelSpec) -> tuple[LayerProfile, ...]:
+    """Of a model of the user's, as its description has them."""
+    description = model.description
+    last = len(description.order) - 1
+    return tuple(
+        _own_layer(
+            job,
+            f"layer{number}",
+            sketch,
+            input_bytes=job.training.microbatch * description.input_of(number).row_bytes,
+            last=number == last,
+        )
+        for number, sketch in enumerate(description.layers)
+    )
+
+
+def _own_layer(
+    job: JobSpec, name: str, sketch: LayerSketch, *, input_bytes: int, last: bool
+) -> LayerProfile:
+    rows, item = job.training.microbatch, STATE_ITEM_BYTES[job.training.precision]
+    output_bytes = 0 if last else rows * sketch.output.row_bytes
+    kept_bytes = max(input_bytes, rows * sketch.kept_bytes)
+    # Numbers that are read and written take time too where nothing is multiplied.
+    forward_s = rows * sketch.flops / FLOPS_PER_S + kept_bytes / BYTES_PER_S + LEAST_S
+    again = job.training.recompute == "layer"
+    # Messages of both directions, posted ahead; the largest gradient; what is computed again.
+    blocks = [input_bytes] * 2 + [output_bytes] * 2 + [sketch.largest * item, 2 * kept_bytes // 5]
+    activation_bytes = kept_bytes
+    if again:
+        activation_bytes = input_bytes
+        blocks.append(kept_bytes)
+    heap, mapped = heap_and_mapped(blocks)
+    kept, _ = heap_and_mapped([activation_bytes])
+    return LayerProfile(
+        name=name,
+        forward_s={1: forward_s},
+        backward_s={1: (2 + again) * forward_s},
+        parameter_bytes=sketch.parameters * item,
+        state_bytes=state_bytes(sketch.parameters, job.training),
+        sum_bytes=sketch.parameters * item,
+        tied_bytes=sketch.tied * item,
+        activation_bytes=activation_bytes,
+        working_bytes=with_holes(heap, kept),
+        mapped_bytes=mapped,
+        output_bytes=output_bytes,
+    )
+
+
 def _rows(job: JobSpec) -> int:
     """Tokens of a micro-batch."""
-    return job.training.microbatch * job.model.sequence_length
+    return job.training.microbatch * _built_in(job).sequence_length
 
 
 def _counts(model: ModelSpec) -> Counts:
@@ -104,7 +164,7 @@ def _counts(model: ModelSpec) -> Counts:
 
 
 def _embedding(job: JobSpec) -> LayerProfile:
-    counted = _counts(job.model).embedding
+    counted = _counts(_built_in(job)).embedding
     return _layer(
         job,
         "embedding",
@@ -118,7 +178,7 @@ def _embedding(job: JobSpec) -> LayerProfile:
 
 
 def _block(job: JobSpec, name: str) -> LayerProfile:
-    counted = _counts(job.model).block
+    counted = _counts(_built_in(job)).block
     kept_bytes = _kept_bytes(job, counted) + _cast_bytes(job, counted)
     return _layer(
         job,
@@ -137,7 +197,7 @@ def _block(job: JobSpec, name: str) -> LayerProfile:
 
 
 def _head(job: JobSpec) -> LayerProfile:
-    counted = _counts(job.model).head
+    counted = _counts(_built_in(job)).head
     logits_bytes = _rows(job) * counted.kept_wide * STATE_ITEM_BYTES[job.training.precision]
     return _layer(
         job,
@@ -176,14 +236,14 @@ def _gradient_bytes(job: JobSpec, counted: LayerCount) -> int:
 
 def _tied_bytes(job: JobSpec) -> int:
     """Of the token embedding, where the head shares it."""
-    model = job.model
+    model = _built_in(job)
     item = STATE_ITEM_BYTES[job.training.precision]
     return model.vocabulary * model.hidden * item if model.tied else 0
 
 
 def _hidden_bytes(job: JobSpec) -> int:
     """Between stages everything travels in the precision of the weights."""
-    return _rows(job) * job.model.hidden * STATE_ITEM_BYTES[job.training.precision]
+    return _rows(job) * _built_in(job).hidden * STATE_ITEM_BYTES[job.training.precision]
 
 
 def _layer(

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Literal
 
 from oobleck.planner.codec import encode
-from oobleck.planner.job.spec import JobSpec, Recompute
+from oobleck.planner.job.spec import AnyModel, JobSpec, ModelSpec, Recompute
 from oobleck.planner.profile.estimate import (
     INTER_NODE_BYTES_PER_S,
     INTRA_NODE_BYTES_PER_S,
@@ -34,14 +34,13 @@ _SAME_BYTES = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What one worker has measured: each kind of layer once, since all blocks are alike.
+    """What one worker has measured: each kind of layer once, since layers of a kind are alike.
 
     Times for several GPUs are those of one worker's part of the work, without exchanges.
     """
 
-    embedding: LayerProfile
-    block: LayerProfile
-    head: LayerProfile
+    #: By kind: see `oobleck.planner.job.spec.AnyModel.order`.
+    kinds: tuple[LayerProfile, ...]
     #: What it was measured on, such as `cpu Xeon, 1 thread`, and by which torch.
     device: str
     torch: str
@@ -73,7 +72,7 @@ def profile_key(
     training = job.training
     matters = {
         "method": _METHOD,
-        "model": replace(job.model, weights=None),
+        "model": _without_weights(job.model),
         "microbatch": training.microbatch,
         "precision": training.precision,
         "recompute": training.recompute,
@@ -84,11 +83,11 @@ def profile_key(
         "several_nodes": several_nodes,
     }
     digest = hashlib.sha256(encode(matters)).hexdigest()[:16]
-    model = job.model
-    return (
-        f"{model.kind}-{model.layers}x{model.hidden}-b{training.microbatch}-"
-        f"{training.precision}-{digest}"
-    )
+    return f"{job.model.label}-b{training.microbatch}-{training.precision}-{digest}"
+
+
+def _without_weights(model: AnyModel) -> AnyModel:
+    return replace(model, weights=None) if isinstance(model, ModelSpec) else model
 
 
 def assemble_profile(
@@ -108,20 +107,21 @@ def assemble_profile(
     if not measurements:
         raise ValueError("nothing was measured")
     wires, filled = _links(links)
-    embedding, block, head = (
-        with_exchanges(_combine([(m.device, getattr(m, kind)) for m in measurements]), wires)
-        for kind in ("embedding", "block", "head")
-    )
-    blocks = (replace(block, name=f"block{number}") for number in range(job.model.layers))
+    order = job.model.order
+    if any(len(m.kinds) != 1 + max(order) for m in measurements):
+        raise ValueError("not each kind of the model's layers was measured")
+    kinds = [
+        with_exchanges(_combine([(m.device, m.kinds[kind]) for m in measurements]), wires)
+        for kind in range(1 + max(order))
+    ]
+    names = [layer.name for layer in _expected(job)]
     try:
         profile = Profile(
             microbatch=job.training.microbatch,
             gpus_per_node=gpus_per_node,
             gpu_memory_bytes=memory_bytes,
-            layers=(
-                replace(embedding, name="embedding"),
-                *blocks,
-                replace(head, name="head"),
+            layers=tuple(
+                replace(kinds[kind], name=name) for kind, name in zip(order, names, strict=True)
             ),
             links=wires,
         )
@@ -193,11 +193,14 @@ def _links(found: Iterable[LinkMeasurement]) -> tuple[Links, dict[str, object]]:
 def check_fits(profile: Profile, job: JobSpec) -> None:
     """Raises ValueError where `profile` cannot be one of `job`'s model, or lacks what training
     needs of it."""
-    if len(profile.layers) != job.model.layer_count:
+    model = job.model
+    if len(profile.layers) != model.layer_count:
+        parts = ""
+        if isinstance(model, ModelSpec):
+            parts = f" (embedding, {count(model.layers, 'block')}, head)"
         raise ValueError(
             f"the profile has {count(len(profile.layers), 'layer')}, and the model has "
-            f"{job.model.layer_count} (embedding, {count(job.model.layers, 'block')}, head); "
-            "profile this model"
+            f"{model.layer_count}{parts}; profile this model"
         )
     if profile.microbatch != job.training.microbatch:
         raise ValueError(
@@ -220,6 +223,8 @@ def check_fits(profile: Profile, job: JobSpec) -> None:
                 f"({_optimizer(job)}) that layer has {wanted.state_bytes}: it is a profile for "
                 "another optimizer; profile again, or set training.optimizer to that one"
             )
+    if not isinstance(model, ModelSpec):
+        return  # a layer of the user's may keep anything
     recompute = job.training.recompute
     for number, layer in enumerate(profile.layers[1:-1], 1):
         found: Recompute = "layer" if _keeps_input_alone(layer) else "none"

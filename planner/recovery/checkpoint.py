@@ -18,7 +18,8 @@ import msgspec
 
 from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import WorkerId, check_name
-from oobleck.planner.job.spec import CheckpointSpec, JobSpec, ModelSpec, Precision, TrainingSpec
+from oobleck.planner.job.own import OwnModelSpec
+from oobleck.planner.job.spec import AnyModel, CheckpointSpec, JobSpec, Precision, TrainingSpec
 from oobleck.planner.programs.balance import Task, balance
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.redact import redact
@@ -40,7 +41,7 @@ _MOST_BYTES = 1 << 62
 #: The end of the year 9999.
 _LATEST = 253_402_300_799.0
 #: Keys of the job that may change from one run to the next: they are not part of the state.
-_FREE_MODEL_KEYS = frozenset({"weights"})
+_FREE_MODEL_KEYS = frozenset({"weights", "plugin", "python", "path", "arguments", "described"})
 
 
 class InvalidCheckpoint(ValueError):
@@ -76,7 +77,7 @@ class Manifest:
     step: int
     #: Unix time.
     created: float
-    model: ModelSpec
+    model: AnyModel
     training: TrainingSpec
     #: Fingerprint of the data, hexadecimal.
     data: str
@@ -216,10 +217,17 @@ def misfit(manifest: Manifest, job: JobSpec, data: str) -> str:
 
 def _compared(manifest: Manifest, job: JobSpec) -> list[tuple[str, object, object]]:
     there, here = (msgspec.to_builtins(model) for model in (manifest.model, job.model))
-    pairs: list[tuple[str, object, object]] = [
+    pairs: list[tuple[str, object, object]] = [("model", manifest.model.family, job.model.family)]
+    pairs += [
         (f"model.{key}", there.get(key), here.get(key))
         for key in here
         if key not in _FREE_MODEL_KEYS
+    ]
+    pairs += [
+        (f"model.layers[{number}]", before, now)
+        for number, (before, now) in enumerate(
+            zip(_sizes(manifest.model), _sizes(job.model), strict=False)
+        )
     ]
     old, new = manifest.training, job.training
     pairs += [
@@ -230,6 +238,13 @@ def _compared(manifest: Manifest, job: JobSpec) -> list[tuple[str, object, objec
         ("the optimizer's moments", old.optimizer.moments, new.optimizer.moments),
     ]
     return pairs
+
+
+def _sizes(model: AnyModel) -> list[str]:
+    """Of a model of the user's, whose code may have another name by now: its layers."""
+    if not isinstance(model, OwnModelSpec):
+        return []
+    return [f"{layer.name} of {layer.parameters}" for layer in model.description.layers]
 
 
 def _state_precision(precision: Precision) -> str:

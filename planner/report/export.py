@@ -66,6 +66,11 @@ def to_hugging_face(spec: ModelSpec, layer: int, tensors: Mapping[str, Array]) -
     return found
 
 
+def by_layer(layer: int, tensors: Mapping[str, Array]) -> dict[str, Array]:
+    """The parameters of a layer of the user's, as an nn.Sequential of the layers calls them."""
+    return {f"{layer}.{name.removeprefix('module.')}": value for name, value in tensors.items()}
+
+
 def hugging_face_config(spec: ModelSpec) -> dict[str, Any]:
     """The config.json of the model as transformers reads it."""
     keys = _gpt_config(spec) if spec.kind == "gpt" else decode_config(spec.config)

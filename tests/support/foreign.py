@@ -11,7 +11,8 @@ from oobleck.planner.job.families import decode_config
 from oobleck.planner.job.model_file import family_model
 from oobleck.planner.job.spec import ModelSpec
 from oobleck.planner.report.export import foreign_name
-from oobleck.worker.models import Layer, tied_parameter
+from oobleck.worker.models import Layer
+from oobleck.worker.models.registry import tied_parameter
 
 TINY = {
     "gpt2": {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4},

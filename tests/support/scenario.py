@@ -183,7 +183,7 @@ def measurement(forward_s: float) -> Measurement:
     layers = estimate_profile(
         job_spec("any"), gpus_per_node=1, memory_per_worker_bytes=1 << 30
     ).layers
-    embedding, block, head = (
+    kinds = tuple(
         LayerProfile(
             name=name,
             forward_s={1: forward_s},
@@ -197,7 +197,7 @@ def measurement(forward_s: float) -> Measurement:
             ("embedding", "block", "head"), (*layers[:2], layers[-1]), strict=True
         )
     )
-    return Measurement(embedding=embedding, block=block, head=head, device="abacus", torch="2")
+    return Measurement(kinds=kinds, device="abacus", torch="2")
 
 
 def facts_of(name: str, life: int, slots: int, torch: str = "") -> NodeFacts:

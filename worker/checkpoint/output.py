@@ -23,7 +23,7 @@ from oobleck.host.storage.folder import LocalFolder
 from oobleck.host.system.files import read_regular
 from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import Generation
-from oobleck.planner.job.spec import JobSpec, ModelSpec
+from oobleck.planner.job.spec import AnyModel, JobSpec
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.checkpoint import MANIFEST, layer_file
 from oobleck.worker.context import WorkerContext
@@ -49,7 +49,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     #: Training steps applied.
     step: int
-    model: ModelSpec
+    model: AnyModel
     #: One file per layer, in layer order.
     files: tuple[str, ...]
 
@@ -78,7 +78,7 @@ def write_layers(directory: str | Path, state: ModelState, layers: Iterable[int]
     """Write the weights of `layers`, which `state` holds, under the names of their parameters."""
     for layer in layers:
         module, version = state.module(layer), state.layers[layer].version
-        tensors = {name: p.detach().cpu().numpy() for name, p in module.named_parameters()}
+        tensors = {name: p.detach().cpu().numpy() for name, p in module.trained()}
         metadata = {"layer": str(layer), "step": str(version)}
         _write(directory, layer_file(layer), save(tensors, metadata=metadata))
 

@@ -19,7 +19,7 @@ from oobleck.host.storage.checkpoints import prune, sweep
 from oobleck.host.storage.folder import CHUNK_BYTES, Content, Folder
 from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.job.spec import AnyModel, JobSpec, ModelSpec
 from oobleck.planner.recovery.checkpoint import (
     MANIFEST,
     MOST_MANIFEST_BYTES,
@@ -209,12 +209,11 @@ class CheckpointWriter:
 
     def _manifest(self, files: list[LayerFile]) -> Manifest:
         job = self.order.job
-        weights = None if job.model.weights is None else redact(job.model.weights)
         return Manifest(
             job=self.order.job_id,
             step=self.order.step,
             created=time.time(),
-            model=replace(job.model, weights=weights),
+            model=_told(job.model),
             training=job.training,
             data=self.order.data,
             files=tuple(sorted(files, key=lambda file: file.layer)),
@@ -313,3 +312,10 @@ def _describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"{type(error).__name__}: {error}"
+
+
+def _told(model: AnyModel) -> AnyModel:
+    """As a manifest may say it."""
+    if isinstance(model, ModelSpec) and model.weights is not None:
+        return replace(model, weights=redact(model.weights))
+    return model

@@ -8,32 +8,36 @@ import hashlib
 from oobleck.host.data.token_file import DataError
 from oobleck.planner.job.spec import EvaluationSpec, JobSpec
 from oobleck.worker.data.dataset import Dataset, Tokens
+from oobleck.worker.data.opening import open_dataset
+from oobleck.worker.data.own import OwnDataset, Samples
 
 
 class HeldOut:
     """The held-out rows of a job, in micro-batches."""
 
-    def __init__(self, job: JobSpec, evaluation: EvaluationSpec, training: Dataset) -> None:
+    def __init__(
+        self, job: JobSpec, evaluation: EvaluationSpec, training: Dataset | OwnDataset
+    ) -> None:
         """`training`: the job's data. Raises DataError where there is not enough to evaluate."""
         self._dataset = training
         key = "data"
         if evaluation.data is not None:
             key = "evaluation.data"
-            model = job.model
-            self._dataset = Dataset(
-                evaluation.data, model.sequence_length, model.vocabulary, held_out=1.0, key=key
-            )
+            self._dataset = open_dataset(job, evaluation.data, held_out=1.0, key=key)
         self._spec = evaluation
         self._steps = job.training.steps
         self._microbatch = job.training.microbatch
-        held_out = self._dataset.held_out
+        held_out = self._dataset.order.held_out
         self.microbatches = min(evaluation.samples, held_out) // self._microbatch
         if not self.microbatches:
             more = "" if evaluation.fraction is None else "raise evaluation.fraction, "
+            rows, give = "samples", "give more"
+            if isinstance(self._dataset, Dataset):
+                rows = f"rows of {job.model.row_tokens + 1} tokens"
+                give = "give more text or lower model.sequence_length"
             raise DataError(
-                f"{key}: holds out {held_out} rows of {job.model.sequence_length + 1} tokens, too "
-                f"few for one micro-batch of {self._microbatch}; {more}give more text or lower "
-                "model.sequence_length"
+                f"{key}: holds out {held_out} {rows}, too few for one micro-batch of "
+                f"{self._microbatch}; {more}{give}"
             )
         #: Samples of an evaluation.
         self.samples = self.microbatches * self._microbatch
@@ -51,6 +55,6 @@ class HeldOut:
         """Which of the held-out rows are those of `microbatch`."""
         return range(microbatch * self._microbatch, (microbatch + 1) * self._microbatch)
 
-    def rows(self, microbatch: int) -> Tokens:
-        """Token rows (micro-batch, sequence_length + 1). Raises DataError."""
+    def rows(self, microbatch: int) -> Tokens | Samples:
+        """Token rows (micro-batch, sequence_length + 1), or samples. Raises DataError, JobError."""
         return self._dataset.held_out_rows(self.positions(microbatch))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from oobleck.host.data.token_file import DataError
 from oobleck.planner.job.spec import TrainingSpec
 from oobleck.worker.data.dataset import Dataset, Tokens, row_digest
+from oobleck.worker.data.own import OwnDataset, Samples
 from oobleck.worker.runtime import pulse
 
 
@@ -20,15 +21,15 @@ class Loaded:
 
     #: Positions in the global batch, one per row.
     positions: range
-    #: (micro-batch, sequence_length + 1).
-    rows: Tokens
+    #: (micro-batch, sequence_length + 1), or what a data set of the user's gave.
+    rows: Tokens | Samples
     digests: tuple[bytes, ...]
 
 
 class Prefetcher:
     """The rows of one job for one worker, over all generations."""
 
-    def __init__(self, dataset: Dataset, training: TrainingSpec) -> None:
+    def __init__(self, dataset: Dataset | OwnDataset, training: TrainingSpec) -> None:
         self._dataset = dataset
         self._training = training
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
@@ -63,4 +64,6 @@ class Prefetcher:
         positions = range(microbatch * size, (microbatch + 1) * size)
         seed, global_batch = self._training.seed, self._training.global_batch
         rows = self._dataset.rows(seed, step, positions, global_batch)
-        return Loaded(positions, rows, tuple(row_digest(row) for row in rows))
+        if isinstance(rows, Samples):
+            return Loaded(positions, rows, rows.digests)
+        return Loaded(positions, rows, tuple(map(row_digest, rows)))

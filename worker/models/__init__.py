@@ -4,17 +4,45 @@ Layer 0 is the embedding, the last one the head, between them the blocks. Owns w
 and its initial weights, one module per family; knows nothing of stages, flat state or plans.
 """
 
-from oobleck.planner.job.spec import ModelSpec
+from oobleck.planner.job.own import OwnModelSpec
+from oobleck.planner.job.spec import AnyModel, ModelSpec
+from oobleck.worker.models import own
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.initial import check_weights, load_parameters
-from oobleck.worker.models.registry import build_layer, family, tied_parameter
+from oobleck.worker.models.registry import (
+    build_layer,
+    empty_layer,
+    family,
+    tied_parameter,
+    tied_parameters,
+)
 
-__all__ = ["Layer", "build_layer", "check_weights", "initialise_parameters", "tied_parameter"]
+__all__ = [
+    "Layer",
+    "build_layer",
+    "check_code",
+    "check_weights",
+    "empty_layer",
+    "initialise_parameters",
+    "tied_parameters",
+]
 
 
-def initialise_parameters(module: Layer, spec: ModelSpec, seed: int) -> None:
+def check_code(spec: AnyModel) -> None:
+    """Whether the model's code, if it is the user's, is here what it was where the job was
+    submitted. Raises NodeError, JobError."""
+    if isinstance(spec, OwnModelSpec):
+        own.check_code(spec)
+
+
+def initialise_parameters(module: Layer, spec: AnyModel, seed: int) -> None:
     """Give `module` its initial weights: those of the files that `spec` names, else a function of
     (spec, seed, layer) alone."""
+    if isinstance(spec, OwnModelSpec):
+        assert isinstance(module, own.OwnLayer), "it was built from the same spec"
+        own.initialise(module, spec, seed)
+        return
+    assert isinstance(spec, ModelSpec), "there are two kinds"
     if spec.weights is None:
         tied = tied_parameter(spec, module.layer)
         family(spec).initialise(module, spec, seed, tied)

@@ -42,6 +42,10 @@ class Layer(nn.Module):
     def compute(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Its parameters, by the names that an output has them under."""
+        yield from self.named_parameters()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from oobleck.host.storage.weight_files import StoredTensor, WeightFiles, WeightsError, open_weights
 from oobleck.planner.job.families import family_of
-from oobleck.planner.job.spec import ModelSpec
+from oobleck.planner.job.spec import AnyModel, ModelSpec
 from oobleck.planner.report.export import foreign_name
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.registry import build_layer, tied_parameter
@@ -33,12 +33,12 @@ def weight_files(directory: str) -> WeightFiles:
         raise JobError(f"model.weights: {error}") from error
 
 
-def check_weights(spec: ModelSpec) -> bytes:
+def check_weights(spec: AnyModel) -> bytes:
     """Whether the files have every parameter of the model in its shape; their fingerprint.
 
     Empty where the model has no files. Raises JobError with the tensor and the fix.
     """
-    if spec.weights is None:
+    if not isinstance(spec, ModelSpec) or spec.weights is None:
         return b""
     files = weight_files(spec.weights)
     for number in range(spec.layer_count):

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +24,9 @@ class DeferredGradients:
     input and its output's gradient, until `add`."""
 
     def __init__(self) -> None:
-        self._due: deque[tuple[Linear, Tensor, Tensor]] = deque()
+        self._due: deque[tuple[Deferring, Tensor, Tensor]] = deque()
 
-    def linear(self, x: Tensor, layer: "Linear") -> Tensor:
+    def linear(self, x: Tensor, layer: "Deferring") -> Tensor:
         """`layer` of x (..., inputs), with the weight's gradient left for later."""
         if torch.is_autocast_enabled(x.device.type):
             # What autocast would do inside; done here, the rounded input is what is kept.
@@ -66,18 +67,16 @@ def deferring(deferred: DeferredGradients | None) -> Iterator[None]:
         _deferred.reset(token)
 
 
-class Linear(nn.Module):
-    """A linear layer, whose weight's gradient may be left for later."""
+class Deferring(nn.Module):
+    """What a linear layer, whose weight's gradient may be left for later, does."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+    weight: Tensor
+    bias: Any
 
     def forward(self, x: Tensor) -> Tensor:
         # Without a graph, as in a forward that is computed again later, there is no gradient.
         deferred = _deferred.get() if x.requires_grad and torch.is_grad_enabled() else None
-        if deferred is None:
+        if deferred is None or not self.weight.requires_grad:
             return F.linear(x, self.matrix(), self.offset())
         return deferred.linear(x, self)
 
@@ -91,7 +90,29 @@ class Linear(nn.Module):
 
     def offset(self) -> Tensor | None:
         """What is added to the product; a subclass may cut parts of the bias from autograd."""
-        return self.bias
+        bias: Tensor | None = self.bias
+        return bias
+
+
+class Linear(Deferring):
+    """With nothing in its weights."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+
+class _SplitLinear(Deferring, nn.Linear):
+    """torch's own, which stays one for whoever asks."""
+
+
+def split_linear(module: nn.Module) -> None:
+    """Have every nn.Linear in `module` leave its weight's gradient for later where that is wanted;
+    subclasses, which may compute something else, stay as they are."""
+    for part in module.modules():
+        if type(part) is nn.Linear:
+            part.__class__ = _SplitLinear
 
 
 class TransposedLinear(Linear):

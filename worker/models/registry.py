@@ -7,8 +7,12 @@ transformers, which those of Hugging Face need, is optional and takes two second
 import importlib
 import sys
 
+import torch
+
 from oobleck.planner.job.families import FAMILIES
-from oobleck.planner.job.spec import ModelSpec
+from oobleck.planner.job.own import OwnModelSpec
+from oobleck.planner.job.spec import AnyModel, ModelSpec
+from oobleck.worker.models import own
 from oobleck.worker.models.base import Family, Layer
 from oobleck.worker.runtime.errors import JobError
 
@@ -34,14 +38,37 @@ def family(spec: ModelSpec) -> Family:
     return found
 
 
-def build_layer(spec: ModelSpec, layer: int) -> Layer:
-    """Layer number `layer` of the model; its weights are not yet the job's initial ones."""
+def build_layer(spec: AnyModel, layer: int) -> Layer:
+    """Layer number `layer` of the model, on the device of the context; its weights are not yet the
+    job's initial ones."""
     last = spec.layer_count - 1
     if not 0 <= layer <= last:
         raise ValueError(f"layer {layer} is not one of 0 to {last}")
+    if isinstance(spec, OwnModelSpec):
+        return own.build_layer(spec, layer)
+    assert isinstance(spec, ModelSpec), "there are two kinds"
     parts = family(spec)
     build = {0: parts.embedding, last: parts.head}.get(layer, parts.block)
     return build(spec, layer)
+
+
+def empty_layer(spec: AnyModel, seed: int, layer: int) -> Layer:
+    """The same, but its parameters have no memory, or only until they get another one."""
+    if isinstance(spec, OwnModelSpec):
+        return own.empty_layer(spec, seed, layer)
+    with torch.device("meta"):
+        return build_layer(spec, layer)
+
+
+def tied_parameters(spec: AnyModel, layer: int) -> tuple[str, ...]:
+    """Names of the parameters that `layer` shares with another one, in one order for both."""
+    if not spec.ties or 0 < layer < spec.layer_count - 1:
+        return ()
+    if isinstance(spec, OwnModelSpec):
+        return tuple(f"module.{pair[bool(layer)]}" for pair in spec.description.tied)
+    assert isinstance(spec, ModelSpec), "there are two kinds"
+    found = tied_parameter(spec, layer)
+    return () if found is None else (found,)
 
 
 def tied_parameter(spec: ModelSpec, layer: int) -> str | None:

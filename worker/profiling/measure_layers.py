@@ -27,9 +27,9 @@ from oobleck.worker.step.stage import StageRunner, activation_shape
 #: Repeats of one kind of layer: until this time is over, and within these bounds.
 BUDGET_S = 0.4
 WARM_UP, LEAST, MOST = 1, 3, 40
-#: Blocks are run one after the other, so that each finds the caches as empty as in training: small
-#: ones take up to a third less time where one alone is run again and again. As many as the model
-#: has, as long as one round takes no longer than this,
+#: Layers of a kind are run one after the other, so that each finds the caches as empty as in
+#: training: small ones take up to a third less time where one alone is run again and again. As many
+#: as the model has, as long as one round takes no longer than this,
 ROUND_S = 0.5
 #: and their state and activations no more than this: more than any cache holds.
 ROUND_BYTES = 512 << 20
@@ -64,26 +64,21 @@ def measure_layers(
     `sizes`: the numbers of workers that may share a layer, from 1; each divides the micro-batch.
     Raises what `check` raises.
     """
-    blocks = list(range(1, 1 + _block_count(job, device)))
-    embedding, block, head = (
-        _measure_shared(job, layers, device, check, sizes)
-        for layers in ([0], blocks, [job.model.layer_count - 1])
-    )
+    order = job.model.order
     return Measurement(
-        embedding=embedding,
-        block=block,
-        head=head,
+        kinds=tuple(
+            _measure_shared(job, _alike(job, order, layer, device), device, check, sizes)
+            for layer in job.model.examples
+        ),
         device=name,
         torch=str(torch.__version__),
     )
 
 
-def measure_alone(job: JobSpec, device: torch.device, check: Check) -> tuple[float, float, float]:
-    """What a micro-batch's forward and backward take in the embedding, a block and the head. Raises
-    what `check` raises."""
-    head = job.model.layer_count - 1
-    embedding_s, block_s, head_s = (_alone_s(job, n, device, check) for n in (0, 1, head))
-    return embedding_s, block_s, head_s
+def measure_alone(job: JobSpec, device: torch.device, check: Check) -> tuple[float, ...]:
+    """What a micro-batch's forward and backward take in a layer of each kind. Raises what `check`
+    raises."""
+    return tuple(_alone_s(job, layer, device, check) for layer in job.model.examples)
 
 
 def _alone_s(job: JobSpec, layer: int, device: torch.device, check: Check) -> float:
@@ -101,16 +96,19 @@ def _alone_s(job: JobSpec, layer: int, device: torch.device, check: Check) -> fl
     return spent_s / passes
 
 
-def _block_count(job: JobSpec, device: torch.device) -> int:
-    bench = _Bench(job, [1], device, job.training.microbatch)
-    state = bench.state.layers[1]
+def _alike(job: JobSpec, order: Sequence[int], example: int, device: torch.device) -> list[int]:
+    """The layers of a kind that are measured together."""
+    alike = [layer for layer, kind in enumerate(order) if kind == order[example]]
+    if len(alike) == 1:
+        return alike
+    bench = _Bench(job, [example], device, job.training.microbatch)
+    state = bench.state.layers[example]
     block_bytes = state.storage.nbytes + state.gradient.nbytes + sum(bench.kept_blocks())
     bench.repeat()
     started = time.perf_counter()
     bench.repeat()
     block_s = time.perf_counter() - started
-    most = min(ROUND_S / block_s, ROUND_BYTES / block_bytes, job.model.layers)
-    return max(1, int(most))
+    return alike[: max(1, int(min(ROUND_S / block_s, ROUND_BYTES / block_bytes)))]
 
 
 def _measure_shared(

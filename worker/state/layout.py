@@ -6,6 +6,7 @@ second of three, is that share of the tied part and that of the own one. Knows t
 """
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -13,11 +14,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from oobleck.planner.job.spec import ModelSpec
+from oobleck.planner.job.spec import AnyModel
 from oobleck.planner.programs.instructions import LayerPart
 from oobleck.planner.programs.shards import Shard
 from oobleck.planner.programs.transfer import CUT_NUMBERS, cut
-from oobleck.worker.models import Layer, build_layer, tied_parameter
+from oobleck.worker.models import Layer, build_layer, tied_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +63,16 @@ class Layout:
 
 
 @lru_cache(maxsize=4096)
-def layout(spec: ModelSpec, layer: int) -> Layout:
+def layout(spec: AnyModel, layer: int) -> Layout:
     """The flat layout of `layer`: a function of the model alone, the same for all holders. What is
     not decayed begins at a multiple of `CUT_NUMBERS`, as shares do; the gap before it stays
     zero."""
     with torch.device("meta"):
         module = build_layer(spec, layer)
-    tied_name = tied_parameter(spec, layer)
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    tied = [name for name in shapes if name == tied_name]
-    decayed = [name for name in shapes if len(shapes[name]) > 1 and name != tied_name]
-    rest = [name for name in shapes if len(shapes[name]) == 1]
+    shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad}
+    tied = [*tied_parameters(spec, layer)]
+    decayed = [name for name in shapes if len(shapes[name]) > 1 and name not in tied]
+    rest = [name for name in shapes if len(shapes[name]) <= 1 and name not in tied]
     parameters: list[ParameterRange] = []
 
     def append(names: list[str], end: int) -> int:
@@ -96,24 +96,23 @@ def layout(spec: ModelSpec, layer: int) -> Layout:
     )
 
 
-def layer_sizes(spec: ModelSpec) -> list[int]:
+def layer_sizes(spec: AnyModel) -> list[int]:
     """How many numbers each layer has."""
     return [layout(spec, layer).size for layer in range(spec.layer_count)]
-
-
-def empty_module(spec: ModelSpec, layer: int) -> Layer:
-    """The module of `layer`, whose parameters have no memory yet."""
-    with torch.device("meta"):
-        return build_layer(spec, layer)
 
 
 def point_parameters(
     module: Layer, flat: Layout, weights: Tensor, gradient: Tensor | None = None
 ) -> None:
     """Make the parameters of `module`, and their gradients, views into flat tensors."""
+    names: defaultdict[int, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
     for span in flat.parameters:
-        owner_name, _, name = span.name.rpartition(".")
+        aliases = names[id(module.get_parameter(span.name))]
         parameter = nn.Parameter(weights[span.offset : span.end].view(span.shape))
         if gradient is not None:
             parameter.grad = gradient[span.offset : span.end].view(span.shape)
-        setattr(module.get_submodule(owner_name), name, parameter)
+        for alias in aliases:
+            owner_name, _, name = alias.rpartition(".")
+            setattr(module.get_submodule(owner_name), name, parameter)

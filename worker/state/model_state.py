@@ -13,10 +13,10 @@ from torch import Tensor
 from oobleck.planner.job.spec import JobSpec, Precision
 from oobleck.planner.programs.instructions import LayerPart
 from oobleck.planner.programs.shards import Shard
-from oobleck.worker.models import Layer, initialise_parameters
+from oobleck.worker.models import Layer, empty_layer, initialise_parameters
 from oobleck.worker.runtime.errors import InvariantViolation
 from oobleck.worker.state.layer_state import LayerState
-from oobleck.worker.state.layout import empty_module, layout, point_parameters
+from oobleck.worker.state.layout import layout, point_parameters
 from oobleck.worker.state.optimizer import update
 
 #: Numbers of a gradient whose norm is taken at once.
@@ -53,7 +53,7 @@ class ModelState:
             initialise_parameters(state.module, self._job.model, self._job.training.seed)
         else:
             whole = torch.zeros(state.layout.size, dtype=self._dtype, device=self._device)
-            module = empty_module(self._job.model, layer)
+            module = self._empty(layer)
             point_parameters(module, state.layout, whole)
             initialise_parameters(module, self._job.model, self._job.training.seed)
             for numbers in state.numbers:
@@ -71,7 +71,7 @@ class ModelState:
     def make(self, shard: Shard, *, version: int) -> LayerState:
         """Room for a layer, or a share of it, that is not on its way to be held yet."""
         layer, parts = shard.layer, shard.parts
-        flat, module = layout(self._job.model, layer), empty_module(self._job.model, layer)
+        flat, module = layout(self._job.model, layer), self._empty(layer)
         size = sum(map(len, flat.shard(shard)))
         rows = 1 + self._job.training.optimizer.moments
         storage = torch.empty(rows, size, dtype=self._dtype, device=self._device)
@@ -86,6 +86,23 @@ class ModelState:
             gradient=gradient,
             version=version,
         )
+
+    def _empty(self, layer: int) -> Layer:
+        """The module of `layer`, whose parameters are still to be pointed somewhere."""
+        module = empty_layer(self._job.model, self._job.training.seed, layer)
+        for part in module.modules():
+            for name, value in part.named_buffers(recurse=False):
+                if not value.is_meta:
+                    part._buffers[name] = self._placed(value)
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                parameter.data = self._placed(parameter.data)
+        return module
+
+    def _placed(self, constant: Tensor) -> Tensor:
+        """On the device, in the precision of the weights."""
+        dtype = self._dtype if constant.is_floating_point() else constant.dtype
+        return constant.to(self._device, dtype)
 
     def adopt(self, made: LayerState) -> None:
         """Hold what was made before, and is there as far as it was not held in another share."""

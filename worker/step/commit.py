@@ -62,7 +62,7 @@ def make_record(
         step=progress.committed,
         loss=result.loss if math.isfinite(result.loss) else None,
         grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
-        tokens=training.global_batch * job.model.sequence_length,
+        tokens=training.global_batch * job.model.row_tokens,
         samples_digest=result.samples_digest,
         generation=generation,
         step_seconds=time.monotonic() - progress.begun_at,

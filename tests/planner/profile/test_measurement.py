@@ -53,9 +53,11 @@ def layer(name: str, seconds: float, *, kept: int = 10_000) -> LayerProfile:
 
 def measured(seconds: float, device: str = "fast", *, kept: int = 10_000) -> Measurement:
     return Measurement(
-        embedding=layer("embedding", seconds / 10),
-        block=layer("block", seconds, kept=kept),
-        head=layer("head", seconds / 2),
+        kinds=(
+            layer("embedding", seconds / 10),
+            layer("block", seconds, kept=kept),
+            layer("head", seconds / 2),
+        ),
         device=device,
         torch="2",
     )

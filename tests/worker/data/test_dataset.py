@@ -13,7 +13,8 @@ from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.channel import frame
 from oobleck.planner.job.spec import DataSpec
 from oobleck.worker.data.corpus import Corpus
-from oobleck.worker.data.dataset import Dataset, permute, row_digest, samples_digest
+from oobleck.worker.data.dataset import Dataset, row_digest, samples_digest
+from oobleck.worker.data.order import permute
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -24,7 +25,7 @@ def write(path: Path, content: bytes) -> Path:
 
 def whole(dataset: Dataset, *, seed: int = 0, epoch: int = 0) -> list[tuple[int, ...]]:
     """All rows of an epoch, as one batch each."""
-    rows = dataset.rows(seed, epoch + 1, range(dataset.windows), dataset.windows)
+    rows = dataset.rows(seed, epoch + 1, range(dataset.order.samples), dataset.order.samples)
     return [tuple(row.tolist()) for row in rows]
 
 
@@ -59,7 +60,7 @@ def test_windows_cover_the_joined_files_in_sorted_order(tmp_path):
     write(tmp_path / "b" / "1.txt", b"")
     write(tmp_path / "c.txt", bytes(range(13, 24)))
     dataset = Dataset(DataSpec(text=(f"{tmp_path}/**/*.txt",)), 4, 256)
-    assert dataset.windows == 5
+    assert dataset.order.samples == 5
     expected = [tuple(range(start, start + 5)) for start in range(0, 20, 4)]
     assert sorted(whole(dataset)) == expected
     assert sorted(whole(dataset, epoch=3)) == expected
@@ -69,7 +70,7 @@ def test_windows_cover_the_joined_files_in_sorted_order(tmp_path):
 def test_a_file_that_two_patterns_match_counts_once(tmp_path):
     path = write(tmp_path / "a.txt", bytes(range(21)))
     twice = Dataset(DataSpec(text=(str(path), f"{tmp_path}/*.txt")), 4, 256)
-    assert twice.windows == 5
+    assert twice.order.samples == 5
 
 
 def test_token_files_are_read_in_their_type(tmp_path):
@@ -94,7 +95,7 @@ def test_every_sample_is_used_once_per_epoch_over_steps(tmp_path):
     write(tmp_path / "a.txt", np.arange(200, dtype=np.uint8).tobytes())
     dataset = Dataset(DataSpec(text=(f"{tmp_path}/*",)), 4, 256)
     rows = np.concatenate([dataset.rows(0, step, range(7), 7) for step in range(1, 15)])
-    assert dataset.windows == 49
+    assert dataset.order.samples == 49
     for epoch in range(2):
         assert sorted(rows[epoch * 49 : (epoch + 1) * 49, 0].tolist()) == list(range(0, 196, 4))
 
@@ -191,7 +192,7 @@ def test_large_files_are_not_looked_through_at_the_start(tmp_path):
         file.write(bytes([244, 1]))
     dataset = Dataset(DataSpec(tokens=f"{tmp_path}/large.bin", dtype="uint16"), 1 << 20, 500)
     with pytest.raises(DataError, match="token 500 at position 64 of"):
-        dataset.rows(0, 1, range(dataset.windows), dataset.windows)
+        dataset.rows(0, 1, range(dataset.order.samples), dataset.order.samples)
 
 
 def test_a_file_that_shrinks_is_an_error_and_no_crash(tmp_path):
@@ -220,7 +221,7 @@ def test_held_out_windows_are_never_trained_on(tmp_path, windows, share, seed, b
     dataset = Dataset(
         DataSpec(tokens=f"{tmp_path}/a.bin", dtype="uint16"), 2, 1 << 16, held_out=share
     )
-    held_out = [int(row[0]) for row in dataset.held_out_rows(range(dataset.held_out))]
+    held_out = [int(row[0]) for row in dataset.held_out_rows(range(dataset.order.held_out))]
     assert len(set(held_out)) == len(held_out) == max(1, round(share * windows))
     trained: list[int] = []
     epoch = windows - len(held_out)
@@ -239,7 +240,7 @@ def test_the_split_does_not_depend_on_the_seed_and_is_spread(tmp_path):
     prints = [Dataset(spec, 2, 1 << 16, held_out=share).fingerprint for share in (0, 0.1, 0.2)]
     assert len(set(prints)) == 3  # a checkpoint of one split does not fit another one
     own = Dataset(spec, 2, 1 << 16, held_out=1.0)
-    assert own.held_out == own.windows == 1000
+    assert own.order.held_out == own.order.samples == 1000
     assert sorted(own.held_out_rows(range(1000))[:, 0].tolist()) == list(range(0, 2000, 2))
     with pytest.raises(DataError, match="too few to hold out a share of"):
         Dataset(spec, 1500, 1 << 16, held_out=0.5)

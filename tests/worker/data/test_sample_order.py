@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from oobleck.planner.job.spec import DataSpec, EvaluationSpec, JobSpec, ModelSpec, TrainingSpec
-from oobleck.worker.data.dataset import Dataset, permute
+from oobleck.worker.data.dataset import Dataset
 from oobleck.worker.data.held_out import HeldOut
+from oobleck.worker.data.order import permute
 from support import samples as documented
 from support.samples import Samples
 

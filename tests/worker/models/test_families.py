@@ -11,10 +11,11 @@ from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.worker import warm
 from oobleck.worker.data.objective import loss
-from oobleck.worker.models import build_layer, initialise_parameters, registry, tied_parameter
+from oobleck.worker.models import build_layer, initialise_parameters, registry
 from oobleck.worker.models.base import keyed
 from oobleck.worker.models.foreign import attend
 from oobleck.worker.models.linear import DeferredGradients, deferring
+from oobleck.worker.models.registry import tied_parameter
 from oobleck.worker.profiling.measure_layers import _Bench
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.random import RowKeys

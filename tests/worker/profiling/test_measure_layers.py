@@ -37,16 +37,16 @@ def test_bytes_of_state_and_messages_are_those_of_training(
 ) -> None:
     job = make_job(precision=precision)
     found = measure(job)
-    for layer, number in ((found.embedding, 0), (found.block, 1), (found.head, 4)):
+    for layer, number in ((found.kinds[0], 0), (found.kinds[1], 1), (found.kinds[2], 4)):
         parameters = layout(job.model, number).size
         assert layer.parameter_bytes == item * parameters
         assert layer.state_bytes == 4 * item * parameters
         assert layer.sum_bytes == item * parameters
-    assert found.embedding.output_bytes == found.block.output_bytes == 2 * 8 * 16 * item
-    assert found.head.output_bytes == 0
+    assert found.kinds[0].output_bytes == found.kinds[1].output_bytes == 2 * 8 * 16 * item
+    assert found.kinds[2].output_bytes == 0
     weight_bytes = item * job.model.vocabulary * job.model.hidden
-    assert (found.embedding.tied_bytes, found.head.tied_bytes) == (weight_bytes, weight_bytes)
-    assert found.block.tied_bytes == 0
+    assert (found.kinds[0].tied_bytes, found.kinds[2].tied_bytes) == (weight_bytes, weight_bytes)
+    assert found.kinds[1].tied_bytes == 0
     profile, _ = assemble_profile(job, [found], [], gpus_per_node=1, memory_bytes=1 << 30)
     check_fits(profile, job)
 
@@ -54,22 +54,22 @@ def test_bytes_of_state_and_messages_are_those_of_training(
 def test_kept_bytes_are_activations_alone(make_job: MakeJob) -> None:
     """They grow with the micro-batch, which parameters do not."""
     one, two = (measure(make_job(microbatch=size, precision="fp64")) for size in (1, 2))
-    assert two.block.activation_bytes == 2 * one.block.activation_bytes
-    assert two.embedding.activation_bytes == 2 * one.embedding.activation_bytes == 2 * 8 * 8
-    output = two.block.output_bytes
+    assert two.kinds[1].activation_bytes == 2 * one.kinds[1].activation_bytes
+    assert two.kinds[0].activation_bytes == 2 * one.kinds[0].activation_bytes == 2 * 8 * 8
+    output = two.kinds[1].output_bytes
     # Input, two norms, q, k, v, attention, residual, and four times the width before and after
     # the GELU: 16 widths, and some numbers per row.
-    assert 16 * output <= two.block.activation_bytes < 17 * output
+    assert 16 * output <= two.kinds[1].activation_bytes < 17 * output
 
 
 def test_dropout_masks_are_kept_too(make_job: MakeJob) -> None:
-    with_dropout = measure(make_job(dropout=0.1)).block.activation_bytes
-    assert with_dropout > measure(make_job()).block.activation_bytes
+    with_dropout = measure(make_job(dropout=0.1)).kinds[1].activation_bytes
+    assert with_dropout > measure(make_job()).kinds[1].activation_bytes
 
 
 def test_every_time_is_there_and_the_parts_are_less_than_the_whole(make_job: MakeJob) -> None:
     found = measure(make_job())
-    for layer in (found.embedding, found.block, found.head):
+    for layer in found.kinds:
         assert layer.forward_s[1] > 0
         assert layer.backward_s[1] >= layer.backward_input_s[1] > 0
         assert layer.update_s[1] > 0

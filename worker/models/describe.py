@@ -1,0 +1,270 @@
+"""What planning must know of a model of the user's, from one pass over its layers without weights.
+
+Layers run on torch's meta device, which computes shapes alone; one whose code needs numbers, as a
+mixture of experts may, runs for real in host memory. Owns the numbers, and what may pass between
+layers; `oobleck.worker.models.check` looks for what only real runs show.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from oobleck.planner.codec import encode
+from oobleck.planner.job.code import Json
+from oobleck.planner.job.description import (
+    ITEM_BYTES,
+    Description,
+    LayerSketch,
+    TensorSketch,
+    TreeSketch,
+)
+from oobleck.planner.job.own import MOST_LAYERS, OwnModelSpec
+from oobleck.worker.models import own
+from oobleck.worker.models.tree import flatten, structure, unflatten
+from oobleck.worker.runtime import code
+from oobleck.worker.runtime.errors import JobError
+
+#: Names and shapes of the parameters of a layer.
+_Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+#: Rows of the two runs of a layer: what grows with them has rows first.
+_FEW, _MORE = 2, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """One layer's forward."""
+
+    output: Any
+    flops: int
+    #: Of what autograd keeps, without the layer's own tensors.
+    kept_bytes: int
+    draws: bool
+
+
+def describe(spec: OwnModelSpec, sample: tuple[Any, Any], *, seed: int, dtype: torch.dtype) -> Json:
+    """The description of a model. `sample`: (inputs, targets) of its data, without rows; `dtype`:
+    of the weights. Raises JobError with the layer and the fix, NodeError."""
+    count = len(own.builders(spec))
+    if not 1 <= count <= MOST_LAYERS:
+        raise JobError(
+            f"model: {spec.code.name} has {count} layers, and must have 1 to {MOST_LAYERS}; put "
+            "several into one"
+        )
+    inputs, targets = (sketch_of_sample(side, dtype) for side in sample)
+    tied = _tied(spec, count)
+    incoming = inputs
+    #: What makes a layer alike to another one: what it takes, and what it is.
+    found: list[tuple[TreeSketch, _Shapes, LayerSketch]] = []
+    for number in range(count):
+        ends = [first for first, _ in tied] if number == 0 else []
+        ends += [last for _, last in tied] if number == count - 1 else []
+        shapes, layer = _Layer(spec, number, incoming, ends, seed, dtype).describe(
+            targets if number == count - 1 else None
+        )
+        found.append((incoming, shapes, layer))
+        incoming = layer.output
+    kinds = list(dict.fromkeys(found))
+    description = Description(
+        kinds=tuple(layer for _, _, layer in kinds),
+        order=tuple(map(kinds.index, found)),
+        inputs=inputs,
+        targets=targets,
+        tied=tied,
+        code=code.fingerprint(spec.code),
+    )
+    return Json(encode(description).decode())
+
+
+def sketch_of_sample(tree: Any, dtype: torch.dtype) -> TreeSketch:
+    """Of a sample's inputs or targets; floats come in `dtype` where that is wider."""
+    return TreeSketch(
+        tensors=tuple(
+            TensorSketch(
+                shape=tuple(tensor.shape), dtype=_name(_widened(tensor, dtype)), gradient=False
+            )
+            for tensor in flatten(tree)
+        ),
+        structure=structure(tree),
+    )
+
+
+def _widened(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    wide = dtype == torch.float64 and tensor.is_floating_point()
+    return dtype if wide else tensor.dtype
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer on its way to a sketch."""
+
+    spec: OwnModelSpec
+    number: int
+    incoming: TreeSketch
+    #: Its parameters that are tied.
+    tied: Sequence[str]
+    seed: int
+    dtype: torch.dtype
+
+    def describe(self, targets: TreeSketch | None) -> tuple[_Shapes, LayerSketch]:
+        """`targets`: of the last layer, whose loss counts with it."""
+        with torch.device("meta"), own.without_draws():
+            module = own.build(self.spec, self.number).to(self.dtype)
+        where = f"layer {self.number} ({type(module).__name__})"
+        try:
+            few, more = (self._run(module, targets, rows, "meta") for rows in (_FEW, _MORE))
+        except Exception as shapes_alone:  # noqa: BLE001  # it may want numbers, and raise anything
+            module = own.build_real(self.spec, self.seed, self.number).to(self.dtype)
+            try:
+                few, more = (self._run(module, targets, rows, "cpu") for rows in (_FEW, _MORE))
+            except JobError:
+                raise
+            except Exception as error:  # noqa: BLE001  # a user's layer may raise anything
+                raise JobError(
+                    f"model: {where} fails on {_shown(self.incoming)}: {code.described(error)}"
+                ) from shapes_alone
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._check_tied(trained, where)
+        sizes = [parameter.numel() for parameter in trained.values()]
+        return tuple((name, tuple(p.shape)) for name, p in trained.items()), LayerSketch(
+            name=type(module).__name__,
+            parameters=sum(sizes),
+            tied=sum(trained[name].numel() for name in self.tied),
+            largest=max(sizes, default=0),
+            flops=few.flops / _FEW,
+            kept_bytes=-(-few.kept_bytes // _FEW),
+            output=_output(few.output, more.output, where),
+            draws=few.draws,
+        )
+
+    def _check_tied(self, trained: Mapping[str, Tensor], where: str) -> None:
+        for name in self.tied:
+            path = f"{self.number}.{name}"
+            if name not in trained:
+                has = ", ".join(trained) or "no parameters"
+                raise JobError(f"model: tied names {path}, and {where} has {has}")
+            if trained[name].dim() < 2:
+                raise JobError(f"model: tied names {path}, which is no matrix; untie it")
+
+    def _run(self, module: nn.Module, targets: TreeSketch | None, rows: int, device: str) -> _Run:
+        """Its forward with so many rows."""
+        own_ones = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own_ones:
+                kept[storage._cdata] = storage.nbytes()
+            return tensor.detach()
+
+        x = _made(self.incoming, rows, device)
+        flops = FlopCounterMode(display=False)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with _Draws() as draws, flops, hooks:
+            output = module(x)
+            if targets is not None:
+                own.row_losses(self.spec, output, _made(targets, rows, device), rows)
+        return _Run(
+            output=output,
+            flops=flops.get_total_flops(),
+            kept_bytes=sum(kept.values()),
+            draws=draws.any,
+        )
+
+
+def _made(sketch: TreeSketch, rows: int, device: str) -> Any:
+    """Tensors of those shapes: normal floats, and zeros of any other type."""
+    made = []
+    for tensor in sketch.tensors:
+        dtype, shape = getattr(torch, tensor.dtype), (rows, *tensor.shape)
+        floats = dtype.is_floating_point and device == "cpu"
+        make = torch.randn if floats else torch.zeros
+        made.append(make(shape, dtype=dtype, device=device).requires_grad_(tensor.gradient))
+    return unflatten(sketch.structure, made)
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+    """Whether anything was drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self.any = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.any |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _output(few: Any, more: Any, where: str) -> TreeSketch:
+    """Of what a layer gave for few rows and for more. Raises JobError."""
+    try:
+        tensors, others, form = flatten(few), flatten(more), structure(few)
+    except (TypeError, ValueError) as error:
+        raise JobError(f"model: {where} gives {error}") from error
+    if form != structure(more):
+        raise JobError(f"model: {where} gives other things for {_FEW} rows than for {_MORE}")
+    found = []
+    for tensor, other in zip(tensors, others, strict=True):
+        shape = tuple(tensor.shape)
+        if not shape or (shape[0], *other.shape[:1]) != (_FEW, _MORE):
+            raise JobError(
+                f"model: {where} gives a tensor of shape {list(shape)} for {_FEW} rows; the first "
+                "dimension must be the rows"
+            )
+        if shape[1:] != tuple(other.shape[1:]):
+            raise JobError(
+                f"model: {where} gives rows of shape {list(shape[1:])} and {list(other.shape[1:])};"
+                " a row's shape must not depend on the others or on the numbers in it"
+            )
+        if _name(tensor.dtype) not in ITEM_BYTES:
+            raise JobError(f"model: {where} gives {tensor.dtype}, which cannot be sent")
+        found.append(
+            TensorSketch(shape=shape[1:], dtype=_name(tensor.dtype), gradient=tensor.requires_grad)
+        )
+    return TreeSketch(tensors=tuple(found), structure=form)
+
+
+def _shown(sketch: TreeSketch) -> str:
+    shapes = (f"{tensor.dtype}{[_FEW, *tensor.shape]}" for tensor in sketch.tensors)
+    return ", ".join(shapes) or "nothing"
+
+
+def _tied(spec: OwnModelSpec, count: int) -> tuple[tuple[str, str], ...]:
+    """The names of tied parameters, in the first layer and in the last. Raises JobError."""
+    pairs = []
+    for pair in own.user_model(spec).tied:
+        ends = dict(_end(path, count) for path in pair)
+        if len(pair) != 2 or set(ends) != {0, count - 1}:
+            raise JobError(
+                f"model: tied has {pair}; a pair is a parameter of the first layer and one of the "
+                f'last, such as ("0.weight", "{count - 1}.weight")'
+            )
+        pairs.append((ends[0], ends[count - 1]))
+    if len({first for first, _ in pairs}) != len(pairs) or len({b for _, b in pairs}) != len(pairs):
+        raise JobError("model: tied names a parameter twice; each may be in one pair")
+    return tuple(pairs)
+
+
+def _end(path: str, count: int) -> tuple[int, str]:
+    number, _, name = str(path).partition(".")
+    try:
+        layer = int(number)
+    except ValueError:
+        raise JobError(
+            f"model: tied names {path!r}; begin with the layer's number, as in 0.weight"
+        ) from None
+    return layer + count if layer < 0 else layer, name

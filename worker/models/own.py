@@ -1,0 +1,242 @@
+"""Models of users: layers that are built by what the job names, and their initial weights.
+
+A layer is built on torch's meta device where its shapes alone are wanted. What it has besides
+parameters that are trained (buffers, tables, frozen weights) is a constant of the job: whoever
+holds the layer builds it for real, from the same draws, and it is never sent or saved.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from oobleck.model import Model
+from oobleck.planner.job.own import OwnModelSpec
+from oobleck.worker.models.base import Layer
+from oobleck.worker.models.linear import split_linear
+from oobleck.worker.runtime import code
+from oobleck.worker.runtime.errors import JobError, NodeError
+from oobleck.worker.runtime.random import RowKeys, derive
+
+#: Methods of tensors, and functions of torch.nn.init, that draw.
+_DRAWS = frozenset(
+    {
+        "normal_",
+        "uniform_",
+        "trunc_normal_",
+        "kaiming_uniform_",
+        "kaiming_normal_",
+        "xavier_uniform_",
+        "xavier_normal_",
+        "orthogonal_",
+        "sparse_",
+        "bernoulli_",
+        "exponential_",
+        "random_",
+        "log_normal_",
+        "cauchy_",
+        "geometric_",
+    }
+)
+
+
+class OwnLayer(Layer):
+    """A layer of the user's, with what passes between layers as its input and output."""
+
+    def __init__(self, layer: int, module: nn.Module, *, draws: bool) -> None:
+        """`draws`: whether it takes from torch's generator while it trains."""
+        super().__init__(layer)
+        self.module = module
+        self._draws = draws
+
+    def forward(self, x: Any, rows: RowKeys) -> Any:
+        if self.module.training != rows.training:
+            self.module.train(rows.training)
+        if self._draws and rows.training and rows.positions:
+            # By micro-batch, which is never cut where layers draw: the same on any plan.
+            seed_all(rows.seed, "forward", rows.step, rows.positions[0], self.layer)
+        try:
+            return self.module(x)
+        except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
+            error.add_note(f"in layer {self.layer} ({type(self.module).__name__})")
+            raise
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from ((n, p) for n, p in self.module.named_parameters() if p.requires_grad)
+
+
+@lru_cache(maxsize=2)
+def user_model(spec: OwnModelSpec) -> Model:
+    """What the job's function returns. Raises JobError, NodeError."""
+    with torch.device("meta"):
+        made = code.call(spec.code, "model")
+    if isinstance(made, Model):
+        return made
+    raise JobError(
+        f"model: {spec.code.name} returned {type(made).__name__}; return an oobleck.model.Model"
+    )
+
+
+def check_code(spec: OwnModelSpec) -> None:
+    """Raises NodeError where this node has other code than the model was described from."""
+    user_model(spec)
+    if code.fingerprint(spec.code) != spec.description.code:
+        raise NodeError(
+            f"model: the code of {spec.code.name} on this node is not what it was where the job "
+            "was submitted; give every node the same code, and submit again"
+        )
+
+
+def builders(spec: OwnModelSpec) -> Sequence[Callable[[], nn.Module]]:
+    """What builds each layer, on the device of the context. Raises JobError, NodeError."""
+    model = user_model(spec)
+    if isinstance(model.layers, nn.Sequential):
+        return [_Child(spec, number) for number in range(len(model.layers))]
+    return list(model.layers)
+
+
+class _Child:
+    """Builds one layer of an nn.Sequential, by building all of it."""
+
+    def __init__(self, spec: OwnModelSpec, number: int) -> None:
+        self._spec = spec
+        self._number = number
+
+    def __call__(self) -> nn.Module:
+        made = code.call(self._spec.code, "model")
+        child: nn.Module = made.layers[self._number]
+        return child
+
+
+def seed_all(*purpose: object) -> None:
+    """Have torch draw what is for `purpose` alone next."""
+    torch.manual_seed(derive(*purpose) >> 1)
+
+
+@contextmanager
+def drawing(seed: int, layer: int | str) -> Iterator[None]:
+    """Within, torch, numpy and random draw the initial values of `layer`; later draws are as if
+    nothing had been drawn."""
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        purpose = (seed, "initial", layer)
+        seed_all(*purpose)
+        random.seed(derive(*purpose))
+        np.random.seed(derive(*purpose) % (1 << 32))
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+
+
+class without_draws(TorchFunctionMode):  # it is used like a function
+    """Within, what draws random numbers into a tensor leaves it as it is: on the meta device such
+    a draw loads torch's compiler, a second and 100 MB of every process."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") in _DRAWS:
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def build(spec: OwnModelSpec, layer: int) -> nn.Module:
+    """The module of `layer` on the device of the context. Raises JobError."""
+    try:
+        made = builders(spec)[layer]()
+    except Exception as error:
+        raise JobError(f"model: layer {layer} cannot be built: {code.described(error)}") from error
+    if not isinstance(made, nn.Module):
+        raise JobError(
+            f"model: layer {layer} is built as {type(made).__name__}, and must be an nn.Module"
+        )
+    return made
+
+
+def build_real(spec: OwnModelSpec, seed: int, layer: int) -> nn.Module:
+    """The module of `layer` in host memory with its initial weights, a function of (spec, seed,
+    layer) alone."""
+    whole = isinstance(user_model(spec).layers, nn.Sequential)
+    with drawing(seed, "model" if whole else layer), torch.device("cpu"):
+        return build(spec, layer)
+
+
+def build_layer(spec: OwnModelSpec, layer: int) -> OwnLayer:
+    """Shapes alone."""
+    with torch.device("meta"), without_draws():
+        return _wrapped(spec, layer, build(spec, layer))
+
+
+def empty_layer(spec: OwnModelSpec, seed: int, layer: int) -> OwnLayer:
+    """Its parameters have no memory yet, or are still to be replaced; all else is there."""
+    with torch.device("meta"), without_draws():
+        module = build(spec, layer)
+    if any(constants(module)):
+        module = build_real(spec, seed, layer)
+    return _wrapped(spec, layer, module)
+
+
+def _wrapped(spec: OwnModelSpec, layer: int, module: nn.Module) -> OwnLayer:
+    draws = spec.known and spec.description.layers[layer].draws
+    split_linear(module)
+    return OwnLayer(layer, module, draws=draws)
+
+
+def constants(module: nn.Module) -> Iterator[Tensor]:
+    """The tensors of `module` that are not trained: buffers, frozen parameters, and those that are
+    plain attributes."""
+    yield from module.buffers()
+    yield from (p for p in module.parameters() if not p.requires_grad)
+    for part in module.modules():
+        for value in vars(part).values():
+            yield from _tensors(value)
+
+
+def _tensors(value: object, depth: int = 3) -> Iterator[Tensor]:
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        yield value
+    elif isinstance(value, list | tuple) and depth:
+        for item in value:
+            yield from _tensors(item, depth - 1)
+    elif isinstance(value, dict) and depth:
+        for item in value.values():
+            yield from _tensors(item, depth - 1)
+
+
+@torch.no_grad()
+def initialise(module: OwnLayer, spec: OwnModelSpec, seed: int) -> None:
+    """Give the parameters of `module` their initial values: those of a tied one are the first
+    layer's."""
+    fresh = dict(build_real(spec, seed, module.layer).named_parameters())
+    if module.layer and module.layer == spec.layer_count - 1 and spec.description.tied:
+        first = dict(build_real(spec, seed, 0).named_parameters())
+        fresh |= {last: first[name] for name, last in spec.description.tied}
+    for name, parameter in module.trained():
+        parameter.copy_(fresh[name])
+
+
+def row_losses(spec: OwnModelSpec, output: Any, targets: Any, rows: int) -> Tensor:
+    """What the user's loss gives, one number per row (rows,). Raises JobError otherwise."""
+    try:
+        found = user_model(spec).loss(output, targets)
+    except Exception as error:
+        raise JobError(f"model: the loss failed: {code.described(error)}") from error
+    if not isinstance(found, Tensor) or found.shape != (rows,):
+        what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise JobError(
+            f"model: the loss gave {what} for {rows} rows, and must give one number per row; "
+            "average over all dimensions but the first, and not over rows"
+        )
+    return found

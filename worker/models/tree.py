@@ -1,0 +1,137 @@
+"""What passes between the layers of a model: one tensor, or a tuple, list or dict of such trees.
+
+A tree taken apart is its tensors in order, and its structure as JSON: `null` for a tensor,
+`["tuple", ...]` and `["list", ...]` for sequences, an object for a dict, whose keys keep their
+order. Nothing else is a tree, since it could not be put together again elsewhere from that alone.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import TypeAlias
+
+from torch import Tensor
+
+Tree: TypeAlias = Tensor | tuple["Tree", ...] | list["Tree"] | dict[str, "Tree"]
+
+#: The structure of one tensor.
+TENSOR = "null"
+_SEQUENCES = {"tuple": tuple, "list": list}
+
+
+def flatten(tree: Tree) -> list[Tensor]:
+    """The tensors of `tree`, in order. Raises TypeError, saying what is no tree."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    found: list[Tensor] = []
+    _collect(tree, (), found)
+    return found
+
+
+def structure(tree: Tree) -> str:
+    """How `tree` is put together. Raises TypeError."""
+    if isinstance(tree, Tensor):
+        return TENSOR
+    return json.dumps(_pattern(tree, ()), separators=(",", ":"))
+
+
+def unflatten(structure: str, tensors: Iterable[Tensor]) -> Tree:
+    """The tree of that `structure` with these `tensors`. Raises ValueError where they do not fit,
+    or where it is no structure."""
+    if structure == TENSOR:
+        (tensor,) = tensors
+        return tensor
+    left = iter(tensors)
+    tree = _build(_parse(structure), left)
+    if next(left, None) is not None:
+        raise ValueError(f"{structure} has fewer tensors than there are")
+    return tree
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
+    """A tree of the same structure, with each tensor's result. Raises TypeError."""
+    return function(tree) if isinstance(tree, Tensor) else _map(function, tree, ())
+
+
+#: Keys and numbers from the whole tree down to a part of it.
+_Path = tuple[str | int, ...]
+
+
+def _map(function: Callable[[Tensor], Tensor], tree: Tree, path: _Path) -> Tree:
+    if isinstance(tree, Tensor):
+        return function(tree)
+    mapped = {key: _map(function, part, (*path, key)) for key, part in _parts(tree, path)}
+    # Not by what `tree` is called: `_parts` has made sure of what it is.
+    if isinstance(tree, dict):
+        return {str(key): part for key, part in mapped.items()}
+    return type(tree)(mapped.values())
+
+
+def _collect(tree: Tree, path: _Path, found: list[Tensor]) -> None:
+    if isinstance(tree, Tensor):
+        found.append(tree)
+        return
+    for key, part in _parts(tree, path):
+        _collect(part, (*path, key), found)
+
+
+def _pattern(tree: Tree, path: _Path) -> object:
+    if isinstance(tree, Tensor):
+        return None
+    parts = {key: _pattern(part, (*path, key)) for key, part in _parts(tree, path)}
+    return parts if isinstance(tree, dict) else [type(tree).__name__, *parts.values()]
+
+
+def _parts(tree: Tree, path: _Path) -> Iterable[tuple[str | int, Tree]]:
+    """The parts of what is no tensor. Raises TypeError where it is no tree."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return enumerate(tree)
+    where = "".join(f"[{key!r}]" for key in path)
+    at = f" at {where}" if where else ""
+    if kind is not dict:
+        name = "None" if tree is None else f"{'an' if kind.__name__[0] in 'aeiou' else 'a'} "
+        name = name if tree is None else f"{name}{kind.__name__}"
+        raise TypeError(
+            f"{name}{at} where a tensor was expected; between layers pass tensors, or plain "
+            "tuples, lists and dicts of tensors"
+        )
+    assert isinstance(tree, dict)
+    for key in tree:
+        if type(key) is not str:
+            raise TypeError(f"the dict{at} has the key {key!r}; use text as keys")
+    return tree.items()
+
+
+@lru_cache(maxsize=256)
+def _parse(structure: str) -> object:
+    pattern: object = json.loads(structure)
+    _check(pattern, structure)
+    return pattern
+
+
+def _check(pattern: object, structure: str) -> None:
+    match pattern:
+        case None:
+            pass
+        case [str(kind), *parts] if kind in _SEQUENCES:
+            for part in parts:
+                _check(part, structure)
+        case dict():
+            for part in pattern.values():
+                _check(part, structure)
+        case _:
+            raise ValueError(f"{structure} is no structure of tensors")
+
+
+def _build(pattern: object, tensors: Iterator[Tensor]) -> Tree:
+    if isinstance(pattern, dict):
+        return {key: _build(part, tensors) for key, part in pattern.items()}
+    if isinstance(pattern, list):
+        kind, *parts = pattern
+        made: Iterable[Tree] = [_build(part, tensors) for part in parts]
+        return tuple(made) if kind == "tuple" else list(made)
+    tensor = next(tensors, None)
+    if tensor is None:
+        raise ValueError("a structure has more tensors than there are")
+    return tensor

@@ -1,0 +1,157 @@
+"""Loads the functions of the user that a job names, where this node allows that.
+
+Owns the sentences for what can go wrong with them, and the fingerprint of their sources. Which
+names no job may have at all is `oobleck.planner.job.code`'s.
+"""
+
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from oobleck.host.display import inline
+from oobleck.planner.job.code import NO_ARGUMENTS, Code
+from oobleck.worker.runtime.errors import JobError, NodeError
+
+#: Any module, from anywhere.
+ANY = "*"
+
+_allowed: tuple[str, ...] = ()
+
+
+def allow(prefixes: Sequence[str]) -> None:
+    """Functions of these packages, or below these directories, may be loaded by this process."""
+    global _allowed
+    _allowed = tuple(prefixes)
+
+
+def call(code: Code, key: str) -> Any:
+    """What the function returns. `key`: of the job file, for messages. Raises NodeError where this
+    node lacks it or does not allow it, JobError where it fails."""
+    function = _function(code, key)
+    try:
+        return function(**json.loads(code.arguments or NO_ARGUMENTS))
+    except Exception as error:
+        raise JobError(f"{key}: {code.name} failed: {described(error)}") from error
+
+
+def described(error: BaseException) -> str:
+    """One line for an exception of the user's code: what, and where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
+    text = str(error).strip().partition("\n")[0]
+    what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return inline(f"{what}{where}")
+
+
+def fingerprint(code: Code) -> str:
+    """SHA-256 (hex) over the sources of the function's module, or of the whole package that it is
+    in; it must have been called."""
+    name = code.module if code.group is None else _entry_point(code, "").module
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        return ""
+    root = _root_of(name, Path(file))
+    sources = sorted(root.rglob("*.py")) if root.is_dir() else [root]
+    digest = hashlib.sha256()
+    for path in sources:
+        digest.update(f"{path.relative_to(root.parent)}\0".encode())
+        digest.update(path.read_bytes())
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def _root_of(name: str, file: Path) -> Path:
+    """The folder of the package at the top, or the module's file."""
+    depth = name.count(".") + (file.name == "__init__.py")
+    for _ in range(depth):
+        file = file.parent
+    return file
+
+
+def _entry_point(code: Code, key: str) -> importlib.metadata.EntryPoint:
+    assert code.group is not None
+    found = importlib.metadata.entry_points(group=code.group)
+    if code.name in found.names:
+        return found[code.name]
+    names = ", ".join(sorted(found.names)) or "none"
+    raise NodeError(
+        f"{key}: this node has no entry point {code.name} of the group {code.group} (it has "
+        f"{names}); install the package that has it on every node"
+    )
+
+
+def _function(code: Code, key: str) -> Callable[..., Any]:
+    if code.group is not None:
+        point = _entry_point(code, key)
+        name, function = point.module, point.attr
+    else:
+        _check_allowed(code, key)
+        name, _, function = code.name.partition(":")
+    if code.path is not None and code.path not in sys.path:
+        sys.path.insert(0, code.path)
+    found = _import(name, code, key)
+    try:
+        value = getattr(found, function)
+    except AttributeError:
+        file = getattr(found, "__file__", name)
+        raise NodeError(
+            f"{key}: {file} has no {function} on this node; correct the name, and give every node "
+            "the same code"
+        ) from None
+    owner = getattr(value, "__module__", None) or ""
+    if not callable(value) or owner.partition(".")[0] != name.partition(".")[0]:
+        raise JobError(
+            f"{key}: {code.name} is no function of {name}; name one that is written there"
+        )
+    return value  # type: ignore[no-any-return]  # it is callable
+
+
+def _check_allowed(code: Code, key: str) -> None:
+    """Raise NodeError where the node does not allow the function."""
+    for prefix in _allowed:
+        if os.sep in prefix:
+            here = code.path is not None and Path(prefix).resolve() in (
+                Path(code.path).resolve(),
+                *Path(code.path).resolve().parents,
+            )
+        else:
+            here = code.path is None and f"{code.module}.".startswith(f"{prefix}.")
+        if here or prefix == ANY:
+            return
+    what = code.module if code.path is None else code.path
+    raise NodeError(
+        f"{key}: this node does not allow the job to load {code.name}; start its agent with "
+        f"--allow-code {what}, or install the code as a plugin (an entry point)"
+    )
+
+
+def _import(name: str, code: Code, key: str) -> Any:
+    try:
+        found = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            where = f"in {code.path}" if code.path else "where Python looks"
+            raise NodeError(
+                f"{key}: there is no module {error.name} {where} on this node; put the code there "
+                "on every node, or install it"
+            ) from error
+        raise NodeError(
+            f"{key}: {name} needs the module {error.name}, which this node lacks; install it on "
+            "every node"
+        ) from error
+    except Exception as error:
+        raise JobError(f"{key}: {name} cannot be imported: {described(error)}") from error
+    file = getattr(found, "__file__", None)
+    if code.path is not None and Path(code.path) not in Path(file or "").parents:
+        raise JobError(
+            f"{key}: a module {name} is at {file} already, and not in {code.path}; give yours "
+            "another name"
+        )
+    return found
