@@ -38,13 +38,10 @@ def structure(tree: Tree) -> str:
 def unflatten(structure: str, tensors: Iterable[Tensor]) -> Tree:
     """The tree of that `structure` with these `tensors`. Raises ValueError where they do not fit,
     or where it is no structure."""
-    if structure == TENSOR:
-        (tensor,) = tensors
-        return tensor
     left = iter(tensors)
     tree = _build(_parse(structure), left)
     if next(left, None) is not None:
-        raise ValueError(f"{structure} has fewer tensors than there are")
+        raise ValueError(f"{structure} has fewer tensors than were given")
     return tree
 
 
@@ -61,7 +58,6 @@ def _map(function: Callable[[Tensor], Tensor], tree: Tree, path: _Path) -> Tree:
     if isinstance(tree, Tensor):
         return function(tree)
     mapped = {key: _map(function, part, (*path, key)) for key, part in _parts(tree, path)}
-    # Not by what `tree` is called: `_parts` has made sure of what it is.
     if isinstance(tree, dict):
         return {str(key): part for key, part in mapped.items()}
     return type(tree)(mapped.values())
@@ -90,8 +86,8 @@ def _parts(tree: Tree, path: _Path) -> Iterable[tuple[str | int, Tree]]:
     where = "".join(f"[{key!r}]" for key in path)
     at = f" at {where}" if where else ""
     if kind is not dict:
-        name = "None" if tree is None else f"{'an' if kind.__name__[0] in 'aeiou' else 'a'} "
-        name = name if tree is None else f"{name}{kind.__name__}"
+        article = "an" if kind.__name__[0] in "aeiouAEIOU" else "a"
+        name = "None" if tree is None else f"{article} {kind.__name__}"
         raise TypeError(
             f"{name}{at} where a tensor was expected; between layers pass tensors, or plain "
             "tuples, lists and dicts of tensors"
@@ -133,5 +129,5 @@ def _build(pattern: object, tensors: Iterator[Tensor]) -> Tree:
         return tuple(made) if kind == "tuple" else list(made)
     tensor = next(tensors, None)
     if tensor is None:
-        raise ValueError("a structure has more tensors than there are")
+        raise ValueError("a structure has more tensors than were given")
     return tensor
