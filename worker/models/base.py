@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from oobleck.planner.job.spec import ModelSpec
+from oobleck.worker.models.tree import Tree
 from oobleck.worker.runtime.random import RowKeys, Site, generator, keep_mask
 
 #: The samples that are computed: modules of transformers do not pass them on to their dropout.
@@ -29,7 +30,10 @@ def keyed(rows: RowKeys) -> Iterator[None]:
 
 
 class Layer(nn.Module):
-    """A unit of placement and state: int64 ids (b, T) or (b, T, hidden) in, (b, T, hidden) out."""
+    """A unit of placement and state: int64 ids (b, T) or (b, T, hidden) in, (b, T, hidden) out.
+
+    In a model of the user's: what the layer before gives in, any tree out.
+    """
 
     def __init__(self, layer: int) -> None:
         super().__init__()
@@ -45,6 +49,10 @@ class Layer(nn.Module):
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Its parameters, by the names that an output has them under."""
         yield from self.named_parameters()
+
+    def row_losses(self, output: Tree, targets: Tree) -> Tensor | None:
+        """In the last layer: one number per row, from what it gave; None: as of token models."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

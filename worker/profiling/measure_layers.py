@@ -10,19 +10,22 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.measurement import Measurement
 from oobleck.planner.profile.memory import heap_and_mapped, with_holes
 from oobleck.planner.profile.profile import LayerProfile
 from oobleck.planner.programs.instructions import LayerPart
+from oobleck.worker.models.tree import Tree, flatten, map_tensors
 from oobleck.worker.profiling.footprint import peak_bytes
+from oobleck.worker.profiling.made_up import samples, values
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.mailbox import AHEAD
-from oobleck.worker.step.stage import StageRunner, activation_shape
+from oobleck.worker.step.stage import StageRunner
+from oobleck.worker.step.wire import Packing, wire
 
 #: Repeats of one kind of layer: until this time is over, and within these bounds.
 BUDGET_S = 0.4
@@ -192,18 +195,21 @@ class _Bench:
             whole.storage[0].normal_(std=0.02)
             self.state.complete(layer)
         self._runners = [StageRunner(self.state, range(n, n + 1), job, device) for n in layers]
-        runner = self._runners[0]
-        model = job.model
-        tokens = torch.randint(
-            model.vocabulary, (rows, model.sequence_length), generator=source
-        ).to(device)
-        hidden = torch.randn(rows, *activation_shape(job)[1:], generator=source).to(
-            device, runner.activation_dtype
-        )
-        self._input = tokens if runner.first else hidden
-        self._targets = tokens if runner.last else None
-        self._gradient = None if runner.last else hidden
-        self.output_bytes = 0 if runner.last else hidden.nbytes
+        first, last = self._runners[0].first, self._runners[0].last
+        inputs, targets = samples(job, rows, source)
+
+        def packed(packing: Packing) -> Tensor:
+            made = [values(one, rows, source).to(device) for one in packing.tensors]
+            return packing.pack(made, rows, device)
+
+        below = None if first else wire(job, layers[0] - 1)
+        above = None if last else wire(job, layers[0])
+        self._input: Tree = map_tensors(lambda tensor: tensor.to(device), inputs)
+        if below is not None:
+            self._input = packed(below.values)
+        self._targets = map_tensors(lambda tensor: tensor.to(device), targets) if last else None
+        self._gradient = None if above is None else packed(above.gradients)
+        self.output_bytes = 0 if above is None else rows * above.values.row_bytes
         self._rows = RowKeys(seed=job.training.seed, step=1, positions=tuple(range(rows)))
         self._step = 0
 
@@ -217,10 +223,15 @@ class _Bench:
             kept[alias.untyped_storage().data_ptr()] = alias
             return alias
 
+        def keep_input(module: nn.Module, given: tuple[Tree, RowKeys]) -> None:
+            for tensor in flatten(given[0]):
+                pack(tensor)
+
         runner, layer = self._runners[0], self._layers[0]
+        hook = self.state.module(layer).register_forward_pre_hook(keep_input)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             runner.forward(0, self._input, self._rows, self._targets)
-        kept[self._input.untyped_storage().data_ptr()] = self._input
+        hook.remove()
         kept.pop(self.state.layers[layer].storage.untyped_storage().data_ptr(), None)
         runner.settle()
         return [tensor.untyped_storage().nbytes() for tensor in kept.values()]
@@ -230,7 +241,7 @@ class _Bench:
         in the heap, with its holes, and mapped. The gradient that comes in counts, and the messages
         of a stage that this layer ends on both sides, which are posted ahead."""
         runner = self._runners[0]
-        messages = [self._input.nbytes, self.output_bytes]
+        messages = [*(tensor.nbytes for tensor in flatten(self._input)), self.output_bytes]
 
         def run() -> None:
             runner.forward(0, self._input, self._rows, self._targets)

@@ -6,6 +6,7 @@ travel is in `mailbox`.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -19,11 +20,12 @@ from oobleck.planner.programs.routes import Hold
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.dataset import Tokens
 from oobleck.worker.data.objective import inputs_and_targets
+from oobleck.worker.models.tree import Tree
 from oobleck.worker.runtime.random import RowKeys
-from oobleck.worker.state.model_state import state_dtype
 from oobleck.worker.step.exchange import Exchange, StageExchange
 from oobleck.worker.step.mailbox import Mailbox, Receive, Send, joined
-from oobleck.worker.step.stage import OnLayer, StageRunner, activation_shape
+from oobleck.worker.step.stage import OnLayer, StageRunner
+from oobleck.worker.step.wire import wire
 from oobleck.worker.transport.transport import Transport
 
 #: What an instruction is called in a timeline.
@@ -125,9 +127,9 @@ class Hops:
             self._transport,
             rank=self._rank,
             layers=self.model.layer_count,
-            shape=activation_shape(context.job),
+            rows=context.job.training.microbatch,
+            wire=partial(wire, context.job),
             shares=self._share,
-            dtype=state_dtype(context.job.training.precision),
             device=context.connector.device,
         )
 
@@ -151,8 +153,8 @@ class Microbatches:
         """Begins the program that `mailbox` is for: its first receives are posted."""
         self._hops = hops
         self._mailbox = mailbox
-        self._tokens: dict[Visit, torch.Tensor] = {}
-        self._targets: dict[Visit, torch.Tensor] = {}
+        self._tokens: dict[Visit, Tree] = {}
+        self._targets: dict[Visit, Tree] = {}
         #: Rows of a micro-batch that have arrived, from one neighbour or several.
         self._inputs: dict[Visit, dict[Share, torch.Tensor]] = {}
         self._outputs: dict[Visit, torch.Tensor] = {}
@@ -180,7 +182,7 @@ class Microbatches:
         if self._mailbox.send(message, rows):
             kept.pop(message.visit, None)
 
-    def take_input(self, instruction: ops.Forward) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def take_input(self, instruction: ops.Forward) -> tuple[Tree, Tree | None]:
         """The hop's input for the micro-batch, and the targets where it yields the loss."""
         visit = instruction.visit
         first = self._hops.is_first(instruction)

@@ -2,11 +2,12 @@
 
 Receives are posted ahead, so that a message travels while the worker computes. A sent tensor is
 released when a later message of the same peer shows that it has arrived; nothing waits for a send
-before the end of the step. The order follows from the programs. Must not know what is sent.
+before the end of the step. The order follows from the programs. Must not know what is sent, but
+for its shape.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -14,6 +15,7 @@ from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs import instructions as ops
 from oobleck.planner.programs.instructions import Content, Instruction, Message, Share
 from oobleck.planner.programs.own import OwnProgram
+from oobleck.worker.step.wire import Packing, Wire
 from oobleck.worker.transport.transport import Pending, Transport
 
 Receive = ops.ReceiveActivation | ops.ReceiveGradient
@@ -36,23 +38,24 @@ class Mailbox:
         *,
         rank: Mapping[WorkerId, int],
         layers: int,
-        shape: tuple[int, ...],
+        rows: int,
+        wire: Callable[[int], Wire],
         shares: Mapping[int, Share],
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`layers`: of the model; `shape`, `dtype` and `device`: of a whole micro-batch's message;
-        `shares`: which rows of a micro-batch this worker has, by layer. Messages without a row are
-        neither sent nor received."""
+        """`layers`: of the model; `rows`: of a micro-batch; `wire`: what passes after a layer;
+        `shares`: which rows of a micro-batch this worker has, by layer; `device`: of what is
+        received. Messages without a row are neither sent nor received."""
         self._layers = layers
         self._shares = shares
         self._transport = transport
         self._rank = rank
-        self._shape = shape
-        self._dtype = dtype
+        self._microbatch = rows
         self._device = device
         self._receives = [s for s in self._messages(own.program) if isinstance(s, Receive)]
         self._peers = sorted({step.peer for step in self._receives})
+        received = {_boundary(step) for step in own.program if isinstance(step, Receive)}
+        self._wires = {layer: wire(layer) for layer in received}
         #: For what is received: what the peer has received from this worker before it sent it.
         self._arrived_by = {
             (peer, content): sends
@@ -73,9 +76,9 @@ class Mailbox:
     def send(self, step: Send, tensor: torch.Tensor) -> bool:
         """Start sending the message's share of `tensor`, which has this worker's rows; returns at
         once: whether it was the last share of them."""
-        own, wanted = self._shares[step.first_layer], step.share.of_rows(self._shape[0])
+        own, wanted = self._shares[step.first_layer], step.share.of_rows(self._microbatch)
         if wanted:
-            start = wanted.start - own.of_rows(self._shape[0]).start
+            start = wanted.start - own.of_rows(self._microbatch).start
             piece = tensor[start : start + len(wanted)].contiguous()
             pending = self._transport.send(piece, self._rank[step.peer], self._tag(step))
             self._sends[step.peer, step.content] = pending
@@ -84,7 +87,7 @@ class Mailbox:
     def receive(self, step: Receive) -> torch.Tensor:
         """Wait for the message. Receives from one peer come in the order of the program."""
         if not self._rows(step):
-            return torch.empty((0, *self._shape[1:]), dtype=self._dtype, device=self._device)
+            return self._room(step)
         key = step.peer, step.content
         tensor, pending = self._posted.pop(key)
         pending.wait()
@@ -103,13 +106,22 @@ class Mailbox:
         if not due:
             return
         step = due.popleft()
-        shape = (self._rows(step), *self._shape[1:])
-        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        tensor = self._room(step)
         pending = self._transport.receive(tensor, self._rank[step.peer], self._tag(step))
         self._posted[step.peer, step.content] = (tensor, pending)
 
+    def _room(self, step: Receive) -> torch.Tensor:
+        """What the message is received into."""
+        kind = self._packing(step)
+        shape = (self._rows(step), *kind.shape)
+        return torch.empty(shape, dtype=kind.dtype, device=self._device)
+
+    def _packing(self, step: Receive) -> Packing:
+        between = self._wires[_boundary(step)]
+        return between.gradients if isinstance(step, ops.ReceiveGradient) else between.values
+
     def _rows(self, step: Message) -> int:
-        return len(step.share.of_rows(self._shape[0]))
+        return len(step.share.of_rows(self._microbatch))
 
     def _messages(self, program: Iterable[Instruction | Message]) -> Iterator[Message]:
         return (s for s in program if isinstance(s, Message) and self._rows(s))
@@ -119,6 +131,12 @@ class Mailbox:
         # every worker passes the vote only after its receives.
         backward, microbatch, boundary, _ = step.content
         return (microbatch * self._layers + boundary) * 2 + int(backward)
+
+
+def _boundary(step: Message) -> int:
+    """The layer whose output it is or is the gradient of."""
+    _, _, layer, _ = step.content
+    return layer
 
 
 def acknowledged(messages: Iterable[Message]) -> Iterator[tuple[Content, tuple[Content, ...]]]:

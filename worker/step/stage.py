@@ -13,62 +13,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.job.spec import JobSpec, ModelSpec
 from oobleck.worker.data.objective import loss
+from oobleck.worker.models import Layer
 from oobleck.worker.models.linear import DeferredGradients, deferring
+from oobleck.worker.models.tree import Tree, map_tensors
+from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.model_state import ModelState, state_dtype
 from oobleck.worker.step.exchange import Exchange
+from oobleck.worker.step.segment import Gradients, Segment
+from oobleck.worker.step.wire import wire
 
 #: Is told each layer whose gradient has the micro-batch now.
 OnLayer = Callable[[int], object]
-
-
-def activation_shape(job: JobSpec) -> tuple[int, int, int]:
-    """Of what passes between layers, forwards and backwards, for one micro-batch."""
-    return (job.training.microbatch, job.model.sequence_length, job.model.hidden)
-
-
-class _Segment:
-    """A layer of a micro-batch, or several in a row, between forward and backward."""
-
-    def __init__(self, *, leaf: Tensor | None, adds: bool, idle: bool) -> None:
-        """`leaf`: what the gradient is wanted of, the input; None where nobody wants it. `adds`:
-        whether the layers' gradients are to get the micro-batch's. `idle`: this worker has no row
-        of it."""
-        self._leaf = leaf
-        self._idle = idle
-        self.adds = adds
-        self.layers: list[int] = []
-        #: Where its backward is split: each layer's weight gradients, which are left for later.
-        self.deferred: list[tuple[int, DeferredGradients]] = []
-        #: With its graph, or what makes it with its graph.
-        self._output: Tensor | Callable[[], Tensor] | None = None
-
-    def append(
-        self,
-        layer: int,
-        output: Tensor | Callable[[], Tensor],
-        deferred: DeferredGradients | None,
-    ) -> None:
-        self.layers.append(layer)
-        self._output = output
-        if deferred is not None:
-            self.deferred.append((layer, deferred))
-
-    def backward(self, gradient: Tensor | None) -> Tensor | None:
-        """From the gradient of the output to that of the input, adding the weights' or not."""
-        leaf, output = self._leaf, self._output
-        if self._idle or (leaf is None and not self.adds):
-            return None
-        assert output is not None, "a segment has a layer"
-        if not isinstance(output, Tensor):
-            output = output()
-        if self.adds or leaf is None:
-            torch.autograd.backward(output, gradient)
-            return None if leaf is None else leaf.grad
-        return torch.autograd.grad(output, leaf, gradient)[0]
 
 
 class StageRunner:
@@ -90,8 +49,13 @@ class StageRunner:
         self._layers = layers
         self._job = job
         self.device = device
+        boundaries = range(max(0, layers[0] - 1), min(layers[-1] + 1, job.model.layer_count - 1))
+        #: Between each layer and the next, from the stage's input to its output.
+        self._wires = {layer: wire(job, layer) for layer in boundaries}
+        #: A model of the user's says itself of what type a layer's results are.
+        self._own = not isinstance(job.model, ModelSpec)
         #: By micro-batch, lowest layer first.
-        self._in_flight: dict[int, list[_Segment]] = {}
+        self._in_flight: dict[int, list[Segment]] = {}
         #: Micro-batches between the two parts of their backward: layers, highest first.
         self._deferred: dict[int, deque[tuple[int, DeferredGradients]]] = {}
 
@@ -112,21 +76,21 @@ class StageRunner:
     def forward(
         self,
         microbatch: int,
-        x: Tensor,
+        x: Tree,
         rows: RowKeys,
-        targets: Tensor | None = None,
+        targets: Tree | None = None,
         *,
         split: bool = False,
         adding: Container[int] | None = None,
         lowest: int = 0,
         by_layer: bool = True,
     ) -> Tensor:
-        """The stage's output for `x`; on the last stage, which needs `targets`, the loss: these
-        rows' part of the micro-batch's mean.
+        """The stage's output for `x`, as it travels; on the last stage, which needs `targets`, the
+        loss: these rows' part of the micro-batch's mean.
 
-        `x` is int64 tokens (b, T) on the first stage and the previous stage's output elsewhere;
-        b may be less than a micro-batch, or 0, where several workers share the stage. Tokens and
-        targets may still lie in host memory.
+        `x` is what the data has on the first stage, as int64 tokens (b, T), and the previous
+        stage's output elsewhere; b may be less than a micro-batch, or 0, where several workers
+        share the stage. Inputs of the data and targets may still lie in host memory.
         The result is cut off from autograd: it may be sent as it is.
 
         `split`: its backward will come as `backward_input` and `backward_weight`.
@@ -137,11 +101,11 @@ class StageRunner:
         """
         if self.last and targets is None:
             raise ValueError("the last stage needs targets")
-        x = x.to(self.device)
-        targets = None if targets is None else targets.to(self.device)
-        segments: list[_Segment] = []
+        x = self._take(x)
+        targets = None if targets is None else map_tensors(self._moved, targets)
+        segments: list[Segment] = []
         recompute = self._job.training.recompute == "layer"
-        idle = not rows.positions
+        count = len(rows.positions)
         by_layer = by_layer or recompute or self._exchange.shared
         for layer in self._layers:
             wanted = layer >= lowest
@@ -149,55 +113,93 @@ class StageRunner:
             deferred = DeferredGradients() if split and adds else None
             before = segments[-1] if segments and not by_layer else None
             joins = before is not None and before.adds == adds
-            leaf = None
-            if layer > lowest and not joins and not idle:
-                leaf = x.detach().requires_grad_()
+            leaves = None
+            if layer > lowest and not joins and count:
+                x, leaves = self._wires[layer - 1].cut(x)
             graph = wanted and not recompute
-            run = partial(self._run, layer, x if leaf is None else leaf, rows, targets, deferred)
+            run = partial(self._run, layer, x, rows, targets, deferred)
             with (
                 self._timeline.span("layer", layer),
                 torch.set_grad_enabled(graph),
                 self._exchange.computing(layer, gradients=False),
             ):
-                x = self._no_rows(layer, x) if idle else run()
+                if count:
+                    x = run()
             if not wanted:
                 continue
             if before is None or not joins:
-                segments.append(_Segment(leaf=leaf, adds=adds, idle=idle))
-            segments[-1].append(layer, run if recompute else x, deferred)
+                segments.append(Segment(leaves=leaves, adds=adds, rows=count))
+            above = self._wires.get(layer)
+            segments[-1].append(layer, run if recompute else x, above, deferred)
         if segments:
             self._in_flight[microbatch] = segments
-        return x.detach()
+        return self._give(x, count)
+
+    def _take(self, x: Tree) -> Tree:
+        """The input, from what the data has or what has travelled."""
+        x = map_tensors(self._moved, x)
+        if self.first:
+            return x
+        assert isinstance(x, Tensor)
+        return self._wires[self._layers[0] - 1].unpack(x)
+
+    def _give(self, x: Tree, rows: int) -> Tensor:
+        """The output as it travels, cut off from autograd."""
+        if self.last:
+            if not rows:
+                return torch.zeros((), dtype=self.activation_dtype, device=self.device)
+            assert isinstance(x, Tensor)
+            return x.detach()
+        above = self._wires[self._layers[-1]]
+        # Without a row no layer was run.
+        return above.pack(x, rows, self.device) if rows else above.values.zeros(0, self.device)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device)
 
     def _run(
         self,
         layer: int,
-        x: Tensor,
+        x: Tree,
         rows: RowKeys,
-        targets: Tensor | None,
+        targets: Tree | None,
         deferred: DeferredGradients | None,
-    ) -> Tensor:
+    ) -> Tree:
         """The layer's output; again the same, bit for bit: what is random follows from `rows`."""
-        precision = self._job.training.precision
+        autocasts = self._job.training.precision == "bf16"
         with (
-            torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16"),
+            torch.autocast(self.device.type, torch.bfloat16, enabled=autocasts),
             deferring(deferred),
         ):
-            x = self._state.module(layer)(x, rows)
+            module = self._state.module(layer)
+            x = module(x, rows)
+            if self._own and autocasts:
+                # After each layer, so that a result does not depend on where stages end.
+                x = map_tensors(_widened, x)
             if layer != self._layers[-1]:
                 return x
-            return (x if targets is None else self._loss(x, targets)).to(self.activation_dtype)
+            if targets is not None:
+                x = self._loss(module, x, targets, len(rows.positions))
+            elif self._own:
+                return x
+            assert isinstance(x, Tensor)
+            return x.to(self.activation_dtype)
 
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        rows, whole = len(targets), self._job.training.microbatch
-        mean = loss(logits, targets)
+    def _loss(self, module: Layer, output: Tree, targets: Tree, rows: int) -> Tensor:
+        whole, of_rows = self._job.training.microbatch, module.row_losses(output, targets)
+        if of_rows is None:
+            assert isinstance(output, Tensor)
+            assert isinstance(targets, Tensor)
+            mean = loss(output, targets)
+        else:
+            if of_rows.shape != (rows,):
+                raise JobError(
+                    f"the model's loss gives {tuple(of_rows.shape)} for {rows} rows; have it give "
+                    'one number per row, as torch\'s losses do with reduction="none" and a mean '
+                    "over the other dimensions"
+                )
+            mean = _widened(of_rows).mean()
         return mean if rows == whole else mean * (rows / whole)
-
-    def _no_rows(self, layer: int, x: Tensor) -> Tensor:
-        """The layer's output where this worker has no row of the micro-batch."""
-        final = self.last and layer == self._layers[-1]
-        shape = () if final else (0, *activation_shape(self._job)[1:])
-        return torch.zeros(shape, dtype=self.activation_dtype, device=x.device)
 
     def backward(
         self,
@@ -215,16 +217,17 @@ class StageRunner:
         assert not any(s.deferred for s in segments), (
             "its forward was told that the backward would be split"
         )
+        rows, gradients = segments[0].rows, self._take_gradient(gradient)
         while segments:
             segment = segments.pop()
-            gradient = self._backward(segment, gradient)
+            gradients = self._backward(segment, gradients)
             # Autograd has added to all of them: that is noted before anything else can fail.
             added = segment.layers[::-1] if segment.adds else []
             for layer in added:
                 self._add(layer, microbatch)
             for layer in added:
                 on_layer(layer)
-        return gradient
+        return self._give_gradient(gradients, rows)
 
     def backward_input(self, microbatch: int, gradient: Tensor | None = None) -> Tensor | None:
         """As `backward`, but most of the weights' gradients are left to `backward_weight`.
@@ -236,13 +239,26 @@ class StageRunner:
             "its forward was not told that the backward is split"
         )
         due = self._deferred[microbatch] = deque()
+        rows, gradients = segments[0].rows, self._take_gradient(gradient)
         while segments:
             segment = segments.pop()
-            gradient = self._backward(segment, gradient)
+            gradients = self._backward(segment, gradients)
             due.extend(reversed(segment.deferred))
-        return gradient
+        return self._give_gradient(gradients, rows)
 
-    def _backward(self, segment: _Segment, gradient: Tensor | None) -> Tensor | None:
+    def _take_gradient(self, gradient: Tensor | None) -> Gradients | None:
+        """The output's gradients, from what has travelled."""
+        if gradient is None:
+            return None
+        return self._wires[self._layers[-1]].gradients.unpack(gradient)
+
+    def _give_gradient(self, gradients: Gradients | None, rows: int) -> Tensor | None:
+        """The input's gradients as they travel."""
+        if gradients is None:
+            return None
+        return self._wires[self._layers[0] - 1].gradients.pack(gradients, rows, self.device)
+
+    def _backward(self, segment: Segment, gradients: Gradients | None) -> Gradients | None:
         first, last = segment.layers[0], segment.layers[-1]
         name = "layer" if first == last else f"layers {first} to"
         with (
@@ -250,7 +266,7 @@ class StageRunner:
             # Where there is an exchange, a segment is one layer.
             self._exchange.computing(first, gradients=segment.adds),
         ):
-            return segment.backward(gradient)
+            return segment.backward(gradients)
 
     def _add(self, layer: int, microbatch: int) -> None:
         for complete in self._exchange.add(layer, microbatch):
@@ -283,3 +299,8 @@ class StageRunner:
             due.popleft()
             on_layer(layer)
         del self._deferred[microbatch]
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """In float32, where it is of lower precision as autocast's results are."""
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor

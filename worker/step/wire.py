@@ -146,17 +146,13 @@ class Wire:
 
 def wire(job: JobSpec, boundary: int) -> Wire:
     """Between the layers `boundary` and `boundary` + 1 of the job's model."""
-    return Wire(sketch_of(job, boundary), f"layer {boundary} of the model")
+    return Wire(_sketch(job, boundary), f"layer {boundary} of the model")
 
 
-def sketch_of(job: JobSpec, boundary: int) -> TreeSketch:
-    """What the layer `boundary` gives; -1: the data."""
+def _sketch(job: JobSpec, boundary: int) -> TreeSketch:
     model = job.model
     if not isinstance(model, ModelSpec):
         return model.description.input_of(boundary + 1)
-    if boundary < 0:
-        tokens = TensorSketch(shape=(model.sequence_length,), dtype="int64", gradient=False)
-        return TreeSketch(tensors=(tokens,), structure=TENSOR)
     name = str(state_dtype(job.training.precision)).removeprefix("torch.")
     hidden = TensorSketch(shape=(model.sequence_length, model.hidden), dtype=name, gradient=True)
     return TreeSketch(tensors=(hidden,), structure=TENSOR)

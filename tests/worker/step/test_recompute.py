@@ -8,7 +8,8 @@ import torch
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
-from oobleck.worker.step.stage import StageRunner, activation_shape
+from oobleck.worker.step.stage import StageRunner
+from oobleck.worker.step.wire import wire
 from support import foreign
 
 CPU = torch.device("cpu")
@@ -25,7 +26,8 @@ def train(job: JobSpec, layers: range, *, split: bool) -> tuple[list[torch.Tenso
     source = torch.Generator().manual_seed(1)
     model = job.model
     tokens = torch.randint(model.vocabulary, (3, 2, model.sequence_length), generator=source)
-    hidden = torch.randn(3, *activation_shape(job), generator=source, dtype=torch.float64)
+    shape = wire(job, 0).values.shape
+    hidden = torch.randn(3, 2, *shape, generator=source, dtype=torch.float64)
     hidden = hidden.to(stage.activation_dtype)
     found: list[torch.Tensor] = []
     kept: list[torch.Tensor] = []

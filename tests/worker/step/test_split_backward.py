@@ -9,7 +9,8 @@ from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.data.objective import loss
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
-from oobleck.worker.step.stage import StageRunner, activation_shape
+from oobleck.worker.step.stage import StageRunner
+from oobleck.worker.step.wire import wire
 
 CPU = torch.device("cpu")
 MICROBATCHES = range(3)
@@ -28,11 +29,12 @@ class Bench:
         source = torch.Generator().manual_seed(1)
         model, size = job.model, job.training.microbatch
         rows = (size, model.sequence_length)
+        shape = wire(job, 0).values.shape
         self.tokens = [
             torch.randint(model.vocabulary, rows, generator=source) for _ in MICROBATCHES
         ]
         self.hidden = [
-            torch.randn(activation_shape(job), generator=source, dtype=torch.float64).to(
+            torch.randn(size, *shape, generator=source, dtype=torch.float64).to(
                 self.stage.activation_dtype
             )
             for _ in MICROBATCHES

@@ -15,7 +15,8 @@ from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState, StateError
 from oobleck.worker.state.optimizer import clip_scale
 from oobleck.worker.step.exchange import Exchange
-from oobleck.worker.step.stage import StageRunner, activation_shape
+from oobleck.worker.step.stage import StageRunner
+from oobleck.worker.step.wire import wire
 from support.reference import ReferenceStep, assert_same_weights, train_reference
 
 CPU = torch.device("cpu")
@@ -216,9 +217,10 @@ def test_receive_buffers_fit_what_stages_exchange(make_job):
         activation = first.forward(0, tokens[:, :-1], keys)
         last.forward(0, activation, keys, tokens[:, 1:])
         gradient = last.backward(0)
-        for sent in (activation, gradient):
-            assert sent.shape == activation_shape(job)
-            assert sent.dtype == last.activation_dtype
+        between = wire(job, 1)
+        for sent, packing in ((activation, between.values), (gradient, between.gradients)):
+            assert sent.shape == (2, *packing.shape) == (2, 8, 16)
+            assert sent.dtype == packing.dtype == last.activation_dtype
             assert sent.is_contiguous()
             assert not sent.requires_grad
 

@@ -184,15 +184,9 @@ def test_the_built_in_models_send_what_they_make(make_job):
 
 def test_a_sketch_without_gradients_sends_something_back():
     """Programs have the message anyway."""
-    between = Wire(
-        TreeSketch(
-            tensors=tuple(replace(one, gradient=False) for one in ALL), structure=_tuple(ALL)
-        )
-    )
+    sketches = tuple(replace(one, gradient=False) for one in ALL)
+    text = '["tuple"' + ",null" * len(ALL) + "]"
+    between = Wire(TreeSketch(tensors=sketches, structure=text))
     packed = between.gradients.pack([], ROWS, CPU)
     assert packed.numel() > 0
     assert between.gradients.unpack(packed) == []
-
-
-def _tuple(sketches):
-    return '["tuple"' + ",null" * len(sketches) + "]"

@@ -1,0 +1,30 @@
+"""Made-up data to measure a model with, of the shapes and types that training has."""
+
+import torch
+from torch import Tensor
+
+from oobleck.planner.job.description import TensorSketch, TreeSketch
+from oobleck.planner.job.spec import JobSpec, ModelSpec
+from oobleck.worker.models.tree import Tree, unflatten
+
+
+def samples(job: JobSpec, rows: int, source: torch.Generator) -> tuple[Tree, Tree]:
+    """Inputs and targets as the job's data has them."""
+    model = job.model
+    if isinstance(model, ModelSpec):
+        shape = (rows, model.sequence_length)
+        tokens = torch.randint(model.vocabulary, shape, generator=source)
+        return tokens, tokens
+
+    def made(sketch: TreeSketch) -> Tree:
+        return unflatten(sketch.structure, [values(one, rows, source) for one in sketch.tensors])
+
+    return made(model.description.inputs), made(model.description.targets)
+
+
+def values(sketch: TensorSketch, rows: int, source: torch.Generator) -> Tensor:
+    """Random numbers, but zeros of types without fractions: these may be indices of anything."""
+    shape, dtype = (rows, *sketch.shape), getattr(torch, sketch.dtype)
+    if not dtype.is_floating_point:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.randn(shape, generator=source).to(dtype)
