@@ -20,11 +20,17 @@ or dict of tensors, passed as one argument. Every tensor has the micro-batch's r
 dimension, and no row may change what becomes of another: rows are computed where there is room.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+
+from oobleck.planner.purpose import derive
 
 #: What passes between layers: a tensor, or a tuple, list or dict of such, all with rows first.
 Tensors = Any
@@ -47,3 +53,43 @@ class Model:
     #: (output, targets) to named numbers per row, (rows,) each: their means over the samples are
     #: told with every evaluation, beside the loss.
     metrics: Callable[[Tensors, Tensors], Mapping[str, Tensor]] | None = field(default=None)
+
+
+def initial(make: Callable[[], Model], seed: int) -> nn.Sequential:
+    """All layers in one process, with the weights that a job of that `seed` begins with: to compare
+    with, or to load what was trained into. `make`: what the job names, with its arguments."""
+    with drawing(seed, "model"):
+        model = make()
+    if isinstance(model.layers, nn.Sequential):
+        whole = model.layers
+    else:
+        whole = nn.Sequential()
+        for number, build in enumerate(model.layers):
+            with drawing(seed, number):
+                whole.append(build())
+    for first, last in model.tied:
+        owner, _, name = last.rpartition(".")
+        setattr(whole.get_submodule(owner), name, whole.get_parameter(first))
+    return whole
+
+
+@contextmanager
+def drawing(seed: int, layer: int | str) -> Iterator[None]:
+    """Within, torch, numpy and random draw the initial values of `layer`; later draws are as if
+    nothing had been drawn."""
+    before = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        purpose = (seed, "initial", layer)
+        seed_all(*purpose)
+        random.seed(derive(*purpose))
+        np.random.seed(derive(*purpose) % (1 << 32))
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+
+
+def seed_all(*purpose: object) -> None:
+    """Have torch draw next what is for `purpose`."""
+    torch.manual_seed(derive(*purpose) >> 1)

@@ -51,7 +51,7 @@ FORBIDDEN = {
     "agent": {"torch", "numpy", "scipy"},
     "master": {"torch"},
     "cli": {"torch", "numpy", "scipy", "asyncssh"},
-    "oobleck": {"numpy", "scipy", "asyncssh"},
+    "oobleck": {"scipy", "asyncssh"},
 }
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oobleck.planner.job.families import decode_config, mask_token
-from oobleck.planner.job.spec import ModelSpec
+from oobleck.planner.job.spec import AnyModel, ModelSpec
 from oobleck.worker.runtime.random import RowKeys, generator
 
 #: Share of a row's tokens that are learned, and what becomes of these in the input.
@@ -21,9 +21,9 @@ RANDOM = 0.1
 IGNORED = -100
 
 
-def inputs_and_targets(spec: ModelSpec, tokens: Tensor, rows: RowKeys) -> tuple[Tensor, Tensor]:
+def inputs_and_targets(spec: AnyModel, tokens: Tensor, rows: RowKeys) -> tuple[Tensor, Tensor]:
     """Both (b, T), from token rows (b, T + 1); every row has the same number of targets."""
-    if spec.objective == "causal":
+    if not isinstance(spec, ModelSpec) or spec.objective == "causal":
         return tokens[:, :-1], tokens[:, 1:]
     return _masked(spec, tokens[:, :-1], rows)
 

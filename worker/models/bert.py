@@ -35,7 +35,8 @@ class _Key(Linear):
 
     def offset(self) -> Tensor:
         assert self.bias is not None, "it was asked for"
-        return self.bias.detach()
+        offset: Tensor = self.bias.detach()
+        return offset
 
 
 class Block(Layer):

@@ -5,24 +5,22 @@ parameters that are trained (buffers, tables, frozen weights) is a constant of t
 holds the layer builds it for real, from the same draws, and it is never sent or saved.
 """
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from oobleck.model import Model
+from oobleck.model import Model, drawing, seed_all
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.linear import split_linear
+from oobleck.worker.models.tree import Tree, flatten
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, NodeError
-from oobleck.worker.runtime.random import RowKeys, derive
+from oobleck.worker.runtime.random import RowKeys
 
 #: Methods of tensors, and functions of torch.nn.init, that draw.
 _DRAWS = frozenset(
@@ -49,11 +47,12 @@ _DRAWS = frozenset(
 class OwnLayer(Layer):
     """A layer of the user's, with what passes between layers as its input and output."""
 
-    def __init__(self, layer: int, module: nn.Module, *, draws: bool) -> None:
-        """`draws`: whether it takes from torch's generator while it trains."""
+    def __init__(self, spec: OwnModelSpec, layer: int, module: nn.Module) -> None:
         super().__init__(layer)
         self.module = module
-        self._draws = draws
+        self._spec = spec
+        #: Whether it takes from torch's generator while it trains.
+        self._draws = spec.known and spec.description.layers[layer].draws
 
     def forward(self, x: Any, rows: RowKeys) -> Any:
         if self.module.training != rows.training:
@@ -66,6 +65,9 @@ class OwnLayer(Layer):
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
             error.add_note(f"in layer {self.layer} ({type(self.module).__name__})")
             raise
+
+    def row_losses(self, output: Tree, targets: Tree) -> Tensor:
+        return row_losses(self._spec, output, targets, len(flatten(targets)[0]))
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from ((n, p) for n, p in self.module.named_parameters() if p.requires_grad)
@@ -112,28 +114,6 @@ class _Child:
         made = code.call(self._spec.code, "model")
         child: nn.Module = made.layers[self._number]
         return child
-
-
-def seed_all(*purpose: object) -> None:
-    """Have torch draw what is for `purpose` alone next."""
-    torch.manual_seed(derive(*purpose) >> 1)
-
-
-@contextmanager
-def drawing(seed: int, layer: int | str) -> Iterator[None]:
-    """Within, torch, numpy and random draw the initial values of `layer`; later draws are as if
-    nothing had been drawn."""
-    before = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        purpose = (seed, "initial", layer)
-        seed_all(*purpose)
-        random.seed(derive(*purpose))
-        np.random.seed(derive(*purpose) % (1 << 32))
-        try:
-            yield
-        finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
 
 
 class without_draws(TorchFunctionMode):  # it is used like a function
@@ -189,9 +169,8 @@ def empty_layer(spec: OwnModelSpec, seed: int, layer: int) -> OwnLayer:
 
 
 def _wrapped(spec: OwnModelSpec, layer: int, module: nn.Module) -> OwnLayer:
-    draws = spec.known and spec.description.layers[layer].draws
     split_linear(module)
-    return OwnLayer(layer, module, draws=draws)
+    return OwnLayer(spec, layer, module)
 
 
 def constants(module: nn.Module) -> Iterator[Tensor]:
@@ -227,7 +206,7 @@ def initialise(module: OwnLayer, spec: OwnModelSpec, seed: int) -> None:
         parameter.copy_(fresh[name])
 
 
-def row_losses(spec: OwnModelSpec, output: Any, targets: Any, rows: int) -> Tensor:
+def row_losses(spec: OwnModelSpec, output: Tree, targets: Tree, rows: int) -> Tensor:
     """What the user's loss gives, one number per row (rows,). Raises JobError otherwise."""
     try:
         found = user_model(spec).loss(output, targets)
@@ -236,7 +215,7 @@ def row_losses(spec: OwnModelSpec, output: Any, targets: Any, rows: int) -> Tens
     if not isinstance(found, Tensor) or found.shape != (rows,):
         what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise JobError(
-            f"model: the loss gave {what} for {rows} rows, and must give one number per row; "
-            "average over all dimensions but the first, and not over rows"
+            f"model: the loss gave {what} for {rows} rows, and must give one number per row, as "
+            'torch\'s losses do with reduction="none" and a mean over the other dimensions'
         )
     return found

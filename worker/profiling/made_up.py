@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from oobleck.planner.job.description import TensorSketch, TreeSketch
+from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec, ModelSpec
 from oobleck.worker.models.tree import Tree, unflatten
 
@@ -11,7 +12,8 @@ from oobleck.worker.models.tree import Tree, unflatten
 def samples(job: JobSpec, rows: int, source: torch.Generator) -> tuple[Tree, Tree]:
     """Inputs and targets as the job's data has them."""
     model = job.model
-    if isinstance(model, ModelSpec):
+    if not isinstance(model, OwnModelSpec):
+        assert isinstance(model, ModelSpec), "there are two kinds"
         shape = (rows, model.sequence_length)
         tokens = torch.randint(model.vocabulary, shape, generator=source)
         return tokens, tokens

@@ -5,20 +5,15 @@ weights come from (seed, layer), dropout masks from (seed, step, sample position
 integer arithmetic, which is exact on every device.
 """
 
-import hashlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from oobleck.planner.purpose import derive
+
 #: Where in a layer a mask is used, such as `mlp`: unlike for unlike places.
 Site = str
-
-
-def derive(*purpose: object) -> int:
-    """64 well-mixed bits for what `purpose` names."""
-    text = "/".join(str(part) for part in purpose)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 def generator(*purpose: object) -> torch.Generator:

@@ -20,6 +20,7 @@ from oobleck.planner.programs.routes import Hold
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.dataset import Tokens
 from oobleck.worker.data.objective import inputs_and_targets
+from oobleck.worker.data.own import Samples
 from oobleck.worker.models.tree import Tree
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.step.exchange import Exchange, StageExchange
@@ -162,9 +163,15 @@ class Microbatches:
         self._input_gradients: dict[Visit, torch.Tensor] = {}
         mailbox.begin()
 
-    def load(self, instruction: ops.LoadTokens, rows: Tokens, keys: RowKeys) -> None:
-        """Keep this worker's `rows` (n, sequence_length + 1) until their forward."""
-        inputs, targets = inputs_and_targets(self._hops.model, torch.from_numpy(rows), keys)
+    def load(self, instruction: ops.LoadTokens, rows: Tokens | Samples, keys: RowKeys) -> None:
+        """Keep this worker's `rows`, tokens (n, sequence_length + 1) or samples, until their
+        forward."""
+        inputs: Tree
+        targets: Tree
+        if isinstance(rows, Samples):
+            inputs, targets = rows.inputs, rows.targets
+        else:
+            inputs, targets = inputs_and_targets(self._hops.model, torch.from_numpy(rows), keys)
         if self._hops.is_first(instruction):
             self._tokens[instruction.visit] = inputs
         if self._hops.is_last(instruction):

@@ -18,7 +18,6 @@ from oobleck.worker.data.objective import loss
 from oobleck.worker.models import Layer
 from oobleck.worker.models.linear import DeferredGradients, deferring
 from oobleck.worker.models.tree import Tree, map_tensors
-from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.model_state import ModelState, state_dtype
@@ -192,12 +191,6 @@ class StageRunner:
             assert isinstance(targets, Tensor)
             mean = loss(output, targets)
         else:
-            if of_rows.shape != (rows,):
-                raise JobError(
-                    f"the model's loss gives {tuple(of_rows.shape)} for {rows} rows; have it give "
-                    'one number per row, as torch\'s losses do with reduction="none" and a mean '
-                    "over the other dimensions"
-                )
             mean = _widened(of_rows).mean()
         return mean if rows == whole else mean * (rows / whole)
 

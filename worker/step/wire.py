@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from oobleck.planner.job.description import TensorSketch, TreeSketch
+from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec, ModelSpec
 from oobleck.worker.models.tree import TENSOR, Tree, flatten, structure, unflatten
 from oobleck.worker.runtime.errors import JobError
@@ -151,8 +152,9 @@ def wire(job: JobSpec, boundary: int) -> Wire:
 
 def _sketch(job: JobSpec, boundary: int) -> TreeSketch:
     model = job.model
-    if not isinstance(model, ModelSpec):
+    if isinstance(model, OwnModelSpec):
         return model.description.input_of(boundary + 1)
+    assert isinstance(model, ModelSpec), "there are two kinds"
     name = str(state_dtype(job.training.precision)).removeprefix("torch.")
     hidden = TensorSketch(shape=(model.sequence_length, model.hidden), dtype=name, gradient=True)
     return TreeSketch(tensors=(hidden,), structure=TENSOR)
