@@ -75,9 +75,10 @@ class Segment:
             assert isinstance(output, Tensor)
             return ([output], [None]) if output.requires_grad else ([], [])
         assert gradients is not None, "the layer above has a backward"
-        pairs = [
-            (root, gradient)
-            for root, gradient in zip(self._above.with_gradient(output), gradients, strict=True)
-            if gradient is not None and root.requires_grad
-        ]
-        return [root for root, _ in pairs], [gradient for _, gradient in pairs]
+        roots: list[Tensor] = []
+        found: list[Tensor | None] = []
+        for root, gradient in zip(self._above.with_gradient(output), gradients, strict=True):
+            if gradient is not None and root.requires_grad:
+                roots.append(root)
+                found.append(gradient)
+        return roots, found

@@ -111,6 +111,8 @@ class Wire:
 
     def with_gradient(self, tree: Tree) -> list[Tensor]:
         """Those tensors of a tree that a gradient comes back for."""
+        if self._single and isinstance(tree, Tensor):
+            return [tree]
         tensors = self._tensors(tree)
         return [one for one, has in zip(tensors, self._has_gradient, strict=True) if has]
 

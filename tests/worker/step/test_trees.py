@@ -340,15 +340,29 @@ def test_bf16_gives_the_same_bits_wherever_it_is_cut():
                 assert torch.equal(found[name], gradient) or not by_layer, (cuts, name)
 
 
-def test_what_is_not_asked_to_add_passes_gradients_through():
+def test_a_split_backward_leaves_what_can_be_left_for_later():
+    chain = Chain("fp64")
+    stage = Worker(chain, range(LAST + 1), 0, 1)
+    stage.forward(chain.inputs, split=True)
+    stage.runner.backward_input(0)
+    late = {"2.one.weight", "5.linear.weight", "6.words.weight"}
+    found = gradients([stage.modules])
+    check(found, {name: one for name, one in chain.gradients.items() if name not in late})
+    stage.runner.backward_weight(0)
+    check(gradients([stage.modules]), chain.gradients)
+
+
+@pytest.mark.parametrize("adding", range(3, LAST + 1))
+def test_what_is_not_asked_to_add_passes_gradients_through(adding):
     chain = Chain("fp64")
     bottom, top = Worker(chain, range(3), 0, 1), Worker(chain, range(3, LAST + 1), 0, 1)
     sent = bottom.forward(chain.inputs)
     rows, targets = keys(range(ROWS)), chain.targets
-    top.runner.forward(0, sent, rows, targets, adding=frozenset({4}))
+    top.runner.forward(0, sent, rows, targets, adding=frozenset({adding}))
     bottom.backward(top.backward(None, split=False), split=False)
     found = gradients([bottom.modules, top.modules])
-    check(found, {name: one for name, one in chain.gradients.items() if int(name[0]) <= 4})
+    wanted = {0, 1, 2, adding}
+    check(found, {name: one for name, one in chain.gradients.items() if int(name[0]) in wanted})
 
 
 @pytest.mark.parametrize(
