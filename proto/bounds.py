@@ -67,6 +67,7 @@ _LISTS: Mapping[str, int] = {
 _SIGNED = frozenset(
     {
         "EvaluationRecord.loss",
+        "EvaluationRecord.metrics",
         "StepRecord.loss",
         "WorkerStatus.committed_step",
         "PhaseReached.committed_step",

@@ -277,6 +277,8 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     #: Unix time of its end.
     time: float
+    #: The model's own, as means over the samples; None: not finite.
+    metrics: dict[str, float | None] = {}
 
     def __post_init__(self) -> None:
         if self.step < 1:

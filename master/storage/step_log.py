@@ -111,6 +111,7 @@ class EvaluationLog:
             "generation": record.generation,
             "seconds": record.seconds,
             "time": record.time,
+            **({"metrics": record.metrics} if record.metrics else {}),
         }
         self._lines.add(msgspec.json.encode(values))
         self.last = record

@@ -17,7 +17,7 @@ from oobleck.proto.types import NodeFacts, NodeStatus, WorkerStatus
 ELSEWHERE = {
     StepRecord: {"skipped_steps"},
     NodeFacts: {"incarnation"},
-    EvaluationRecord: {"generation"},
+    EvaluationRecord: {"generation", "metrics"},
 }
 
 

@@ -54,6 +54,10 @@ class Layer(nn.Module):
         """In the last layer: one number per row, from what it gave; None: as of token models."""
         return None
 
+    def metric_sums(self, output: Tree, targets: Tree) -> dict[str, float]:
+        """In the last layer: what else is told of an evaluation, summed over rows."""
+        return {}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:

@@ -69,6 +69,9 @@ class OwnLayer(Layer):
     def row_losses(self, output: Tree, targets: Tree) -> Tensor:
         return row_losses(self._spec, output, targets, len(flatten(targets)[0]))
 
+    def metric_sums(self, output: Tree, targets: Tree) -> dict[str, float]:
+        return metric_sums(self._spec, output, targets, len(flatten(targets)[0]))
+
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from ((n, p) for n, p in self.module.named_parameters() if p.requires_grad)
 
@@ -163,7 +166,7 @@ def empty_layer(spec: OwnModelSpec, seed: int, layer: int) -> OwnLayer:
     """Its parameters have no memory yet, or are still to be replaced; all else is there."""
     with torch.device("meta"), without_draws():
         module = build(spec, layer)
-    if any(constants(module)):
+    if next(constants(module), None) is not None:
         module = build_real(spec, seed, layer)
     return _wrapped(spec, layer, module)
 
@@ -219,3 +222,26 @@ def row_losses(spec: OwnModelSpec, output: Tree, targets: Tree, rows: int) -> Te
             'torch\'s losses do with reduction="none" and a mean over the other dimensions'
         )
     return found
+
+
+def metric_sums(spec: OwnModelSpec, output: Tree, targets: Tree, rows: int) -> dict[str, float]:
+    """The user's metrics, summed over rows. Raises JobError."""
+    metrics = user_model(spec).metrics
+    if metrics is None:
+        return {}
+    try:
+        found = metrics(output, targets)
+        return {str(name): _summed(name, values, rows) for name, values in found.items()}
+    except JobError:
+        raise
+    except Exception as error:
+        raise JobError(f"model: the metrics failed: {code.described(error)}") from error
+
+
+def _summed(name: object, values: Any, rows: int) -> float:
+    if not isinstance(values, Tensor) or values.shape != (rows,):
+        what = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise JobError(
+            f"model: the metric {name} gave {what} for {rows} rows; give one number per row"
+        )
+    return float(values.double().sum())

@@ -8,8 +8,10 @@ which the others then take over. So whoever goes on from a step has reported its
 import logging
 import math
 import time
+from collections import Counter
+from dataclasses import dataclass, field
 
-import torch
+import msgspec
 
 from oobleck.host.ipc.messages import Evaluated, EvaluationRecord
 from oobleck.planner.ids import Generation
@@ -29,6 +31,29 @@ log = logging.getLogger(__name__)
 
 #: The samples are not those of a step.
 _NO_STEP = 0
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of one worker: the losses of its micro-batches, and the model's metrics over its rows."""
+
+    loss: float = 0.0
+    metrics: Counter[str] = field(default_factory=Counter)
+
+    def told(self) -> "_Told":
+        metrics = {name: _finite(total) for name, total in self.metrics.items()}
+        return _Told(loss=_finite(self.loss), metrics=metrics)
+
+
+class _Told(msgspec.Struct, frozen=True, kw_only=True):
+    """The same on its way to the others; None: not finite."""
+
+    loss: float | None
+    metrics: dict[str, float | None]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 class Evaluator:
@@ -64,26 +89,32 @@ class Evaluator:
         self, step: int, plan: Plan, hops: Hops, transport: Transport
     ) -> EvaluationRecord:
         began = time.monotonic()
-        own_loss = 0.0
+        own = _Sums()
         hops.begin({})
         worker = self._context.worker
-        for own in compile_own_evaluation(plan, self._held_out.microbatches, worker):
-            mailbox = hops.mailbox(own)
+        for part in compile_own_evaluation(plan, self._held_out.microbatches, worker):
+            mailbox = hops.mailbox(part)
             microbatches = Microbatches(hops, mailbox)
-            for instruction in own.program:
-                own_loss += self._execute(instruction, step, plan.generation, hops, microbatches)
+            for instruction in part.program:
+                self._execute(instruction, step, plan.generation, hops, microbatches, own)
             mailbox.finish()
         hops.end()
-        losses = torch.tensor([own_loss], dtype=torch.float64)
-        transport.all_reduce(losses, tuple(range(transport.size))).wait()
-        loss = losses.item() / self._held_out.microbatches
+        losses, metrics = 0.0, Counter[str]()
+        for told in tell_all(transport, own.told(), _Told):
+            losses += told.loss if told.loss is not None else math.nan
+            metrics.update({n: math.nan if v is None else v for n, v in told.metrics.items()})
+        loss = losses / self._held_out.microbatches
         return EvaluationRecord(
             step=step,
-            loss=loss if math.isfinite(loss) else None,
+            loss=_finite(loss),
             samples=self._held_out.samples,
             generation=plan.generation,
             seconds=time.monotonic() - began,
             time=time.time(),
+            metrics={
+                name: _finite(total / self._held_out.samples)
+                for name, total in sorted(metrics.items())
+            },
         )
 
     def _execute(
@@ -93,8 +124,9 @@ class Evaluator:
         generation: Generation,
         hops: Hops,
         microbatches: Microbatches,
-    ) -> float:
-        """Carry out one instruction; the loss where it yields one, else 0."""
+        sums: "_Sums",
+    ) -> None:
+        """Carry out one instruction, adding to `sums` where it yields a loss."""
         context = self._context
         context.control.check_wanted(generation)
         assert isinstance(instruction, Action), "an evaluation has no vote"
@@ -113,15 +145,17 @@ class Evaluator:
                     # No layer wants a backward, so nothing is kept for one.
                     lowest = context.job.model.layer_count
                     runner = hops.runner(instruction)
-                    output = runner.forward(m, x, self._keys(m, own), targets, lowest=lowest)
+                    output = runner.forward(
+                        m, x, self._keys(m, own), targets, lowest=lowest, metrics=sums.metrics
+                    )
                     if hops.is_last(instruction):
-                        return output.item()
-                    microbatches.keep_output(instruction, output)
+                        sums.loss += output.item()
+                    else:
+                        microbatches.keep_output(instruction, output)
                 case ops.SendActivation():
                     microbatches.send(instruction)
                 case _:
                     raise AssertionError(f"{instruction} in an evaluation")
-        return 0.0
 
     def _keys(self, microbatch: int, rows: range) -> RowKeys:
         positions = self._held_out.positions(microbatch)[rows.start : rows.stop]

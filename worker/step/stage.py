@@ -6,7 +6,7 @@ before the last. With recomputation a layer keeps its input alone and is compute
 backward. Any order of micro-batches is right. Knows nothing of peers or steps.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container
 from functools import partial
 
@@ -83,6 +83,7 @@ class StageRunner:
         adding: Container[int] | None = None,
         lowest: int = 0,
         by_layer: bool = True,
+        metrics: Counter[str] | None = None,
     ) -> Tensor:
         """The stage's output for `x`, as it travels; on the last stage, which needs `targets`, the
         loss: these rows' part of the micro-batch's mean.
@@ -97,6 +98,7 @@ class StageRunner:
         `lowest`: the lowest of those in the whole model; below it there is no backward.
         `by_layer`: a layer is told of right after its own backward. Otherwise all are after that of
         the stage, which saves what autograd spends between layers.
+        `metrics`: on the last stage gets what the model tells of these rows beside the loss.
         """
         if self.last and targets is None:
             raise ValueError("the last stage needs targets")
@@ -116,7 +118,7 @@ class StageRunner:
             if layer > lowest and not joins and count:
                 x, leaves = self._wires[layer - 1].cut(x)
             graph = wanted and not recompute
-            run = partial(self._run, layer, x, rows, targets, deferred)
+            run = partial(self._run, layer, x, rows, targets, deferred, metrics)
             with (
                 self._timeline.span("layer", layer),
                 torch.set_grad_enabled(graph),
@@ -163,6 +165,7 @@ class StageRunner:
         rows: RowKeys,
         targets: Tree | None,
         deferred: DeferredGradients | None,
+        metrics: Counter[str] | None,
     ) -> Tree:
         """The layer's output; again the same, bit for bit: what is random follows from `rows`."""
         autocasts = self._job.training.precision == "bf16"
@@ -178,6 +181,8 @@ class StageRunner:
             if layer != self._layers[-1]:
                 return x
             if targets is not None:
+                if metrics is not None:
+                    metrics.update(module.metric_sums(x, targets))
                 x = self._loss(module, x, targets, len(rows.positions))
             elif self._own:
                 return x

@@ -1,0 +1,253 @@
+"""Models and data sets of users on real clusters: the same training as a plain loop of torch,
+whatever fails."""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bench.support.client import Record, read_lines
+from bench.support.cluster import LocalCluster
+from bench.support.preloaded import Preloaded
+from oobleck.model import Model, initial
+from oobleck.worker.checkpoint.output import read_output
+from oobleck.worker.data.order import Order
+from support import own_models
+from support.clusters import PATIENT, make_whole
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = ROOT / "examples"
+SUPPORT = ROOT / "tests" / "support"
+sys.path.append(str(EXAMPLES))
+
+import tagger  # noqa: E402  # an example is no package
+
+BATCH, STEPS, RATE, SEED = 16, 20, 1.0e-3, 7
+TOLERANCE = {"fp32": 1e-6, "fp64": 1e-12}
+
+KILLED = {
+    "tagger": ("after:Forward", 8),
+    "pairs": ("before:Backward", 8),
+    "dropout": ("after:Backward", 8),
+}
+FAULTS: list[dict[str, object]] = [
+    {
+        "worker": {"node": "n3", "slot": 0},
+        "point": point,
+        "job": name,
+        "step": step,
+        "action": "kill_node",
+    }
+    for name, (point, step) in KILLED.items()
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded
+) -> Iterator[LocalCluster]:
+    state_dir = tmp_path_factory.mktemp("own") / "state"
+    with LocalCluster(
+        4, state_dir=state_dir, fault_plan=FAULTS, options=PATIENT, preloaded=preloaded
+    ) as cluster:
+        yield cluster
+
+
+def job_of(
+    name: str, model: dict[str, object], data: dict[str, object], precision: str, **more: object
+) -> dict[str, object]:
+    return {
+        "name": name,
+        "model": model,
+        "data": data,
+        "training": {
+            "steps": STEPS,
+            "global_batch": BATCH,
+            "microbatch": 2,
+            "seed": SEED,
+            "precision": precision,
+            "pipeline_schedule": "1f1b",  # the faults' points are its instructions
+            "optimizer": {"name": "adamw", "lr": RATE},
+        },
+        "resources": {"min_nodes_per_pipeline": 2},
+        "profile": "estimate",
+        **more,
+    }
+
+
+def own(function: str, path: Path, **arguments: object) -> dict[str, object]:
+    return {"python": function, "path": str(path), "arguments": arguments}
+
+
+def plain_loop(
+    make: Callable[[], Model], data: Any, dtype: torch.dtype, steps: int = STEPS
+) -> tuple[list[float], nn.Sequential]:
+    """Trains all layers in one process; the losses."""
+    net = initial(make, SEED).to(dtype)
+    loss, order = make().loss, Order.of(len(data), 0.0)
+    parameters = list(net.parameters())
+    decayed = [p for p in parameters if p.dim() > 1]
+    rest = [p for p in parameters if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
+    found = []
+    for step in range(1, steps + 1):
+        rows = [data[int(i)] for i in order.of_step(SEED, step, range(BATCH), BATCH)]
+        inputs, targets = (stacked([row[side] for row in rows], dtype) for side in (0, 1))
+        mean = loss(net(inputs), targets).mean()
+        optimizer.zero_grad()
+        mean.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        found.append(mean.item())
+    return found, net
+
+
+def stacked(rows: list[Any], dtype: torch.dtype) -> Any:
+    if isinstance(rows[0], dict):
+        return {key: stacked([row[key] for row in rows], dtype) for key in rows[0]}
+    tensor = torch.stack([torch.as_tensor(row) for row in rows])
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def train(cluster: LocalCluster, job: dict[str, object]) -> tuple[str, list[Record]]:
+    """To its end, losing the node that the fault plan says; the metrics."""
+    make_whole(cluster, {"n1", "n2", "n3", "n4"})
+    job_id = cluster.submit(job)
+    assert cluster.wait_end(job_id) == "succeeded", cluster.end_of(job_id)
+    told = cluster.events(job_id, "reconfigured")
+    lost = [node for record in told for node in record["nodes_lost"]]
+    assert lost == (["n3"] if job["name"] in KILLED else []), told
+    metrics = cluster.metrics(job_id)
+    assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
+    return job_id, metrics
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_the_tagger_trains_as_in_a_plain_loop(
+    cluster: LocalCluster, precision: str, tmp_path: Path
+) -> None:
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    arguments = {"size": 256, "length": 8}
+    job = job_of(
+        "tagger",
+        own("tagger:tagger", EXAMPLES, width=16, blocks=3),
+        own("tagger:Sentences", EXAMPLES, **arguments),
+        precision,
+        output=str(tmp_path / "weights"),
+        evaluation={
+            "every": STEPS,
+            "data": own("tagger:Sentences", EXAMPLES, size=32, length=8, seed=1),
+        },
+    )
+    job_id, metrics = train(cluster, job)
+    make = functools.partial(tagger.tagger, width=16, blocks=3)
+    losses, net = plain_loop(make, tagger.Sentences(**arguments), dtype)
+    assert [line["loss"] for line in metrics] == pytest.approx(
+        losses, rel=TOLERANCE[precision], abs=0
+    )
+    for name, weights in read_output(tmp_path / "weights").items():
+        expected = net.get_parameter(name).detach().numpy()
+        np.testing.assert_allclose(weights, expected, rtol=1e-3, atol=1e-5)
+    held_out = tagger.Sentences(32, 8, seed=1)
+    scores = net(held_out.words)
+    (evaluation,) = read_lines(cluster.state_dir / "jobs" / job_id / "evaluations.jsonl")
+    assert evaluation["samples"] == 32
+    assert evaluation["loss"] == pytest.approx(
+        tagger.loss(scores, held_out.tags).mean().item(), rel=1e-5
+    )
+    accuracy = tagger.metrics(scores, held_out.tags)["accuracy"].mean().item()
+    assert evaluation["metrics"] == {"accuracy": pytest.approx(accuracy, abs=1e-6)}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_dicts_tuples_masks_and_tied_parameters(cluster: LocalCluster, precision: str) -> None:
+    job = job_of(
+        "pairs",
+        own("own_models:pairs", SUPPORT),
+        own("own_models:Pairs", SUPPORT),
+        precision,
+    )
+    _, metrics = train(cluster, job)
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    losses, _ = plain_loop(own_models.pairs, own_models.Pairs(), dtype)
+    assert [line["loss"] for line in metrics] == pytest.approx(
+        losses, rel=TOLERANCE[precision], abs=0
+    )
+
+
+def test_an_nn_sequential_and_arrays(cluster: LocalCluster) -> None:
+    job = job_of(
+        "sequence",
+        own("own_models:sequence", SUPPORT),
+        own("own_models:Points", SUPPORT),
+        "fp64",
+    )
+    _, metrics = train(cluster, job)
+    losses, _ = plain_loop(own_models.sequence, own_models.Points(), torch.float64)
+    assert [line["loss"] for line in metrics] == pytest.approx(losses, rel=1e-12, abs=0)
+
+
+def test_what_layers_draw_is_the_same_on_every_plan(cluster: LocalCluster) -> None:
+    """A run that loses a node, and one that does not."""
+    model = own("own_models:pairs", SUPPORT, dropout=0.3)
+    data = own("own_models:Pairs", SUPPORT)
+    found = [train(cluster, job_of(name, model, data, "fp64"))[1] for name in ("dropout", "calm")]
+    lost, calm = ([line["loss"] for line in metrics] for metrics in found)
+    assert lost == pytest.approx(calm, rel=1e-12, abs=0)
+    without, _ = plain_loop(own_models.pairs, own_models.Pairs(), torch.float64)
+    assert calm != pytest.approx(without, rel=1e-3)
+
+
+def test_it_goes_on_from_a_checkpoint_on_three_nodes(cluster: LocalCluster, tmp_path: Path) -> None:
+    job = job_of(
+        "resumed",
+        own("own_models:pairs", SUPPORT),
+        own("own_models:Pairs", SUPPORT),
+        "fp64",
+        checkpoint={"path": str(tmp_path / "saved"), "every": 100},
+    )
+    training = job["training"]
+    assert isinstance(training, dict)
+    training["steps"] = STEPS // 2
+    make_whole(cluster, {"n1", "n2", "n3", "n4"})
+    job_id = cluster.submit(job)
+    assert cluster.wait_end(job_id) == "succeeded", cluster.end_of(job_id)
+    make_whole(cluster, {"n1", "n2", "n4"})
+    training["steps"] = STEPS
+    resources = job["resources"]
+    assert isinstance(resources, dict)
+    resources["min_nodes_per_pipeline"] = 1
+    job_id = cluster.submit(job)
+    assert cluster.wait_end(job_id) == "succeeded", cluster.end_of(job_id)
+    losses, _ = plain_loop(own_models.pairs, own_models.Pairs(), torch.float64)
+    metrics = cluster.metrics(job_id)
+    assert [line["step"] for line in metrics] == list(range(STEPS // 2 + 1, STEPS + 1))
+    assert [line["loss"] for line in metrics] == pytest.approx(
+        losses[STEPS // 2 :], rel=1e-12, abs=0
+    )
+
+
+def test_an_exception_in_a_layer_ends_the_job_with_its_place(cluster: LocalCluster) -> None:
+    make_whole(cluster, {"n1", "n2", "n3", "n4"})
+    job = job_of(
+        "failing",
+        own("own_models:failing", SUPPORT),
+        own("own_models:Points", SUPPORT),
+        "fp32",
+    )
+    job_id = cluster.submit(job)
+    assert cluster.wait_end(job_id) == "failed"
+    reason = str(cluster.status(job_id)["reason"])
+    assert "the scale has moved" in reason
+    assert "layer 1 (Failing)" in reason
+    assert "own_models.py:" in reason
+    assert [line["step"] for line in cluster.metrics(job_id)] == [1]
