@@ -48,6 +48,10 @@ class StageRunner:
         self._layers = layers
         self._job = job
         self.device = device
+        #: Whether it takes what the data has.
+        self.first = layers[0] == 0
+        #: Whether it yields the loss.
+        self.last = layers[-1] == job.model.layer_count - 1
         boundaries = range(max(0, layers[0] - 1), min(layers[-1] + 1, job.model.layer_count - 1))
         #: Between each layer and the next, from the stage's input to its output.
         self._wires = {layer: wire(job, layer) for layer in boundaries}
@@ -57,16 +61,6 @@ class StageRunner:
         self._in_flight: dict[int, list[Segment]] = {}
         #: Micro-batches between the two parts of their backward: layers, highest first.
         self._deferred: dict[int, deque[tuple[int, DeferredGradients]]] = {}
-
-    @property
-    def first(self) -> bool:
-        """Whether it takes tokens."""
-        return self._layers[0] == 0
-
-    @property
-    def last(self) -> bool:
-        """Whether it yields the loss."""
-        return self._layers[-1] == self._job.model.layer_count - 1
 
     @property
     def activation_dtype(self) -> torch.dtype:
