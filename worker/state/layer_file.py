@@ -50,7 +50,10 @@ def pack(
     if flat.gap:  # safetensors allows none
         before, after = snapshot[:, : flat.gap.start], snapshot[:, flat.gap.stop :]
         snapshot = torch.cat([before, after], dim=1)
-    return [len(text).to_bytes(8, "little") + text, snapshot.cpu().numpy().data.cast("B")]
+    head = len(text).to_bytes(8, "little") + text
+    if not snapshot.numel():  # a layer without parameters
+        return [head]
+    return [head, snapshot.cpu().numpy().data.cast("B")]
 
 
 def unpack(
