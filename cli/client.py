@@ -155,6 +155,16 @@ class MasterClient:
     def events(self, job_id: str, *, follow: bool) -> Iterator[pb.EventRecord]:
         return self._stream(self._stub.Events, pb.EventsRequest(job_id=job_id, follow=follow))
 
+    def metrics(
+        self, job_id: str, *, follow: bool, from_step: int = 1, evaluations: bool = False
+    ) -> Iterator[str]:
+        """Lines of metrics.jsonl, or of evaluations.jsonl, from that step on."""
+        request = pb.MetricsRequest(
+            job_id=job_id, follow=follow, from_step=from_step, evaluations=evaluations
+        )
+        for some in self._stream(self._stub.Metrics, request):
+            yield from some.json
+
     def logs(
         self, job_id: str, *, follow: bool, node: str | None, rank: int | None, since: str = ""
     ) -> Iterator[pb.LogLine]:

@@ -20,6 +20,7 @@ COMMANDS = {
     "nodes": ("oobleck.cli.jobs.show:nodes", "List the nodes."),
     "jobs": ("oobleck.cli.jobs.show:jobs", "List the jobs."),
     "events": ("oobleck.cli.jobs.show:events", "Show what happened to a job."),
+    "metrics": ("oobleck.cli.jobs.metrics:metrics", "Show the loss of each step, and plot it."),
     "logs": ("oobleck.cli.jobs.show:logs", "Show what a job's workers print."),
     "checkpoint": (
         "oobleck.cli.jobs.checkpoint:checkpoint",

@@ -642,6 +642,24 @@ class EventRecord(_message.Message):
     json: str
     def __init__(self, json: _Optional[str] = ...) -> None: ...
 
+class MetricsRequest(_message.Message):
+    __slots__ = ("job_id", "follow", "from_step", "evaluations")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    FROM_STEP_FIELD_NUMBER: _ClassVar[int]
+    EVALUATIONS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    follow: bool
+    from_step: int
+    evaluations: bool
+    def __init__(self, job_id: _Optional[str] = ..., follow: _Optional[bool] = ..., from_step: _Optional[int] = ..., evaluations: _Optional[bool] = ...) -> None: ...
+
+class MetricsLines(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, json: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class LogsRequest(_message.Message):
     __slots__ = ("job_id", "follow", "node", "rank", "since")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]

@@ -168,6 +168,11 @@ class OperatorStub:
                 request_serializer=oobleck_dot_proto_dot_control__pb2.EventsRequest.SerializeToString,
                 response_deserializer=oobleck_dot_proto_dot_control__pb2.EventRecord.FromString,
                 _registered_method=True)
+        self.Metrics = channel.unary_stream(
+                '/oobleck.Operator/Metrics',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.MetricsRequest.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.MetricsLines.FromString,
+                _registered_method=True)
         self.GetTimeline = channel.unary_unary(
                 '/oobleck.Operator/GetTimeline',
                 request_serializer=oobleck_dot_proto_dot_control__pb2.TimelineRequest.SerializeToString,
@@ -262,6 +267,14 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Metrics(self, request, context):
+        """The lines of metrics.jsonl from a step on, in step order; with follow: and those to come, until
+        the job ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetTimeline(self, request, context):
         """One track per worker of some steps to come; FAILED_PRECONDITION when the job trains no more.
         """
@@ -333,6 +346,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.Events,
                     request_deserializer=oobleck_dot_proto_dot_control__pb2.EventsRequest.FromString,
                     response_serializer=oobleck_dot_proto_dot_control__pb2.EventRecord.SerializeToString,
+            ),
+            'Metrics': grpc.unary_stream_rpc_method_handler(
+                    servicer.Metrics,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.MetricsRequest.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.MetricsLines.SerializeToString,
             ),
             'GetTimeline': grpc.unary_unary_rpc_method_handler(
                     servicer.GetTimeline,
@@ -643,6 +661,33 @@ class Operator:
             '/oobleck.Operator/Events',
             oobleck_dot_proto_dot_control__pb2.EventsRequest.SerializeToString,
             oobleck_dot_proto_dot_control__pb2.EventRecord.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Metrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/oobleck.Operator/Metrics',
+            oobleck_dot_proto_dot_control__pb2.MetricsRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.MetricsLines.FromString,
             options,
             channel_credentials,
             insecure,

@@ -70,6 +70,28 @@ def follow_events(
             away.wait(unreachable)
 
 
+def follow_metrics(
+    master: MasterClient, job_id: str, *, from_step: int = 1, evaluations: bool = False
+) -> Iterator[str]:
+    """The lines of the job's steps, or of its evaluations, until it ends. The master was heard
+    before. Raises CommandFailed."""
+    away, step = Away(), from_step
+    away.answered()
+    while True:
+        try:
+            for line in master.metrics(
+                job_id, follow=True, from_step=step, evaluations=evaluations
+            ):
+                away.answered()
+                # A disk that lost its power may have lost what was told already.
+                if (found := int(json.loads(line)["step"])) >= step:
+                    step = found + 1
+                    yield line
+            return
+        except Unreachable as unreachable:
+            away.wait(unreachable)
+
+
 def follow_logs(
     master: MasterClient, job_id: str, *, node: str | None, rank: int | None
 ) -> Iterator[pb.LogLine]:

@@ -43,6 +43,7 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     "/oobleck.Operator/DrainNode": _OPERATOR,
     "/oobleck.Operator/UndrainNode": _OPERATOR,
     "/oobleck.Operator/Events": _READING,
+    "/oobleck.Operator/Metrics": _READING,
     "/oobleck.Operator/GetTimeline": _OPERATOR,  # has the workers record
     "/oobleck.Operator/Logs": _READING,
     "/oobleck.Pki/Join": _TOKEN,

@@ -23,6 +23,7 @@ from oobleck.master.rules.draining import is_undecided
 from oobleck.master.rules.first_plan import shortfall
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.storage.logs import Line
+from oobleck.master.storage.step_log import read_steps
 from oobleck.planner.ids import JobId, NodeName, WorkerId
 from oobleck.planner.job.file import parse_job
 from oobleck.planner.job.spec import JobSpec
@@ -202,6 +203,27 @@ class OperatorService(rpc.OperatorServicer):
                     yield pb.EventRecord(json=line)
                 if not lines:
                     break
+            if ended or not request.follow:
+                return
+            await changed.wait()
+
+    async def Metrics(
+        self, request: pb.MetricsRequest, context: Context
+    ) -> AsyncIterator[pb.MetricsLines]:
+        job = await self._job(request.job_id, context)
+        archive, step = self._master.archive, max(1, request.from_step)
+        log = archive.evaluations(job.id) if request.evaluations else archive.metrics(job.id)
+        while True:
+            changed = self._master.changes.next
+            # Of a job that has ended, lines may still wait for room on the disk.
+            ended = job.state in ENDED and log.is_stored
+            stored = log.stored_step
+            while step <= stored:
+                lines, step = await asyncio.to_thread(read_steps, log.path, step)
+                if lines:
+                    yield pb.MetricsLines(json=lines)
+                else:  # those steps have none, as where the job began at a checkpoint
+                    step = stored + 1
             if ended or not request.follow:
                 return
             await changed.wait()

@@ -14,13 +14,10 @@ from pathlib import Path
 import msgspec
 
 from oobleck.master.storage.disk import storing
-from oobleck.master.storage.json_lines import JsonLines
+from oobleck.master.storage.json_lines import JsonLines, whole_lines
 from oobleck.master.storage.plan_lines import EventLine
 from oobleck.planner.codec import decode
 from oobleck.planner.ids import JobId
-
-#: Read at a time for an operator.
-_READ_BYTES = 1 << 20
 
 
 class EventLog:
@@ -77,12 +74,9 @@ class EventLog:
         try:
             with open(self._path(job_id), "rb") as file:
                 file.seek(offset)
-                text = file.read(_READ_BYTES)
-                while text and b"\n" not in text and (more := file.read(_READ_BYTES)):
-                    text += more
+                text = whole_lines(file)
         except FileNotFoundError:
             return [], offset
-        text = text[: text.rfind(b"\n") + 1]
         return text.decode().splitlines(), offset + len(text)
 
     def forget(self, job_id: JobId) -> None:

@@ -7,7 +7,7 @@ master may know any number of jobs. Must not know what the lines tell.
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from oobleck.master.storage.disk import StorageFailed, append, storing
 
@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 #: Enough for the last lines of most files; more is read where it is not.
 _TAIL_BYTES = 64 * 1024
+#: Read at a time for an operator.
+_READ_BYTES = 1 << 20
 
 
 class JsonLines:
@@ -58,6 +60,14 @@ class JsonLines:
                 data = b"".join(self._unwritten)
                 append(file.fileno(), data, torn=self._torn, sync=self._sync)
         self._unwritten.clear()
+
+
+def whole_lines(file: BinaryIO) -> bytes:
+    """Some whole lines from where the file stands; none only where there is none."""
+    text = file.read(_READ_BYTES)
+    while text and b"\n" not in text and (more := file.read(_READ_BYTES)):
+        text += more
+    return text[: text.rfind(b"\n") + 1]
 
 
 def _recover(path: Path, read: Callable[[bytes], T], most: int) -> tuple[T, ...]:

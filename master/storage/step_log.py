@@ -2,18 +2,22 @@
 order, exactly once, whatever fails.
 
 What comes again is dropped. The last whole line of a file says how far it goes, so that nothing
-else has to remember it. Must not know where records come from.
+else has to remember it. Readers find a step by bisection, so that a long file costs them no more
+than a short one. Must not know where records come from, nor who reads them.
 """
 
 import math
+import os
+from bisect import bisect_left
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from oobleck.host.ipc.messages import EvaluationRecord, StepRecord
 from oobleck.master.state.job_observed import RECENT_RECORDS
-from oobleck.master.storage.json_lines import JsonLines
+from oobleck.master.storage.json_lines import JsonLines, whole_lines
 from oobleck.planner.codec import decode, encode
 
 #: Records that may wait for one before them; more are left to be sent again.
@@ -25,6 +29,7 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         """Raises StorageFailed."""
+        self.path = path
         self._lines = JsonLines(path, "metrics-torn")
         self._waiting: dict[int, StepRecord] = {}
         #: The last records on disk.
@@ -40,6 +45,11 @@ class MetricsLog:
     def stored_step(self) -> int:
         """Steps up to this one are on disk."""
         return self.through_step - self._lines.unwritten
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether all that was taken is on disk, but for what waits for others."""
+        return not self._lines.unwritten
 
     def start_after(self, step: int) -> None:
         """The job began at a checkpoint: records of steps up to this one never come."""
@@ -95,9 +105,20 @@ class EvaluationLog:
 
     def __init__(self, path: Path) -> None:
         """Raises StorageFailed."""
+        self.path = path
         self._lines = JsonLines(path, "evaluations-torn")
         #: The newest evaluation.
         self.last = next(iter(self._lines.recover(partial(decode, EvaluationRecord), 1)), None)
+
+    @property
+    def stored_step(self) -> int:
+        """Evaluations up to this step are on disk; 0 while the newest one is not."""
+        return self.last.step if self.last is not None and self.is_stored else 0
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether all that was taken is on disk."""
+        return not self._lines.unwritten
 
     def append(self, record: EvaluationRecord) -> bool:
         """Take `record`; returns whether it is new. `write` has it on disk."""
@@ -120,6 +141,42 @@ class EvaluationLog:
     def write(self) -> None:
         """Put all that was taken on disk. Raises StorageFailed; then nothing of it is."""
         self._lines.write()
+
+
+class _Step(msgspec.Struct):
+    step: int
+
+
+def read_steps(path: Path, first: int) -> tuple[list[str], int]:
+    """Lines of the step `first` and later ones, some at a time, and the step to go on with; none
+    where there are none. Slow: not for the event loop."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(_find(file, first))
+            lines = whole_lines(file).splitlines()
+    except FileNotFoundError:
+        return [], first
+    if not lines:
+        return [], first
+    return [line.decode() for line in lines], decode(_Step, lines[-1]).step + 1
+
+
+def _find(file: BinaryIO, step: int) -> int:
+    """Where the first line of `step` or a later one begins, or would."""
+
+    def skip_line_before(offset: int) -> None:
+        file.seek(max(0, offset - 1))
+        if offset:
+            file.readline()
+
+    def step_behind(offset: int) -> int:
+        """Of the first line that begins at `offset` or behind it; `step` at the end."""
+        skip_line_before(offset)
+        line = file.readline()
+        return decode(_Step, line).step if line.endswith(b"\n") else step
+
+    skip_line_before(bisect_left(range(file.seek(0, os.SEEK_END)), step, key=step_behind))
+    return file.tell()
 
 
 def perplexity(loss: float | None) -> float | None:

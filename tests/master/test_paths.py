@@ -81,6 +81,7 @@ def test_a_hostile_name_is_refused_everywhere(running: MasterProcess, name: str)
                 found.append(refused.value.code())
             for stream in (
                 control.Events(pb.EventsRequest(job_id=name)),
+                control.Metrics(pb.MetricsRequest(job_id=name)),
                 control.Logs(pb.LogsRequest(job_id=name)),
             ):
                 with pytest.raises(grpc.aio.AioRpcError) as refused:

@@ -18,7 +18,8 @@ from support.scenario import job_spec
 
 #: Requests of the operator's service that only look.
 _LOOKS = {
-    "ListJobs", "GetJob", "WatchJob", "GetProfile", "ListNodes", "Events", "GetTimeline", "Logs",
+    "ListJobs", "GetJob", "WatchJob", "GetProfile", "ListNodes", "Events", "Metrics", "GetTimeline",
+    "Logs",
 }  # fmt: skip
 _JOB = format_job(job_spec("demo", steps=20, f=0, min_nodes=1, checkpoint=1))
 _REQUESTS: dict[str, Any] = {

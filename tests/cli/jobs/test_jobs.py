@@ -1,5 +1,6 @@
 """Submitting, watching and ending jobs: the real command and master, workers that pretend."""
 
+import csv
 import json
 import os
 import signal
@@ -54,6 +55,8 @@ def test_a_job_from_submit_to_its_end(cluster: str, job_file: Callable[..., Path
     assert len(readable) == len(records)
     assert readable[-1].endswith("  succeeded")
 
+    check_metrics(master, Path(status["directory"], "metrics.jsonl"))
+
     def has_said(node: str) -> bool:
         said = run("logs", "demo-1", "--node", node, *master).stdout
         return said == f"{node}/0  worker {node}/0 faults=2\n"
@@ -68,6 +71,39 @@ def test_a_job_from_submit_to_its_end(cluster: str, job_file: Callable[..., Path
     line = json.loads(entry)
     assert line.pop("time") > "2026"
     assert line == {"node": "n1", "slot": 0, "line": "worker n1/0 faults=2"}
+
+
+def check_metrics(master: tuple[str, str], path: Path) -> None:
+    """Of the job demo-1, which has ended with step 30; each form has what the file has."""
+    on_disk = [json.loads(line) for line in path.read_text().splitlines()]
+    for following in ((), ("--follow",)):
+        told = run("metrics", "demo-1", "--json", *following, *master).stdout
+        assert [json.loads(line) for line in told.splitlines()] == on_disk
+        told = run("metrics", "demo-1", "--json", "--from", "29", *following, *master).stdout
+        assert [json.loads(line) for line in told.splitlines()] == on_disk[28:]
+    rows = list(csv.DictReader(run("metrics", "demo-1", "--csv", *master).stdout.splitlines()))
+    assert [float(row["loss"]) for row in rows] == [record["loss"] for record in on_disk]
+    assert list(rows[0])[:3] == ["step", "loss", "grad_norm"]
+    assert {row["skipped"] for row in rows} == {"false"}
+
+    table = run("metrics", "demo-1", *master).stdout.splitlines()
+    assert table[0].split()[:2] == ["STEP", "LOSS"]
+    assert [int(line.split()[0]) for line in table[1:]] == list(range(11, 31))
+    assert table[-1].split()[1] == f"{on_disk[-1]['loss']:.4f}"
+    table = run("metrics", "demo-1", "--from", "2", *master).stdout.splitlines()
+    assert [int(line.split()[0]) for line in table[1:]] == list(range(2, 31))
+    _, _, drawn = run("metrics", "demo-1", "--plot", *master).stdout.partition("\n\n")
+    assert drawn.splitlines()[-1].split() == ["1", "30"]
+
+    nothing = run("metrics", "demo-1", "--from", "31", "--json", *master)
+    assert (nothing.returncode, nothing.stdout) == (0, "")
+    assert nothing.stderr == "demo-1 has no step from step 31 on so far\n"
+    nothing = run("metrics", "demo-1", "--evaluations", *master)
+    assert (nothing.returncode, nothing.stderr) == (0, "demo-1 has no evaluation so far\n")
+    assert "known jobs: demo-1" in refused(run("metrics", "nope-1", *master), 3)
+    refused(run("metrics", "demo-1", "--csv", "--json", *master), 2)
+    refused(run("metrics", "demo-1", "--from", "0", *master), 2)
+    refused(run("metrics", "demo-1", "-f", "--plot", *master), 2)
 
 
 def test_following_a_job_that_fails(cluster: str, job_file: Callable[..., Path]) -> None:

@@ -80,7 +80,8 @@ def test_followers_go_on_with_a_master_that_is_started_anew(
     run("submit", path, *sets, "--master", address)
     events = Follower(tmp_path, address, "events", "-f", "--json", "demo-1")
     logs = Follower(tmp_path, address, "logs", "-f", "--json", "demo-1")
-    followers = [events, logs]
+    metrics = Follower(tmp_path, address, "metrics", "-f", "--json", "demo-1")
+    followers = [events, logs, metrics]
     try:
         until(lambda: events.has_said('"started"'), "the first plan among the events")
         drain = Follower(tmp_path, address, "node", "drain", "n1", "--wait")
@@ -88,6 +89,7 @@ def test_followers_go_on_with_a_master_that_is_started_anew(
         saver = Follower(tmp_path, address, "checkpoint", "demo-1")
         followers.append(saver)
         until(lambda: logs.has_said("worker n1/0"), "the worker's output")
+        until(lambda: metrics.has_said('"step":5,'), "some steps")
         until(lambda: drain.has_said("kept so far"), "why the node is kept")
         journal = state / "journal.log"
         until(lambda: "CheckpointRequested" in journal.read_text(), "a checkpoint is asked for")
@@ -103,7 +105,16 @@ def test_followers_go_on_with_a_master_that_is_started_anew(
         master, _ = start_master(state, address)
         for each in followers:
             until(lambda each=each: each.has_warned("the master is back"), f"{each.name}: back")
+        on_disk = state / "jobs/demo-1/metrics.jsonl"
+        before = len(on_disk.read_text().splitlines())
+        until(lambda: len(on_disk.read_text().splitlines()) > before, "a step of the new master")
         assert run("cancel", "demo-1", "--master", address).returncode == 0
+        steps = [json.loads(line) for line in metrics.end()]
+        assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
+        # What the agent tells of a job that is cancelled already comes to the file alone.
+        lines = [json.loads(line) for line in on_disk.read_text().splitlines()]
+        assert steps == lines[: len(steps)]
+        assert len(steps) > before
         told = [json.loads(line) for line in events.end()]
         assert [record["id"] for record in told] == list(range(1, len(told) + 1))
         assert told[-1]["event"] == "cancelled"

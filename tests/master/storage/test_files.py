@@ -21,7 +21,7 @@ from oobleck.master.storage.event_log import EventLog
 from oobleck.master.storage.journal import Journal
 from oobleck.master.storage.ledger import Ledger
 from oobleck.master.storage.logs import LogStore
-from oobleck.master.storage.step_log import EvaluationLog, MetricsLog
+from oobleck.master.storage.step_log import EvaluationLog, MetricsLog, read_steps
 from oobleck.planner.ids import Generation, JobId, NodeName, WorkerId
 from support.scenario import job_spec, record
 
@@ -52,6 +52,32 @@ def test_a_line_has_the_agreed_fields(tmp_path: Path) -> None:
         "step_seconds",
         "time",
     ]
+
+
+def test_any_step_is_found_in_a_file_with_gaps(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    assert read_steps(path, 1) == ([], 1)
+    steps = [step for step in range(3, 40) if step % 7]
+    lines = [json.dumps({"step": step, "pad": "." * (step * step % 61)}) for step in steps]
+    for torn in ("", '{"st', json.dumps({"step": 41})):
+        path.write_text("".join(f"{line}\n" for line in lines) + torn)
+        for first in range(1, 45):
+            wanted = [line for line, step in zip(lines, steps, strict=True) if step >= first]
+            assert read_steps(path, first) == (wanted, 40 if wanted else first)
+
+
+def test_a_long_file_is_read_in_parts(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "pad": "." * 1000}) for step in range(1, 3001)]
+    lines[1500] = json.dumps({"step": 1501, "pad": "." * 2_500_000})
+    path = tmp_path / "m"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    found, step, parts = [], 1, 0
+    while step <= 3000:
+        some, step = read_steps(path, step)
+        found += some
+        parts += 1
+    assert found == lines
+    assert 4 <= parts <= 6
 
 
 def test_skipped_steps_are_counted_over_a_restart(tmp_path: Path) -> None:

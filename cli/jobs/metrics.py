@@ -1,0 +1,136 @@
+"""`oobleck metrics`: what each committed step of a job, or each evaluation, gave."""
+
+import json
+import shutil
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import click
+
+from oobleck.cli.options import json_option, master_option
+from oobleck.host.ipc.endpoint import Endpoint
+
+#: Rows of a table where no step is named that it begins with.
+_ROWS = 20
+#: Characters of a plot where there is no terminal.
+_WIDTH = 80
+
+_EPILOG = """\b
+Examples:
+  oobleck metrics demo-1                        the last steps, and a plot of the loss
+  oobleck metrics demo-1 -f                     each step as it is committed
+  oobleck metrics demo-1 --csv > loss.csv       all of them, for a spreadsheet
+  oobleck metrics demo-1 --json --from 1001     a JSON object per line"""
+
+
+@click.command(epilog=_EPILOG)
+@click.argument("job_id", metavar="JOB")
+@click.option("-f", "--follow", is_flag=True, help="Go on with new steps until the job ends.")
+@click.option(
+    "--from",
+    "from_step",
+    type=click.IntRange(min=1, max=2**63 - 1),
+    metavar="STEP",
+    help=f"Begin with this step.  [default: the last {_ROWS} in a table, else the first]",
+)
+@click.option("--evaluations", is_flag=True, help="The evaluations on held-out data instead.")
+@click.option("--csv", "as_csv", is_flag=True, help="Comma-separated values below a header.")
+@click.option("--plot", "plotted", is_flag=True, help="Plot the loss where there is no terminal.")
+@master_option
+@json_option("One JSON object per line, as in the job's metrics.jsonl.")
+def metrics(
+    job_id: str,
+    follow: bool,
+    from_step: int | None,
+    evaluations: bool,
+    as_csv: bool,
+    plotted: bool,
+    master: Endpoint,
+    as_json: bool,
+) -> None:
+    """Show what each committed step of a job gave, in order and exactly once: loss, norm of the
+    gradient, tokens, seconds."""
+    if as_csv and as_json:
+        raise click.UsageError("--csv and --json exclude each other; leave one out")
+    if plotted and (as_csv or as_json or follow):
+        raise click.UsageError("--plot goes with the table alone, without --csv, --json and -f")
+    from oobleck.cli.client import MasterClient
+    from oobleck.cli.jobs.away import follow_metrics
+
+    plotted = plotted or (sys.stdout.isatty() and not follow)
+    with MasterClient(master) as connection:
+        done = connection.job(job_id).committed_step
+        first = from_step or 1
+        if from_step is None and not (as_csv or as_json or plotted or evaluations):
+            first = max(1, done - _ROWS + 1)
+        lines = (
+            follow_metrics(connection, job_id, from_step=first, evaluations=evaluations)
+            if follow
+            else connection.metrics(job_id, follow=False, from_step=first, evaluations=evaluations)
+        )
+        records: Iterator[dict[str, Any]] = map(json.loads, lines)
+        if as_json:
+            told = _tell_json(records)
+        elif as_csv:
+            told = _tell_csv(records, evaluations=evaluations)
+        else:
+            most = _ROWS if from_step is None and not follow else None
+            told = _tell_table(records, most, evaluations=evaluations, plotted=plotted)
+    if not told:
+        what = "evaluation" if evaluations else "step"
+        since = "" if from_step is None else f" from step {from_step} on"
+        click.echo(f"{job_id} has no {what}{since} so far", err=True)
+
+
+def _tell_json(records: Iterable[dict[str, Any]]) -> bool:
+    """Whether there was anything to tell; so do the others."""
+    from oobleck.cli.output.text import dump_line
+
+    told = False
+    for record in records:
+        told = True
+        click.echo(dump_line(record))
+    return told
+
+
+def _tell_csv(records: Iterable[dict[str, Any]], *, evaluations: bool) -> bool:
+    from oobleck.cli.output.metrics import csv_cells, csv_keys, csv_line
+
+    keys: list[str] = []
+    for record in records:
+        if not keys:
+            keys = csv_keys(record, evaluations=evaluations)
+            click.echo(csv_line(keys))
+        click.echo(csv_line(csv_cells(record, keys)))
+    return bool(keys)
+
+
+def _tell_table(
+    records: Iterable[dict[str, Any]], most: int | None, *, evaluations: bool, plotted: bool
+) -> bool:
+    """`most`: so many rows at the end; None: all, each as it comes."""
+    from oobleck.cli.output.metrics import head, row
+    from oobleck.cli.output.plot import plot
+
+    last: deque[dict[str, Any]] = deque(maxlen=most)
+    losses: list[tuple[int, float]] = []
+    told = False
+    for record in records:
+        if most is not None:
+            last.append(record)
+        else:
+            if not told:
+                click.echo(head(evaluations=evaluations))
+            click.echo(row(record, evaluations=evaluations))
+        told = True
+        if plotted and record["loss"] is not None:
+            losses.append((record["step"], record["loss"]))
+    if last:
+        rows = (row(record, evaluations=evaluations) for record in last)
+        click.echo("\n".join([head(evaluations=evaluations), *rows]))
+    if losses:
+        width = shutil.get_terminal_size().columns - 1 if sys.stdout.isatty() else _WIDTH
+        click.echo("\n" + plot(losses, width=width))
+    return told
