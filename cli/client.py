@@ -93,6 +93,9 @@ class MasterClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._channel.close()
 
     def submit(
@@ -223,7 +226,11 @@ class MasterClient:
 
     def _stream(self, method: Any, request: Message) -> Iterator[Any]:
         with self._errors_as_lines():
-            yield from method(request)
+            call = method(request)
+            try:
+                yield from call
+            finally:  # who reads no further leaves nothing open
+                call.cancel()
 
     @contextmanager
     def _errors_as_lines(self) -> Iterator[None]:

@@ -45,16 +45,21 @@ def time_option(flag: str, name: str, default: str, help_text: str) -> Callable[
     )
 
 
+def check_master(address: str) -> None:
+    """Raises ValueError unless a master may be there."""
+    _, port = split_address(address)
+    if port == 0:
+        raise ValueError(f"{address!r}: no master has port 0")
+
+
 def endpoint(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Endpoint | None:
     """The master to ask and what to show there, or a usage error; None: no value."""
     if value is None:
         return None
     try:
-        _, port = split_address(value)
+        check_master(value)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
-    if port == 0:
-        raise click.BadParameter(f"{value!r}: no master has port 0")
     insecure = bool(ctx.meta.get(_INSECURE))
     credentials = ctx.meta.get(_CREDENTIALS)
     if insecure and ctx.get_parameter_source("credentials") is ParameterSource.COMMANDLINE:

@@ -3,17 +3,12 @@
 import contextlib
 import os
 import select
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
-
-def with_parent(module: str) -> list[str]:
-    """The beginning of a command that runs a module of Python, and ends with this process however
-    that ends: once the thread that starts it has."""
-    return [sys.executable, "-m", "oobleck.host.system.die_with_parent", str(os.getpid()), module]
+from oobleck.host.system.process import with_parent as with_parent
 
 
 def children_of(pid: int) -> list[int]:

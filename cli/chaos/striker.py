@@ -12,7 +12,7 @@ import socket
 import subprocess
 import threading
 
-from oobleck.cli.chaos.victims import master_pid, send, victims
+from oobleck.cli.chaos.victims import kill, master_pid, send, victims
 from oobleck.proto import control_pb2 as pb
 
 #: More than any greeting, and what claims to be far longer than it is.
@@ -65,19 +65,11 @@ class Striker:
             pids = [] if pid is None else [pid]
         else:
             pids = [] if node is None or node.state != "live" else victims(kind, node)
-        struck = self._kill(pids) if kind.startswith("kill") else self._stop(pids)
+        struck = kill(pids) if kind.startswith("kill") else self._stop(pids)
         if not struck:
             return None
         numbers = f"(pid {', '.join(map(str, struck))})"
         return numbers if kind.endswith("-master") or node is None else f"{node.node} {numbers}"
-
-    @staticmethod
-    def _kill(pids: list[int]) -> list[int]:
-        # Of several all stop first, so that none gets to see and tell the end of another.
-        if len(pids) > 1:
-            for pid in pids:
-                send(pid, signal.SIGSTOP)
-        return [pid for pid in pids if send(pid, signal.SIGKILL)]
 
     def _stop(self, pids: list[int]) -> list[int]:
         struck = []

@@ -51,7 +51,7 @@ def victims(kind: str, node: pb.NodeInfo) -> list[int]:
         case "kill-agent" | "stop-agent":
             return [node.pid]
         case "kill-node" | "stop-node":
-            return _all_of(node)
+            return process_tree(node.pid)
         case "kill-warm":
             return _parent_of_worker(node)
         case _:
@@ -82,10 +82,11 @@ def check_master_here(kind: str, address: str) -> None:
         )
 
 
-def _all_of(node: pb.NodeInfo) -> list[int]:
-    """The workers first, the agent last: it must not get to see and tell the end of others."""
+def process_tree(pid: int) -> list[int]:
+    """Of an agent: the workers first, the agent last. It must not get to see and tell the end of
+    others."""
     with contextlib.suppress(psutil.Error):
-        agent = psutil.Process(node.pid)
+        agent = psutil.Process(pid)
         below = [process.pid for process in agent.children(recursive=True)]
         return [*reversed(below), agent.pid]
     return []
@@ -104,6 +105,15 @@ def _parent_of_worker(node: pb.NodeInfo) -> list[int]:
             if _is_under(worker.pid, node):
                 return [psutil.Process(worker.pid).ppid()]
     return []
+
+
+def kill(pids: Sequence[int]) -> list[int]:
+    """SIGKILL to all of them; those that there were. Raises CommandFailed."""
+    # Of several all stop first, so that none gets to see and tell the end of another.
+    if len(pids) > 1:
+        for pid in pids:
+            send(pid, signal.SIGSTOP)
+    return [pid for pid in pids if send(pid, signal.SIGKILL)]
 
 
 def send(pid: int, signum: signal.Signals) -> bool:

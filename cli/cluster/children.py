@@ -4,16 +4,14 @@ They die with this process, however it ends. The module that starts them sees to
 between fork and exec is not safe beside gRPC's threads. Must not know gRPC.
 """
 
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from oobleck.cli.options import USAGE
-from oobleck.host.system.process import signal_name
+from oobleck.host.system.process import signal_name, with_parent
 
 #: Agents give their workers 2 s; the master goes after them.
 AGENT_GRACE_S = 3.3
@@ -52,16 +50,9 @@ class Child:
     def start(self) -> None:
         """Also again, once it has ended."""
         self.told, self.due, self._started_at = False, None, time.monotonic()
-        command = [
-            sys.executable,
-            "-m",
-            "oobleck.host.system.die_with_parent",
-            str(os.getpid()),
-            self._module,
-        ]
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                [*command, *self.arguments],
+                [*with_parent(self._module), *self.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if self._piped else output,
                 stderr=output,

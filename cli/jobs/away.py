@@ -50,11 +50,15 @@ class Away:
 
 
 def follow_events(
-    master: MasterClient, job_id: str, *, answered: bool = False
+    master: MasterClient,
+    job_id: str,
+    *,
+    answered: bool = False,
+    tell: Callable[[str], None] = _warn,
 ) -> Iterator[pb.EventRecord]:
     """All records of the job until it ends. `answered`: this master was heard before. Raises
     CommandFailed."""
-    away, told = Away(), 0
+    away, told = Away(tell), 0
     if answered:
         away.answered()
     while True:
@@ -71,11 +75,16 @@ def follow_events(
 
 
 def follow_metrics(
-    master: MasterClient, job_id: str, *, from_step: int = 1, evaluations: bool = False
+    master: MasterClient,
+    job_id: str,
+    *,
+    from_step: int = 1,
+    evaluations: bool = False,
+    tell: Callable[[str], None] = _warn,
 ) -> Iterator[str]:
     """The lines of the job's steps, or of its evaluations, until it ends. The master was heard
     before. Raises CommandFailed."""
-    away, step = Away(), from_step
+    away, step = Away(tell), from_step
     away.answered()
     while True:
         try:

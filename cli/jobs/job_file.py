@@ -28,13 +28,25 @@ def read_job(
 
     `shown_as`: how the user wrote an override, where it is not `--set OVERRIDE`.
     """
-    from oobleck.planner.errors import InvalidJob
-    from oobleck.planner.job.file import parse_job
-
     stdin = str(path) == "-"
     source = "standard input" if stdin else str(path)
     text = read_text(path, JOB_FILE)
     base = Path.cwd() if stdin else path.absolute().parent
+    return job_of_text(text, overrides, source=source, base=base, shown_as=shown_as)
+
+
+def job_of_text(
+    text: str,
+    overrides: Sequence[str],
+    *,
+    source: str,
+    base: Path,
+    shown_as: Mapping[str, str] | None = None,
+) -> "JobSpec":
+    """As `read_job`, of the text of a job file; `base`: what relative paths in it are relative to;
+    `source`: what messages call it."""
+    from oobleck.planner.errors import InvalidJob
+    from oobleck.planner.job.file import parse_job
 
     def read(name: str) -> str:
         return read_text(base / os.path.expanduser(name), CONFIG_OF_MODEL)

@@ -16,6 +16,8 @@ from oobleck.host.ipc.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from oobleck.cli.client import MasterClient
+    from oobleck.planner.job.spec import JobSpec
+    from oobleck.proto import control_pb2 as pb
 
 #: States of a job whose workers take steps, and checkpoints between them.
 _TRAINS = ("running", "reconfiguring")
@@ -35,21 +37,27 @@ def submit(job_file: Path, overrides: tuple[str, ...], following: bool, master: 
     --follow the exit code is 1 when the job fails or is cancelled; Ctrl-C stops following, not the
     job.
     """
+    from oobleck.cli.client import MasterClient
+
     job = read_job(job_file, overrides)
     profile = read_profile(job)
-    from oobleck.cli.chaos.victims import all_here
-    from oobleck.cli.client import MasterClient
-    from oobleck.planner.job.file import format_job
-
     with MasterClient(master) as connection:
-        if all_here(connection.nodes()):
-            check_inputs(job)
-            check_checkpoints(job)
-        reply = connection.submit(format_job(job), secrets.token_hex(16), profile=profile)
+        reply = send(connection, job, profile)
         _tell_id(reply.job_id)
         if reply.warning:
             click.echo(inline(f"oobleck: warning: {reply.warning}"), err=True)
         return _follow(connection, reply.job_id) if following else 0
+
+
+def send(connection: "MasterClient", job: "JobSpec", profile: str) -> "pb.SubmitReply":
+    """Submit a job; `profile`: text of the profile file that it names. Raises CommandFailed."""
+    from oobleck.cli.chaos.victims import all_here
+    from oobleck.planner.job.file import format_job
+
+    if all_here(connection.nodes()):
+        check_inputs(job)
+        check_checkpoints(job)
+    return connection.submit(format_job(job), secrets.token_hex(16), profile=profile)
 
 
 def _tell_id(job_id: str) -> None:

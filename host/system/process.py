@@ -4,6 +4,7 @@ import ctypes
 import os
 import resource
 import signal
+import sys
 
 _PR_SET_PDEATHSIG = 1
 
@@ -16,6 +17,12 @@ def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) ->
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signum)
+
+
+def with_parent(module: str) -> list[str]:
+    """The beginning of a command that runs a module of Python, and ends with this process however
+    that ends: once the thread that starts it has."""
+    return [sys.executable, "-m", "oobleck.host.system.die_with_parent", str(os.getpid()), module]
 
 
 def end_signals() -> tuple[signal.Signals, ...]:

@@ -1,0 +1,170 @@
+"""Jobs from Python: submit them, follow them, end them.
+
+The same calls and checks as those of the command `oobleck`, whose code this uses. What follows a
+job goes on after the master was away for less than a minute, as in a restart.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from oobleck.cli import client as command
+from oobleck.cli import options
+from oobleck.cli.jobs import away, job_file
+from oobleck.cli.jobs.checkpoint import take
+from oobleck.cli.jobs.submit import send
+from oobleck.errors import InvalidJob, JobFailed, Refused, from_command
+from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
+from oobleck.host.ipc.messages import StepRecord
+from oobleck.planner.codec import decode
+from oobleck.planner.ids import JobId
+from oobleck.records import Checkpoint, JobStatus, Node, job_status, node
+
+log = logging.getLogger(__name__)
+
+#: Between two looks at a job that is waited for. To watch it would bring a message per step.
+_LOOK_S = 0.25
+
+
+class Client:
+    """An operator of one cluster. Use it as a context, or close it. All methods raise Error."""
+
+    def __init__(
+        self, master: str | Endpoint | None = None, credentials: str | Path | None = None
+    ) -> None:
+        """`master`: HOST:PORT, else that of OOBLECK_MASTER, else where `oobleck local` listens.
+        `credentials`: the folder of your certificate, else OOBLECK_CREDENTIALS; a master on this
+        host needs none."""
+        self._master = command.MasterClient(
+            master if isinstance(master, Endpoint) else _endpoint(master, credentials)
+        )
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._master.close()
+
+    def submit(self, job: str | Path | Mapping[str, Any], *, set: Sequence[str] = ()) -> JobId:
+        """Queue a job. `job`: the path of a job file, or what would be in one; relative paths are
+        relative to its folder, or to the working directory. `set`: KEY=VALUE, as `--set` of the
+        command. Raises InvalidJob."""
+        try:
+            with from_command():
+                spec = _read(job, set)
+                reply = send(self._master, spec, job_file.read_profile(spec))
+        except Refused as refused:
+            raise InvalidJob(str(refused)) from refused
+        if reply.warning:
+            log.warning("%s: %s", reply.job_id, reply.warning)
+        return JobId(reply.job_id)
+
+    def status(self, job: str) -> JobStatus:
+        with from_command():
+            return job_status(self._master.job(job))
+
+    def wait(self, job: str, timeout: float | None = None) -> JobStatus:
+        """Until the job has succeeded; its last status. Raises JobFailed where it failed or was
+        cancelled, and TimeoutError after `timeout` seconds."""
+        until = None if timeout is None else time.monotonic() + timeout
+        master = away.Away(log.warning)
+        while True:
+            with from_command():
+                try:
+                    status = job_status(self._master.job(job))
+                    master.answered()
+                except command.Unreachable as unreachable:
+                    master.wait(unreachable)
+                    continue
+            if status.state == "succeeded":
+                return status
+            if status.ended:
+                why = f": {status.reason}" if status.reason else ""
+                raise JobFailed(f"{job} {status.state}{why}", status)
+            if until is not None and time.monotonic() >= until:
+                raise TimeoutError(
+                    f"{job} is {status.state} at step {status.step} of {status.steps} after "
+                    f"{timeout:g} s; it goes on"
+                )
+            time.sleep(_LOOK_S)
+
+    def metrics(self, job: str, follow: bool = False, from_step: int = 1) -> Iterator[StepRecord]:
+        """What each committed step gave, from `from_step` on, in order and exactly once. `follow`:
+        also the steps to come, until the job ends."""
+        with from_command():
+            self._master.job(job)
+            lines = (
+                away.follow_metrics(self._master, job, from_step=from_step, tell=log.warning)
+                if follow
+                else self._master.metrics(job, follow=False, from_step=from_step)
+            )
+            for line in lines:
+                yield decode(StepRecord, line)
+
+    def events(self, job: str, follow: bool = False) -> Iterator[dict[str, Any]]:
+        """What happened to the job, oldest first, as in its events.jsonl (docs/formats.md).
+        `follow`: also what is to come, until the job ends."""
+        with from_command():
+            records = (
+                away.follow_events(self._master, job, tell=log.warning)
+                if follow
+                else self._master.events(job, follow=False)
+            )
+            for record in records:
+                yield json.loads(record.json)
+
+    def cancel(self, job: str) -> JobStatus:
+        """End the job; one that has ended stays as it is."""
+        with from_command():
+            return job_status(self._master.cancel(job))
+
+    def checkpoint(self, job: str) -> Checkpoint:
+        """Have a checkpoint taken as soon as a step ends, and wait until it is published."""
+        with from_command():
+            record = take(self._master, job)
+        return Checkpoint(step=record["step"], path=record["path"])
+
+    def jobs(self) -> list[JobStatus]:
+        """All that the master knows, oldest first."""
+        with from_command():
+            return [job_status(job) for job in self._master.jobs()]
+
+    def nodes(self) -> list[Node]:
+        with from_command():
+            return [node(found) for found in self._master.nodes()]
+
+
+def _endpoint(master: str | None, credentials: str | Path | None) -> Endpoint:
+    """As the command finds it. Raises Refused."""
+    address = master or os.environ.get("OOBLECK_MASTER") or options.DEFAULT_MASTER
+    folder = credentials or os.environ.get("OOBLECK_CREDENTIALS") or None
+    try:
+        options.check_master(address)
+        return choose_endpoint(
+            address, None if folder is None else Path(folder).expanduser(), insecure=False
+        )
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+def _read(job: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> Any:
+    if not isinstance(job, Mapping):
+        return job_file.read_job(Path(job), overrides)
+    try:
+        text = json.dumps(dict(job), default=os.fspath)  # JSON is YAML
+    except (TypeError, ValueError) as error:
+        raise InvalidJob(f"the job: {error}; give numbers, texts, lists and mappings") from error
+    return job_file.job_of_text(text, overrides, source="the job", base=Path.cwd())

@@ -1,0 +1,140 @@
+"""A whole cluster on this machine for notebooks and tests: what `oobleck local` starts, in the
+background.
+
+`oobleck local` is a process of its own, which starts the daemons, watches them and starts agents
+again. Whatever ends this process ends it, and so all that it started. Must not know what the
+daemons do.
+"""
+
+import contextlib
+import re
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from oobleck.cli.chaos.victims import kill, process_tree
+from oobleck.client import Client
+from oobleck.errors import NotFound, error_of
+from oobleck.host.ipc.endpoint import choose_endpoint
+from oobleck.host.system.process import with_parent
+
+#: `oobleck local` ends its daemons in half of that.
+_STOP_S = 10.0
+_MASTER = re.compile(r"master (\S+) pid \d+")
+_AGENT = re.compile(r"agent (\S+) pid (\d+)")
+_ENDED = re.compile(r"agent (\S+) \(pid (\d+)\) .*")
+
+
+@contextmanager
+def local(
+    nodes: int = 5, workers_per_node: int = 1, state_dir: str | Path | None = None
+) -> Iterator["LocalCluster"]:
+    """A master and `nodes` agents, named n1 and so on. `state_dir`: journal, metrics and logs, kept
+    for the next start; without it they are in a folder that goes with the cluster. Raises Error.
+
+    It ends with the thread that started it, too.
+    """
+    with ExitStack() as stack:
+        if state_dir is None:
+            folder = tempfile.TemporaryDirectory(prefix="oobleck-", ignore_cleanup_errors=True)
+            state_dir = stack.enter_context(folder)
+        errors = stack.enter_context(tempfile.TemporaryFile())
+        cluster = LocalCluster(nodes, workers_per_node, Path(state_dir), errors)
+        stack.callback(cluster._stop)
+        cluster._await_ready()
+        stack.enter_context(cluster.client)
+        yield cluster
+
+
+class LocalCluster:
+    """A running cluster; made by `local`."""
+
+    #: An operator of it.
+    client: Client
+
+    def __init__(self, nodes: int, workers: int, state_dir: Path, errors: IO[bytes]) -> None:
+        """`errors`: a file for what `oobleck local` says of itself."""
+        #: Of the master, for other operators and for the command.
+        self.master = ""
+        self.state_dir = state_dir
+        self._errors = errors
+        self._agents: dict[str, int] = {}
+        self._told = threading.Event()
+        arguments = ["--nodes", str(nodes), "--workers-per-node", str(workers)]
+        arguments += ["--listen", "127.0.0.1:0", "--state-dir", str(state_dir)]
+        self._process = subprocess.Popen(
+            [*with_parent("oobleck.cli.main"), "local", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            # Ctrl-C is for this process, which then ends that one.
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def nodes(self) -> dict[str, int]:
+        """The agents that run, and their processes, by name."""
+        return dict(self._agents)
+
+    def kill(self, node: str) -> None:
+        """SIGKILL to the node's agent and all its workers, as if its machine had died. The agent is
+        started again after two seconds. Raises NotFound."""
+        pid = self._agents.pop(node, None)
+        if pid is None:
+            running = ", ".join(sorted(self._agents)) or "none"
+            raise NotFound(f"no node {node!r} runs here; running: {running}")
+        kill(process_tree(pid))
+
+    def _read(self) -> None:
+        """What `oobleck local` tells, to its end."""
+        assert self._process.stdout is not None, "opened as a pipe"
+        for line in self._process.stdout:
+            if found := _MASTER.match(line):
+                self.master = found[1]
+            elif found := _AGENT.match(line):
+                self._agents[found[1]] = int(found[2])
+            elif (found := _ENDED.match(line)) and self._agents.get(found[1]) == int(found[2]):
+                del self._agents[found[1]]
+            elif line == "ready\n":
+                self._told.set()
+        self._told.set()
+
+    def _await_ready(self) -> None:
+        self._told.wait()
+        if not self._reader.is_alive():
+            code = self._process.wait()
+            self._errors.seek(0)
+            lines = self._errors.read().decode(errors="replace").strip().splitlines()
+            why = lines[-1].removeprefix("oobleck: ") if lines else f"it ended with code {code}"
+            raise error_of(f"no local cluster: {why}", code)
+        self.client = Client(choose_endpoint(self.master, None, insecure=True))
+
+    def _stop(self) -> None:
+        """As Ctrl-C ends `oobleck local`; then whatever is left by force."""
+        left = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left = psutil.Process(self._process.pid).children(recursive=True)
+        try:
+            self._process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_S)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, _STOP_S)
+            self._reader.join()
+            if self._process.stdout is not None:
+                self._process.stdout.close()
