@@ -42,7 +42,7 @@ LEVELS = {
     ),
     "agent": ("processes", "connection"),
     "master": ("events", "state", "planning", "storage", "rules", "clients", "api"),
-    "cli": ("output", "chaos", "jobs", "cluster", "planning"),
+    "cli": ("output", "chaos", "jobs", "tracking", "cluster", "planning"),
     "proto": (),
 }
 #: Libraries that a package must not import anywhere.

@@ -13,10 +13,10 @@ from oobleck.planner.units import count, format_bytes
 def event_line(record: dict[str, Any], width: int | None = None) -> str:
     """One record of events.jsonl as one readable line, folded where `width` is too little."""
     at = clock(float(record.get("time", 0.0)))
-    return folded(f"{at}  {inline(_sentence(record))}", width, indent=len(at) + 2)
+    return folded(f"{at}  {inline(sentence(record))}", width, indent=len(at) + 2)
 
 
-def _sentence(record: dict[str, Any]) -> str:
+def sentence(record: dict[str, Any]) -> str:
     match record:
         case {"event": "started", "generation": generation, "pipelines": pipelines}:
             nodes = {stage["node"] for pipeline in pipelines for stage in pipeline}

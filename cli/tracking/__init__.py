@@ -1,0 +1,1 @@
+"""Copies of a job's metrics and events for other programs."""

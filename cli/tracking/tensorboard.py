@@ -1,0 +1,128 @@
+"""A job for TensorBoard: one event file, which is only appended to.
+
+The file itself tells how far it goes, so nothing can disagree with it: whatever ended the process
+that wrote it, the next one cuts off an end that is no whole record and goes on behind it. The
+process has the file locked, since two that write would write everything twice. Needs the package
+tensorboard, and neither TensorFlow nor torch.
+"""
+
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from oobleck.cli.options import FAILED
+from oobleck.cli.tracking import values
+from oobleck.cli.tracking.feed import Item, Written
+from oobleck.host.command import CommandFailed
+
+#: TensorBoard takes a file for its own by what begins so.
+FILE = "events.out.tfevents.0.oobleck"
+_EVENTS = "events"
+#: Of a record: the number of bytes in it, and its checksum; behind the bytes, theirs.
+_HEAD, _FOOT_BYTES = struct.Struct("<QI"), 4
+
+
+class TensorBoard:
+    def __init__(self, folder: Path, job_id: str) -> None:
+        """Raises CommandFailed, OSError."""
+        folder = folder / job_id
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / FILE
+        self._file = open(path, "a+b")  # noqa: SIM115  # for as long as this is
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            text = f"{path} is written by another process; end that, or name another --directory"
+            raise CommandFailed(text, FAILED) from error
+        self.written = _recover(self._file)
+        self._writer = RecordWriter(self._file)
+        #: The last step that was written, which events are shown at.
+        self._step = self.written.step
+        if self._file.tell() == 0:
+            self._put(event_pb2.Event(file_version="brain.Event:2"))
+
+    def write(self, item: Item) -> None:
+        record = item.record
+        match item.kind:
+            case "step":
+                self._step = record["step"]
+                self._scalars(record, values.of_step(record))
+            case "evaluation":
+                self._scalars(record, values.of_evaluation(record))
+            case "event":
+                self._text(record["time"], values.of_event(record))
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _scalars(self, record: dict[str, Any], numbers: dict[str, float]) -> None:
+        told = [
+            summary_pb2.Summary.Value(tag=name, simple_value=number)
+            for name, number in numbers.items()
+        ]
+        event = event_pb2.Event(wall_time=record["time"], step=record["step"])
+        event.summary.value.extend(told)
+        self._put(event)
+
+    def _text(self, unix: float, text: str) -> None:
+        tensor = tensor_pb2.TensorProto(
+            dtype=types_pb2.DT_STRING,
+            string_val=[text.encode()],
+            tensor_shape=tensor_shape_pb2.TensorShapeProto(
+                dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)]
+            ),
+        )
+        kind = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
+        value = summary_pb2.Summary.Value(
+            tag=_EVENTS, tensor=tensor, metadata=summary_pb2.SummaryMetadata(plugin_data=kind)
+        )
+        event = event_pb2.Event(wall_time=unix, step=self._step)
+        event.summary.value.append(value)
+        self._put(event)
+
+    def _put(self, event: event_pb2.Event) -> None:
+        self._writer.write(event.SerializeToString())
+
+
+def _recover(file: BinaryIO) -> Written:
+    """How far the file goes; its end is cut off where it is no whole record."""
+    last = {"step": 0, "evaluation": 0, "event": 0}
+    whole = 0
+    for event, end in _events(file):
+        whole = end
+        for value in event.summary.value[:1]:  # all of one event are of one kind
+            if value.tag == _EVENTS:
+                last["event"] = int(value.tensor.string_val[0].partition(b":")[0])
+            elif value.tag.startswith("evaluation/"):
+                last["evaluation"] = event.step
+            else:
+                last["step"] = event.step
+    file.truncate(whole)
+    file.seek(0, os.SEEK_END)
+    return Written(**last)
+
+
+def _events(file: BinaryIO) -> Iterator[tuple[event_pb2.Event, int]]:
+    """The whole ones, and where each ends."""
+    file.seek(0)
+    end = 0
+    while len(head := file.read(_HEAD.size)) == _HEAD.size:
+        size, checksum = _HEAD.unpack(head)
+        if masked_crc32c(head[:8]) != checksum:
+            return
+        rest = file.read(size + _FOOT_BYTES)
+        if len(rest) < size + _FOOT_BYTES:
+            return
+        end += len(head) + len(rest)
+        yield event_pb2.Event.FromString(rest[:size]), end
