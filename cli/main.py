@@ -21,7 +21,7 @@ COMMANDS = {
     "jobs": ("oobleck.cli.jobs.show:jobs", "List the jobs."),
     "events": ("oobleck.cli.jobs.show:events", "Show what happened to a job."),
     "metrics": ("oobleck.cli.jobs.metrics:metrics", "Show the loss of each step, and plot it."),
-    "track": ("oobleck.cli.tracking.track:track", "Copy a job's metrics to TensorBoard."),
+    "track": ("oobleck.cli.tracking.track:track", "Copy a job's metrics to TensorBoard or W&B."),
     "logs": ("oobleck.cli.jobs.show:logs", "Show what a job's workers print."),
     "checkpoint": (
         "oobleck.cli.jobs.checkpoint:checkpoint",

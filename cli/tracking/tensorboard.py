@@ -6,7 +6,6 @@ process has the file locked, since two that write would write everything twice. 
 tensorboard, and neither TensorFlow nor torch.
 """
 
-import fcntl
 import os
 import struct
 from collections.abc import Iterator
@@ -17,10 +16,9 @@ from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from oobleck.cli.options import FAILED
 from oobleck.cli.tracking import values
 from oobleck.cli.tracking.feed import Item, Written
-from oobleck.host.command import CommandFailed
+from oobleck.cli.tracking.folder import open_locked
 
 #: TensorBoard takes a file for its own by what begins so.
 FILE = "events.out.tfevents.0.oobleck"
@@ -32,16 +30,7 @@ _HEAD, _FOOT_BYTES = struct.Struct("<QI"), 4
 class TensorBoard:
     def __init__(self, folder: Path, job_id: str) -> None:
         """Raises CommandFailed, OSError."""
-        folder = folder / job_id
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / FILE
-        self._file = open(path, "a+b")  # noqa: SIM115  # for as long as this is
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._file.close()
-            text = f"{path} is written by another process; end that, or name another --directory"
-            raise CommandFailed(text, FAILED) from error
+        self._file = open_locked(folder / job_id / FILE)
         self.written = _recover(self._file)
         self._writer = RecordWriter(self._file)
         #: The last step that was written, which events are shown at.

@@ -14,12 +14,17 @@ if TYPE_CHECKING:
     from oobleck.cli.tracking.feed import Item, Written
 
 #: Module and class of each.
-TRACKERS = {"tensorboard": "oobleck.cli.tracking.tensorboard:TensorBoard"}
+TRACKERS = {
+    "tensorboard": "oobleck.cli.tracking.tensorboard:TensorBoard",
+    "wandb": "oobleck.cli.tracking.wandb:WandB",
+}
 
 _EPILOG = """\b
 Examples:
   oobleck track demo-1 --to tensorboard --directory runs &
   tensorboard --logdir runs
+  oobleck track demo-1 --to wandb --directory runs
+  wandb sync runs/demo-1/wandb/offline-run-*
 
 Exit codes: see 'oobleck --help'."""
 

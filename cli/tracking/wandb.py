@@ -1,0 +1,66 @@
+"""A job for Weights & Biases: one run in its offline format, for `wandb sync` once the job is over.
+
+An offline run cannot be gone on with, so each start writes it from the beginning, in place of what
+an earlier one has left: the master has all that is in it. Needs the package wandb.
+"""
+
+import shutil
+from pathlib import Path
+
+import wandb
+
+from oobleck.cli.options import FAILED
+from oobleck.cli.tracking import values
+from oobleck.cli.tracking.feed import Item, Written
+from oobleck.cli.tracking.folder import open_locked
+from oobleck.host.command import CommandFailed
+
+
+class WandB:
+    def __init__(self, folder: Path, job_id: str) -> None:
+        """Raises CommandFailed, OSError."""
+        folder = folder / job_id
+        self._lock = open_locked(folder / "wandb.lock")
+        shutil.rmtree(folder / "wandb", ignore_errors=True)
+        self.written = Written()
+        # What it looks at of its own process says nothing of the job.
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            disable_git=True,
+            save_code=False,
+            x_disable_stats=True,
+            x_disable_meta=True,
+        )
+        try:
+            self._run = wandb.init(
+                mode="offline", dir=folder, id=job_id, name=job_id, settings=settings
+            )
+        except wandb.Error as error:
+            raise CommandFailed(f"wandb: {error}", FAILED) from error
+        self._run.define_metric("evaluation/*", step_metric="evaluation/step")
+        #: The row that is not closed yet, and the events in it.
+        self._step = 0
+        self._events: list[str] = []
+
+    def write(self, item: Item) -> None:
+        """Rows have rising steps, so what is of no step of its own is put into the last one."""
+        record = item.record
+        match item.kind:
+            case "step":
+                self._step, self._events = record["step"], []
+                told = {**values.of_step(record), "_timestamp": record["time"]}
+                self._run.log(told, step=self._step)
+            case "evaluation":
+                told = {**values.of_evaluation(record), "evaluation/step": record["step"]}
+                self._run.log(told, step=self._step)
+            case "event":
+                self._events.append(values.of_event(record))
+                self._run.log({"events": "\n".join(self._events)}, step=self._step)
+
+    def flush(self) -> None:
+        """Its own process writes as it likes; what is not written is written by the next start."""
+
+    def close(self) -> None:
+        self._run.finish()
+        self._lock.close()
