@@ -32,7 +32,7 @@ import psutil
 
 from bench.support.cluster import LocalCluster
 from bench.throughput import SIZES, TEXT
-from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.job.spec import JobSpec, ModelSpec
 from oobleck.worker.data.dataset import row_digest
 
 Event = Mapping[str, Any]
@@ -41,6 +41,7 @@ WARM_UP_STEPS = 5
 
 def job_file(spec: JobSpec) -> dict[str, object]:
     model, training = spec.model, spec.training
+    assert isinstance(model, ModelSpec)
     return {
         "name": "overhead",
         "model": {
@@ -133,7 +134,7 @@ def parts_ms(events: Iterable[Event]) -> tuple[float, dict[str, float]]:
 
 def digests_ms(spec: JobSpec, workers: int) -> float:
     rows = spec.training.global_batch
-    row = np.zeros(spec.model.sequence_length + 1, dtype=np.int64)
+    row = np.zeros(spec.model.row_tokens + 1, dtype=np.int64)
     begun = time.perf_counter()
     for _ in range(100 * rows):
         row_digest(row)

@@ -233,7 +233,7 @@ def measured_steps(director: Any, warm: Any, spec: JobSpec, rounds: int, steps: 
 
 
 def step_s(plan: Plan, schedule: Schedule, spec: JobSpec, profile: Profile) -> float:
-    return estimate_step(plan, profile, tied=spec.model.tied, schedule=schedule).step_s
+    return estimate_step(plan, profile, tied=spec.model.ties, schedule=schedule).step_s
 
 
 def main() -> None:

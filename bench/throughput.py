@@ -229,6 +229,7 @@ def main() -> None:
     for size_name in arguments.sizes.split(","):
         size = SIZES[size_name]
         model, training = size.job.model, size.job.training
+        assert isinstance(model, ModelSpec)
         print(
             f"{size_name}: hidden {model.hidden}, {model.layers} blocks, sequences of "
             f"{model.sequence_length}, global batch {training.global_batch} in micro-batches of "

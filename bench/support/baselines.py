@@ -90,9 +90,9 @@ def optimizer_of(job: JobSpec, parameters: Sequence[nn.Parameter]) -> torch.opti
 
 def batch(job: JobSpec, replicas: int, replica: int) -> tuple[Tensor, Tensor]:
     """The rows and targets of one replica, int64 (B / replicas, T)."""
-    shape = (job.training.global_batch // replicas, job.model.sequence_length)
+    shape = (job.training.global_batch // replicas, job.model.row_tokens)
     rows = torch.Generator().manual_seed(replica)
-    draw = partial(torch.randint, job.model.vocabulary, shape, generator=rows)
+    draw = partial(torch.randint, job.model.tokens, shape, generator=rows)
     return draw(), draw()
 
 

@@ -205,7 +205,7 @@ class Director:
             incarnation = Incarnation(os.urandom(4).hex())
             mine, theirs = socket.socketpair()
             log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the worker
-            warm.fork(incarnation, theirs, log.fileno(), self.job.model.kind)
+            warm.fork(incarnation, theirs, log.fileno(), self.job.model.family)
             theirs.close()
             if worker in self.workers:
                 self.workers[worker].close()
