@@ -1,0 +1,123 @@
+"""Data sets that are installed with Oobleck: rows in files of arrays, and Hugging Face's folders.
+
+    data: {plugin: arrays, arguments: {path: /data/digits, inputs: images, targets: labels}}
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from safetensors import safe_open
+
+#: One name, or several, whose values come as a dict.
+Names = str | Sequence[str]
+
+
+class Rows(Protocol):
+    """A map-style data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]: ...
+
+
+class _Columns:
+    """Samples from columns of equal length."""
+
+    def __init__(self, columns: dict[str, Any], inputs: Names, targets: Names) -> None:
+        self._columns = columns
+        self._inputs, self._targets = inputs, targets
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"columns are of unequal length: {lengths}; cut them alike")
+        (self._length,) = set(lengths.values())
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        if not 0 <= index < self._length:
+            raise IndexError(f"{index} is not one of {self._length} rows")
+        return self._of(self._inputs, index), self._of(self._targets, index)
+
+    def _of(self, names: Names, index: int) -> Any:
+        if isinstance(names, str):
+            return np.asarray(self._columns[names][index])
+        return {name: np.asarray(self._columns[name][index]) for name in names}
+
+
+def arrays(path: str, inputs: Names = "inputs", targets: Names = "targets") -> Rows:
+    """Rows of the arrays NAME.npy in the directory `path`, or of a .safetensors file there or at
+    `path`; memory-mapped, so that they may be larger than memory."""
+    names = _all(inputs, targets)
+    folder = Path(path)
+    if folder.is_dir() and all((folder / f"{name}.npy").is_file() for name in names):
+        columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in names}
+        return _Columns(columns, inputs, targets)
+    files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
+    slices = {}
+    for file in files:
+        opened = safe_open(file, framework="np")
+        slices |= {name: _Slice(opened, name) for name in opened.keys()}  # noqa: SIM118  # no dict
+    missing = [name for name in names if name not in slices]
+    if missing:
+        has = sorted({entry.name for entry in folder.iterdir()}) if folder.is_dir() else []
+        raise FileNotFoundError(
+            f"{path} has no {missing[0]}.npy and no safetensors file with {missing[0]}; "
+            f"it has {', '.join(has[:8]) or 'nothing'}"
+        )
+    return _Columns({name: slices[name] for name in names}, inputs, targets)
+
+
+class _Slice:
+    """A tensor of a safetensors file, by row."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._slice = file.get_slice(name)
+
+    def __len__(self) -> int:
+        return int(self._slice.get_shape()[0])
+
+    def __getitem__(self, index: int) -> Any:
+        return self._slice[index : index + 1][0]
+
+
+def huggingface(path: str, inputs: Names = "input_ids", targets: Names = "labels") -> Rows:
+    """Rows of a data set of Hugging Face's `datasets` that was saved to the directory `path` by
+    `save_to_disk`. Rows must be of one length: cut and pad them before."""
+    from datasets import load_from_disk
+
+    found = load_from_disk(path).with_format("numpy")
+    if not hasattr(found, "column_names") or isinstance(found.column_names, dict):
+        raise ValueError(f"{path} has several splits; name the folder of one of them")
+    names = _all(inputs, targets)
+    missing = [name for name in names if name not in found.column_names]
+    if missing:
+        has = ", ".join(found.column_names)
+        raise ValueError(f"{path} has no column {missing[0]}; it has {has}")
+    return _Examples(found, inputs, targets)
+
+
+class _Examples:
+    """Samples from rows that are read whole."""
+
+    def __init__(self, found: Any, inputs: Names, targets: Names) -> None:
+        self._found, self._inputs, self._targets = found, inputs, targets
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        row = self._found[index]
+        return _of(row, self._inputs), _of(row, self._targets)
+
+
+def _of(row: dict[str, Any], names: Names) -> Any:
+    if isinstance(names, str):
+        return np.asarray(row[names])
+    return {name: np.asarray(row[name]) for name in names}
+
+
+def _all(*groups: Names) -> list[str]:
+    return [name for group in groups for name in ([group] if isinstance(group, str) else group)]
