@@ -1,0 +1,365 @@
+"""Causal language models of transformers as layers: what they compute, draw, load and refuse."""
+
+import copy
+import dataclasses
+import json
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.llama import modeling_llama
+
+from oobleck.worker.models import pretrained
+from oobleck.worker.models.architecture import configuration
+from oobleck.worker.models.huggingface import build, causal_lm, foreign_names, row_losses
+from oobleck.worker.models.initial import weight_files
+from oobleck.worker.models.unsplit import handed, take_apart
+from support import causal
+
+FAMILIES = [
+    "ArceeForCausalLM",
+    "CohereForCausalLM",  # layers with parallel residuals, scaled logits
+    "Cohere2ForCausalLM",  # windows, layers without positions
+    "Exaone4ForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "GPT2LMHeadModel",  # learnt positions, no pipeline plan
+    "GPTNeoXForCausalLM",  # parallel residuals, part of a head rotated
+    "Gemma2ForCausalLM",  # windows, capped scores and logits, scaled embedding
+    "Gemma3ForCausalLM",  # windows, rotary tables of two kinds
+    "GemmaForCausalLM",
+    "Glm4ForCausalLM",
+    "GlmForCausalLM",
+    "GraniteForCausalLM",  # multipliers
+    "HeliumForCausalLM",
+    "LlamaForCausalLM",
+    "MinistralForCausalLM",
+    "MistralForCausalLM",  # windows in all layers
+    "NemotronForCausalLM",
+    "Olmo2ForCausalLM",  # norms behind
+    "Olmo3ForCausalLM",
+    "OlmoForCausalLM",  # norms without weights
+    "Phi3ForCausalLM",
+    "PhiForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "SmolLM3ForCausalLM",  # a layer without positions
+    "StableLmForCausalLM",
+    "Starcoder2ForCausalLM",
+]
+#: Their experts are computed by kernels that have no float64 otherwise.
+EAGER = {"experts_implementation": "eager"}
+MIXTURES = [
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "OlmoeForCausalLM",
+    "GptOssForCausalLM",
+]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_layers_compute_what_the_whole_model_does(family: str) -> None:
+    causal.compare(family)
+
+
+def test_rows_do_not_know_each_other(family: str) -> None:
+    layers = causal.pair(family).layers
+    ids = torch.randint(1, 64, (3, causal.LENGTH), generator=torch.Generator().manual_seed(3))
+    order = torch.tensor([2, 0, 1])
+    with torch.no_grad():
+        together = causal.chain(layers, ids)
+        causal.close(causal.chain(layers, ids[order]), together[order], 1e-12)
+        causal.close(causal.chain(layers, ids[:1]), together[:1], 1e-12)
+
+
+def test_a_layer_on_the_meta_device_has_its_shapes_alone(family: str) -> None:
+    both = causal.pair(family)
+    for make, real in zip(both.model.layers, both.layers, strict=True):
+        with torch.device("meta"):
+            empty = make()
+        assert all(value.is_meta for value in empty.state_dict().values())
+        assert shapes(empty) == shapes(real)
+
+
+def shapes(module: torch.nn.Module) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_load_of_experts_is_balanced_per_row(name: str) -> None:
+    causal.compare(name, tolerance=1e-5, output_router_logits=True, **EAGER)
+    both = causal.pair(name, output_router_logits=True, **EAGER)
+    ids = torch.randint(1, 64, (3, causal.LENGTH), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        output = both.forward(ids)
+        alone = both.forward(ids[1:2])
+    assert output[1].shape == (3, 2, 4)
+    balanced = both.model.loss(output, ids)
+    assert not torch.allclose(balanced, row_losses(output[0], ids), rtol=1e-6)
+    causal.close(both.model.loss(alone, ids[1:2]), balanced[1:2], 1e-12)
+
+
+def test_experts_without_balancing_send_hidden_states_alone() -> None:
+    assert isinstance(causal.pair("MixtralForCausalLM", **EAGER).layers[1](hidden()), torch.Tensor)
+
+
+def hidden() -> torch.Tensor:
+    draws = torch.Generator().manual_seed(0)
+    return torch.randn(2, causal.LENGTH, 32, generator=draws, dtype=torch.float64)
+
+
+def test_a_row_without_targets_counts_zero() -> None:
+    targets = torch.tensor([[1, -100], [-100, -100]])
+    losses = row_losses(torch.zeros(2, 2, 4), targets)
+    assert losses.tolist() == pytest.approx([torch.tensor(4.0).log().item(), 0.0])
+
+
+def test_masks_and_tables_are_shared_by_layers() -> None:
+    architecture = causal.pair("MistralForCausalLM").architecture
+    first, *others = handed(architecture, causal.LENGTH, torch.device("cpu"), torch.float32)
+    window = first.to(2).named["attention_mask"]
+    assert not window[0, 0, -1, 0]
+    assert window[0, 0, -1, -1]
+    for other in others:
+        mine, theirs = (x.to(1).named["attention_mask"] for x in (first, other))
+        assert mine.data_ptr() == theirs.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "StableLmForCausalLM"])
+def test_initial_weights_are_those_of_transformers(name: str) -> None:
+    model = causal_lm(name, wide(name), sequence_length=causal.LENGTH)
+    architecture = architecture_of(model)
+    torch.manual_seed(0)
+    whole = getattr(transformers, name)(copy.deepcopy(configuration(architecture))).state_dict()
+    for number, make in enumerate(model.layers):
+        layer = make()
+        for own, full in foreign_names(architecture, number).items():
+            value, theirs = layer.state_dict()[own], whole[full]
+            if theirs.std() == 0.0:
+                assert torch.equal(value, theirs), full
+            else:
+                assert value.std().item() == pytest.approx(theirs.std().item(), rel=0.1), full
+
+
+def wide(name: str) -> dict[str, Any]:
+    return causal.keys_of(name, vocab_size=256, intermediate_size=256)
+
+
+def architecture_of(model: Any) -> Any:
+    return model.layers[0].args[0]
+
+
+def test_a_layer_is_drawn_from_the_generator_alone() -> None:
+    architecture = architecture_of(
+        causal_lm("Qwen2ForCausalLM", wide("Qwen2ForCausalLM"), sequence_length=causal.LENGTH)
+    )
+
+    def drawn(number: int) -> torch.Tensor:
+        torch.manual_seed(5)
+        return torch.cat([p.flatten() for p in build(architecture, number).parameters()])
+
+    before = drawn(2)
+    drawn(0)
+    with torch.device("meta"):
+        build(architecture, 1)
+    assert torch.equal(drawn(2), before)
+
+
+def test_layers_and_loss_travel_between_processes() -> None:
+    model = causal.pair("LlamaForCausalLM").model
+    again = pickle.loads(pickle.dumps((list(model.layers), model.loss)))  # noqa: S301  # our own
+    assert shapes(again[0][1]()) == shapes(model.layers[1]())
+
+
+@pytest.fixture(autouse=True)
+def look_anew() -> Iterator[None]:
+    """Files are looked at once per process; here they change."""
+    yield
+    weight_files.cache_clear()
+    pretrained._sources.cache_clear()
+
+
+# Mixtral's files have one tensor per expert and projection, and its model one of all.
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "GemmaForCausalLM", "MixtralForCausalLM", "GPTNeoXForCausalLM"]
+)
+def test_training_begins_with_saved_weights(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    kind = getattr(transformers, name)
+    whole = kind(kind.config_class(**causal.keys_of(name)))
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    whole.save_pretrained(tmp_path, max_shard_size="40KB")
+    model = causal_lm(weights=str(tmp_path), sequence_length=causal.LENGTH)
+    state = whole.state_dict()
+    for number, make in enumerate(model.layers):
+        layer = make()
+        for own, full in foreign_names(architecture_of(model), number).items():
+            assert torch.equal(layer.state_dict()[own], state[full]), full
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    config = transformers.LlamaConfig(**causal.keys_of("LlamaForCausalLM"))
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_the_config_has_the_last_word_over_the_directory(saved: Path) -> None:
+    keys = {"rms_norm_eps": 0.5, "num_hidden_layers": 2}
+    model = causal_lm(config=keys, weights=str(saved), sequence_length=causal.LENGTH)
+    assert len(model.layers) == 4
+    assert configuration(architecture_of(model)).rms_norm_eps == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_hidden_layers": 4}, "has no tensor model.layers.3"),
+        ({"intermediate_size": 40}, r"is \[48, 32\], and the model needs \[40, 32\]"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"architectures": None}, "does not name one architecture"),
+    ],
+)
+def test_weights_of_another_model_are_refused(
+    saved: Path, changes: dict[str, object], why: str
+) -> None:
+    path = saved / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ValueError, match=why):
+        causal_lm(weights=str(saved), sequence_length=causal.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("Qwen3ForCausaLM", {}, r"no causal language model Qwen3ForCausaLM \(did you mean Qwen3F"),
+        ("LlamaForCausalLM", {"hiden_size": 32}, r"no key hiden_size \(did you mean hidden_size"),
+        ("LlamaForCausalLM", {"hidden_size": "32"}, "transformers refuses it.*hidden_size"),
+        ("LlamaForCausalLM", {"num_attention_heads": 5}, "transformers refuses it|cannot be built"),
+        ("LlamaForCausalLM", {"max_position_embeddings": 8}, "beyond .* max_position_embeddings 8"),
+        ("LlamaForCausalLM", {"pad_token_id": 64}, "set pad_token_id to null"),
+        ("BartForCausalLM", {}, "has an encoder"),
+        ("NanoChatForCausalLM", {}, "its final norm is used in front"),
+        ("OPTForCausalLM", {}, "not one list in its base model"),
+        ("Gemma4UnifiedForCausalLM", {}, "handed more than hidden states"),
+        ("ZambaForCausalLM", {}, "cannot be"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_reason(
+    name: str, changes: dict[str, object], why: str
+) -> None:
+    keys = {**causal.keys_of(name), **changes} if hasattr(transformers, name) else {}
+    with pytest.raises(ValueError, match=why) as refusal:
+        causal_lm(name, keys, sequence_length=causal.LENGTH)
+    assert "\n" not in str(refusal.value)
+
+
+class _Altered(transformers.LlamaModel):
+    """A base model that does something of its own, at a place that a test chooses."""
+
+    place = ""
+
+    def forward(self, *positional: Any, **named: Any) -> Any:
+        def double(_: Any, __: Any, given: torch.Tensor) -> torch.Tensor:
+            return given * 2.0
+
+        def write(_: Any, __: Any, given: torch.Tensor) -> torch.Tensor:
+            return given.mul_(2.0)
+
+        hook = {"between": (self.layers[:1], double), "behind": ([self.norm], write)}
+        modules, change = hook[self.place]
+        handles = [module.register_forward_hook(change) for module in modules]
+        out = super().forward(*positional, **named)
+        for handle in handles:
+            handle.remove()
+        return out
+
+
+@pytest.mark.parametrize(
+    ("place", "why"), [("between", "between two"), ("behind", "between its final norm and its")]
+)
+def test_a_model_that_does_more_than_its_layers_is_refused(
+    monkeypatch: pytest.MonkeyPatch, place: str, why: str
+) -> None:
+    monkeypatch.setattr(_Altered, "place", place)
+    monkeypatch.setattr(modeling_llama, "LlamaModel", _Altered)
+    take_apart.cache_clear()
+    with pytest.raises(ValueError, match=why):
+        causal_lm(
+            "LlamaForCausalLM", causal.keys_of("LlamaForCausalLM"), sequence_length=causal.LENGTH
+        )
+
+
+def test_neither_name_nor_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match="give one such as"):
+        causal_lm(sequence_length=8)
+
+
+def test_nothing_is_dropped_unless_the_config_says_so() -> None:
+    keys = causal.keys_of("SeedOssForCausalLM")
+    for changes, share in ({}, 0.0), ({"attention_dropout": 0.5}, 0.5):
+        model = causal_lm("SeedOssForCausalLM", {**keys, **changes}, sequence_length=causal.LENGTH)
+        assert configuration(architecture_of(model)).attention_dropout == share
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings("default")
+def test_the_page_says_which_architectures_work() -> None:
+    page = Path(__file__).parents[3] / "docs" / "huggingface.md"
+    found = re.search(r"<!-- measured -->\n(.*)<!-- end -->", page.read_text(), re.DOTALL)
+    measured = table()
+    assert found is not None
+    assert found[1] == measured, f"put this there:\n{measured}"
+
+
+def table() -> str:
+    """Every causal language model of transformers that declares a plan, or works: whether its
+    layers compute what it does."""
+    names = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+    rows = []
+    for name in names:
+        works, plan = outcome(name), planned(name)
+        if plan or works == "yes":
+            rows.append(f"| `{name}` | {plan} | {works} | {balance(name)} |")
+    head = "| Architecture | Plan | Layers | Balancing loss |\n|---|---|---|---|"
+    return "\n".join([head, *rows, ""])
+
+
+def planned(name: str) -> str:
+    return "yes" if getattr(transformers, name).config_class.base_model_pp_plan else ""
+
+
+def outcome(name: str, **more: object) -> str:
+    """The reason in words where they do not."""
+    try:
+        causal.compare(name, tolerance=1e-5, **EAGER, **more)
+    except ValueError as error:
+        why = str(error).removeprefix("model.architecture: ").replace(f" of {name}", "")
+        tried = "transformers refuses it" not in why and "cannot be built" not in why
+        clause = re.split(r"; | \(", why.removeprefix(f"{name} cannot be cut into layers: "))[0]
+        clause = clause.removeprefix("model.config: the load-balancing loss ")
+        return f"no: {clause}" if tried else "not tried: needs a config of its own"
+    except AssertionError:
+        return "**other results**"
+    except (RuntimeError, AttributeError, TypeError) as error:
+        return f"no: {type(error).__name__}"
+    return "yes"
+
+
+def balance(name: str) -> str:
+    fields = {field.name for field in dataclasses.fields(getattr(transformers, name).config_class)}
+    if not {"output_router_logits", "router_aux_loss_coef"} <= fields:
+        return ""
+    return outcome(name, output_router_logits=True)

@@ -1,0 +1,159 @@
+"""Which model of transformers a job means, and its config: from a name, keys and a directory.
+
+Importing this imports transformers' tables of names, not its models.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from oobleck.host.command import nearest
+from oobleck.host.system.files import read_regular
+from oobleck.worker.runtime.errors import JobError
+
+_MOST_CONFIG_BYTES = 16 << 20
+#: Names of keys that have something drawn at random while training.
+_RANDOM = re.compile(r"drop|jitter")
+#: How transformers computes attention and experts; no fields, and in every config.
+_CHOICES = {"attn_implementation", "experts_implementation"}
+#: Keys that are no field of a config class and that transformers still understands: it makes
+#: `rope_parameters` of them.
+_ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A causal language model of transformers; small, hashable, and the same in every process."""
+
+    #: The class, such as `Qwen3ForCausalLM`.
+    name: str
+    #: All keys of its config that are not transformers' defaults, as JSON with sorted keys.
+    keys: str
+    #: A directory with its initial weights.
+    weights: str | None = None
+
+    @property
+    def model_class(self) -> Any:
+        return getattr(transformers, self.name)
+
+
+def choose(name: str | None, config: Mapping[str, Any] | None, weights: str | None) -> Architecture:
+    """The model that is meant; `config` has the last word over the directory's. Raises JobError."""
+    saved = {} if weights is None else _saved_config(weights)
+    if name is None:
+        name = _saved_name(saved, weights)
+    known = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+    if name not in known:
+        near = _hint(name, known)
+        raise JobError(
+            f"model.architecture: transformers {transformers.__version__} has no causal language "
+            f"model {name}{near}; give a class such as Qwen3ForCausalLM"
+        )
+    chosen = Architecture(name, "{}")
+    _check_keys(chosen, config or {})
+    keys = {**_no_dropout(chosen), **saved, **(config or {})}
+    chosen = Architecture(name, json.dumps(keys, sort_keys=True), weights)
+    configuration(chosen)
+    return chosen
+
+
+@lru_cache(maxsize=8)
+def configuration(architecture: Architecture) -> Any:
+    """The config object, checked by transformers; not to be changed. Raises JobError."""
+    keys = json.loads(architecture.keys)
+    kind = architecture.model_class.config_class
+    try:
+        config = kind.from_dict(keys)
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        why = " ".join(str(error).split())
+        raise JobError(f"model.config: transformers refuses it: {why}; correct it") from error
+    if config.is_encoder_decoder:
+        raise JobError(
+            f"model.architecture: {architecture.name} has an encoder; give one that is a decoder "
+            "alone"
+        )
+    padding, words = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
+    if padding is not None and words is not None and not -words <= padding < words:
+        raise JobError(
+            f"model.config: pad_token_id {padding} is beyond the vocab_size {words}; set "
+            "pad_token_id to null"
+        )
+    config.use_cache = False
+    return config
+
+
+def _check_keys(architecture: Architecture, keys: Mapping[str, Any]) -> None:
+    """Refuse what the config class does not know: it would keep it and never look at it."""
+    kind = architecture.model_class.config_class
+    known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map) | _CHOICES
+    known |= {key for key in _ROTARY if "rope_parameters" in known}
+    for key in keys:
+        if key not in known:
+            raise JobError(
+                f"model.config: {kind.__name__} of transformers has no key {key}"
+                f"{_hint(key, sorted(known))}; correct it or leave it out"
+            )
+
+
+def _no_dropout(architecture: Architecture) -> dict[str, float]:
+    """Zero for what a few families draw at random by default."""
+    return {
+        field.name: 0.0
+        for field in dataclasses.fields(architecture.model_class.config_class)
+        if _RANDOM.search(field.name) and isinstance(field.default, float) and field.default > 0.0
+    }
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    near = nearest(name, known)
+    return f" (did you mean {near}?)" if near else ""
+
+
+def _saved_config(directory: str) -> dict[str, Any]:
+    path = Path(directory) / "config.json"
+    try:
+        keys = json.loads(read_regular(path, _MOST_CONFIG_BYTES), object_hook=_special)
+    except OSError as error:
+        raise JobError(
+            f"model.weights: cannot read {path}: {error.strerror}; give the directory of a saved "
+            "Hugging Face model, the same on all nodes"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise JobError(f"model.weights: {path} is no JSON; copy the model anew") from error
+    if not isinstance(keys, dict):
+        raise JobError(f"model.weights: {path} is no JSON object; copy the model anew")
+    if keys.get("quantization_config") is not None:
+        raise JobError(
+            f"model.weights: {directory} has a quantised model, whose weights cannot be trained; "
+            "give the one that it was made from"
+        )
+    return keys
+
+
+def _special(found: dict[str, Any]) -> Any:
+    """transformers writes infinity as {"__float__": "Infinity"}."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
+
+
+def _saved_name(saved: Mapping[str, Any], weights: str | None) -> str:
+    if weights is None:
+        raise JobError(
+            "model: names neither an architecture nor a directory of weights; give one such as "
+            "architecture: Qwen3ForCausalLM"
+        )
+    names = saved.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise JobError(
+            f"model.weights: {weights}/config.json does not name one architecture; give it as "
+            "model.architecture"
+        )
+    return names[0]

@@ -1,0 +1,96 @@
+"""What a decoder layer of transformers is handed beside hidden states: masks, tables, flags.
+
+Owns how that for one row becomes that for several. Must not know how it is found.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Differ(Exception):
+    """What a layer is handed depends on the tokens, or is of no known kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class PerRow:
+    """A tensor that is given once per row of a micro-batch: here for one, (1, ...)."""
+
+    one: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """What a decoder layer is given beside the hidden states."""
+
+    positional: tuple[Any, ...]
+    named: Mapping[str, Any]
+
+    def common(self, other: "Handed") -> "Handed":
+        """As it is for one row, from that and what was `other` for two other rows. Raises
+        Differ."""
+        return Handed(_common(self.positional, other.positional), _common(self.named, other.named))
+
+    def to(self, rows: int) -> "Handed":
+        return Handed(
+            tuple(_expand(value, rows) for value in self.positional),
+            {key: _expand(value, rows) for key, value in self.named.items()},
+        )
+
+
+def _common(one: Any, two: Any) -> Any:
+    """`one` with its tensors marked where `two`, of two other rows, has them twice."""
+    match one:
+        case Tensor() if isinstance(two, Tensor) and not (one.requires_grad or two.requires_grad):
+            if torch.equal(one, two):
+                return one
+            if one.dim() and len(one) == 1 and torch.equal(one.expand(2, *one.shape[1:]), two):
+                return PerRow(one)
+        case tuple() | list() if len(one) == len(two):
+            return type(one)(map(_common, one, two))
+        case dict() if one.keys() == two.keys():
+            return {key: _common(one[key], two[key]) for key in one}
+        case None | bool() | int() | float() | str() if one == two:
+            return one
+    raise Differ
+
+
+def moved(found: Sequence[Handed], device: torch.device) -> tuple[Handed, ...]:
+    """The same on `device`; tensors that several layers share are there once."""
+    there: dict[int, Tensor] = {}
+    return tuple(
+        Handed(
+            tuple(_move(value, device, there) for value in one.positional),
+            {key: _move(value, device, there) for key, value in one.named.items()},
+        )
+        for one in found
+    )
+
+
+def _move(value: Any, device: torch.device, there: dict[int, Tensor]) -> Any:
+    match value:
+        case PerRow():
+            return PerRow(_move(value.one, device, there))
+        case Tensor():
+            return there.setdefault(id(value), value.to(device))
+        case tuple() | list():
+            return type(value)(_move(inner, device, there) for inner in value)
+        case dict():
+            return {key: _move(inner, device, there) for key, inner in value.items()}
+        case _:
+            return value
+
+
+def _expand(value: Any, rows: int) -> Any:
+    match value:
+        case PerRow():
+            return value.one.expand(rows, *value.one.shape[1:])
+        case tuple() | list():
+            return type(value)(_expand(inner, rows) for inner in value)
+        case dict():
+            return {key: _expand(inner, rows) for key, inner in value.items()}
+        case _:
+            return value
