@@ -4,6 +4,8 @@ exactly once, until the job ends."""
 import json
 import queue
 import threading
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +17,8 @@ from oobleck.host.command import CommandFailed
 Kind = Literal["step", "evaluation", "event"]
 #: So many are read ahead of who writes them.
 _AHEAD = 1000
+#: Steps among which the one before an event is looked for.
+_RECENT = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,8 @@ class Item:
 
     kind: Kind
     record: dict[str, Any]
+    #: That it is of; of an event: the last one before it.
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +50,14 @@ class _End:
 def feed(
     master: MasterClient, job_id: str, since: Written, tell: Callable[[str], None]
 ) -> Iterator[Item | None]:
-    """What is not written yet; None where nothing more is there at the moment. An event comes
-    behind the last step before it. `tell`: is told that the master is away, and back. Raises
-    CommandFailed."""
-    items: queue.Queue[Item | _End] = queue.Queue(_AHEAD)
+    """What is not written yet; None where nothing more is there at the moment. `tell`: is told that
+    the master is away, and back. Raises CommandFailed."""
     due = master.job(job_id).committed_step
+    # Known before any step, so that steps of long ago do not overtake them.
+    early = [json.loads(event.json) for event in master.events(job_id, follow=False)]
+    known = early[-1]["id"] if early else 0
+    early = [record for record in early if record["id"] > since.event]
+    items: queue.Queue[tuple[Kind, dict[str, Any]] | _End] = queue.Queue(_AHEAD)
     steps = follow_metrics(master, job_id, from_step=since.step + 1, tell=tell)
     evaluations = follow_metrics(
         master, job_id, from_step=since.evaluation + 1, evaluations=True, tell=_nobody
@@ -58,13 +67,18 @@ def feed(
     _pump("evaluation", map(json.loads, evaluations), items)
     _pump("event", (json.loads(event.json) for event in events), items)
     going = {"step", "evaluation", "event"}
-    early: list[Item] = []
-    at = since.step
+    #: The last steps, with their times.
+    recent = deque([(0.0, since.step)], maxlen=_RECENT)
+
+    def event_item(record: dict[str, Any]) -> Item:
+        before = bisect_right(recent, record["time"], key=lambda step: step[0])
+        return Item("event", record, recent[max(0, before - 1)][1])
+
     while going:
         if items.empty():
             # Steps of before come as fast as they are read, and events are put between them.
-            if at >= due or "step" not in going:
-                yield from early
+            if recent[-1][1] >= due or "step" not in going:
+                yield from map(event_item, early)
                 early = []
             yield None
         match items.get():
@@ -72,28 +86,32 @@ def feed(
                 raise error
             case _End(kind=kind):
                 going.remove(kind)
-            case Item(kind="event") as event:
-                if event.record["id"] > since.event:
-                    early.append(event)
-            case Item(kind="step", record=record) as step:
-                while early and early[0].record["time"] < record["time"]:
-                    yield early.pop(0)
-                at = record["step"]
-                yield step
-            case evaluation:
-                yield evaluation
-    yield from early
+            case ("event", record):
+                if record["id"] > max(known, since.event):
+                    early.append(record)
+            case ("step", record):
+                while early and early[0]["time"] < record["time"]:
+                    yield event_item(early.pop(0))
+                recent.append((record["time"], record["step"]))
+                yield Item("step", record, record["step"])
+            case (kind, record):
+                yield Item(kind, record, record["step"])
+    yield from map(event_item, early)
 
 
 def _nobody(line: str) -> None:
     """One of the three says it."""
 
 
-def _pump(kind: Kind, records: Iterable[dict[str, Any]], items: "queue.Queue[Item | _End]") -> None:
+def _pump(
+    kind: Kind,
+    records: Iterable[dict[str, Any]],
+    items: "queue.Queue[tuple[Kind, dict[str, Any]] | _End]",
+) -> None:
     def run() -> None:
         try:
             for record in records:
-                items.put(Item(kind, record))
+                items.put((kind, record))
         except CommandFailed as error:
             items.put(_End(kind, error))
         else:

@@ -33,8 +33,6 @@ class TensorBoard:
         self._file = open_locked(folder / job_id / FILE)
         self.written = _recover(self._file)
         self._writer = RecordWriter(self._file)
-        #: The last step that was written, which events are shown at.
-        self._step = self.written.step
         if self._file.tell() == 0:
             self._put(event_pb2.Event(file_version="brain.Event:2"))
 
@@ -42,12 +40,11 @@ class TensorBoard:
         record = item.record
         match item.kind:
             case "step":
-                self._step = record["step"]
                 self._scalars(record, values.of_step(record))
             case "evaluation":
                 self._scalars(record, values.of_evaluation(record))
             case "event":
-                self._text(record["time"], values.of_event(record))
+                self._text(item)
 
     def flush(self) -> None:
         self._file.flush()
@@ -64,10 +61,10 @@ class TensorBoard:
         event.summary.value.extend(told)
         self._put(event)
 
-    def _text(self, unix: float, text: str) -> None:
+    def _text(self, item: Item) -> None:
         tensor = tensor_pb2.TensorProto(
             dtype=types_pb2.DT_STRING,
-            string_val=[text.encode()],
+            string_val=[values.of_event(item.record).encode()],
             tensor_shape=tensor_shape_pb2.TensorShapeProto(
                 dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)]
             ),
@@ -76,7 +73,7 @@ class TensorBoard:
         value = summary_pb2.Summary.Value(
             tag=_EVENTS, tensor=tensor, metadata=summary_pb2.SummaryMetadata(plugin_data=kind)
         )
-        event = event_pb2.Event(wall_time=unix, step=self._step)
+        event = event_pb2.Event(wall_time=item.record["time"], step=item.step)
         event.summary.value.append(value)
         self._put(event)
 

@@ -28,16 +28,16 @@ def step(number: int, loss: float | None = 0.5) -> Item:
         "generation": 1,
         "time": 1000.0 + number,
     }
-    return Item("step", record)
+    return Item("step", record, number)
 
 
 ITEMS = [
     step(1),
     step(2, None),
-    Item("event", {"id": 1, "time": 1002.5, "event": "submitted"}),
+    Item("event", {"id": 1, "time": 1002.5, "event": "submitted"}, 2),
     step(3),
-    Item("evaluation", {"step": 3, "loss": 0.25, "perplexity": 1.28, "time": 1003.5}),
-    Item("event", {"id": 2, "time": 1004.5, "event": "failed", "reason": "the fans"}),
+    Item("evaluation", {"step": 3, "loss": 0.25, "perplexity": 1.28, "time": 1003.5}, 3),
+    Item("event", {"id": 2, "time": 1004.5, "event": "failed", "reason": "the fans"}, 3),
 ]
 
 
