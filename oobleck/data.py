@@ -1,6 +1,6 @@
 """Data sets that are installed with Oobleck: rows in files of arrays, and Hugging Face's folders.
 
-    data: {plugin: arrays, arguments: {path: /data/digits, inputs: images, targets: labels}}
+data: {plugin: arrays, arguments: {path: /data/digits, inputs: images, targets: labels}}
 """
 
 from collections.abc import Sequence

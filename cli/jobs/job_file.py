@@ -90,7 +90,8 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
         if isinstance(model, ModelSpec):
             return dataclasses.replace(model, weights=absolute(model.weights))
         assert isinstance(model, OwnModelSpec), "there are two kinds"
-        return dataclasses.replace(model, path=code_folder(model.python, model.path, base))
+        path = code_folder(model.python, model.path, base)
+        return dataclasses.replace(model, path=path, weights=absolute(model.weights))
 
     checkpoint, evaluation = job.checkpoint, job.evaluation
     try:

@@ -31,6 +31,8 @@ class Code:
     path: str | None
     #: JSON of the keyword arguments.
     arguments: Json
+    #: Whether it is Oobleck's own, which needs no leave.
+    ours: bool = False
 
     @property
     def module(self) -> str:

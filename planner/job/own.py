@@ -1,5 +1,6 @@
 """A model of the user's: the code that makes it, and what is known of it before it is run."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +15,15 @@ NOT_DESCRIBED = Json("")
 #: Layers of a model at most.
 MOST_LAYERS = 514
 #: Keys that no model has but one of the user's.
-OWN_KEYS = ("plugin", "python")
+OWN_KEYS = ("plugin", "python", "architecture")
+#: What takes a causal language model of transformers apart into layers.
+_TRANSFORMERS = "oobleck.worker.models.huggingface:causal_lm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnModelSpec(AnyModel):
-    """What a function of the user's returns, an `oobleck.model.Model`."""
+    """What a function returns, an `oobleck.model.Model`: one of the user's, or the one that takes
+    causal language models of transformers apart."""
 
     #: An entry point of the group oobleck.models, or a function (package.module:function).
     plugin: str | None = None
@@ -28,6 +32,11 @@ class OwnModelSpec(AnyModel):
     path: str | None = None
     #: What it is called with.
     arguments: Json = NO_ARGUMENTS
+    #: Or a class of transformers, such as Qwen3ForCausalLM, with keys of its config, and a
+    #: directory with initial weights, the same on all nodes.
+    architecture: str | None = None
+    config: Json = NO_ARGUMENTS
+    weights: str | None = None
     #: Where the data are tokens: of a row.
     sequence_length: int | None = None
     #: And how many there are.
@@ -36,10 +45,15 @@ class OwnModelSpec(AnyModel):
     described: Json = NOT_DESCRIBED
 
     def __post_init__(self) -> None:
-        if self.plugin is None and self.python is None:
-            raise ValueError("plugin: give plugin (an entry point) or python (a function)")
+        if sum(name is not None for name in (self.plugin, self.python, self.architecture)) != 1:
+            raise ValueError(
+                "plugin: give exactly one of plugin (an entry point), python (a function) and "
+                "architecture (a class of transformers)"
+            )
         check_code(plugin=self.plugin, python=self.python, path=self.path)
-        check_paths("path", [self.path])
+        for name in ("path", "weights"):
+            check_paths(name, [getattr(self, name)])
+        self._check_transformers()
         if self.sequence_length is not None and not 1 <= self.sequence_length <= 1 << 22:
             raise ValueError(f"sequence_length: {self.sequence_length} is not in 1 to {1 << 22}")
         if not 2 <= self.vocabulary <= 1 << 24:
@@ -50,8 +64,28 @@ class OwnModelSpec(AnyModel):
                 "several into one"
             )
 
+    def _check_transformers(self) -> None:
+        if self.architecture is None:
+            for name, given in (("config", self.config != NO_ARGUMENTS), ("weights", self.weights)):
+                if given:
+                    raise ValueError(f"{name}: goes with architecture; put it into arguments")
+            return
+        if self.arguments != NO_ARGUMENTS:
+            raise ValueError("arguments: architecture takes none; put them into config")
+        if self.sequence_length is None:
+            raise ValueError("sequence_length: is missing; give the tokens of a row")
+
     @property
     def code(self) -> Code:
+        if self.architecture is not None:
+            arguments = {
+                "architecture": self.architecture,
+                "config": json.loads(self.config),
+                "weights": self.weights,
+                "sequence_length": self.sequence_length,
+            }
+            told = Json(json.dumps(arguments))
+            return Code(name=_TRANSFORMERS, group=None, path=None, arguments=told, ours=True)
         name = self.plugin or self.python
         assert name is not None, "it was checked"
         group = "oobleck.models" if self.plugin else None
@@ -70,7 +104,13 @@ class OwnModelSpec(AnyModel):
 
     @property
     def tokens(self) -> int:
+        if self.architecture is not None and self.known:
+            return self.description.layers[-1].output.tensors[0].shape[-1]
         return self.vocabulary
+
+    @property
+    def initial(self) -> str | None:
+        return self.weights
 
     @property
     def layer_count(self) -> int:
@@ -98,7 +138,8 @@ class OwnModelSpec(AnyModel):
 
     @property
     def label(self) -> str:
-        name = (self.plugin or self.python or "").replace(":", "-").rpartition(".")[2]
+        given = self.plugin or self.python or self.architecture or ""
+        name = given.replace(":", "-").rpartition(".")[2]
         return f"{name}-{self.layer_count}"
 
 

@@ -19,6 +19,7 @@ from oobleck.host.storage.checkpoints import prune, sweep
 from oobleck.host.storage.folder import CHUNK_BYTES, Content, Folder
 from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import WorkerId
+from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import AnyModel, JobSpec, ModelSpec
 from oobleck.planner.recovery.checkpoint import (
     MANIFEST,
@@ -316,6 +317,6 @@ def _describe(error: Exception) -> str:
 
 def _told(model: AnyModel) -> AnyModel:
     """As a manifest may say it."""
-    if isinstance(model, ModelSpec) and model.weights is not None:
+    if isinstance(model, ModelSpec | OwnModelSpec) and model.weights is not None:
         return replace(model, weights=redact(model.weights))
     return model

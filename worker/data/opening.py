@@ -17,4 +17,4 @@ def open_dataset(
     model = job.model
     assert isinstance(model, ModelSpec | OwnModelSpec), "there are two kinds"
     assert model.sequence_length is not None, "a job with tokens has it"
-    return Dataset(spec, model.sequence_length, model.vocabulary, held_out=held_out, key=key)
+    return Dataset(spec, model.sequence_length, model.tokens, held_out=held_out, key=key)
