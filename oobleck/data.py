@@ -52,22 +52,24 @@ def arrays(path: str, inputs: Names = "inputs", targets: Names = "targets") -> R
     `path`; memory-mapped, so that they may be larger than memory."""
     names = _all(inputs, targets)
     folder = Path(path)
-    if folder.is_dir() and all((folder / f"{name}.npy").is_file() for name in names):
-        columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in names}
-        return _Columns(columns, inputs, targets)
+    columns: dict[str, Any] = {
+        name: np.load(folder / f"{name}.npy", mmap_mode="r")
+        for name in names
+        if (folder / f"{name}.npy").is_file()
+    }
     files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
-    slices = {}
     for file in files:
-        opened = safe_open(file, framework="np")
-        slices |= {name: _Slice(opened, name) for name in opened.keys()}  # noqa: SIM118  # no dict
-    missing = [name for name in names if name not in slices]
+        opened: Any = safe_open(file, framework="np")
+        stored = set(opened.keys())
+        columns |= {n: _Slice(opened, n) for n in names if n in stored and n not in columns}
+    missing = [name for name in names if name not in columns]
     if missing:
         has = sorted({entry.name for entry in folder.iterdir()}) if folder.is_dir() else []
         raise FileNotFoundError(
             f"{path} has no {missing[0]}.npy and no safetensors file with {missing[0]}; "
             f"it has {', '.join(has[:8]) or 'nothing'}"
         )
-    return _Columns({name: slices[name] for name in names}, inputs, targets)
+    return _Columns(columns, inputs, targets)
 
 
 class _Slice:
