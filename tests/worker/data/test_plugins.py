@@ -59,7 +59,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     np.save(tmp_path / "targets.npy", LABELS[:4])
     with pytest.raises(JobError, match="unequal length"):
         opened("arrays", path=str(tmp_path))
-    with pytest.raises(NodeError, match=r"no entry point array .* it has arrays, huggingface"):
+    with pytest.raises(NodeError, match=r"no entry point array .*it has arrays, huggingface"):
         opened("array", path=str(tmp_path))
 
 
