@@ -5,13 +5,17 @@ An error is the node's, the user's or our own. Must not know training.
 
 import logging
 
-import torch
-
 from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.messages import Failed, Launch
 from oobleck.planner.redact import redact
+from oobleck.worker.runtime.code import described
 from oobleck.worker.runtime.control import Control
-from oobleck.worker.runtime.errors import InvariantViolation, JobError, NodeError
+from oobleck.worker.runtime.errors import (
+    InvariantViolation,
+    JobError,
+    NodeError,
+    for_want_of_memory,
+)
 from oobleck.worker.session import Session
 
 log = logging.getLogger(__name__)
@@ -27,6 +31,8 @@ def run(launch: Launch, control: Control, pid: int) -> int:
     except (DataError, NodeError, OSError) as error:
         control.report(Failed(kind="node", message=redact(str(error))))
     except JobError as error:
+        if error.__cause__ is not None:
+            log.exception("the job's code failed")
         control.report(Failed(kind="user", message=redact(str(error))))
     except Exception as error:
         # The process boundary: whatever the model or the optimizer raised is the job's failure.
@@ -38,9 +44,9 @@ def run(launch: Launch, control: Control, pid: int) -> int:
 def describe(error: Exception) -> str:
     """One line; for want of memory, the one that says what to do."""
     line = str(error).partition("\n")[0]
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in line:
+    if for_want_of_memory(error):
         return (
             f"out of memory ({line or type(error).__name__}); lower training.microbatch, or set "
             "resources.memory_per_worker to what is free so that the plan uses more nodes"
         )
-    return f"{type(error).__name__}: {line}"
+    return described(error)

@@ -16,7 +16,7 @@ from torch import Tensor
 from oobleck.host.data.token_file import DataError
 from oobleck.planner.job.code import Code
 from oobleck.worker.data.order import Order
-from oobleck.worker.models.tree import flatten, map_tensors, structure, unflatten
+from oobleck.worker.models.tree import flatten, map_tensors, shown, structure, unflatten
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError
 
@@ -151,7 +151,7 @@ class OwnDataset:
 
     def _form_of(self, sample: tuple[Any, Any]) -> str:
         """Structure, shapes and types, for people to read and to compare."""
-        return " -> ".join(map(_form, sample))
+        return " -> ".join(map(shown, sample))
 
     def _fingerprint(self) -> bytes:
         found = hashlib.sha256(f"{self.order}\0{self._form}".encode())
@@ -160,11 +160,3 @@ class OwnDataset:
         for number in sorted({i * (size - 1) // max(1, count - 1) for i in range(count)}):
             found.update(digest(self._read(number)))
         return found.digest()
-
-
-def _form(tree: Any) -> str:
-    if isinstance(tree, Tensor):
-        return f"{str(tree.dtype).removeprefix('torch.')}{list(tree.shape)}"
-    if isinstance(tree, dict):
-        return "{" + ", ".join(f"{name}: {_form(item)}" for name, item in tree.items()) + "}"
-    return "(" + ", ".join(map(_form, tree)) + ")"

@@ -25,7 +25,7 @@ from oobleck.planner.job.description import (
 )
 from oobleck.planner.job.own import MOST_LAYERS, OwnModelSpec
 from oobleck.worker.models import own
-from oobleck.worker.models.tree import flatten, structure, unflatten
+from oobleck.worker.models.tree import flatten, map_tensors, shown, structure, unflatten
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError
 
@@ -57,17 +57,17 @@ def describe(spec: OwnModelSpec, sample: tuple[Any, Any], *, seed: int, dtype: t
         )
     inputs, targets = (sketch_of_sample(side, dtype) for side in sample)
     tied = _tied(spec, count)
-    incoming = inputs
+    incoming, giver = inputs, "the data"
     #: What makes a layer alike to another one: what it takes, and what it is.
     found: list[tuple[TreeSketch, _Shapes, LayerSketch]] = []
     for number in range(count):
         ends = [first for first, _ in tied] if number == 0 else []
         ends += [last for _, last in tied] if number == count - 1 else []
-        shapes, layer = _Layer(spec, number, incoming, ends, seed, dtype).describe(
+        shapes, layer = _Layer(spec, number, incoming, giver, ends, seed, dtype).describe(
             targets if number == count - 1 else None
         )
         found.append((incoming, shapes, layer))
-        incoming = layer.output
+        incoming, giver = layer.output, f"layer {number} ({layer.name})"
     kinds = list(dict.fromkeys(found))
     description = Description(
         kinds=tuple(layer for _, _, layer in kinds),
@@ -109,6 +109,8 @@ class _Layer:
     spec: OwnModelSpec
     number: int
     incoming: TreeSketch
+    #: Whose output that is.
+    giver: str
     #: Its parameters that are tied.
     tied: Sequence[str]
     seed: int
@@ -128,8 +130,10 @@ class _Layer:
             except JobError:
                 raise
             except Exception as error:  # noqa: BLE001  # a user's layer may raise anything
+                given = shown(_made(self.incoming, _FEW, "meta"))
                 raise JobError(
-                    f"model: {where} fails on {_shown(self.incoming)}: {code.described(error)}"
+                    f"model: {where} fails on {given}, which {self.giver} gives for {_FEW} rows: "
+                    f"{code.described(error)}"
                 ) from shapes_alone
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._check_tied(trained, where)
@@ -165,11 +169,20 @@ class _Layer:
                 kept[storage._cdata] = storage.nbytes()
             return tensor.detach()
 
-        x = _made(self.incoming, rows, device)
+        leaves = _made(self.incoming, rows, device)
+        # A leaf cannot be written to, and torch's error would not say what to do.
+        x = map_tensors(lambda tensor: tensor.clone(), leaves)
+        versions = [tensor._version for tensor in flatten(x)]
         flops = FlopCounterMode(display=False)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         with _Draws() as draws, flops, hooks:
             output = module(x)
+            if versions != [tensor._version for tensor in flatten(x)]:
+                raise JobError(
+                    f"model: layer {self.number} ({type(module).__name__}) writes into what it is "
+                    "given; make a new tensor, as x = x + y instead of x += y, and nn.ReLU() "
+                    "instead of nn.ReLU(inplace=True)"
+                )
             if targets is not None:
                 own.row_losses(self.spec, output, _made(targets, rows, device), rows)
         return _Run(
@@ -236,11 +249,6 @@ def _output(few: Any, more: Any, where: str) -> TreeSketch:
             TensorSketch(shape=shape[1:], dtype=_name(tensor.dtype), gradient=tensor.requires_grad)
         )
     return TreeSketch(tensors=tuple(found), structure=form)
-
-
-def _shown(sketch: TreeSketch) -> str:
-    shapes = (f"{tensor.dtype}{[_FEW, *tensor.shape]}" for tensor in sketch.tensors)
-    return ", ".join(shapes) or "nothing"
 
 
 def _tied(spec: OwnModelSpec, count: int) -> tuple[tuple[str, str], ...]:

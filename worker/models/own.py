@@ -17,9 +17,9 @@ from oobleck.model import Model, drawing, seed_all
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.linear import split_linear
-from oobleck.worker.models.tree import Tree, flatten
+from oobleck.worker.models.tree import Tree, flatten, shown
 from oobleck.worker.runtime import code
-from oobleck.worker.runtime.errors import JobError, NodeError
+from oobleck.worker.runtime.errors import JobError, NodeError, for_want_of_memory
 from oobleck.worker.runtime.random import RowKeys
 
 #: Methods of tensors, and functions of torch.nn.init, that draw.
@@ -62,9 +62,13 @@ class OwnLayer(Layer):
             seed_all(rows.seed, "forward", rows.step, rows.positions[0], self.layer)
         try:
             return self.module(x)
-        except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
-            error.add_note(f"in layer {self.layer} ({type(self.module).__name__})")
-            raise
+        except Exception as error:
+            if for_want_of_memory(error):
+                raise
+            raise JobError(
+                f"model: layer {self.layer} ({type(self.module).__name__}) failed: "
+                f"{code.described(error)}"
+            ) from error
 
     def row_losses(self, output: Tree, targets: Tree) -> Tensor:
         return row_losses(self._spec, output, targets, len(flatten(targets)[0]))
@@ -214,7 +218,12 @@ def row_losses(spec: OwnModelSpec, output: Tree, targets: Tree, rows: int) -> Te
     try:
         found = user_model(spec).loss(output, targets)
     except Exception as error:
-        raise JobError(f"model: the loss failed: {code.described(error)}") from error
+        if for_want_of_memory(error):
+            raise
+        raise JobError(
+            f"model: the loss failed on {shown(output)} and {shown(targets)}: "
+            f"{code.described(error)}"
+        ) from error
     if not isinstance(found, Tensor) or found.shape != (rows,):
         what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise JobError(

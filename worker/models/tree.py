@@ -50,6 +50,15 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     return function(tree) if isinstance(tree, Tensor) else _map(function, tree, ())
 
 
+def shown(tree: Tree) -> str:
+    """Types and shapes, for people to read and to compare."""
+    if isinstance(tree, Tensor):
+        return f"{str(tree.dtype).removeprefix('torch.')}{list(tree.shape)}"
+    if isinstance(tree, dict):
+        return "{" + ", ".join(f"{name}: {shown(part)}" for name, part in tree.items()) + "}"
+    return "(" + ", ".join(map(shown, tree)) + ")"
+
+
 #: Keys and numbers from the whole tree down to a part of it.
 _Path = tuple[str | int, ...]
 

@@ -21,6 +21,8 @@ from oobleck.worker.runtime.errors import JobError, NodeError
 
 #: Any module, from anywhere.
 ANY = "*"
+#: Packages whose lines say nothing of where the user's code is wrong.
+_NOT_THE_USERS = sys.stdlib_module_names | {"oobleck", "torch", "numpy"}
 
 _allowed: tuple[str, ...] = ()
 
@@ -42,12 +44,16 @@ def call(code: Code, key: str) -> Any:
 
 
 def described(error: BaseException) -> str:
-    """One line for an exception of the user's code: what, and where it was raised."""
-    last = traceback.extract_tb(error.__traceback__)[-1:]
-    where = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
+    """One line for an exception of the user's code: what, and the last line of theirs that was
+    run."""
+    places = [
+        f" ({Path(frame.f_code.co_filename).name}:{line})"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS
+    ]
     text = str(error).strip().partition("\n")[0]
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return inline(f"{what}{where}")
+    return inline(f"{what}{places[-1] if places else ''}")
 
 
 def fingerprint(code: Code) -> str:

@@ -4,6 +4,8 @@ import contextlib
 import re
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from oobleck.planner.ids import Generation, WorkerId
 
 #: The C++ source position in front of one of torch's messages, and its advice behind.
@@ -58,6 +60,13 @@ class NodeError(ValueError):
 
 class InvariantViolation(Exception):
     """Ours: a state that must not exist. The worker crashes with it rather than train on."""
+
+
+def for_want_of_memory(error: Exception) -> bool:
+    """Whether it was raised since there is too little memory."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        "can't allocate memory" in str(error).partition("\n")[0]
+    )
 
 
 @contextlib.contextmanager
