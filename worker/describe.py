@@ -1,42 +1,86 @@
-"""Describes the model of a job, as `oobleck submit` needs it: a short process, since the command
-line has no torch, and a user's code may do anything.
+"""Describes the model of a job and looks for what is wrong with it, for the command line: a short
+process, since that has no torch, and a user's code may do anything.
 
-    python -m oobleck.worker.describe < JOB.json > DESCRIPTION.json
+    python -m oobleck.worker.describe [--always] < JOB.json > FOUND.json
 
-Ends with 2 and one line on standard error where the model or the data are at fault. What the user's
-code prints goes to standard error too.
+FOUND has the `description`, null where the model or the data do not allow one; the `problems`; and
+whether the model was `run` for real, which a large one is only with --always. What the user's code
+prints goes to standard error.
 """
 
+import json
 import os
 import sys
 import warnings
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from oobleck.host.data.token_file import DataError
+from oobleck.planner.job.code import Json
 from oobleck.planner.job.file import parse_job
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
+from oobleck.worker.data.check import check_data
 from oobleck.worker.data.own import OwnDataset
+from oobleck.worker.models.check import SAMPLES, check
 from oobleck.worker.models.describe import describe
+from oobleck.worker.models.tree import map_tensors
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, NodeError
+from oobleck.worker.runtime.problem import Problem, as_problem
+
+#: Parameters of a layer of each kind together, above which a run takes too long to wait for
+#: unasked.
+_LARGE = 1_000_000_000
 
 
-def described(job: JobSpec) -> str:
-    """Raises DataError, JobError, NodeError."""
-    spec = job.model
+@dataclass(kw_only=True)
+class Found:
+    """What is known of a job's model and data so far."""
+
+    description: Json | None = None
+    problems: list[Problem] = field(default_factory=list)
+    run: bool = False
+
+
+def look_at(job: JobSpec, *, always: bool) -> Found:
+    """All that can be found out; `always`: by a real run too, however large the model is."""
+    found = Found()
+    try:
+        _look_at(job, found, always)
+    except (DataError, JobError, NodeError) as error:
+        found.problems.append(as_problem(error))
+    return found
+
+
+def _look_at(job: JobSpec, found: Found, always: bool) -> None:
+    spec, seed = job.model, job.training.seed
     assert isinstance(spec, OwnModelSpec), "the others are known by their kind"
-    wide = job.training.precision == "fp64"
-    source = job.data.code
-    if source is None:
-        assert spec.sequence_length is not None, "the job was checked"
-        tokens = torch.zeros(spec.sequence_length, dtype=torch.int64)
-        sample = tokens, tokens
+    dtype = torch.float64 if job.training.precision == "fp64" else torch.float32
+    if job.data.code is None:
+        samples = _made_up(spec)
     else:
-        sample = OwnDataset(source, wide=wide).sample(0)
-    dtype = torch.float64 if wide else torch.float32
-    return describe(spec, sample, seed=job.training.seed, dtype=dtype)
+        dataset = OwnDataset(job.data.code, wide=dtype == torch.float64)
+        found.problems += check_data(dataset)
+        rows = dataset.rows(seed, 1, range(SAMPLES), SAMPLES)
+        samples = rows.inputs, rows.targets
+    inputs, targets = (map_tensors(lambda tensor: tensor[0], side) for side in samples)
+    found.description = describe(spec, (inputs, targets), seed=seed, dtype=dtype)
+    known = replace(spec, described=found.description)
+    found.run = always or sum(kind.parameters for kind in known.description.kinds) <= _LARGE
+    if found.run:
+        found.problems += check(known, samples, seed=seed, dtype=dtype)
+
+
+def _made_up(spec: OwnModelSpec) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of tokens: text may still have to be cut into them."""
+    assert spec.sequence_length is not None, "the job was checked"
+    draws = torch.Generator().manual_seed(0)
+    shape = SAMPLES, spec.sequence_length + 1
+    tokens = torch.randint(spec.vocabulary, shape, generator=draws)
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 def main() -> int:
@@ -45,13 +89,9 @@ def main() -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     code.allow((code.ANY,))  # it is the user's own machine
-    try:
-        text = described(parse_job(sys.stdin.read()))
-    except (DataError, JobError, NodeError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+    found = look_at(parse_job(sys.stdin.read()), always="--always" in sys.argv[1:])
     with os.fdopen(result, "w") as out:
-        out.write(text)
+        json.dump(asdict(found), out)
     return 0
 
 

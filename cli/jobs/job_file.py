@@ -24,34 +24,42 @@ _LOOKED_AT_BYTES = 1 << 24
 def read_job(
     path: Path, overrides: Sequence[str], shown_as: Mapping[str, str] | None = None
 ) -> "JobSpec":
-    """The job with all paths made absolute; errors name the file and the line, or the override.
+    """The job with all paths made absolute, and a model of the user's looked at; errors name the
+    file and the line, or the override.
 
     `shown_as`: how the user wrote an override, where it is not `--set OVERRIDE`.
     """
+    return with_description(read_only(path, overrides, shown_as))
+
+
+def read_only(
+    path: Path, overrides: Sequence[str], shown_as: Mapping[str, str] | None = None
+) -> "JobSpec":
+    """The same, without a look at the model."""
     stdin = str(path) == "-"
     source = "standard input" if stdin else str(path)
     text = read_text(path, JOB_FILE)
     base = Path.cwd() if stdin else path.absolute().parent
-    return job_of_text(text, overrides, source=source, base=base, shown_as=shown_as)
+    return _parsed(text, overrides, source, base, shown_as or {})
 
 
-def job_of_text(
-    text: str,
-    overrides: Sequence[str],
-    *,
-    source: str,
-    base: Path,
-    shown_as: Mapping[str, str] | None = None,
-) -> "JobSpec":
+def job_of_text(text: str, overrides: Sequence[str], *, source: str, base: Path) -> "JobSpec":
     """As `read_job`, of the text of a job file; `base`: what relative paths in it are relative to;
     `source`: what messages call it."""
+    return with_description(_parsed(text, overrides, source, base, {}))
+
+
+def _parsed(
+    text: str, overrides: Sequence[str], source: str, base: Path, shown_as: Mapping[str, str]
+) -> "JobSpec":
+    """With all paths made absolute."""
     from oobleck.planner.errors import InvalidJob
     from oobleck.planner.job.file import parse_job
 
     def read(name: str) -> str:
         return read_text(base / os.path.expanduser(name), CONFIG_OF_MODEL)
 
-    shown = {given: (shown_as or {}).get(given, f"--set {given}") for given in overrides}
+    shown = {given: shown_as.get(given, f"--set {given}") for given in overrides}
     try:
         job = parse_job(text, overrides=overrides, source=source, read=read)
     except InvalidJob as error:
@@ -65,7 +73,7 @@ def job_of_text(
                 what = message.removeprefix(source).partition(": ")[2]
                 message = f"{', '.join(shown.values())}: {what}"
         raise CommandFailed(message, options.USAGE) from error
-    return with_description(with_absolute_paths(job, base))
+    return with_absolute_paths(job, base)
 
 
 def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":

@@ -2,14 +2,20 @@
 it described by a process that has torch."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from oobleck.cli import options
 from oobleck.host.command import CommandFailed
+from oobleck.host.display import inline
 
 if TYPE_CHECKING:
     from oobleck.planner.job.spec import JobSpec
@@ -29,29 +35,89 @@ def code_folder(python: str | None, path: str | None, base: Path) -> str | None:
     return str(base) if beside else None
 
 
-def with_description(job: "JobSpec") -> "JobSpec":
-    """The job with its model's layers known."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is wrong with a model or its data, and the fix."""
+
+    where: str
+    sentence: str
+    #: The job may be run as it is.
+    warning: bool
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.sentence}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What is known of a model after a look at it."""
+
+    #: With its layers known, where they could be.
+    job: "JobSpec"
+    problems: Sequence[Problem]
+    #: Whether it was run for real.
+    run: bool
+
+    @property
+    def refusals(self) -> Sequence[Problem]:
+        return [problem for problem in self.problems if not problem.warning]
+
+
+def look_at(job: "JobSpec", *, always: bool = False) -> Found:
+    """`always`: run the model for real, however large it is."""
     from oobleck.planner.job.code import Json
     from oobleck.planner.job.file import format_job
     from oobleck.planner.job.own import OwnModelSpec
 
     if not isinstance(job.model, OwnModelSpec):
-        return job
+        return Found(job=job, problems=[], run=False)
     unknown = dataclasses.replace(
         job, model=dataclasses.replace(job.model, described=Json("")), evaluation=None
     )
-    found = subprocess.run(
-        [sys.executable, "-m", _MODULE],
+    ended = subprocess.run(
+        [sys.executable, "-m", _MODULE, *(["--always"] if always else [])],
         input=format_job(unknown),
         capture_output=True,
         text=True,
         check=False,
     )
-    if found.returncode:
-        lines = found.stderr.strip().splitlines() or [f"{_MODULE} ended with {found.returncode}"]
-        raise CommandFailed(lines[-1], options.USAGE)
-    try:
-        model = dataclasses.replace(job.model, described=Json(found.stdout))
-        return dataclasses.replace(job, model=model)
-    except ValueError as error:
-        raise CommandFailed(str(error), options.USAGE) from error
+    if ended.returncode:
+        # The user's code ended the process: of what that raises, there is one line at the end.
+        lines = ended.stderr.strip().splitlines() or ["it printed nothing"]
+        text = f"model: its code ended the process that looked at it ({lines[-1]})"
+        raise CommandFailed(text, options.USAGE)
+    found = json.loads(ended.stdout)
+    problems = [Problem(**fields) for fields in found["problems"]]
+    if found["description"] is not None:
+        model = dataclasses.replace(job.model, described=Json(found["description"]))
+        try:
+            job = dataclasses.replace(job, model=model)
+        except ValueError as error:
+            raise CommandFailed(str(error), options.USAGE) from error
+    return Found(job=job, problems=problems, run=found["run"])
+
+
+def with_description(job: "JobSpec") -> "JobSpec":
+    """The job with its model's layers known. What is wrong with it is told; the last line of that
+    is raised."""
+    found = look_at(job)
+    for problem in found.problems:
+        if problem.warning:
+            tell(f"warning: {problem}")
+    refuse(found.refusals)
+    if found.job.model.family == "own" and not found.run:
+        tell("note: the model is large and was not run; 'oobleck check' runs it layer by layer")
+    return found.job
+
+
+def tell(line: str) -> None:
+    click.echo(inline(f"oobleck: {line}"), err=True)
+
+
+def refuse(problems: Sequence[Problem]) -> None:
+    """End the command with a line for each; without any nothing happens."""
+    if problems:
+        *others, last = problems
+        for problem in others:
+            tell(str(problem))
+        raise CommandFailed(str(last), options.USAGE)

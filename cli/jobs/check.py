@@ -1,0 +1,104 @@
+"""`oobleck check`: whether a job would be taken, and what its model is made of."""
+
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from oobleck.cli import options
+from oobleck.cli.jobs.job_file import check_checkpoints, check_inputs, read_only, read_profile
+from oobleck.cli.jobs.own_model import Found, look_at, refuse, tell
+
+if TYPE_CHECKING:
+    from oobleck.planner.job.description import TreeSketch
+    from oobleck.planner.job.spec import JobSpec
+
+EPILOG = """\b
+Exit codes: 0 nothing is wrong, 2 the job would be refused, with a line on standard error for each
+problem."""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("job_file", metavar="JOB.yaml", type=click.Path(dir_okay=False, path_type=Path))
+@options.set_option
+@options.json_option("Layers and problems as one JSON object.")
+def check(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Look for what is wrong with the job that JOB.yaml (- for standard input) describes.
+
+    No master is asked: files are looked for on this machine. A model of your own is run for one
+    micro-batch, layer by layer, and shown as a table.
+    """
+    from oobleck.cli.output import text
+
+    found = look_at(read_only(job_file, overrides), always=True)
+    if found.job.model.known:
+        check_inputs(found.job)
+        check_checkpoints(found.job)
+        read_profile(found.job)
+    layers = _layers(found.job)
+    if as_json:
+        problems = [
+            {"where": p.where, "sentence": p.sentence, "warning": p.warning} for p in found.problems
+        ]
+        click.echo(
+            text.dump_line({"ok": not found.refusals, "layers": layers, "problems": problems})
+        )
+        return options.USAGE if found.refusals else 0
+    _show(found, layers)
+    return 0
+
+
+def _show(found: Found, layers: list[dict[str, Any]]) -> None:
+    from oobleck.cli.output.table import table, terminal_width
+    from oobleck.planner.units import format_bytes
+
+    if layers:
+        heads = ("LAYERS", "CLASS", "PARAMETERS", "KEPT PER ROW", "OUTPUT PER ROW")
+        rows = [
+            (
+                _range(layer["first"], layer["last"]),
+                layer["class"],
+                f"{layer['parameters']:,}",
+                format_bytes(layer["kept_bytes"]),
+                ", ".join(layer["output"]),
+            )
+            for layer in layers
+        ]
+        click.echo(table(heads, rows, width=terminal_width()))
+    for problem in found.problems:
+        if problem.warning:
+            tell(f"warning: {problem}")
+    refuse(found.refusals)
+    click.echo("ok")
+
+
+def _range(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _layers(job: "JobSpec") -> list[dict[str, Any]]:
+    """Of a model of the user's: a record for each run of layers that are alike."""
+    from oobleck.planner.job.own import OwnModelSpec
+
+    model = job.model
+    if not isinstance(model, OwnModelSpec) or not model.known:
+        return []
+    found = []
+    for kind, run in groupby(range(model.layer_count), key=model.order.__getitem__):
+        numbers, sketch = list(run), model.description.kinds[kind]
+        found.append(
+            {
+                "first": numbers[0],
+                "last": numbers[-1],
+                "class": sketch.name,
+                "parameters": sketch.parameters,
+                "kept_bytes": sketch.kept_bytes,
+                "output": _shapes(sketch.output),
+            }
+        )
+    return found
+
+
+def _shapes(output: "TreeSketch") -> list[str]:
+    return [f"{tensor.dtype}{list(tensor.shape)}" for tensor in output.tensors]

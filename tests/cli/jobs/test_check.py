@@ -1,0 +1,78 @@
+"""`oobleck check`, and what a submit says of a model of the user's; no master is asked."""
+
+import json
+from pathlib import Path
+
+from support.commands import run
+from support.folders import ROOT
+
+SUPPORT = ROOT / "tests" / "support"
+JOB = """\
+name: demo
+model: {{python: "bad_models:{model}", path: {support}}}
+data: {{python: "bad_models:{data}", path: {support}}}
+training: {{steps: 1, global_batch: 4}}
+"""
+
+
+def written(folder: Path, model: str, data: str = "Points") -> str:
+    path = folder / "job.yaml"
+    path.write_text(JOB.format(model=model, data=data, support=SUPPORT))
+    return str(path)
+
+
+def test_a_good_model_is_shown_by_its_layers() -> None:
+    done = run("check", str(ROOT / "examples" / "tagger.yaml"), "--set", "model.arguments.blocks=3")
+    assert (done.returncode, done.stderr) == (0, "")
+    heads, first, blocks, last, ok = done.stdout.splitlines()
+    assert heads.split("  ")[0] == "LAYERS"
+    assert first.split() == ["0", "Embedding", "2,048", "128", "B", "float32[16,", "32]"]
+    assert blocks.split()[:3] == ["1-3", "Block", "8,352"]
+    assert last.split()[:2] == ["4", "Linear"]
+    assert ok == "ok"
+
+
+def test_each_problem_is_a_line(tmp_path: Path) -> None:
+    done = run("check", written(tmp_path, "counted", "Jittered"))
+    assert done.returncode == 2
+    data, model = done.stderr.splitlines()
+    assert data.startswith("oobleck: data: sample 0 is another one when it is read again")
+    assert model.startswith("oobleck: layer 1 (Counted): changes its calls in forward")
+    assert "ok" not in done.stdout.splitlines()
+
+
+def test_as_json(tmp_path: Path) -> None:
+    done = run("check", written(tmp_path, "unknown_metric"), "--json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, done.stderr, found["ok"]) == (0, "", True)
+    assert [layer["class"] for layer in found["layers"]] == ["Linear", "Linear"]
+    (problem,) = found["problems"]
+    assert (problem["where"], problem["warning"]) == ("metrics", True)
+
+
+def test_a_submit_looks_too_and_asks_no_master_before(tmp_path: Path) -> None:
+    done = run("submit", written(tmp_path, "batch_norm"), "--master", "127.0.0.1:1")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("oobleck: layer 1 (BatchNorm1d): row 0 changes with the other rows")
+
+
+def test_code_that_ends_its_process_is_named(tmp_path: Path) -> None:
+    done = run("check", written(tmp_path, "quits"))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line == "oobleck: model: its code ended the process that looked at it (I leave)"
+
+
+def test_of_a_built_in_model_files_are_looked_for(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "name: demo\nmodel: {kind: gpt, layers: 2, hidden: 8, heads: 2, sequence_length: 8}\n"
+        'data: {text: ["*.txt"]}\ntraining: {steps: 1, global_batch: 4}\n'
+    )
+    done = run("check", str(path))
+    assert done.returncode == 2
+    assert "data.text: no file matches" in done.stderr
+    (tmp_path / "a.txt").write_text("some text")
+    done = run("check", str(path))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")

@@ -1,0 +1,169 @@
+"""What is said of models and data sets as users write them, before anything is trained."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from oobleck.planner.job.file import parse_job
+from oobleck.planner.job.own import OwnModelSpec
+from oobleck.planner.job.spec import JobSpec
+from oobleck.worker.describe import look_at
+from oobleck.worker.runtime import code
+from support.folders import ROOT
+
+JOB = """\
+name: demo
+model: {{python: "support.bad_models:{model}"}}
+data: {{python: "support.bad_models:{data}"}}
+training: {{steps: 1, global_batch: 4, seed: 3, precision: {precision}}}
+"""
+GOOD = ("plain", "dicts", "dropout", "encoder", "sequential", "tied", "frozen")
+#: The beginning of what is said of each, and of the fix.
+BAD = {
+    "batch_norm": [
+        "layer 1 (BatchNorm1d): row 0 changes with the other rows, as in batch norm; use a norm"
+    ],
+    "centred": ["layer 1 (Centred): row 0 changes with the other rows"],
+    "averaged": ["layer 1 (Averaged): row 0 changes when it is alone; what becomes of a row"],
+    "numpy_noise": [
+        "layer 1 (NumpyNoise): draws from numpy's or random's generator; draw from torch's own",
+        "layer 1 (NumpyNoise): gives something else when it is run again with the same seed; draw",
+        "layer 1 (NumpyNoise): draws random numbers in evaluation too; draw only while",
+    ],
+    "layer_drop": ["layer 1 (LayerDrop): draws from numpy's or random's generator"],
+    "own_generator": [
+        "layer 1 (OwnGenerator): gives something else when it is run again",
+        "layer 1 (OwnGenerator): draws random numbers in evaluation too",
+    ],
+    "always_drops": ["layer 1 (AlwaysDrops): draws random numbers in evaluation too; draw only"],
+    "in_place": ["model: layer 1 (Sequential) writes into what it is given; make a new tensor"],
+    "writes_the_data": ["model: layer 0 (InPlace) writes into what it is given"],
+    "counted": ["layer 1 (Counted): changes its calls in forward; what is no trained parameter"],
+    "no_way_back": [
+        "layer 1 (NoWayBack): its backward fails: RuntimeError: there is no way back (bad_models.py"
+    ],
+    "fails_in_evaluation": [
+        "layer 1 (FailsInEvaluation): fails in evaluation on 3 rows of the data: KeyError"
+    ],
+    "other_in_evaluation": ["layer 1 (Narrower): gives other types or shapes in evaluation"],
+    "one_module": [
+        f"layer {layer} (Residual): is built from parameters that were there before; what builds"
+        for layer in (1, 2)
+    ],
+    "borrowed": [
+        f"layer {layer} (Linear): is built from parameters that were there before"
+        for layer in (1, 2)
+    ],
+    "same_child": [
+        "layer 1 (Residual): has norm.weight, and so has layer 2 (Residual) as norm.weight, but "
+        "layers may be on different workers; only the first and the last layer may be tied"
+    ],
+    "untied": [
+        "layer 0 (Linear): has weight, and so has layer 2 (Linear) as weight, but layers may be on "
+        'different workers; tied=[("0.weight", "2.weight")] has both trained as one'
+    ],
+    "early_table": ["layer 1 (Table): has a tensor that was made before the layer was"],
+    "nothing_trained": ["model: no layer has a parameter that is trained; leave requires_grad"],
+    "chosen": ["model: layer 1 (Chosen) gives "],
+    "misfit": [
+        "model: layer 2 (Residual) fails on float32[2, 9], which layer 1 (Linear) gives for 2 rows:"
+        " RuntimeError: "
+    ],
+    "hidden": ["model: layer 1 (Hidden) gives None at [1] where a tensor was expected; between"],
+    "mean_loss": ["model: the loss gave [] for 2 rows, and must give one number per row"],
+    "contrastive": ["loss: row 0's loss changes with the other rows; compute each row's"],
+    "counts_as_loss": ["loss: has no gradient, so that nothing would be trained"],
+    "noisy_loss": ["loss: draws random numbers"],
+    "failing_loss": ["model: the loss failed on float32[2, 4] and int64[2]: "],
+    "list_of_metrics": ["metrics: gives list; give a dict of name to one number per row"],
+    "hostile_metric": ["metrics: has the name 'a\\nb'; give names that can be printed"],
+    "mean_metric": ["metrics: error is [] for 3 rows, and must be one number per row"],
+    "ranked_metric": ["metrics: row 0's rank changes with the other rows; compute it by row"],
+}
+BAD_DATA = {
+    "Jittered": "data: sample 0 is another one when it is read again; data[i] must depend on i",
+    "Flipped": "data: sample ",
+    "Ragged": "data: sample 63 is float32[7] -> int64[], and sample 0 is float32[8] -> int64[]",
+    "Boastful": "data: sample 64: IndexError: ",
+}
+
+
+@pytest.fixture(autouse=True)
+def _allowed() -> Iterator[None]:
+    code.allow((code.ANY,))
+    yield
+    code.allow(())
+
+
+def job(model: str, data: str = "Points", precision: str = "fp32") -> JobSpec:
+    return parse_job(JOB.format(model=model, data=data, precision=precision))
+
+
+def said(job: JobSpec) -> list[str]:
+    return [f"{p.warning or ''}{p}" for p in look_at(job, always=True).problems]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("model", GOOD)
+def test_nothing_is_said_of_a_good_one(model: str, precision: str) -> None:
+    found = look_at(job(model, precision=precision), always=False)
+    assert found.problems == []
+    assert found.run
+    assert found.description
+
+
+def test_the_example_is_a_good_one() -> None:
+    text = (ROOT / "examples" / "tagger.yaml").read_text().replace("tagger:", "examples.tagger:")
+    assert said(parse_job(text)) == []
+
+
+@pytest.mark.parametrize("model", BAD)
+def test_a_bad_model_is_refused_with_what_is_wrong_and_the_fix(model: str) -> None:
+    found = said(job(model))
+    assert [line[: len(start)] for line, start in zip(found, BAD[model], strict=True)] == BAD[model]
+
+
+@pytest.mark.parametrize("data", BAD_DATA)
+def test_a_bad_data_set_is_refused(data: str) -> None:
+    (line,) = said(job("plain", data))
+    assert line.startswith(BAD_DATA[data])
+
+
+def test_what_may_be_meant_is_a_warning() -> None:
+    sentences = {
+        "infinite": "Truelayer 1 (Infinite): gives numbers that are not finite",
+        "unknown_metric": "Truemetrics: error is not finite with the initial weights",
+    }
+    for model, start in sentences.items():
+        line, *_ = found = said(job(model))
+        assert line.startswith(start)
+        assert all(text.startswith("True") for text in found)
+
+
+def test_all_problems_of_a_model_and_its_data_are_told_at_once() -> None:
+    found = said(job("counted", "Jittered"))
+    assert [line.partition(":")[0] for line in found] == ["data", "layer 1 (Counted)"]
+
+
+def test_a_large_model_is_run_only_when_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oobleck.worker.describe._LARGE", 100)
+    unasked = look_at(job("counted"), always=False)
+    assert (unasked.problems, unasked.run) == ([], False)
+    assert unasked.description
+    asked = look_at(job("counted"), always=True)
+    assert (len(asked.problems), asked.run) == (1, True)
+
+
+def test_a_layer_of_each_kind_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+    from oobleck.worker.models import own
+
+    real = own.build_real
+
+    def build_real(spec: OwnModelSpec, seed: int, layer: int) -> object:
+        built.append(layer)
+        return real(spec, seed, layer)
+
+    monkeypatch.setattr(own, "build_real", build_real)
+    assert said(job("plain")) == []
+    assert built == [0, 1, 3], "2 is as 1"

@@ -1,0 +1,31 @@
+"""Whether a data set of the user's gives the same samples whoever asks, and in whichever order.
+
+What a sample may be, and that all are alike, `oobleck.worker.data.own` checks at every read.
+"""
+
+from oobleck.worker.data.own import OwnDataset, digest
+from oobleck.worker.runtime.errors import JobError
+from oobleck.worker.runtime.problem import Problem, as_problem
+
+#: Samples that are read twice: a flip of a coin for each must show.
+_READ_TWICE = 16
+
+
+def check_data(dataset: OwnDataset) -> list[Problem]:
+    """What is wrong with it. Raises DataError."""
+    size = dataset.order.samples
+    count = min(size, _READ_TWICE)
+    numbers = sorted({i * (size - 1) // max(1, count - 1) for i in range(count)})
+    try:
+        first = {number: digest(dataset.sample(number)) for number in numbers}
+        # Backwards: samples may depend on those before.
+        changed = [n for n in reversed(numbers) if digest(dataset.sample(n)) != first[n]]
+    except JobError as error:
+        return [as_problem(error)]
+    if not changed:
+        return []
+    sentence = (
+        f"sample {changed[-1]} is another one when it is read again; data[i] must depend on i "
+        "alone: draw what is random from torch.Generator().manual_seed(i)"
+    )
+    return [Problem(where="data", sentence=sentence)]

@@ -1,0 +1,237 @@
+"""What only real runs show of a model of the user's: one micro-batch through it in host memory.
+
+A layer of each kind is run, and is alone in memory meanwhile: layers of a kind take and give the
+same shapes, so what one gives is passed on where another one's output would be. Owns what is looked
+at in a whole model, its loss and its metrics; a single layer is `check_layer`'s.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oobleck.planner.job.description import TreeSketch
+from oobleck.planner.job.own import OwnModelSpec
+from oobleck.worker.models import own
+from oobleck.worker.models.check_layer import Batches, LayerCheck, finite, same_row, with_same_row
+from oobleck.worker.models.linear import split_linear
+from oobleck.worker.models.tree import Tree, map_tensors, shown, unflatten
+from oobleck.worker.runtime import code
+from oobleck.worker.runtime.errors import JobError
+from oobleck.worker.runtime.problem import Problem, as_problem
+
+#: Of each of the two batches. That a layer takes any number, its description has shown.
+ROWS = 3
+#: Samples that a check wants: both batches have the first one.
+SAMPLES = 2 * ROWS - 1
+
+
+def check(
+    spec: OwnModelSpec, samples: tuple[Any, Any], *, seed: int, dtype: torch.dtype
+) -> list[Problem]:
+    """What is wrong with a model that is described. `samples`: inputs and targets, `SAMPLES` rows
+    each; `seed`, `dtype`: of the weights."""
+    try:
+        found = _unbuildable(spec)
+        if not any(kind.parameters for kind in spec.description.kinds):
+            sentence = "no layer has a parameter that is trained; leave requires_grad at True"
+            found.append(Problem(where="model", sentence=sentence))
+        if found:
+            return found  # what is run would not be what is meant
+        with torch.random.fork_rng(devices=[]):
+            return _run(spec, _batches(samples[0]), _batches(samples[1]), seed, dtype)
+    except JobError as error:
+        return [as_problem(error)]
+
+
+def _batches(rows: Tree) -> Batches:
+    """The samples in two batches."""
+    one = map_tensors(lambda tensor: tensor[:ROWS], rows)
+    # Its first row is replaced.
+    return with_same_row(one, map_tensors(lambda tensor: tensor[ROWS - 1 :], rows))
+
+
+def _run(
+    spec: OwnModelSpec, inputs: Batches, targets: Batches, seed: int, dtype: torch.dtype
+) -> list[Problem]:
+    found: list[Problem] = []
+    #: By kind.
+    outputs: dict[int, Batches] = {}
+    for layer in spec.examples:
+        given = outputs[spec.order[layer - 1]] if layer else inputs
+        module = own.build_real(spec, seed, layer).to(dtype)
+        split_linear(module)  # as a worker does
+        where = _named(layer, module)
+        if any(tensor.is_meta for tensor in (*module.parameters(), *own.constants(module))):
+            return [*found, _without_numbers(where)]
+        looked_at = LayerCheck(module, where, seed)
+        known = spec.description.layers[layer]
+        output = looked_at.run(given, draws=known.draws)
+        found += looked_at.problems
+        if output is None:
+            return found
+        if unlike := _unlike(where, output.one, known.output):
+            return [*found, unlike]
+        outputs[spec.order[layer]] = output
+    last = outputs[spec.order[-1]]
+    return found + _loss(spec, last, targets) + _metrics(spec, last, targets)
+
+
+def _unlike(where: str, output: Tree, known: TreeSketch) -> Problem | None:
+    """A layer's output for the data, where it is not what made-up numbers gave."""
+    made = (
+        torch.empty((ROWS, *t.shape), dtype=getattr(torch, t.dtype), device="meta")
+        for t in known.tensors
+    )
+    expected = shown(unflatten(known.structure, made))
+    if shown(output) == expected:
+        return None
+    sentence = (
+        f"gives {shown(output)} for rows of the data, and {expected} for made-up ones; what a "
+        "layer gives must not depend on the numbers it takes"
+    )
+    return Problem(where=where, sentence=sentence)
+
+
+def _named(layer: int, module: nn.Module) -> str:
+    return f"layer {layer} ({type(module).__name__})"
+
+
+def _without_numbers(where: str) -> Problem:
+    sentence = (
+        "has a tensor that was made before the layer was, when shapes alone are computed; make "
+        "it where the layer is made"
+    )
+    return Problem(where=where, sentence=sentence)
+
+
+def _unbuildable(spec: OwnModelSpec) -> list[Problem]:
+    """Parameters that two layers have, or two calls of a builder."""
+    layers = own.user_model(spec).layers
+    if isinstance(layers, nn.Sequential):
+        return list(_shared(spec, list(layers)))
+    with torch.device("meta"), own.without_draws():
+        modules, again = ([own.build(spec, n) for n in range(len(layers))] for _ in range(2))
+    twice = [
+        Problem(where=_named(layer, one), sentence=_TWICE)
+        for layer, (one, other) in enumerate(zip(modules, again, strict=True))
+        if one is other or _ids(one) & _ids(other)
+    ]
+    return twice or list(_shared(spec, modules))
+
+
+_TWICE = (
+    "is built from parameters that were there before; what builds a layer must build a new module "
+    "at each call, as partial(Block, width) does"
+)
+
+
+def _ids(module: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in module.parameters()}
+
+
+def _shared(spec: OwnModelSpec, modules: list[nn.Module]) -> Iterator[Problem]:
+    """A line for each pair of layers with a parameter that both have and no word says so."""
+    owners: dict[int, list[tuple[int, str]]] = defaultdict(list)
+    for layer, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                owners[id(parameter)].append((layer, name))
+    last = len(modules) - 1
+    told = set()
+    for places in owners.values():
+        for (low, first), (high, second) in combinations(places, 2):
+            ends = (low, high) == (0, last)
+            if (low, high) in told or (ends and (first, second) in spec.description.tied):
+                continue
+            told.add((low, high))
+            fix = (
+                f'tied=[("{low}.{first}", "{high}.{second}")] has both trained as one'
+                if ends
+                else "only the first and the last layer may be tied: give each its own"
+            )
+            sentence = (
+                f"has {first}, and so has {_named(high, modules[high])} as {second}, but layers "
+                f"may be on different workers; {fix}"
+            )
+            yield Problem(where=_named(low, modules[low]), sentence=sentence)
+
+
+def _loss(spec: OwnModelSpec, output: Batches, targets: Batches) -> list[Problem]:
+    def of(output: Tree, targets: Tree, rows: int = ROWS) -> Tensor:
+        # As on a worker it is no leaf, which may not be written to.
+        x = map_tensors(lambda tensor: tensor.clone(), output)
+        return own.row_losses(spec, x, targets, rows)
+
+    torch.manual_seed(0)
+    one, again = (of(output.one, targets.one) for _ in range(2))
+    if not one.is_floating_point():
+        return [_of_loss(f"gives {one.dtype}; give floats")]
+    if not one.requires_grad:
+        return [
+            _of_loss(
+                "has no gradient, so that nothing would be trained; compute it from what the last "
+                "layer gives, without detach, argmax or item"
+            )
+        ]
+    found = [] if finite(one) else [_of_loss("is not finite with the initial weights", True)]
+    if not same_row(one, again, exact=True):
+        return [*found, _of_loss("draws random numbers; a layer may, a loss may not")]
+    alone = of(output.alone(), targets.alone(), 1)
+    if not (
+        same_row(one, of(output.other, targets.other), exact=True)
+        and same_row(one, alone, exact=False)
+    ):
+        found.append(
+            _of_loss(
+                "row 0's loss changes with the other rows; compute each row's from that row alone, "
+                'as torch\'s losses do with reduction="none" and a mean over the other dimensions'
+            )
+        )
+    try:
+        one.mean().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    except Exception as error:  # noqa: BLE001  # a user's loss may raise anything
+        found.append(_of_loss(f"its backward fails: {code.described(error)}"))
+    return found
+
+
+def _of_loss(sentence: str, warning: bool = False) -> Problem:
+    return Problem(where="loss", sentence=sentence, warning=warning)
+
+
+def _metrics(spec: OwnModelSpec, output: Batches, targets: Batches) -> list[Problem]:
+    metrics = own.user_model(spec).metrics
+    if metrics is None:
+        return []
+    try:
+        with torch.no_grad():
+            one, other = (metrics(x, t) for x, t in _pairs(output, targets))
+    except Exception as error:  # noqa: BLE001  # a user's function may raise anything
+        return [Problem(where="metrics", sentence=f"fails: {code.described(error)}")]
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        sentence = f"gives {type(one).__name__}; give a dict of name to one number per row"
+        return [Problem(where="metrics", sentence=sentence)]
+    return [problem for name in one for problem in _metric(name, one[name], other.get(name))]
+
+
+def _pairs(output: Batches, targets: Batches) -> Iterator[tuple[Tree, Tree]]:
+    yield output.one, targets.one
+    yield output.other, targets.other
+
+
+def _metric(name: object, one: object, other: object) -> Iterator[Problem]:
+    def problem(sentence: str, warning: bool = False) -> Problem:
+        return Problem(where="metrics", sentence=sentence, warning=warning)
+
+    if not isinstance(name, str) or not name or not name.isprintable():
+        yield problem(f"has the name {name!r}; give names that can be printed")
+    elif not isinstance(one, Tensor) or one.shape != (ROWS,) or not isinstance(other, Tensor):
+        what = list(one.shape) if isinstance(one, Tensor) else type(one).__name__
+        yield problem(f"{name} is {what} for {ROWS} rows, and must be one number per row")
+    elif not finite(one):
+        yield problem(f"{name} is not finite with the initial weights", True)
+    elif not same_row(one, other, exact=True):
+        yield problem(f"row 0's {name} changes with the other rows; compute it by row")

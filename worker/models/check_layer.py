@@ -1,0 +1,209 @@
+"""What only real runs show of one layer of the user's.
+
+It is run on two batches whose first row is the same sample: what becomes of that row must depend on
+nothing but the row, the layer's weights and torch's seed. Owns the runs and what is wrong with
+them. Which layers are looked at, and on what, is `check`'s.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from oobleck.planner.units import count
+from oobleck.worker.models.tree import Tree, flatten, map_tensors, structure, unflatten
+from oobleck.worker.runtime import code
+from oobleck.worker.runtime.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """Two, whose row 0 is the same."""
+
+    one: Tree
+    other: Tree
+
+    def alone(self) -> Tree:
+        """Row 0."""
+        return map_tensors(lambda tensor: tensor[:1], self.one)
+
+
+def with_same_row(one: Tree, other: Tree) -> Batches:
+    """`other` with row 0 of `one`."""
+    rows = zip(flatten(one), flatten(other), strict=True)
+    mixed = [_leaf(torch.cat([a[:1], b[1:]]).detach(), a.requires_grad) for a, b in rows]
+    return Batches(one, unflatten(structure(other), mixed))
+
+
+def same_row(a: Tree, b: Tree, *, exact: bool) -> bool:
+    """Whether row 0 of both is the same up to rounding: that of other products if not `exact`, as
+    of a batch of another size."""
+    if structure(a) != structure(b):
+        return False
+    pairs = zip(flatten(a), flatten(b), strict=True)
+    return all(_close(x[:1], y[:1], 0.75 if exact else 0.5) for x, y in pairs)
+
+
+def same(a: Tree, b: Tree) -> bool:
+    """Whether all rows are the same up to rounding."""
+    if structure(a) != structure(b):
+        return False
+    return all(_close(x, y, 0.75) for x, y in zip(flatten(a), flatten(b), strict=True))
+
+
+def _close(a: Tensor, b: Tensor, power: float) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    tolerance = torch.finfo(a.dtype).eps ** power
+    numbers = a[torch.isfinite(a)].abs()
+    scale = numbers.max().item() if numbers.numel() else 0.0
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def finite(tree: Tree) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in flatten(tree))
+
+
+def _leaf(tensor: Tensor, gradient: bool) -> Tensor:
+    return tensor.detach().requires_grad_(gradient)
+
+
+class LayerCheck:
+    """One layer, in host memory with its initial weights."""
+
+    def __init__(self, module: nn.Module, where: str, seed: int) -> None:
+        self._module = module
+        self._where = where
+        self._seed = seed
+        #: Keys alone, in the order in which they were found.
+        self._found: dict[Problem, None] = {}
+
+    @property
+    def problems(self) -> list[Problem]:
+        return list(self._found)
+
+    def run(self, given: Batches, *, draws: bool) -> Batches | None:
+        """What the layer gives, for the next one to be run on; None where it gives nothing.
+        `draws`: whether it takes from torch's generator in training."""
+        one = self._trained(given.one)
+        if one is None:
+            return None
+        if finite(given.one) and not finite(one):
+            self._say("gives numbers that are not finite with its initial weights", warning=True)
+        other = self._rows(given, one, draws=draws)
+        self._evaluation(given.one, one)
+        return None if other is None else with_same_row(one, other)
+
+    def _rows(self, given: Batches, one: Tree, *, draws: bool) -> Tree | None:
+        """Whether a row depends on itself alone; what the layer gives for the other batch."""
+        again, other = self._trained(given.one), self._trained(given.other)
+        if again is None or other is None:
+            return None
+        if not same(one, again):
+            self._say(
+                "gives something else when it is run again with the same seed; draw what is random "
+                "from torch's own generator (nn.Dropout, torch.rand), not from numpy, random or a "
+                "generator of its own, and keep nothing from run to run"
+            )
+        elif not same_row(one, other, exact=True):
+            self._say(
+                "row 0 changes with the other rows, as in batch norm; use a norm that works within "
+                "a row (LayerNorm, GroupNorm)"
+            )
+        elif not draws:
+            single = self._trained(given.alone())
+            if single is not None and not same_row(one, single, exact=False):
+                self._say(
+                    "row 0 changes when it is alone; what becomes of a row must not depend on how "
+                    "many there are"
+                )
+        return other
+
+    def _evaluation(self, x: Tree, trained: Tree) -> None:
+        first, again = (self._run(x, self._seed + n, training=False) for n in (0, 1))
+        if first is None or again is None:
+            return
+        if not same(first, again):
+            self._say(
+                "draws random numbers in evaluation too; draw only while self.training, as in "
+                "F.dropout(x, p, self.training)"
+            )
+        forms = [(structure(t), [(x.dtype, x.shape) for x in flatten(t)]) for t in (trained, first)]
+        if forms[0] != forms[1]:
+            self._say("gives other types or shapes in evaluation than in training; give the same")
+
+    def _trained(self, x: Tree) -> Tree | None:
+        return self._run(x, self._seed, training=True)
+
+    def _run(self, x: Tree, seed: int, *, training: bool) -> Tree | None:
+        """One run, with its backward in training; None where it fails."""
+        given = map_tensors(lambda tensor: _leaf(tensor.clone(), tensor.requires_grad), x)
+        parts = [(name, tensor, tensor._version) for name, tensor in _own(self._module)]
+        buffers = [(b, b.clone()) for b in self._module.buffers()]
+        draws = _foreign_draws()
+        self._module.train(training)
+        torch.manual_seed(seed)
+        try:
+            with torch.set_grad_enabled(training):
+                output: Tree = self._module(given)
+            if training:
+                self._backward(given, output)
+        except Exception as error:  # noqa: BLE001  # a user's layer may raise anything
+            rows = count(len(flatten(x)[0]), "row")
+            how = "" if training else " in evaluation"
+            self._say(f"fails{how} on {rows} of the data: {code.described(error)}")
+            return None
+        if draws != _foreign_draws():
+            self._say(
+                "draws from numpy's or random's generator; draw from torch's own (nn.Dropout, "
+                "torch.rand), which is seeded by step and sample"
+            )
+        self._unchanged(parts)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        self._module.zero_grad(set_to_none=True)
+        return map_tensors(lambda tensor: _leaf(tensor, tensor.requires_grad), output)
+
+    def _backward(self, given: Tree, output: Tree) -> None:
+        roots = [tensor for tensor in flatten(output) if tensor.requires_grad]
+        if not roots:
+            return
+        try:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        except Exception as error:  # noqa: BLE001  # a user's layer may raise anything
+            self._say(f"its backward fails: {code.described(error)}")
+            return
+        wanted = chain(flatten(given), self._module.parameters())
+        gradients: list[Tree] = [tensor.grad for tensor in wanted if tensor.grad is not None]
+        if finite(output) and not finite(gradients):
+            self._say("gives gradients that are not finite", warning=True)
+
+    def _unchanged(self, before: list[tuple[str, Tensor, int]]) -> None:
+        now = dict(_own(self._module))
+        for name, tensor, version in before:
+            if now.get(name) is not tensor or tensor._version != version:
+                self._say(
+                    f"changes its {name} in forward; what is no trained parameter is a constant "
+                    "of the job, so compute it anew or pass it on"
+                )
+
+    def _say(self, sentence: str, *, warning: bool = False) -> None:
+        self._found[Problem(where=self._where, sentence=sentence, warning=warning)] = None
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _foreign_draws() -> tuple[object, ...]:
+    """Another one after a draw from a generator that is not torch's."""
+    _, keys, position, *_ = np.random.get_state()
+    return random.getstate(), keys.tobytes() if isinstance(keys, np.ndarray) else keys, position
