@@ -348,6 +348,15 @@ def chosen() -> Model:
     return around(Chosen)
 
 
+class Wider(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.is_meta else x.double()
+
+
+def wider() -> Model:
+    return around(Wider)
+
+
 def misfit() -> Model:
     return around(partial(nn.Linear, WIDTH, WIDTH + 1), Residual)
 
@@ -404,3 +413,64 @@ def unknown_metric() -> Model:
 
 def quits() -> Model:
     sys.exit("I leave")
+
+
+# What goes well for a while, so that only workers see it fail. Each process counts for itself.
+
+
+class Patience:
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    def lose(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError("tired\nof it")
+
+
+_patience = {"layer": Patience(60), "backward": Patience(60), "loss": Patience(60)}
+
+
+class _Tiring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        _patience["backward"].lose()
+        return gradient
+
+
+class Tired(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "backward":
+            out: Tensor = _Tiring.apply(x)
+            return out
+        if self.where == "layer":
+            _patience["layer"].lose()
+        return x
+
+
+def _tired_loss(where: str, scores: Tensor, labels: Tensor) -> Tensor:
+    if where == "loss":
+        _patience["loss"].lose()
+    return loss(scores, labels)
+
+
+def tiring(where: str) -> Model:
+    return around(partial(Tired, where), loss=partial(_tired_loss, where))
+
+
+class Exhausted(Points):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._patience = Patience(200 if where == "data" else 1 << 30)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self._patience.lose()
+        return super().__getitem__(index)

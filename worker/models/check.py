@@ -62,22 +62,29 @@ def _run(
     outputs: dict[int, Batches] = {}
     for layer in spec.examples:
         given = outputs[spec.order[layer - 1]] if layer else inputs
-        module = own.build_real(spec, seed, layer).to(dtype)
-        split_linear(module)  # as a worker does
-        where = _named(layer, module)
-        if any(tensor.is_meta for tensor in (*module.parameters(), *own.constants(module))):
-            return [*found, _without_numbers(where)]
-        looked_at = LayerCheck(module, where, seed)
-        known = spec.description.layers[layer]
-        output = looked_at.run(given, draws=known.draws)
-        found += looked_at.problems
+        problems, output = _run_layer(spec, layer, given, seed, dtype)
+        found += problems
         if output is None:
             return found
-        if unlike := _unlike(where, output.one, known.output):
-            return [*found, unlike]
         outputs[spec.order[layer]] = output
     last = outputs[spec.order[-1]]
     return found + _loss(spec, last, targets) + _metrics(spec, last, targets)
+
+
+def _run_layer(
+    spec: OwnModelSpec, layer: int, given: Batches, seed: int, dtype: torch.dtype
+) -> tuple[list[Problem], Batches | None]:
+    """What is wrong with it, and what it gives; None where the next one cannot be run on that."""
+    module = own.build_real(spec, seed, layer).to(dtype)
+    split_linear(module)  # as a worker does
+    where = _named(layer, module)
+    if any(tensor.is_meta for tensor in (*module.parameters(), *own.constants(module))):
+        return [_without_numbers(where)], None
+    looked_at, known = LayerCheck(module, where, seed), spec.description.layers[layer]
+    output = looked_at.run(given, draws=known.draws)
+    if output is not None and (unlike := _unlike(where, output.one, known.output)):
+        return [*looked_at.problems, unlike], None
+    return looked_at.problems, output
 
 
 def _unlike(where: str, output: Tree, known: TreeSketch) -> Problem | None:

@@ -3,6 +3,10 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from oobleck.cli.jobs import own_model
+from oobleck.cli.jobs.job_file import read_job
 from support.commands import run
 from support.folders import ROOT
 
@@ -76,3 +80,17 @@ def test_of_a_built_in_model_files_are_looked_for(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     done = run("check", str(path))
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+
+
+def test_of_a_large_model_a_submit_says_how_it_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, "counted")
+    monkeypatch.setattr(own_model, "_MODULE", "small_limit")
+    (tmp_path / "small_limit.py").write_text(
+        "import sys\nfrom oobleck.worker import describe\ndescribe._LARGE = 10\n"
+        "sys.exit(describe.main())\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert read_job(Path(path), ()).model.layer_count == 3
+    assert capsys.readouterr().err.startswith("oobleck: note: the model is large and was not run")

@@ -65,6 +65,9 @@ BAD = {
     "early_table": ["layer 1 (Table): has a tensor that was made before the layer was"],
     "nothing_trained": ["model: no layer has a parameter that is trained; leave requires_grad"],
     "chosen": ["model: layer 1 (Chosen) gives "],
+    "wider": [
+        "layer 1 (Wider): gives float64[3, 8] for rows of the data, and float32[3, 8] for made-up"
+    ],
     "misfit": [
         "model: layer 2 (Residual) fails on float32[2, 9], which layer 1 (Linear) gives for 2 rows:"
         " RuntimeError: "
