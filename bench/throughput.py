@@ -2,6 +2,7 @@
 
     python -m bench.throughput [--sizes small,medium] [--shapes 2x2,4x1,1x4,2+3] [--json FILE]
     python -m bench.throughput --planes    # what it costs to seal the links between workers
+    python -m bench.throughput --own       # what it costs that a model is the user's
 
 Everybody trains the same model on the same global batch in the same micro-batches, with one
 thread per process and the same optimizer, in turns: a few steps each, round after round. Speeds
@@ -11,7 +12,8 @@ the gradient's norm and ends every step with a vote. Threads, open files and own
 the process of a contender that has most of them.
 
 With --planes the engine is compared with itself, likewise in turns: each of its plans over links
-that are sealed, and in the clear.
+that are sealed, and in the clear. With --own likewise: the built-in model, and the same layers as a
+user brings them.
 
 Torch has no pipelines of unequal length. The shape 2+3 is held against what torch can do with as
 many processes or one less.
@@ -23,19 +25,21 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from bench.support.baselines import Baseline, TorchContender
-from bench.support.engine import ENDLESS, EngineContender, engine, plan_of
+from bench.support.engine import ENDLESS, ROOT, EngineContender, engine, plan_of
 from bench.support.turns import Contender, Turn, saving, speed, take_turns
+from oobleck.cli.jobs.own_model import with_description
+from oobleck.planner.job.code import Json
+from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import DataPlane, DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
 
-PLANES: tuple[DataPlane, DataPlane] = ("sealed", "clear")
 BLOCKS = 8
 LAYERS = BLOCKS + 2
 TEXT = str(Path(__file__).resolve().parents[1] / "LICENSE")
@@ -140,43 +144,70 @@ def contenders(shape: Shape, job: JobSpec) -> Iterator[dict[str, Contender]]:
         yield entered
 
 
+def planes(job: JobSpec) -> dict[str, JobSpec]:
+    """Over sealed links, and over open ones."""
+    names: tuple[DataPlane, DataPlane] = ("sealed", "clear")
+    return {name: replace(job, data_plane=name) for name in names}
+
+
+def owners(job: JobSpec) -> dict[str, JobSpec]:
+    """The same model as a user brings it, and as it is built in."""
+    model = job.model
+    assert isinstance(model, ModelSpec)
+    own = OwnModelSpec(
+        python="bench.support.own_gpt:gpt",
+        path=str(ROOT),
+        arguments=Json(
+            json.dumps(
+                {
+                    "layers": model.layers,
+                    "hidden": model.hidden,
+                    "heads": model.heads,
+                    "sequence_length": model.sequence_length,
+                }
+            )
+        ),
+        sequence_length=model.sequence_length,
+    )
+    return {"own": with_description(replace(job, model=own)), "built-in": job}
+
+
 @contextlib.contextmanager
-def planes(shape: Shape, job: JobSpec) -> Iterator[dict[str, Contender]]:
-    """Each of our plans twice: over sealed links, and over open ones."""
+def pairs(shape: Shape, jobs: Mapping[str, JobSpec]) -> Iterator[dict[str, Contender]]:
+    """Each of our plans twice, with one job and with the other."""
     with contextlib.ExitStack() as stack:
         warm = stack.enter_context(engine().WarmWorkers())
-        entered: dict[str, Contender] = {}
-        for name, plan in shape.ours.items():
-            for plane in PLANES:
-                planed = replace(job, data_plane=plane)
-                entered[f"{name}, {plane}"] = stack.enter_context(
-                    EngineContender(warm, planed, plan)
-                )
-        yield entered
+        yield {
+            f"{name}, {kind}": stack.enter_context(EngineContender(warm, job, plan))
+            for name, plan in shape.ours.items()
+            for kind, job in jobs.items()
+        }
 
 
 # ---- the report
 
 
-def report_planes(shape: Shape, turns: Mapping[str, list[Turn]]) -> list[dict[str, object]]:
-    """Print what sealing costs each plan; returns its rows as data."""
+def report_pairs(
+    shape: Shape, kinds: Sequence[str], turns: Mapping[str, list[Turn]]
+) -> list[dict[str, object]]:
+    """Print what the first kind costs each plan beside the second; returns its rows as data."""
     rows: list[dict[str, object]] = []
     for name in shape.ours:
-        sealed, clear = (turns[f"{name}, {plane}"] for plane in PLANES)
-        longer, processor = speed(clear, sealed), saving(clear, sealed)
+        first, second = (turns[f"{name}, {kind}"] for kind in kinds)
+        longer, processor = speed(second, first), saving(second, first)
         steps_ms = [
-            statistics.median(turn.step_s for turn in each) * 1e3 for each in (sealed, clear)
+            statistics.median(turn.step_s for turn in each) * 1e3 for each in (first, second)
         ]
         print(
-            f"  {name:<24}{steps_ms[0]:>7.1f} ms sealed{steps_ms[1]:>8.1f} ms clear"
+            f"  {name:<24}{steps_ms[0]:>7.1f} ms {kinds[0]}{steps_ms[1]:>8.1f} ms {kinds[1]}"
             f"{longer.median:>9.3f}x ({longer.low:.3f}-{longer.high:.3f}; {processor:.3f})",
             flush=True,
         )
         rows.append(
             {
                 "contender": name,
-                "sealed": [asdict(turn) for turn in sealed],
-                "clear": [asdict(turn) for turn in clear],
+                kinds[0]: [asdict(turn) for turn in first],
+                kinds[1]: [asdict(turn) for turn in second],
                 "longer": {**asdict(longer), "by_processor_time": processor},
             }
         )
@@ -219,6 +250,7 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--shapes", default="2x2,4x1,1x4,2+3")
     parser.add_argument("--planes", action="store_true", help="sealed links against open ones")
+    parser.add_argument("--own", action="store_true", help="a user's model against the built-in")
     parser.add_argument("--rounds", type=int, help="instead of what each size has")
     parser.add_argument("--steps", type=int, help="of a turn, instead of what each size has")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
@@ -237,18 +269,19 @@ def main() -> None:
         )
         for shape_name in arguments.shapes.split(","):
             shape = shapes(size.job)[shape_name]
-            compete, tell = (planes, report_planes) if arguments.planes else (contenders, report)
-            with compete(shape, size.job) as entered:
+            jobs = planes(size.job) if arguments.planes else {}
+            jobs = owners(size.job) if arguments.own else jobs
+            with pairs(shape, jobs) if jobs else contenders(shape, size.job) as entered:
                 turns = take_turns(
                     entered,
                     rounds=arguments.rounds or size.rounds,
                     steps=arguments.steps or size.steps,
                 )
             print(f" {shape_name}")
-            rows = tell(shape, turns)
+            rows = report_pairs(shape, list(jobs), turns) if jobs else report(shape, turns)
             results.append({"size": size_name, "shape": shape_name, "contenders": rows})
-    if arguments.planes:
-        print("x (range; by processor time): how many times as long sealed as in the clear")
+    if arguments.planes or arguments.own:
+        print("x (range; by processor time): how many times as long the first takes")
     else:
         print(
             "x (range; by processor time): how many times as fast as the line's, median over rounds"

@@ -220,6 +220,7 @@ class Director:
                     agent_pid=0,
                     device=self._device,
                     device_kind=self._device,
+                    allow_code=("*",),
                     faults=self.faults,
                     stage_everything=self._stage_everything,
                 )

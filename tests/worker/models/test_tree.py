@@ -77,9 +77,13 @@ def test_every_tensor_is_mapped_once(tree, text, tensors):
         ((A, {1: B}), r"the dict at \[1\] has the key 1; use text"),
         ({"a": A, "b": (x for x in ())}, r"a generator at \['b'\]"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "tree",
 )
-@pytest.mark.parametrize("what", [flatten, structure, lambda tree: map_tensors(torch.neg, tree)])
+@pytest.mark.parametrize(
+    "what",
+    [flatten, structure, lambda tree: map_tensors(torch.neg, tree)],
+    ids=["flatten", "structure", "map"],
+)
 def test_what_is_no_tree_is_named(what, tree, why):
     with pytest.raises(TypeError, match=why):
         what(tree)
