@@ -35,8 +35,8 @@ from oobleck.proto import control_pb2_grpc as rpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-#: Of a job file; a model's whole configuration fits many times.
-MOST_JOB_CHARACTERS = 256 << 10
+#: Of a job file; the description of a user's model of hundreds of unlike layers fits.
+MOST_JOB_CHARACTERS = 1 << 20
 _REQUEST_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 #: Names of nodes in an answer about one that is not there.
 _NAMES_TOLD = 8

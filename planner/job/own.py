@@ -120,6 +120,10 @@ class OwnModelSpec(AnyModel):
     def order(self) -> tuple[int, ...]:
         return self.description.order
 
+    def may_share(self, layer: int) -> bool:
+        # What it draws follows from its micro-batch as a whole.
+        return not self.description.layers[layer].draws
+
     @property
     def ties(self) -> bool:
         return bool(self.description.tied)

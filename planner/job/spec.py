@@ -124,6 +124,10 @@ class AnyModel:
         """A short name, for files and tables."""
         raise NotImplementedError
 
+    def may_share(self, layer: int) -> bool:
+        """Whether several workers may each compute some rows of a micro-batch in that layer."""
+        return True
+
     @property
     def examples(self) -> tuple[int, ...]:
         """A layer of each kind."""

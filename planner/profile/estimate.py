@@ -53,7 +53,10 @@ def estimate_profile(job: JobSpec, *, gpus_per_node: int, memory_per_worker_byte
         gpu_memory_bytes=budget_bytes(
             job.resources.memory_per_worker_bytes, memory_per_worker_bytes
         ),
-        layers=tuple(with_exchanges(_shared(layer, sizes), links) for layer in layers),
+        layers=tuple(
+            with_exchanges(_shared(layer, sizes if job.model.may_share(number) else (1,)), links)
+            for number, layer in enumerate(layers)
+        ),
         links=links,
     )
 

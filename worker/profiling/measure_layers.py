@@ -70,7 +70,13 @@ def measure_layers(
     order = job.model.order
     return Measurement(
         kinds=tuple(
-            _measure_shared(job, _alike(job, order, layer, device), device, check, sizes)
+            _measure_shared(
+                job,
+                _alike(job, order, layer, device),
+                device,
+                check,
+                sizes if job.model.may_share(layer) else (1,),
+            )
             for layer in job.model.examples
         ),
         device=name,
