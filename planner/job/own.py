@@ -100,7 +100,7 @@ class OwnModelSpec(AnyModel):
 
     @property
     def family(self) -> str:
-        return "own"
+        return "own" if self.architecture is None else "huggingface"
 
     @property
     def tokens(self) -> int:

@@ -23,7 +23,7 @@ def load(kind: str) -> bool:
     name = f"{__package__}.{kind}"
     new = name not in sys.modules
     importlib.import_module(name)
-    return new and kind in FAMILIES
+    return new and (kind in FAMILIES or kind == "huggingface")
 
 
 def family(spec: ModelSpec) -> Family:
