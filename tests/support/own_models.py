@@ -103,24 +103,3 @@ class Points:
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         point = self.points[index]
         return point.numpy(), float(point.sum())
-
-
-class Failing(nn.Module):
-    """Raises once its weights are no more what they were in the beginning."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not x.is_meta and bool((self.scale != 1).any()):
-            raise RuntimeError("the scale has moved")
-        return x * self.scale
-
-
-def failing() -> Model:
-    return Model(layers=[partial(nn.Linear, 4, 4), Failing, partial(nn.Flatten, 1)], loss=_sums)
-
-
-def _sums(output: Tensor, targets: Tensor) -> Tensor:
-    return (output.sum(dim=1) - targets) ** 2
