@@ -1,11 +1,12 @@
-"""Describes the model of a job and looks for what is wrong with it, for the command line: a short
-process, since that has no torch, and a user's code may do anything.
+"""Describes the model and the optimizer of a job where they are the user's, and looks for what is
+wrong with them, for the command line: a short process, since that has no torch, and a user's code
+may do anything.
 
     python -m oobleck.worker.describe [--always] < JOB.json > FOUND.json
 
-FOUND has the `description`, null where the model or the data do not allow one; the `problems`; and
-whether the model was `run` for real, which a large one is only with --always. What the user's code
-prints goes to standard error.
+FOUND has the `descriptions` by what is described (`model`, `optimizer`), without those that could
+not be made; the `problems`; and whether the model was `run` for real, which a large one is only with
+--always. What the user's code prints goes to standard error.
 """
 
 import json
@@ -30,6 +31,7 @@ from oobleck.worker.models.tree import map_tensors
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, NodeError
 from oobleck.worker.runtime.problem import Problem, as_problem
+from oobleck.worker.state import describe_optimizer
 
 #: Parameters of a layer of each kind together, above which a run takes too long to wait for
 #: unasked.
@@ -38,9 +40,9 @@ _LARGE = 1_000_000_000
 
 @dataclass(kw_only=True)
 class Found:
-    """What is known of a job's model and data so far."""
+    """What is known of a job's model, data and optimizer so far."""
 
-    description: Json | None = None
+    descriptions: dict[str, Json] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     run: bool = False
 
@@ -49,37 +51,41 @@ def look_at(job: JobSpec, *, always: bool) -> Found:
     """All that can be found out; `always`: by a real run too, however large the model is."""
     found = Found()
     try:
-        _look_at(job, found, always)
+        if isinstance(job.model, OwnModelSpec):
+            _look_at(job, job.model, found, always)
+        if job.training.optimizer.code is not None:
+            found.descriptions["optimizer"] = describe_optimizer.describe(job.training)
     except (DataError, JobError, NodeError) as error:
         found.problems.append(as_problem(error))
     return found
 
 
-def _look_at(job: JobSpec, found: Found, always: bool) -> None:
-    spec, seed = job.model, job.training.seed
-    assert isinstance(spec, OwnModelSpec), "the others are known by their kind"
+def _look_at(job: JobSpec, spec: OwnModelSpec, found: Found, always: bool) -> None:
+    seed = job.training.seed
     dtype = torch.float64 if job.training.precision == "fp64" else torch.float32
     if job.data.code is None:
-        samples = _made_up(spec)
+        samples = _made_up(spec, most=1)
     else:
         dataset = OwnDataset(job.data.code, wide=dtype == torch.float64)
         found.problems += check_data(dataset)
         rows = dataset.rows(seed, 1, range(SAMPLES), SAMPLES)
         samples = rows.inputs, rows.targets
     inputs, targets = (map_tensors(lambda tensor: tensor[0], side) for side in samples)
-    found.description = describe(spec, (inputs, targets), seed=seed, dtype=dtype)
-    known = replace(spec, described=found.description)
+    text = found.descriptions["model"] = describe(spec, (inputs, targets), seed=seed, dtype=dtype)
+    known = replace(spec, described=text)
+    if job.data.code is None:
+        samples = _made_up(known, most=known.tokens)
     found.run = always or sum(kind.parameters for kind in known.description.kinds) <= _LARGE
     if found.run:
         found.problems += check(known, samples, seed=seed, dtype=dtype)
 
 
-def _made_up(spec: OwnModelSpec) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of tokens: text may still have to be cut into them."""
+def _made_up(spec: OwnModelSpec, *, most: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of so many tokens: text may still have to be cut into them."""
     assert spec.sequence_length is not None, "the job was checked"
     draws = torch.Generator().manual_seed(0)
     shape = SAMPLES, spec.sequence_length + 1
-    tokens = torch.randint(spec.vocabulary, shape, generator=draws)
+    tokens = torch.randint(most, shape, generator=draws)
     return tokens[:, :-1], tokens[:, 1:]
 
 

@@ -46,6 +46,7 @@ from oobleck.worker.runtime.faults import FaultInjector
 from oobleck.worker.runtime.memory import MemoryMeter
 from oobleck.worker.runtime.stopwatch import Stopwatch
 from oobleck.worker.runtime.timeline import Timeline
+from oobleck.worker.state import own_optimizer
 from oobleck.worker.state.layout import layer_sizes
 from oobleck.worker.state.model_state import ModelState, state_dtype
 from oobleck.worker.state.progress import TrainingProgress
@@ -74,6 +75,7 @@ class Session:
         if job.checkpoint is not None:
             check_place(job.checkpoint)
         check_code(job.model)
+        own_optimizer.check(job.training.optimizer)
         dataset, held_out = _open_data(job)
         data = held_out.fingerprint if held_out else dataset.fingerprint
         self._context = context = WorkerContext(

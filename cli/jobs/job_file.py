@@ -101,8 +101,10 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
         path = code_folder(model.python, model.path, base)
         return dataclasses.replace(model, path=path, weights=absolute(model.weights))
 
-    checkpoint, evaluation = job.checkpoint, job.evaluation
+    checkpoint, evaluation, optimizer = job.checkpoint, job.evaluation, job.training.optimizer
     try:
+        folder = code_folder(optimizer.python, optimizer.path, base)
+        optimizer = dataclasses.replace(optimizer, path=folder)
         if checkpoint is not None and "://" not in checkpoint.path:
             path = str(base / os.path.expanduser(checkpoint.path))
             checkpoint = dataclasses.replace(checkpoint, path=path)
@@ -112,6 +114,7 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
             job,
             model=of_model(job.model),
             data=of_data(job.data),
+            training=dataclasses.replace(job.training, optimizer=optimizer),
             evaluation=evaluation,
             output=absolute(job.output),
             checkpoint=checkpoint,

@@ -1,12 +1,12 @@
-"""What the command line does for a model of the user's before it is sent: finds its code, and has
-it described by a process that has torch."""
+"""What the command line does for a model or an optimizer of the user's before it is sent: finds its
+code, and has it described by a process that has torch."""
 
 import dataclasses
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from oobleck.planner.job.spec import JobSpec
 
 _MODULE = "oobleck.worker.describe"
+#: What of a job may be the user's, and is described.
+_OWN = ("model", "optimizer")
 
 
 def code_folder(python: str | None, path: str | None, base: Path) -> str | None:
@@ -65,15 +67,12 @@ class Found:
 
 def look_at(job: "JobSpec", *, always: bool = False) -> Found:
     """`always`: run the model for real, however large it is."""
-    from oobleck.planner.job.code import Json
     from oobleck.planner.job.file import format_job
     from oobleck.planner.job.own import OwnModelSpec
 
-    if not isinstance(job.model, OwnModelSpec):
+    if not isinstance(job.model, OwnModelSpec) and job.training.optimizer.code is None:
         return Found(job=job, problems=[], run=False)
-    unknown = dataclasses.replace(
-        job, model=dataclasses.replace(job.model, described=Json("")), evaluation=None
-    )
+    unknown = dataclasses.replace(_given(job, dict.fromkeys(_OWN, "")), evaluation=None)
     ended = subprocess.run(
         [sys.executable, "-m", _MODULE, *(["--always"] if always else [])],
         input=format_job(unknown),
@@ -88,24 +87,24 @@ def look_at(job: "JobSpec", *, always: bool = False) -> Found:
         raise CommandFailed(text, options.USAGE)
     found = json.loads(ended.stdout)
     problems = [Problem(**fields) for fields in found["problems"]]
-    if found["description"] is not None:
-        model = dataclasses.replace(job.model, described=Json(found["description"]))
-        try:
-            job = dataclasses.replace(job, model=model)
-        except ValueError as error:
-            raise CommandFailed(str(error), options.USAGE) from error
+    try:
+        job = _given(job, found["descriptions"])
+    except ValueError as error:
+        raise CommandFailed(str(error), options.USAGE) from error
     return Found(job=job, problems=problems, run=found["run"])
 
 
 def with_description(job: "JobSpec") -> "JobSpec":
-    """The job with its model's layers known. What is wrong with it is told; the last line of that
-    is raised."""
+    """The job with its model's layers known, and what its optimizer keeps. What is wrong with it is
+    told; the last line of that is raised."""
+    from oobleck.planner.job.own import OwnModelSpec
+
     found = look_at(job)
     for problem in found.problems:
         if problem.warning:
             tell(f"warning: {problem}")
     refuse(found.refusals)
-    if found.job.model.family == "own" and not found.run:
+    if isinstance(job.model, OwnModelSpec) and not found.run:
         tell("note: the model is large and was not run; 'oobleck check' runs it layer by layer")
     return found.job
 
@@ -121,3 +120,18 @@ def refuse(problems: Sequence[Problem]) -> None:
         for problem in others:
             tell(str(problem))
         raise CommandFailed(str(last), options.USAGE)
+
+
+def _given(job: "JobSpec", descriptions: Mapping[str, str]) -> "JobSpec":
+    """The job with these descriptions of what is the user's in it. Raises ValueError."""
+    from oobleck.planner.job.code import Json
+    from oobleck.planner.job.own import OwnModelSpec
+
+    model, training = job.model, job.training
+    if isinstance(model, OwnModelSpec) and "model" in descriptions:
+        model = dataclasses.replace(model, described=Json(descriptions["model"]))
+    if training.optimizer.code is not None and "optimizer" in descriptions:
+        text = Json(descriptions["optimizer"])
+        optimizer = dataclasses.replace(training.optimizer, described=text)
+        training = dataclasses.replace(training, optimizer=optimizer)
+    return dataclasses.replace(job, model=model, training=training)

@@ -13,8 +13,12 @@ from typing import NewType
 Json = NewType("Json", str)
 
 NO_ARGUMENTS = Json("{}")
+#: What stands where code of the user's was not looked at yet.
+NOT_DESCRIBED = Json("")
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _PLUGIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+#: A module whose classes every node lets a job name: torch's own optimizers.
+TORCH_OPTIM = "torch.optim"
 #: Packages that every node has, and whose functions do other things than make a model.
 _NOT_THE_USERS = frozenset({"oobleck", "pip", "setuptools", "pytest", "click", "fsspec"})
 

@@ -1,29 +1,85 @@
 """What the job says of the update: the optimizer and how its learning rate goes over the steps.
 
 Owns the settings, their defaults and their checks, and what planning must know of an optimizer:
-how many numbers it keeps per weight. The update itself is the worker's.
+how many numbers it keeps per weight. Of a class that the job names that is found where the job is
+submitted, and sent along. The update itself is the worker's.
 """
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
+
+from oobleck.planner import codec
+from oobleck.planner.job.code import NO_ARGUMENTS, NOT_DESCRIBED, Code, Json, check_code
 
 #: What each optimizer takes beside `lr`, and the defaults.
 _SETTINGS: Mapping[str, Mapping[str, float | bool]] = {
     "adamw": {"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1.0e-8},
     "sgd": {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False},
 }
+#: And of a class that the job names.
+_OWN_SETTINGS: Mapping[str, float | bool] = {"weight_decay": 0.0}
+
+
+#: Settings of a class that have a key of the job file, and so are no arguments of it.
+_KEYS = ("params", "lr", "weight_decay")
+#: Numbers that a class may keep per weight.
+_MOST_ROWS = 8
+_ENTRY = re.compile(r"[A-Za-z_]\w{0,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateRow:
+    """One number that a class keeps per weight: a tensor of each parameter's shape."""
+
+    #: Its key in the class's state of a parameter.
+    name: str
+    #: What it is before the first update.
+    initial: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSketch:
+    """What a class keeps from step to step, of each parameter."""
+
+    rows: tuple[StateRow, ...]
+    #: Single numbers that count the steps.
+    counters: tuple[str, ...]
+    #: Other single numbers; they follow from the number of steps alone.
+    series: tuple[str, ...]
+    #: Fingerprint of the code that this was found by.
+    code: str
+
+    def __post_init__(self) -> None:
+        if len(self.rows) > _MOST_ROWS:
+            raise ValueError(f"{len(self.rows)} numbers per weight are more than {_MOST_ROWS}")
+        if len({*self.names}) != len(self.names) or not all(map(_ENTRY.fullmatch, self.names)):
+            raise ValueError(f"{self.names} are no different names")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*(row.name for row in self.rows), *self.counters, *self.series)
+
+
+@lru_cache(maxsize=16)
+def _read_sketch(text: Json) -> OptimizerSketch:
+    return codec.decode(OptimizerSketch, text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """torch.optim's AdamW or SGD. A setting that is left out has its optimizer's default after
-    construction; those of the other optimizer stay None, and giving one raises ValueError.
+    """torch.optim's AdamW or SGD, or a class that the job names. A setting that is left out has its
+    optimizer's default after construction; those of others stay None, and giving one raises
+    ValueError.
     """
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    #: None after construction where the job names a class.
+    name: Literal["adamw", "sgd"] | None = None
     lr: float = 3.0e-4
-    #: Acts on matrices and embeddings; norms and biases are not decayed. AdamW 0.1, SGD 0.
+    #: Acts on matrices and embeddings; norms and biases are not decayed. AdamW 0.1, others 0.
     weight_decay: float | None = None
     #: AdamW: 0.9, 0.95 and 1e-8.
     beta1: float | None = None
@@ -32,16 +88,34 @@ class OptimizerSpec:
     #: SGD: 0 and false.
     momentum: float | None = None
     nesterov: bool | None = None
+    #: A torch.optim.Optimizer: an entry point of the group oobleck.optimizers, or a class
+    #: (package.module:Class; torch.optim:Class is allowed everywhere).
+    plugin: str | None = None
+    python: str | None = None
+    #: Directory on every node that the class's module lies in; None: it is installed.
+    path: str | None = None
+    #: What it is made with, beside parameters, lr and weight_decay.
+    arguments: Json = NO_ARGUMENTS
+    #: An `OptimizerSketch`, as JSON; empty: the class was not looked at.
+    described: Json = NOT_DESCRIBED
 
     def __post_init__(self) -> None:
-        own = _SETTINGS[self.name]
+        if self.code is not None:
+            self._check_own(self.code)
+        elif self.name is None:
+            object.__setattr__(self, "name", "adamw")
+        if self.code is None and (self.arguments != NO_ARGUMENTS or self.described):
+            raise ValueError("arguments: are those of plugin or python; leave them out")
+        own = _SETTINGS[self.name] if self.name else _OWN_SETTINGS
         for other, settings in _SETTINGS.items():
             for key in settings:
                 if key not in own and getattr(self, key) is not None:
-                    raise ValueError(
-                        f"{key}: is a setting of {other}; remove it, or set name: {other} "
-                        f"({self.name} takes lr, {', '.join(own)})"
+                    fix = (
+                        f"remove it, or set name: {other} ({self.name} takes lr, {', '.join(own)})"
+                        if self.name
+                        else "put what your class takes under arguments"
                     )
+                    raise ValueError(f"{key}: is a setting of {other}; {fix}")
         for key, default in own.items():
             if getattr(self, key) is None:
                 object.__setattr__(self, key, default)
@@ -56,10 +130,60 @@ class OptimizerSpec:
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov: needs momentum; give momentum, such as 0.9, or remove it")
 
+    def _check_own(self, code: Code) -> None:
+        check_code(plugin=self.plugin, python=self.python, path=self.path)
+        if self.name is not None:
+            raise ValueError(f"name: {self.name} is an optimizer of its own; leave name out")
+        for key in json.loads(code.arguments or NO_ARGUMENTS):
+            if key in _KEYS:
+                raise ValueError(
+                    f"arguments: has {key}; give {key} beside them, as a key of its own"
+                )
+        if self.described:
+            self.sketch  # noqa: B018  # raises ValueError where it is none
+
+    @property
+    def code(self) -> Code | None:
+        """What makes it; None: it is one of those with a name."""
+        name = self.plugin or self.python
+        if name is None:
+            return None
+        group = "oobleck.optimizers" if self.plugin else None
+        return Code(name=name, group=group, path=self.path, arguments=self.arguments)
+
+    @property
+    def sketch(self) -> OptimizerSketch:
+        """What the job's class keeps. Raises ValueError where it was not looked at."""
+        if not self.described:
+            raise ValueError("described: the class was not looked at; submit by oobleck submit")
+        return _read_sketch(self.described)
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """What torch calls the numbers that are kept per weight from step to step."""
+        if self.code is not None:
+            # Of a class that was not looked at nothing is known; its workers refuse the job.
+            return tuple(row.name for row in self.sketch.rows) if self.described else ()
+        if self.name == "adamw":
+            return ("exp_avg", "exp_avg_sq")
+        return ("momentum_buffer",) if self.momentum else ()
+
+    @property
+    def initial(self) -> tuple[float, ...]:
+        """What these are before the first update."""
+        if self.code is not None and self.described:
+            return tuple(row.initial for row in self.sketch.rows)
+        return (0.0,) * self.moments
+
     @property
     def moments(self) -> int:
-        """Numbers kept per weight from step to step: AdamW two, SGD its momentum if it has one."""
-        return 2 if self.name == "adamw" else int(bool(self.momentum))
+        """How many these are: AdamW two, SGD its momentum if it has one."""
+        return len(self.state)
+
+    @property
+    def label(self) -> str:
+        """Which optimizer it is, whatever its settings."""
+        return self.name or self.plugin or self.python or ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,10 @@ from typing import Any
 
 import msgspec
 
-from oobleck.planner.job.code import NO_ARGUMENTS, Code, Json, check_code
+from oobleck.planner.job.code import NO_ARGUMENTS, NOT_DESCRIBED, Code, Json, check_code
 from oobleck.planner.job.description import Description, read_description
 from oobleck.planner.job.spec import AnyModel, ModelSpec, check_paths
 
-NOT_DESCRIBED = Json("")
 #: Layers of a model at most.
 MOST_LAYERS = 514
 #: Keys that no model has but one of the user's.

@@ -76,7 +76,7 @@ def profile_key(
         "microbatch": training.microbatch,
         "precision": training.precision,
         "recompute": training.recompute,
-        "optimizer": (training.optimizer.name, training.optimizer.moments),
+        "optimizer": (training.optimizer.label, training.optimizer.moments),
         "devices": sorted(set(devices)),
         "worker_slots": worker_slots,
         "workers_per_host": workers_per_host,
@@ -238,7 +238,7 @@ def check_fits(profile: Profile, job: JobSpec) -> None:
 
 def _optimizer(job: JobSpec) -> str:
     optimizer = job.training.optimizer
-    return f"{optimizer.name}, {count(optimizer.moments, 'moment')}"
+    return f"{optimizer.label}, {count(optimizer.moments, 'moment')}"
 
 
 def _keeps_input_alone(block: LayerProfile) -> bool:

@@ -234,10 +234,17 @@ def _compared(manifest: Manifest, job: JobSpec) -> list[tuple[str, object, objec
         ("training.seed", old.seed, new.seed),
         ("training.global_batch", old.global_batch, new.global_batch),
         ("training.precision", _state_precision(old.precision), _state_precision(new.precision)),
-        ("training.optimizer.name", old.optimizer.name, new.optimizer.name),
+        (f"training.optimizer.{_key_of(old)}", old.optimizer.label, new.optimizer.label),
         ("the optimizer's moments", old.optimizer.moments, new.optimizer.moments),
+        ("the optimizer's state", old.optimizer.state, new.optimizer.state),
     ]
     return pairs
+
+
+def _key_of(training: TrainingSpec) -> str:
+    """Of the job file: what its optimizer is named by."""
+    optimizer = training.optimizer
+    return "name" if optimizer.name else "plugin" if optimizer.plugin else "python"
 
 
 def _sizes(model: AnyModel) -> list[str]:

@@ -31,7 +31,7 @@ from oobleck.worker.checkpoint.findings import (
 )
 from oobleck.worker.checkpoint.location import CheckpointLocation
 from oobleck.worker.context import WorkerContext
-from oobleck.worker.state.layer_file import moment_names, unpack
+from oobleck.worker.state.layer_file import unpack
 from oobleck.worker.state.layout import layout
 from oobleck.worker.state.model_state import state_dtype
 from oobleck.worker.transport.transport import Transport
@@ -131,7 +131,7 @@ def _load_layer(
 ) -> None:
     """Raises InvalidCheckpoint."""
     training = context.job.training
-    moments, dtype = moment_names(training.optimizer), state_dtype(training.precision)
+    moments, dtype = training.optimizer.state, state_dtype(training.precision)
     layer = shard.layer
     file, flat = manifest.files[layer], layout(context.job.model, layer)
     most = (1 + len(moments)) * flat.size * dtype.itemsize + MOST_LAYER_HEADER_BYTES + 8

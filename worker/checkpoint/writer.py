@@ -32,7 +32,7 @@ from oobleck.planner.recovery.checkpoint import (
     part_file,
 )
 from oobleck.planner.redact import redact
-from oobleck.worker.state.layer_file import moment_names, pack
+from oobleck.worker.state.layer_file import pack
 from oobleck.worker.state.layout import layout
 
 log = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class CheckpointWriter:
         content = pack(
             snapshot,
             layout(job.model, layer),
-            moment_names(job.training.optimizer),
+            job.training.optimizer.state,
             {"layer": str(layer), "step": str(self.order.step)},
         )
         digest = hashlib.sha256()

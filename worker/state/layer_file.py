@@ -13,20 +13,12 @@ from safetensors.torch import load
 
 from oobleck.host.storage.folder import Content
 from oobleck.host.storage.weight_files import WeightsError, check_content
-from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.recovery.checkpoint import MOST_LAYER_HEADER_BYTES, InvalidCheckpoint
 from oobleck.worker.state.layout import Layout
 
 _DTYPES = {torch.float32: "F32", torch.float64: "F64"}
 #: The format wants its data to begin at a multiple of this.
 _ALIGNMENT = 8
-
-
-def moment_names(optimizer: OptimizerSpec) -> tuple[str, ...]:
-    """What torch.optim calls the rows of a layer's state after the first."""
-    if optimizer.name == "adamw":
-        return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) * optimizer.moments
 
 
 def pack(

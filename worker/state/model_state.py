@@ -49,6 +49,8 @@ class ModelState:
         """Hold `layer`, or a share of it, as it is before the first step (version 0)."""
         state = self.allocate(layer, version=0, part=part, parts=parts)
         state.storage.zero_()
+        for row, initial in enumerate(self._job.training.optimizer.initial, 1):
+            state.storage[row] = initial
         if parts == 1:
             initialise_parameters(state.module, self._job.model, self._job.training.seed)
         else:

@@ -5,8 +5,9 @@ number of the step. Must not know layers, or who holds them.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.optim.sgd import sgd
 
 from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.job.spec import TrainingSpec
+from oobleck.worker.state import own_optimizer
 
 
 def learning_rate(schedule: ScheduleSpec, step: int, steps: int, base: float) -> float:
@@ -31,6 +33,14 @@ def learning_rate(schedule: ScheduleSpec, step: int, steps: int, base: float) ->
     done = min(1.0, (step - 1 - schedule.warmup) / max(1, steps - schedule.warmup))
     left = 1.0 - done if schedule.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return schedule.min_lr + (base - schedule.min_lr) * left
+
+
+@lru_cache(maxsize=4)
+def rates_of(training: TrainingSpec) -> Callable[[int], float]:
+    """The job's learning rate as a function of the step."""
+    return lambda step: learning_rate(
+        training.schedule, step, training.steps, training.optimizer.lr
+    )
 
 
 def clip_scale(grad_norm: float, clip: float | None) -> float:
@@ -56,10 +66,13 @@ def update(slices: Iterable[Slice], training: TrainingSpec, step: int) -> None:
 
     By torch.optim's functions: the first object of its classes loads the compiler (torch._dynamo),
     a second and 100 MB of every process. A momentum of zeros before the first step gives what
-    torch's SGD does there.
+    torch's SGD does there. A class that the job names is `own_optimizer`'s.
     """
     spec = training.optimizer
-    rate = learning_rate(training.schedule, step, training.steps, spec.lr)
+    if spec.code is not None:
+        own_optimizer.update(slices, spec, step, rates_of(training))
+        return
+    rate = rates_of(training)(step)
     groups: dict[bool, list[Slice]] = {True: [], False: []}
     for piece in slices:
         groups[piece.decayed].append(piece)

@@ -49,7 +49,7 @@ from oobleck.planner.recovery.checkpoint import (
     writers,
 )
 from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
-from oobleck.worker.state.layer_file import moment_names, pack, unpack
+from oobleck.worker.state.layer_file import pack, unpack
 from oobleck.worker.state.layout import layout
 from oobleck.worker.state.model_state import ModelState
 from support.plans import plan_of_cuts
@@ -146,7 +146,7 @@ def test_what_two_workers_write_is_one_checkpoint_that_reads_back(job, place):
     assert verify(here, found.manifest) == {}
     assert saved.bytes == found.manifest.bytes
     assert misfit(found.manifest, job, "da7a") == ""
-    moments = moment_names(job.training.optimizer)
+    moments = job.training.optimizer.state
     for layer, file in enumerate(found.manifest.files):
         content = read_layer(here, file)
         back = unpack(content, layout(job.model, layer), moments, torch.float64)
@@ -397,7 +397,7 @@ def test_a_folder_that_not_all_see_fails_the_save_with_the_node(job):
 def test_a_layer_reads_back_whatever_the_optimizer(make_job, spec):
     job = make_job(optimizer=spec)
     state = trained(job)
-    flat, moments = layout(job.model, 1), moment_names(spec)
+    flat, moments = layout(job.model, 1), spec.state
     content = b"".join(map(bytes, pack(state.snapshot(1), flat, moments, {"layer": "1"})))
     assert torch.equal(unpack(content, flat, moments, torch.float64), state.layers[1].storage)
     with pytest.raises(InvalidCheckpoint, match="holds no"):

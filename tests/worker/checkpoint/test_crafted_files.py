@@ -39,7 +39,7 @@ from oobleck.planner.recovery.checkpoint import (
     read_manifest,
 )
 from oobleck.worker.data.corpus import Corpus
-from oobleck.worker.state.layer_file import moment_names, pack, unpack
+from oobleck.worker.state.layer_file import pack, unpack
 from oobleck.worker.state.layout import layout
 
 pytestmark = pytest.mark.timeout(60)
@@ -95,7 +95,7 @@ def said(harm: Harm) -> str:
 def layer(number: int) -> bytes:
     flat = layout(MODEL, number)
     snapshot = torch.ones(1, flat.size)
-    return b"".join(map(bytes, pack(snapshot, flat, moment_names(SGD), {"layer": str(number)})))
+    return b"".join(map(bytes, pack(snapshot, flat, SGD.state, {"layer": str(number)})))
 
 
 def manifest(step: int = 3) -> Manifest:
@@ -235,7 +235,7 @@ BAD_HEADERS = {
 @pytest.mark.parametrize("crafted", BAD_HEADERS.values(), ids=list(BAD_HEADERS))
 def test_a_crafted_layer_with_a_right_hash_is_a_bad_checkpoint(crafted: bytes) -> None:
     with pytest.raises(InvalidCheckpoint, match="is no safetensors file") as raised:
-        unpack(crafted, layout(MODEL, 1), moment_names(SGD), torch.float32)
+        unpack(crafted, layout(MODEL, 1), SGD.state, torch.float32)
     assert "\n" not in str(raised.value)
 
 
@@ -395,7 +395,7 @@ def test_a_mutated_manifest_is_refused_or_can_be_shown_and_used(cuts: Any) -> No
 @given(cuts=CUTS)
 def test_a_mutated_layer_is_refused_or_read(cuts: Any) -> None:
     try:
-        unpack(mutated(layer(1), cuts), layout(MODEL, 1), moment_names(SGD), torch.float32)
+        unpack(mutated(layer(1), cuts), layout(MODEL, 1), SGD.state, torch.float32)
     except InvalidCheckpoint:
         return
 

@@ -1,0 +1,251 @@
+"""What an optimizer of the user's keeps from step to step, and whether it can be used: its class
+takes a few steps on two small parameters, and so do flat pieces of them, as workers update layers.
+
+A class is refused, with the reason, where its update is not one of each number by itself (layers
+are cut over workers anywhere), or where it keeps anything but tensors of its parameters' shapes and
+single numbers that follow from the number of steps.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from inspect import Parameter, signature
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from oobleck.planner.codec import encode
+from oobleck.planner.job.code import Json
+from oobleck.planner.job.optimization import OptimizerSketch, OptimizerSpec, ScheduleSpec, StateRow
+from oobleck.planner.job.spec import TrainingSpec
+from oobleck.worker.runtime import code
+from oobleck.worker.runtime.errors import JobError
+from oobleck.worker.state import own_optimizer
+from oobleck.worker.state.optimizer import Slice, rates_of, update
+
+#: More than the period of what some classes do every few steps.
+_STEPS = 12
+_SHAPES = ((3, 5), (4,))
+#: Where the flat parameters are cut into pieces.
+_CUTS = (7, 1)
+#: The order of sums and fused operations differs with the place in a tensor; nothing else may.
+_TOLERANCE = 1e-11
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Steps on whole parameters, as a plain loop of torch takes them."""
+
+    weights: Sequence[Tensor]
+    #: Of each parameter, after the first step and after the last one.
+    first: Sequence[dict[str, Any]]
+    last: Sequence[dict[str, Any]]
+
+
+def describe(training: TrainingSpec) -> Json:
+    """The sketch of the job's class. Raises JobError with the reason, NodeError."""
+    spec = training.optimizer
+    assert spec.code is not None, "it is the job's own"
+    #: The real schedule may end at 0, where nothing is seen.
+    tried = replace(
+        training, steps=_STEPS, schedule=ScheduleSpec(), optimizer=replace(spec, lr=spec.lr or 1e-3)
+    )
+    check = _Check(spec, tried)
+    run = check.whole_run()
+    sketch = OptimizerSketch(
+        rows=tuple(
+            StateRow(name=name, initial=check.initial(name, rates_of(training)(1)))
+            for name in check.rows(run)
+        ),
+        counters=tuple(name for name in check.numbers(run) if check.counts(run, name)),
+        series=tuple(name for name in check.numbers(run) if not check.counts(run, name)),
+        code=code.fingerprint(spec.code),
+    )
+    described = Json(encode(sketch).decode())
+    check.pieces(run, replace(tried, optimizer=replace(tried.optimizer, described=described)))
+    return described
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    spec: OptimizerSpec
+    training: TrainingSpec
+
+    def whole_run(self) -> _Run:
+        """Its steps; and what can be seen by taking them again, from the same and other numbers."""
+        run, again, other = (self._steps(source) for source in (0, 0, 1))
+        if any(map(_differ, run.weights, again.weights)):
+            self._refuse("gives other weights when it is run again: it may not draw random numbers")
+        for name in self.numbers(run):
+            found = [state.get(name) for one in (run, other) for state in one.last]
+            if any(_differ(found[0], value) for value in found[1:]):
+                self._refuse(
+                    f"keeps {name}, a number that depends on the gradients; pieces of a parameter "
+                    "that is cut over workers would have different ones"
+                )
+        return run
+
+    def rows(self, run: _Run) -> list[str]:
+        """The tensors of its parameters' shapes."""
+        return [name for name, value in run.first[0].items() if _is_tensor(value)]
+
+    def numbers(self, run: _Run) -> list[str]:
+        return [name for name, value in run.first[0].items() if not _is_tensor(value)]
+
+    def counts(self, run: _Run, name: str) -> bool:
+        first, last = run.first[0][name], run.last[0][name]
+        flag = first is None or isinstance(first, bool)
+        return not flag and float(first) == 1 and float(last) == _STEPS
+
+    def initial(self, name: str, rate: float) -> float:
+        """What such a tensor is before the first update: after one of nothing, on zeros."""
+        parameter = nn.Parameter(torch.zeros(_SHAPES[0], dtype=torch.float64))
+        optimizer = own_optimizer.make(self.spec, [parameter])
+        optimizer.param_groups[0]["lr"] = rate
+        parameter.grad = torch.zeros_like(parameter)
+        self._step(optimizer)
+        found = optimizer.state[parameter][name].unique()
+        if found.numel() != 1 or not found.isfinite().all():
+            self._refuse(f"begins with different numbers in {name}; they must be one number")
+        return float(found)
+
+    def pieces(self, run: _Run, training: TrainingSpec) -> None:
+        """The same steps on flat pieces, whole and cut."""
+        if any(map(_differ, run.weights, self._flat_steps(training, cut=False))):
+            self._refuse(
+                "updates a parameter otherwise when it is flat, or keeps more from step to step "
+                "than the state of each parameter"
+            )
+        if any(map(_differ, run.weights, self._flat_steps(training, cut=True))):
+            self._refuse(
+                "does not update each number by itself: a norm or a mean over a parameter would "
+                "be another one where the parameter is cut over workers"
+            )
+
+    def _steps(self, source: int) -> _Run:
+        parameters = [nn.Parameter(weights) for weights in _drawn(source, 0)]
+        groups: list[dict[str, Any]] = [{"params": [one]} for one in parameters]
+        for group, decayed in zip(groups, (True, False), strict=True):
+            group["weight_decay"] = self.spec.weight_decay if decayed else 0.0
+        optimizer = own_optimizer.make(self.spec, groups)
+        if self.spec.weight_decay and "weight_decay" not in optimizer.defaults:
+            self._refuse("takes no weight_decay; leave that out")
+        self._check_closure(optimizer)
+        before = [_settings(group) for group in optimizer.param_groups]
+        first: list[dict[str, Any]] = []
+        for step in range(1, _STEPS + 1):
+            gradients = _drawn(source, step)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            self._step(optimizer)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if parameter.grad is None or _differ(parameter.grad, gradient):
+                    self._refuse(
+                        "writes into its parameters' gradients; have it make new tensors, as in "
+                        "grad = grad.add(p, alpha=decay)"
+                    )
+            if step == 1:
+                first = [self._state(optimizer, one) for one in parameters]
+        last = [self._state(optimizer, one) for one in parameters]
+        if any(one.keys() != first[0].keys() for one in (*first, *last)):
+            self._refuse("must keep the same of each parameter from its first step on")
+        for group, settings in zip(optimizer.param_groups, before, strict=True):
+            for name, value in _settings(group).items():
+                if name not in settings or value != settings[name]:
+                    self._refuse(f"keeps {name} in its group; only state of parameters is kept")
+        return _Run(weights=[one.detach() for one in parameters], first=first, last=last)
+
+    def _state(self, optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+        """A copy of what it keeps of `parameter`; refused where that is of another kind."""
+        found = {}
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.dim():
+                shape, wanted = list(value.shape), list(parameter.shape)
+                if shape != wanted:
+                    self._refuse(
+                        f"keeps {name} of shape {shape} of a parameter of shape {wanted}; it must "
+                        "be of the parameter's shape, since state is cut as its parameter is"
+                    )
+                if value.dtype != parameter.dtype:
+                    self._refuse(f"keeps {name} as {value.dtype}; it must be as its parameter is")
+            elif not (value is None or isinstance(value, Tensor | bool | int | float)):
+                self._refuse(
+                    f"keeps {name}, a {type(value).__name__}; only tensors of a parameter's shape "
+                    "and single numbers can be moved and saved"
+                )
+            found[name] = value.clone() if isinstance(value, Tensor) else value
+        return found
+
+    def _flat_steps(self, training: TrainingSpec, *, cut: bool) -> Iterator[Tensor]:
+        """The weights after the same steps, by parameter."""
+        spec, shapes = training.optimizer, _SHAPES
+        stored = []
+        for weights in _drawn(0, 0):
+            initial = [torch.full_like(weights.flatten(), value) for value in spec.initial]
+            stored.append(torch.stack([weights.flatten(), *initial]))
+        for step in range(1, _STEPS + 1):
+            with self._reasoned():
+                update(_slices(stored, _drawn(0, step), cut=cut), training, step)
+        return (one[0].view(shape) for one, shape in zip(stored, shapes, strict=True))
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        with self._reasoned():
+            optimizer.step()
+
+    def _check_closure(self, optimizer: torch.optim.Optimizer) -> None:
+        for one in signature(optimizer.step).parameters.values():
+            if one.default is Parameter.empty and one.kind not in (
+                Parameter.VAR_POSITIONAL,
+                Parameter.VAR_KEYWORD,
+            ):
+                self._refuse(
+                    f"needs {one.name} in each step; it must be one that takes a step without a "
+                    "closure"
+                )
+
+    @contextmanager
+    def _reasoned(self) -> Iterator[None]:
+        try:
+            yield
+        except JobError:
+            raise
+        except Exception as error:
+            raise JobError(
+                f"optimizer: {self.spec.label} failed in a step: {code.described(error)}"
+            ) from error
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise JobError(f"optimizer: {self.spec.label} cannot be used: it {why}")
+
+
+def _slices(stored: Sequence[Tensor], gradients: Sequence[Tensor], *, cut: bool) -> Iterator[Slice]:
+    for number, (storage, gradient) in enumerate(zip(stored, gradients, strict=True)):
+        cuts = (0, _CUTS[number], gradient.numel()) if cut else (0, gradient.numel())
+        for start, stop in pairwise(cuts):
+            yield Slice(
+                storage=storage[:, start:stop],
+                gradient=gradient.flatten()[start:stop],
+                decayed=number == 0,
+            )
+
+
+def _drawn(source: int, step: int) -> list[Tensor]:
+    """Weights (step 0) or gradients of the two parameters."""
+    draws = torch.Generator().manual_seed(1000 * source + step)
+    return [torch.randn(shape, dtype=torch.float64, generator=draws) for shape in _SHAPES]
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return not torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
+    return bool(one != other)

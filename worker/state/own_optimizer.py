@@ -1,0 +1,187 @@
+"""The update by a class that the job names, any torch.optim.Optimizer that keeps its state per
+parameter.
+
+An object of the class is made anew for each update, gets one flat piece of a layer at a time as its
+parameter, and finds in its state what the rows of the piece hold: so an update is a function of the
+pieces and of the step, and whatever moves, saves or cuts rows need not know the class. Single
+numbers that a class keeps beside rows, as a count of steps, follow from the number of the step.
+`describe_optimizer` finds out, before the job, whether a class can be used so.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from oobleck.planner.job.code import Code
+from oobleck.planner.job.optimization import OptimizerSketch, OptimizerSpec
+from oobleck.worker.runtime import code
+from oobleck.worker.runtime.errors import JobError, NodeError
+
+if TYPE_CHECKING:
+    from oobleck.worker.state.optimizer import Slice
+
+#: Learning rate by step, from 1.
+Rates = Callable[[int], float]
+
+#: Steps whose single numbers are kept: pieces that are fed here may be behind the others.
+_KEPT = 256
+
+
+def update(slices: "Iterable[Slice]", spec: OptimizerSpec, step: int, rates: Rates) -> None:
+    """Take step `step` (from 1) of the job's class on all slices, in place."""
+    pieces = list(slices)
+    if not pieces:
+        return
+    like = pieces[0].storage
+    optimizer = make(spec, [_dummy(like.dtype, like.device)])
+    series = _series(spec, rates, like.dtype, like.device)
+    (group,) = optimizer.param_groups
+    group["lr"] = rates(step)
+    for piece in pieces:
+        group["weight_decay"] = spec.weight_decay if piece.decayed else 0.0
+        _take(optimizer, piece, spec.sketch, series.before(step))
+
+
+def _take(
+    optimizer: torch.optim.Optimizer,
+    piece: "Slice",
+    sketch: OptimizerSketch,
+    numbers: Mapping[str, Any],
+) -> None:
+    weights, *rows = piece.storage
+    parameter = nn.Parameter(weights)
+    parameter.grad = piece.gradient
+    (group,) = optimizer.param_groups
+    group["params"] = [parameter]
+    held = {row.name: view for row, view in zip(sketch.rows, rows, strict=True)}
+    optimizer.state.clear()
+    if numbers:  # else it makes its state in its first step
+        optimizer.state[parameter] = {
+            name: held.get(name, value) for name, value in numbers.items()
+        }
+    optimizer.step()
+    after = optimizer.state[parameter]
+    if set(after) != set(sketch.names):
+        raise JobError(
+            f"optimizer: {type(optimizer).__name__} keeps {', '.join(after)} of a parameter, and "
+            f"kept {', '.join(sketch.names)} where the job was submitted; it must keep the same "
+            "from its first step on"
+        )
+    with torch.no_grad():
+        for name, view in held.items():
+            _store(after[name], view)
+        _store(parameter.data, weights)
+
+
+def _store(value: Tensor, view: Tensor) -> None:
+    """A class may put another tensor into the place of the one that it found."""
+    if value.data_ptr() != view.data_ptr():
+        view.copy_(value)
+
+
+def make(spec: OptimizerSpec, parameters: list[Any]) -> torch.optim.Optimizer:
+    """An object of the job's class for `parameters`, or groups of them. Raises JobError,
+    NodeError."""
+    made = code.call(_code(spec), "optimizer", parameters, lr=spec.lr)
+    if isinstance(made, torch.optim.Optimizer):
+        return made
+    raise JobError(
+        f"optimizer: {spec.label} makes {type(made).__name__}; name a class that extends "
+        "torch.optim.Optimizer"
+    )
+
+
+def check(spec: OptimizerSpec) -> None:
+    """Whether this node has the class that was looked at where the job was submitted; loads it.
+    Raises NodeError, JobError."""
+    if spec.code is None:
+        return
+    if not spec.described:
+        raise JobError("optimizer: the class was not looked at; submit it with 'oobleck submit'")
+    make(spec, [_dummy(torch.float32, torch.device("cpu"))])
+    if code.fingerprint(spec.code) != spec.sketch.code:
+        raise NodeError(
+            f"optimizer: the code of {spec.label} on this node is not what it was where the job "
+            "was submitted; give every node the same code, and submit again"
+        )
+
+
+def _code(spec: OptimizerSpec) -> Code:
+    assert spec.code is not None, "it is the job's own"
+    return spec.code
+
+
+def _dummy(dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """A parameter of one number, whose gradient is 0."""
+    parameter = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    return parameter
+
+
+class _Series:
+    """The single numbers that the class keeps of every parameter, by the number of the step.
+
+    They are those of a parameter of one number that takes all steps. Where all of them are counters
+    it takes the first one only. Others, such as the product of NAdam's momenta, are taken step by
+    step, once in a process.
+    """
+
+    def __init__(
+        self, spec: OptimizerSpec, rates: Rates, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._spec, self._sketch, self._rates = spec, spec.sketch, rates
+        self._dtype, self._device = dtype, device
+        #: Feeds are applied by a thread of their own.
+        self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._parameter = _dummy(self._dtype, self._device)
+        self._optimizer = make(self._spec, [self._parameter])
+        self._steps = 0
+        #: What it keeps after so many steps, the newest last; all that `_parameter` has.
+        self._known = {0: self._numbers()}
+
+    def before(self, step: int) -> dict[str, Any]:
+        """What a parameter's state has before `step`, rows too, whose values mean nothing; empty:
+        nothing yet."""
+        with self._lock:
+            after = step - 1 if self._sketch.series else min(step - 1, 1)
+            if after not in self._known and after < self._steps:
+                self._begin()
+            while self._steps < after:
+                self._advance()
+            found = {name: _copy(value) for name, value in self._known[after].items()}
+        for name in self._sketch.counters:
+            if name in found:
+                found[name] = _counting(found[name], step - 1)
+        return found
+
+    def _advance(self) -> None:
+        self._steps += 1
+        self._optimizer.param_groups[0]["lr"] = self._rates(self._steps)
+        self._optimizer.step()
+        self._known[self._steps] = self._numbers()
+        self._known.pop(self._steps - _KEPT, None)
+
+    def _numbers(self) -> dict[str, Any]:
+        state = self._optimizer.state.get(self._parameter, {})
+        return {name: _copy(value) for name, value in state.items()}
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _counting(like: Any, count: int) -> Any:
+    """`count` as what `like` is."""
+    return like.fill_(count) if isinstance(like, Tensor) else type(like)(count)
+
+
+@lru_cache(maxsize=4)
+def _series(spec: OptimizerSpec, rates: Rates, dtype: torch.dtype, device: torch.device) -> _Series:
+    return _Series(spec, rates, dtype, device)
