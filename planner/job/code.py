@@ -52,7 +52,9 @@ def check_code(*, plugin: str | None, python: str | None, path: str | None) -> N
         raise ValueError(f"plugin: {plugin!r} is no name of an entry point")
     if python is not None:
         if not _FUNCTION.fullmatch(python):
-            raise ValueError(f"python: {python!r} is no function; write package.module:function")
+            raise ValueError(
+                f"python: {python!r} is no class or function; write package.module:name"
+            )
         first = python.partition(":")[0].partition(".")[0]
         if first in sys.stdlib_module_names or first in _NOT_THE_USERS:
             raise ValueError(

@@ -100,6 +100,7 @@ class OptimizerSpec:
     described: Json = NOT_DESCRIBED
 
     def __post_init__(self) -> None:
+        check_code(plugin=self.plugin, python=self.python, path=self.path)
         if self.code is not None:
             self._check_own(self.code)
         elif self.name is None:
@@ -131,7 +132,6 @@ class OptimizerSpec:
             raise ValueError("nesterov: needs momentum; give momentum, such as 0.9, or remove it")
 
     def _check_own(self, code: Code) -> None:
-        check_code(plugin=self.plugin, python=self.python, path=self.path)
         if self.name is not None:
             raise ValueError(f"name: {self.name} is an optimizer of its own; leave name out")
         for key in json.loads(code.arguments or NO_ARGUMENTS):
@@ -140,7 +140,10 @@ class OptimizerSpec:
                     f"arguments: has {key}; give {key} beside them, as a key of its own"
                 )
         if self.described:
-            self.sketch  # noqa: B018  # raises ValueError where it is none
+            try:
+                _read_sketch(self.described)
+            except ValueError as error:
+                raise ValueError(f"described: {error}") from error
 
     @property
     def code(self) -> Code | None:

@@ -326,6 +326,7 @@ class TrainingSpec:
         _at_least(self, 1, "steps", "global_batch", "microbatch")
         _at_least(self, 0, "seed")
         _at_most(self, steps=10**9, global_batch=1 << 17, seed=(1 << 63) - 1)
+        check_paths("path", [self.optimizer.path])
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip: {self.clip} must be > 0; leave it out for no clipping")
         if self.max_skipped_steps is not None:

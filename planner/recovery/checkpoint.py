@@ -235,7 +235,6 @@ def _compared(manifest: Manifest, job: JobSpec) -> list[tuple[str, object, objec
         ("training.global_batch", old.global_batch, new.global_batch),
         ("training.precision", _state_precision(old.precision), _state_precision(new.precision)),
         (f"training.optimizer.{_key_of(old)}", old.optimizer.label, new.optimizer.label),
-        ("the optimizer's moments", old.optimizer.moments, new.optimizer.moments),
         ("the optimizer's state", old.optimizer.state, new.optimizer.state),
     ]
     return pairs

@@ -105,7 +105,7 @@ class _Check:
         optimizer = own_optimizer.make(self.spec, [parameter])
         optimizer.param_groups[0]["lr"] = rate
         parameter.grad = torch.zeros_like(parameter)
-        self._step(optimizer)
+        self._step(optimizer, "whose gradients are 0")
         found = optimizer.state[parameter][name].unique()
         if found.numel() != 1 or not found.isfinite().all():
             self._refuse(f"begins with different numbers in {name}; they must be one number")
@@ -190,8 +190,8 @@ class _Check:
                 update(_slices(stored, _drawn(0, step), cut=cut), training, step)
         return (one[0].view(shape) for one, shape in zip(stored, shapes, strict=True))
 
-    def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        with self._reasoned():
+    def _step(self, optimizer: torch.optim.Optimizer, which: str = "") -> None:
+        with self._reasoned(which):
             optimizer.step()
 
     def _check_closure(self, optimizer: torch.optim.Optimizer) -> None:
@@ -206,14 +206,15 @@ class _Check:
                 )
 
     @contextmanager
-    def _reasoned(self) -> Iterator[None]:
+    def _reasoned(self, which: str = "") -> Iterator[None]:
         try:
             yield
         except JobError:
             raise
         except Exception as error:
             raise JobError(
-                f"optimizer: {self.spec.label} failed in a step: {code.described(error)}"
+                f"optimizer: {self.spec.label} failed in a step{which and f' {which}'}: "
+                f"{code.described(error)}"
             ) from error
 
     def _refuse(self, why: str) -> NoReturn:

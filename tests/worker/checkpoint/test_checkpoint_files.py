@@ -440,6 +440,10 @@ def test_a_job_that_does_not_go_with_its_checkpoints_is_refused(job, place):
         ({"precision": "fp32"}, 'training.precision is "fp64" there and "fp32" here'),
         ({"global_batch": 12}, "training.global_batch is 6 there and 12 here"),
         ({"optimizer": OptimizerSpec(name="sgd")}, "training.optimizer.name is"),
+        (
+            {"optimizer": OptimizerSpec(python="torch.optim:NAdam")},
+            'training.optimizer.name is "adamw" there and "torch.optim:NAdam" here',
+        ),
         ({"steps": 2}, "is of a later step than the job's last one (2); raise training.steps"),
     ):
         other = replace(job, training=replace(job.training, **change))
