@@ -47,7 +47,7 @@ from oobleck.worker.runtime.memory import MemoryMeter
 from oobleck.worker.runtime.stopwatch import Stopwatch
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state import own_optimizer
-from oobleck.worker.state.layout import layer_sizes
+from oobleck.worker.state.layout import check_no_decay, layer_sizes
 from oobleck.worker.state.model_state import ModelState, state_dtype
 from oobleck.worker.state.progress import TrainingProgress
 from oobleck.worker.step.commit import check_skipped
@@ -76,6 +76,7 @@ class Session:
             check_place(job.checkpoint)
         check_code(job.model)
         own_optimizer.check(job.training.optimizer)
+        check_no_decay(job.model, job.training.optimizer.no_decay)
         dataset, held_out = _open_data(job)
         data = held_out.fingerprint if held_out else dataset.fingerprint
         self._context = context = WorkerContext(
@@ -206,7 +207,9 @@ class Session:
     def _compile(self, plan: Plan, work: Work | None = None) -> OwnProgram:
         job, worker = self._context.job, self._context.worker
         width = state_dtype(job.training.precision).itemsize
-        layer_bytes = [size * width for size in layer_sizes(job.model)]
+        layer_bytes = [
+            size * width for size in layer_sizes(job.model, job.training.optimizer.no_decay)
+        ]
         return compile_own(plan, worker, tied=job.model.ties, layer_bytes=layer_bytes, work=work)
 
     def _train(

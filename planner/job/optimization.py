@@ -81,6 +81,9 @@ class OptimizerSpec:
     lr: float = 3.0e-4
     #: Acts on matrices and embeddings; norms and biases are not decayed. AdamW 0.1, others 0.
     weight_decay: float | None = None
+    #: Parameters that are not decayed either: patterns of what an output calls them, behind their
+    #: layer, such as "0.*" and "*.scale".
+    no_decay: tuple[str, ...] = ()
     #: AdamW: 0.9, 0.95 and 1e-8.
     beta1: float | None = None
     beta2: float | None = None
@@ -128,6 +131,8 @@ class OptimizerSpec:
             value = getattr(self, key)
             if value is not None and not 0.0 <= value < 1.0:
                 raise ValueError(f"{key}: {value} is not in [0, 1)")
+        if not all(self.no_decay):
+            raise ValueError("no_decay: has an empty pattern; remove it")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov: needs momentum; give momentum, such as 0.9, or remove it")
 

@@ -26,6 +26,8 @@ import tagger  # noqa: E402  # an example is no package
 
 BATCH, STEPS, RATE, SEED, DECAY = 16, 16, 2.0e-3, 7, 0.1
 MODEL, DATA = {"width": 16, "blocks": 3}, {"size": 256, "length": 8}
+#: Not decayed, though it is a matrix.
+SPARED = "2.mix.weight"
 FAULTS: list[dict[str, object]] = [
     {
         "worker": {"node": "n3", "slot": 0},
@@ -64,6 +66,7 @@ def job_of(steps: int, saved: Path) -> dict[str, Any]:
                 "python": "torch.optim:NAdam",
                 "lr": RATE,
                 "weight_decay": DECAY,
+                "no_decay": [SPARED],
                 "arguments": {"decoupled_weight_decay": True},
             },
         },
@@ -76,11 +79,13 @@ def plain_losses() -> list[float]:
     """Of a loop over all layers in one process."""
     net = initial(lambda: tagger.tagger(**MODEL), SEED).double()
     data, parameters = tagger.Sentences(**DATA), list(net.parameters())
+    decayed = [p for name, p in net.named_parameters() if p.dim() > 1 and name != SPARED]
+    rest = [p for name, p in net.named_parameters() if p.dim() < 2 or name == SPARED]
     order = Order.of(len(data), 0.0)
     optimizer = torch.optim.NAdam(
         [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+            {"params": decayed, "weight_decay": DECAY},
+            {"params": rest, "weight_decay": 0.0},
         ],
         lr=RATE,
         decoupled_weight_decay=True,

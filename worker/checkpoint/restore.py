@@ -133,7 +133,10 @@ def _load_layer(
     training = context.job.training
     moments, dtype = training.optimizer.state, state_dtype(training.precision)
     layer = shard.layer
-    file, flat = manifest.files[layer], layout(context.job.model, layer)
+    file, flat = (
+        manifest.files[layer],
+        layout(context.job.model, layer, training.optimizer.no_decay),
+    )
     most = (1 + len(moments)) * flat.size * dtype.itemsize + MOST_LAYER_HEADER_BYTES + 8
     if file.bytes > most:
         raise InvalidCheckpoint(f"{file.name}: {file.bytes} bytes are more than a layer's")

@@ -42,7 +42,7 @@ class Saver:
         self._spec = context.job.checkpoint
         self._worker = context.worker
         self._control = context.control
-        self._sizes = layer_sizes(context.job.model)
+        self._sizes = layer_sizes(context.job.model, context.job.training.optimizer.no_decay)
         self._assign: Assign | None = None
         self._transport: Transport | None = None
         #: The last one that was begun; and whether its end has not been agreed yet.

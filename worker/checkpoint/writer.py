@@ -182,7 +182,7 @@ class CheckpointWriter:
         job, name = self.order.job, layer_file(layer)
         content = pack(
             snapshot,
-            layout(job.model, layer),
+            layout(job.model, layer, job.training.optimizer.no_decay),
             job.training.optimizer.state,
             {"layer": str(layer), "step": str(self.order.step)},
         )

@@ -153,7 +153,11 @@ class _Coming:
         held = {worker: shards for worker, shards in present.shards.items() if worker not in away}
         found: defaultdict[WorkerId, list[Transfer]] = defaultdict(list)
         try:
-            transfers = plan_transfers(held, assign.plan, state_bytes=layer_sizes(job.model))
+            transfers = plan_transfers(
+                held,
+                assign.plan,
+                state_bytes=layer_sizes(job.model, job.training.optimizer.no_decay),
+            )
         except LayerLost:
             return {}
         for transfer in transfers:

@@ -92,6 +92,10 @@ def _carry_out(
 
 def _plan_transfers(job: JobSpec, agreement: Agreement, plan: Plan) -> tuple[Transfer, ...]:
     try:
-        return plan_transfers(agreement.held, plan, state_bytes=layer_sizes(job.model))
+        return plan_transfers(
+            agreement.held,
+            plan,
+            state_bytes=layer_sizes(job.model, job.training.optimizer.no_decay),
+        )
     except LayerLost as lost:
         raise LayersGone(f"at step {agreement.step} {lost}") from lost

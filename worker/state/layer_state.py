@@ -97,7 +97,7 @@ class LayerState:
         """The same for `numbers`, all of one part, to which `gradient` is applied."""
         flat = self.layout
         for start, end, decayed in (
-            (0, flat.tied, True),
+            (0, flat.tied, flat.tied_decayed),
             (flat.tied, flat.decayed, True),
             (flat.decayed, flat.size, False),
         ):

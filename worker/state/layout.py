@@ -2,12 +2,15 @@
 
 First the part that is tied to another layer, then what weight decay acts on, then the rest; so each
 of these is one slice, and so is `own`, all but the tied part. A share of a layer, such as the
-second of three, is that share of the tied part and that of the own one. Knows the model alone.
+second of three, is that share of the tied part and that of the own one. Knows the model
+and what of it the job does not decay, alone.
 """
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from functools import lru_cache
 
@@ -19,6 +22,10 @@ from oobleck.planner.programs.instructions import LayerPart
 from oobleck.planner.programs.shards import Shard
 from oobleck.planner.programs.transfer import CUT_NUMBERS, cut
 from oobleck.worker.models import Layer, build_layer, tied_parameters
+from oobleck.worker.runtime.errors import JobError
+
+#: Of a model's parameters, where one is asked for that there is not.
+_NAMES_TOLD = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +49,8 @@ class Layout:
     tied: int
     decayed: int
     size: int
+    #: Whether weight decay acts on the tied part too.
+    tied_decayed: bool
     #: Numbers before `decayed` that belong to no parameter.
     gap: range
 
@@ -63,16 +72,18 @@ class Layout:
 
 
 @lru_cache(maxsize=4096)
-def layout(spec: AnyModel, layer: int) -> Layout:
-    """The flat layout of `layer`: a function of the model alone, the same for all holders. What is
+def layout(spec: AnyModel, layer: int, no_decay: tuple[str, ...] = ()) -> Layout:
+    """The flat layout of `layer`: a function of the job alone, the same for all holders. What is
     not decayed begins at a multiple of `CUT_NUMBERS`, as shares do; the gap before it stays
-    zero."""
+    zero. `no_decay`: the job's patterns; tied parameters are decayed if none has any of them, by
+    its name in either layer."""
     with torch.device("meta"):
         module = build_layer(spec, layer)
     shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad}
     tied = [*tied_parameters(spec, layer)]
-    decayed = [name for name in shapes if len(shapes[name]) > 1 and name not in tied]
-    rest = [name for name in shapes if len(shapes[name]) <= 1 and name not in tied]
+    spared = _matching(_names(module), no_decay)
+    decayed = [n for n in shapes if len(shapes[n]) > 1 and n not in spared and n not in tied]
+    rest = [name for name in shapes if name not in (*decayed, *tied)]
     parameters: list[ParameterRange] = []
 
     def append(names: list[str], end: int) -> int:
@@ -92,13 +103,50 @@ def layout(spec: AnyModel, layer: int) -> Layout:
         tied=tied_end,
         decayed=decayed_end,
         size=size,
+        tied_decayed=not _spares_tied(spec, no_decay),
         gap=range(gap, decayed_end),
     )
 
 
-def layer_sizes(spec: AnyModel) -> list[int]:
+def _names(module: Layer) -> dict[str, str]:
+    """Of the parameters of a layer: what an output calls them, behind the layer's number."""
+    told = {id(parameter): f"{module.layer}.{name}" for name, parameter in module.trained()}
+    return {n: told[id(p)] for n, p in module.named_parameters() if id(p) in told}
+
+
+def _matching(names: Mapping[str, str], patterns: tuple[str, ...]) -> set[str]:
+    return {n for n, told in names.items() if any(fnmatchcase(told, one) for one in patterns)}
+
+
+@lru_cache(maxsize=16)
+def _spares_tied(spec: AnyModel, no_decay: tuple[str, ...]) -> bool:
+    """Whether a pattern has any of the tied parameters."""
+    for layer in {0, spec.layer_count - 1} if no_decay else ():
+        with torch.device("meta"):
+            names = _names(build_layer(spec, layer))
+        if _matching(names, no_decay).intersection(tied_parameters(spec, layer)):
+            return True
+    return False
+
+
+def check_no_decay(spec: AnyModel, no_decay: tuple[str, ...]) -> None:
+    """Raises JobError with a pattern of the job that no parameter has."""
+    if not no_decay:
+        return
+    with torch.device("meta"):
+        layers = [_names(build_layer(spec, layer)) for layer in range(spec.layer_count)]
+    for pattern in no_decay:
+        if not any(_matching(names, (pattern,)) for names in layers):
+            known = [name for names in layers for name in names.values()]
+            raise JobError(
+                f"training.optimizer.no_decay: no parameter's name fits {pattern}; names are "
+                f"{', '.join(known[:_NAMES_TOLD])} and so on"
+            )
+
+
+def layer_sizes(spec: AnyModel, no_decay: tuple[str, ...] = ()) -> list[int]:
     """How many numbers each layer has."""
-    return [layout(spec, layer).size for layer in range(spec.layer_count)]
+    return [layout(spec, layer, no_decay).size for layer in range(spec.layer_count)]
 
 
 def point_parameters(

@@ -16,7 +16,7 @@ from oobleck.planner.programs.shards import Shard
 from oobleck.worker.models import Layer, empty_layer, initialise_parameters
 from oobleck.worker.runtime.errors import InvariantViolation
 from oobleck.worker.state.layer_state import LayerState
-from oobleck.worker.state.layout import layout, point_parameters
+from oobleck.worker.state.layout import Layout, layout, point_parameters
 from oobleck.worker.state.optimizer import update
 
 #: Numbers of a gradient whose norm is taken at once.
@@ -73,7 +73,7 @@ class ModelState:
     def make(self, shard: Shard, *, version: int) -> LayerState:
         """Room for a layer, or a share of it, that is not on its way to be held yet."""
         layer, parts = shard.layer, shard.parts
-        flat, module = layout(self._job.model, layer), self._empty(layer)
+        flat, module = self._layout(layer), self._empty(layer)
         size = sum(map(len, flat.shard(shard)))
         rows = 1 + self._job.training.optimizer.moments
         storage = torch.empty(rows, size, dtype=self._dtype, device=self._device)
@@ -88,6 +88,9 @@ class ModelState:
             gradient=gradient,
             version=version,
         )
+
+    def _layout(self, layer: int) -> Layout:
+        return layout(self._job.model, layer, self._job.training.optimizer.no_decay)
 
     def _empty(self, layer: int) -> Layer:
         """The module of `layer`, whose parameters are still to be pointed somewhere."""

@@ -114,6 +114,14 @@ def test_what_is_wrong_gets_one_line(optimizer: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_parameters_that_are_not_decayed_are_named_by_patterns() -> None:
+    job = job_of("{no_decay: ['0.*', '*.scale'], lr: 0.1}")
+    assert job.training.optimizer == OptimizerSpec(lr=0.1, no_decay=("0.*", "*.scale"))
+    assert parse_job(format_job(job)) == job
+    with pytest.raises(InvalidJob, match=r"training.optimizer.no_decay: has an empty pattern"):
+        job_of("{no_decay: ['']}")
+
+
 @pytest.mark.parametrize("rows", [["a"] * 2, ["a/b"], [f"row{n}" for n in range(9)]])
 def test_a_sketch_of_no_class_is_refused(rows: list[str]) -> None:
     with pytest.raises(ValueError, match=r"no different names|more than 8"):

@@ -404,6 +404,13 @@ def test_a_layer_reads_back_whatever_the_optimizer(make_job, spec):
         unpack(content, layout(job.model, 0), moments, torch.float64)
     with pytest.raises(InvalidCheckpoint, match="no safetensors file"):
         unpack(content[:20], flat, moments, torch.float64)
+    other = layout(job.model, 1, ("1.mlp_in.weight",))  # a job that decays others
+    moved = unpack(content, other, moments, torch.float64)
+    for span in flat.parameters:
+        (there,) = (one for one in other.parameters if one.name == span.name)
+        expected = state.layers[1].storage[:, span.offset : span.end]
+        assert torch.equal(moved[:, there.offset : there.end], expected)
+    assert other != flat
 
 
 @given(

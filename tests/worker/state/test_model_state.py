@@ -1,5 +1,6 @@
 """Flat layer state: layout, views, versions, moving a layer, and the update over slices."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 
 from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.programs.instructions import LayerPart
+from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.random import RowKeys
-from oobleck.worker.state.layout import layout
+from oobleck.worker.state.layout import check_no_decay, layout
 from oobleck.worker.state.model_state import ModelState, StateError
 from oobleck.worker.step.stage import StageRunner
 
@@ -150,6 +152,47 @@ def test_the_update_is_that_of_torch_by_parameter(make_job, spec, make_oracle):
         for name, parameter in module.named_parameters():
             torch.testing.assert_close(parameter, twins[name], rtol=1e-12, atol=1e-15)
     assert state.held() == {2: 3}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_that_the_job_names_are_not_decayed(make_job, tied):
+    """A tied one is spared in both of its layers, by its name in either."""
+    spared = {(0, "token.weight"), (2, "mlp_in.weight")}
+    spared |= {(HEAD, "token.weight")} if tied else set()
+    spec = replace(ADAMW, no_decay=("0.tok*", "2.mlp_in.weight"))
+    state = make_state(make_job(optimizer=spec, tied=tied))
+    twins = {
+        (layer, name): torch.nn.Parameter(parameter.detach().clone())
+        for layer in range(HEAD + 1)
+        for name, parameter in state.module(layer).named_parameters()
+    }
+    assert spared <= twins.keys(), twins.keys()
+    decayed = [p for key, p in twins.items() if p.dim() > 1 and key not in spared]
+    rest = [p for key, p in twins.items() if p.dim() == 1 or key in spared]
+    oracle = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+        lr=3e-4,
+        betas=(0.9, 0.95),
+    )
+    for step in (1, 2):
+        for (layer, name), twin in twins.items():
+            parameter = state.module(layer).get_parameter(name)
+            parameter.grad.normal_(generator=torch.Generator().manual_seed(step))
+            twin.grad = parameter.grad.clone()
+        state.apply(step, scale=1.0)
+        oracle.step()
+        for (layer, name), twin in twins.items():
+            parameter = state.module(layer).get_parameter(name)
+            torch.testing.assert_close(parameter, twin, rtol=1e-12, atol=1e-15)
+
+
+def test_a_pattern_that_no_parameter_has_is_refused(make_job):
+    model = make_job().model
+    check_no_decay(model, ("*.bias", "0.*"))
+    with pytest.raises(
+        JobError, match=r"no parameter's name fits 9\.\*; names are 0\.token\.weight, "
+    ):
+        check_no_decay(model, ("*.bias", "9.*"))
 
 
 @pytest.mark.parametrize(
