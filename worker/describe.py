@@ -5,8 +5,8 @@ may do anything.
     python -m oobleck.worker.describe [--always] < JOB.json > FOUND.json
 
 FOUND has the `descriptions` by what is described (`model`, `optimizer`), without those that could
-not be made; the `problems`; and whether the model was `run` for real, which a large one is only with
---always. What the user's code prints goes to standard error.
+not be made; the `problems`; and whether the model was `run` for real, which a large one is only
+with --always. What the user's code prints goes to standard error.
 """
 
 import json
