@@ -1,6 +1,7 @@
 """oobleck-agent: reads the command line, then runs the supervisor and its session."""
 
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -20,7 +21,7 @@ from oobleck.agent.processes.memory import total_memory
 from oobleck.agent.processes.pool import new_incarnation
 from oobleck.agent.supervisor import Supervisor
 from oobleck.host import command, log
-from oobleck.host.address import own_hostname, split_address, stays_on_host
+from oobleck.host.address import own_hostname, split_address
 from oobleck.host.device import Gpu, find_gpus, worker_environment
 from oobleck.host.display import inline
 from oobleck.host.ipc.messages import FaultRule
@@ -213,8 +214,8 @@ def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
     multiple=True,
     metavar="PREFIX",
     help="Jobs may load functions of this package, or of modules below this directory; * for any. "
-    "May be given several times.  [default: any where the master is on this host, else none but "
-    "installed plugins]",
+    "May be given several times.  [default: any where the master is on this host and asks nobody "
+    "for credentials, else none but installed plugins]",
 )
 @click.option(
     "--insecure",
@@ -281,15 +282,34 @@ def agent(
             environment=environment,
             versions=installed(),
             drain_grace_s=drain_grace,
-            allow_code=allow_code or (("*",) if stays_on_host(master) else ()),
         )
         holder = choose_way(master, config.name, credentials, token, insecure=insecure)
+        prefixes = _read_prefixes(allow_code, in_the_clear=holder.folder is None)
+        config = dataclasses.replace(config, allow_code=prefixes)
     except ValueError as error:
         raise command.CommandFailed(str(error), 2) from error
     log.configure()
     if withheld:
         logger.info(WITHHELD, extra={"variables": withheld})
     return asyncio.run(serve(config, holder, token))
+
+
+def _read_prefixes(given: Sequence[str], *, in_the_clear: bool) -> tuple[str, ...]:
+    """What --allow-code names, directories as absolute paths. Raises ValueError."""
+    if not given:
+        return ("*",) if in_the_clear else ()
+    return tuple(map(_read_prefix, given))
+
+
+def _read_prefix(prefix: str) -> str:
+    if os.sep in prefix or prefix.startswith(("~", ".")):
+        return os.path.abspath(os.path.expanduser(prefix))
+    if prefix == "*" or all(part.isidentifier() for part in prefix.split(".")):
+        return prefix
+    raise ValueError(
+        f"--allow-code {prefix!r}: is no package; name one, such as my.models, or a directory, "
+        "such as /srv/models"
+    )
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ dimension, and no row may change what becomes of another: rows are computed wher
 """
 
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ import torch
 from torch import Tensor, nn
 
 from oobleck.planner.purpose import derive
+
+#: Held by whoever seeds torch's generator and draws from it: threads share it.
+GENERATOR = threading.RLock()
 
 #: What passes between layers: a tensor, or a tuple, list or dict of such, all with rows first.
 Tensors = Any
@@ -77,8 +81,8 @@ def initial(make: Callable[[], Model], seed: int) -> nn.Sequential:
 def drawing(seed: int, layer: int | str) -> Iterator[None]:
     """Within, torch, numpy and random draw the initial values of `layer`; later draws are as if
     nothing had been drawn."""
-    before = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    with GENERATOR, torch.random.fork_rng(devices=[]):
+        before = random.getstate(), np.random.get_state()
         purpose = (seed, "initial", layer)
         seed_all(*purpose)
         random.seed(derive(*purpose))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from oobleck.host.data.token_file import DataError
 from oobleck.planner.job.code import Json
+from oobleck.planner.job.description import LayerSketch
 from oobleck.planner.job.file import parse_job
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
@@ -71,13 +72,18 @@ def _look_at(job: JobSpec, spec: OwnModelSpec, found: Found, always: bool) -> No
         rows = dataset.rows(seed, 1, range(SAMPLES), SAMPLES)
         samples = rows.inputs, rows.targets
     inputs, targets = (map_tensors(lambda tensor: tensor[0], side) for side in samples)
-    text = found.descriptions["model"] = describe(spec, (inputs, targets), seed=seed, dtype=dtype)
+    text = found.descriptions["model"] = describe(job, (inputs, targets))
     known = replace(spec, described=text)
     if job.data.code is None:
         samples = _made_up(known, most=known.tokens)
-    found.run = always or sum(kind.parameters for kind in known.description.kinds) <= _LARGE
+    found.run = always or sum(map(_numbers, known.description.kinds)) <= _LARGE
     if found.run:
         found.problems += check(known, samples, seed=seed, dtype=dtype)
+
+
+def _numbers(kind: LayerSketch) -> int:
+    """Trained or not."""
+    return kind.parameters + kind.constant_bytes // 4
 
 
 def _made_up(spec: OwnModelSpec, *, most: int) -> tuple[Tensor, Tensor]:

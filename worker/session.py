@@ -74,7 +74,7 @@ class Session:
             check_writable(job.output)
         if job.checkpoint is not None:
             check_place(job.checkpoint)
-        check_code(job.model)
+        check_code(job)
         own_optimizer.check(job.training.optimizer)
         check_no_decay(job.model, job.training.optimizer.no_decay)
         dataset, held_out = _open_data(job)

@@ -98,7 +98,7 @@ def _load(name: str) -> type[Tracker]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != name:
             raise
-        text = f"{name} is not installed here; run: pip install 'oobleck-cluster[{name}]'"
+        text = f"{name} is not installed here; run: pip install {name}"
         raise CommandFailed(text, FAILED) from error
     return found
 

@@ -76,6 +76,8 @@ class LayerSketch:
     tied: int
     #: Of the largest parameter.
     largest: int
+    #: Bytes of what is not trained: buffers, frozen parameters.
+    constant_bytes: int = 0
     #: Of the forward of one row.
     flops: float
     #: Kept from a row's forward to its backward, the input included.

@@ -187,7 +187,7 @@ def _json(value: Value, path: str) -> Json:
     content = value.content
     if isinstance(content, str):
         try:
-            if content == "" or isinstance(json.loads(content), dict):
+            if isinstance(json.loads(content or "{}"), dict):
                 return Json(content)
         except (ValueError, RecursionError):
             pass

@@ -79,7 +79,7 @@ class OwnModelSpec(AnyModel):
         if self.architecture is not None:
             arguments = {
                 "architecture": self.architecture,
-                "config": json.loads(self.config),
+                "config": json.loads(self.config or NO_ARGUMENTS),
                 "weights": self.weights,
                 "sequence_length": self.sequence_length,
             }

@@ -119,7 +119,7 @@ def _own_layer(
         forward_s={1: forward_s},
         backward_s={1: (2 + again) * forward_s},
         parameter_bytes=sketch.parameters * item,
-        state_bytes=state_bytes(sketch.parameters, job.training),
+        state_bytes=state_bytes(sketch.parameters, job.training) + sketch.constant_bytes,
         sum_bytes=sketch.parameters * item,
         tied_bytes=sketch.tied * item,
         activation_bytes=activation_bytes,

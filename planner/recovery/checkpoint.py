@@ -223,6 +223,7 @@ def _compared(manifest: Manifest, job: JobSpec) -> list[tuple[str, object, objec
         for key in here
         if key not in _FREE_MODEL_KEYS
     ]
+    pairs.append(("the number of layers", manifest.model.layer_count, job.model.layer_count))
     pairs += [
         (f"model.layers[{number}]", before, now)
         for number, (before, now) in enumerate(

@@ -6,13 +6,15 @@ here, so that a test can cut it anywhere.
 
 import copy
 import itertools
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 
+from oobleck.planner.codec import encode
+from oobleck.planner.job.code import Json
 from oobleck.planner.job.description import Description, LayerSketch, TensorSketch, TreeSketch
+from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.programs.instructions import Share
 from oobleck.worker.models import Layer
@@ -111,15 +113,6 @@ KINDS = [Prepare, Embed, Mix, Squash, Merge, Plain, Head]
 LAST = len(KINDS) - 1
 
 
-@dataclass(frozen=True)
-class OwnModel:
-    description: Description
-
-    @property
-    def layer_count(self):
-        return len(self.description.order)
-
-
 def sketch(tree):
     return TreeSketch(
         tensors=tuple(
@@ -184,8 +177,10 @@ class Chain:
         )
         return JobSpec(
             name="own",
-            model=OwnModel(description),
-            data=DataSpec(text=("none",)),
+            model=OwnModelSpec(
+                python="support:chain", described=Json(encode(description).decode())
+            ),
+            data=DataSpec(python="support:samples"),
             training=TrainingSpec(
                 steps=1, global_batch=2 * ROWS, microbatch=ROWS, precision=precision, **training
             ),

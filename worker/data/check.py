@@ -3,6 +3,8 @@
 What a sample may be, and that all are alike, `oobleck.worker.data.own` checks at every read.
 """
 
+import torch
+
 from oobleck.worker.data.own import OwnDataset, digest
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.problem import Problem, as_problem
@@ -16,12 +18,19 @@ def check_data(dataset: OwnDataset) -> list[Problem]:
     size = dataset.order.samples
     count = min(size, _READ_TWICE)
     numbers = sorted({i * (size - 1) // max(1, count - 1) for i in range(count)})
+    generator = torch.get_rng_state()
     try:
         first = {number: digest(dataset.sample(number)) for number in numbers}
         # Backwards: samples may depend on those before.
         changed = [n for n in reversed(numbers) if digest(dataset.sample(n)) != first[n]]
     except JobError as error:
         return [as_problem(error)]
+    if not changed and not torch.equal(generator, torch.get_rng_state()):
+        sentence = (
+            "reading a sample draws from torch's own generator, or seeds it, and layers draw from "
+            "it at the same time; draw from torch.Generator().manual_seed(i)"
+        )
+        return [Problem(where="data", sentence=sentence)]
     if not changed:
         return []
     sentence = (

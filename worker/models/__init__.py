@@ -5,7 +5,7 @@ and its initial weights, one module per family; knows nothing of stages, flat st
 """
 
 from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import AnyModel, ModelSpec
+from oobleck.planner.job.spec import AnyModel, JobSpec, ModelSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.initial import check_weights, load_parameters
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 
-def check_code(spec: AnyModel) -> None:
+def check_code(job: JobSpec) -> None:
     """Whether the model's code, if it is the user's, is here what it was where the job was
     submitted. Raises NodeError, JobError."""
-    if isinstance(spec, OwnModelSpec):
-        own.check_code(spec)
+    if isinstance(job.model, OwnModelSpec):
+        own.check_code(job)
 
 
 def initialise_parameters(module: Layer, spec: AnyModel, seed: int) -> None:

@@ -75,7 +75,7 @@ def _run_layer(
     spec: OwnModelSpec, layer: int, given: Batches, seed: int, dtype: torch.dtype
 ) -> tuple[list[Problem], Batches | None]:
     """What is wrong with it, and what it gives; None where the next one cannot be run on that."""
-    module = own.build_real(spec, seed, layer).to(dtype)
+    module = own.in_precision(own.build_real(spec, seed, layer), dtype)
     split_linear(module)  # as a worker does
     where = _named(layer, module)
     if any(tensor.is_meta for tensor in (*module.parameters(), *own.constants(module))):
@@ -117,9 +117,10 @@ def _without_numbers(where: str) -> Problem:
 
 def _unbuildable(spec: OwnModelSpec) -> list[Problem]:
     """Parameters that two layers have, or two calls of a builder."""
-    layers = own.user_model(spec).layers
-    if isinstance(layers, nn.Sequential):
-        return list(_shared(spec, list(layers)))
+    whole = own.built_whole(spec)
+    if whole is not None:
+        return list(_shared(spec, whole))
+    layers = own.builders(spec)
     with torch.device("meta"), own.without_draws():
         modules, again = ([own.build(spec, n) for n in range(len(layers))] for _ in range(2))
     twice = [

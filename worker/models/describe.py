@@ -24,6 +24,7 @@ from oobleck.planner.job.description import (
     TreeSketch,
 )
 from oobleck.planner.job.own import MOST_LAYERS, OwnModelSpec
+from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.tree import flatten, map_tensors, shown, structure, unflatten
 from oobleck.worker.runtime import code
@@ -46,9 +47,13 @@ class _Run:
     draws: bool
 
 
-def describe(spec: OwnModelSpec, sample: tuple[Any, Any], *, seed: int, dtype: torch.dtype) -> Json:
-    """The description of a model. `sample`: (inputs, targets) of its data, without rows; `dtype`:
-    of the weights. Raises JobError with the layer and the fix, NodeError."""
+def describe(job: JobSpec, sample: tuple[Any, Any]) -> Json:
+    """The description of a job's model. `sample`: (inputs, targets) of its data, without rows.
+    Raises JobError with the layer and the fix, NodeError."""
+    spec, precision = job.model, job.training.precision
+    assert isinstance(spec, OwnModelSpec), "the others are known by their kind"
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    made_from = code.fingerprint(*own.sources(job))
     count = len(own.builders(spec))
     if not 1 <= count <= MOST_LAYERS:
         raise JobError(
@@ -63,11 +68,12 @@ def describe(spec: OwnModelSpec, sample: tuple[Any, Any], *, seed: int, dtype: t
     for number in range(count):
         ends = [first for first, _ in tied] if number == 0 else []
         ends += [last for _, last in tied] if number == count - 1 else []
-        shapes, layer = _Layer(spec, number, incoming, giver, ends, seed, dtype).describe(
-            targets if number == count - 1 else None
-        )
+        shapes, layer = _Layer(
+            spec, number, incoming, giver, ends, job.training.seed, dtype, precision == "bf16"
+        ).describe(targets if number == count - 1 else None)
         found.append((incoming, shapes, layer))
         incoming, giver = layer.output, f"layer {number} ({layer.name})"
+    _check_alike(tied, dict(found[0][1]), dict(found[-1][1]), count - 1)
     kinds = list(dict.fromkeys(found))
     description = Description(
         kinds=tuple(layer for _, _, layer in kinds),
@@ -75,7 +81,7 @@ def describe(spec: OwnModelSpec, sample: tuple[Any, Any], *, seed: int, dtype: t
         inputs=inputs,
         targets=targets,
         tied=tied,
-        code=code.fingerprint(spec.code),
+        code=made_from,
     )
     return Json(encode(description).decode())
 
@@ -115,16 +121,19 @@ class _Layer:
     tied: Sequence[str]
     seed: int
     dtype: torch.dtype
+    #: Whether training computes in bfloat16, which is float32 again behind each layer.
+    autocasts: bool
 
     def describe(self, targets: TreeSketch | None) -> tuple[_Shapes, LayerSketch]:
         """`targets`: of the last layer, whose loss counts with it."""
         with torch.device("meta"), own.without_draws():
-            module = own.build(self.spec, self.number).to(self.dtype)
+            module = own.in_precision(own.build(self.spec, self.number), self.dtype)
         where = f"layer {self.number} ({type(module).__name__})"
         try:
             few, more = (self._run(module, targets, rows, "meta") for rows in (_FEW, _MORE))
         except Exception as shapes_alone:  # noqa: BLE001  # it may want numbers, and raise anything
-            module = own.build_real(self.spec, self.seed, self.number).to(self.dtype)
+            module = own.build_real(self.spec, self.seed, self.number)
+            module = own.in_precision(module, self.dtype)
             try:
                 few, more = (self._run(module, targets, rows, "cpu") for rows in (_FEW, _MORE))
             except JobError:
@@ -136,6 +145,12 @@ class _Layer:
                     f"{code.described(error)}"
                 ) from shapes_alone
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        for name, parameter in trained.items():
+            if not parameter.is_floating_point():
+                raise JobError(
+                    f"model: {where} trains {name} of type {_name(parameter.dtype)}; keep complex "
+                    "numbers as two floats (torch.view_as_complex)"
+                )
         self._check_tied(trained, where)
         sizes = [parameter.numel() for parameter in trained.values()]
         return tuple((name, tuple(p.shape)) for name, p in trained.items()), LayerSketch(
@@ -143,6 +158,7 @@ class _Layer:
             parameters=sum(sizes),
             tied=sum(trained[name].numel() for name in self.tied),
             largest=max(sizes, default=0),
+            constant_bytes=own.constant_bytes(module),
             flops=few.flops / _FEW,
             kept_bytes=-(-few.kept_bytes // _FEW),
             output=_output(few.output, more.output, where),
@@ -185,6 +201,8 @@ class _Layer:
                 )
             if targets is not None:
                 own.row_losses(self.spec, output, _made(targets, rows, device), rows)
+        if self.autocasts:
+            output = map_tensors(_float_again, output)
         return _Run(
             output=output,
             flops=flops.get_total_flops(),
@@ -193,13 +211,18 @@ class _Layer:
         )
 
 
+def _float_again(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+
+
 def _made(sketch: TreeSketch, rows: int, device: str) -> Any:
-    """Tensors of those shapes: normal floats, and zeros of any other type."""
+    """Tensors of those shapes: floats from 0 to 1, which may be shares or have a logarithm, and
+    zeros of any other type."""
     made = []
     for tensor in sketch.tensors:
         dtype, shape = getattr(torch, tensor.dtype), (rows, *tensor.shape)
         floats = dtype.is_floating_point and device == "cpu"
-        make = torch.randn if floats else torch.zeros
+        make = torch.rand if floats else torch.zeros
         made.append(make(shape, dtype=dtype, device=device).requires_grad_(tensor.gradient))
     return unflatten(sketch.structure, made)
 
@@ -262,9 +285,26 @@ def _tied(spec: OwnModelSpec, count: int) -> tuple[tuple[str, str], ...]:
                 f'last, such as ("0.weight", "{count - 1}.weight")'
             )
         pairs.append((ends[0], ends[count - 1]))
+    if pairs and count == 1:
+        raise JobError("model: tied has pairs, and there is one layer; share the parameter in it")
     if len({first for first, _ in pairs}) != len(pairs) or len({b for _, b in pairs}) != len(pairs):
         raise JobError("model: tied names a parameter twice; each may be in one pair")
     return tuple(pairs)
+
+
+def _check_alike(
+    tied: Sequence[tuple[str, str]],
+    first: Mapping[str, tuple[int, ...]],
+    last: Mapping[str, tuple[int, ...]],
+    number: int,
+) -> None:
+    """Raise JobError where a pair has two shapes. `number`: of the last layer."""
+    for ours, theirs in tied:
+        if first[ours] != last[theirs]:
+            raise JobError(
+                f"model: tied pairs 0.{ours} of shape {list(first[ours])} with {number}.{theirs} "
+                f"of shape {list(last[theirs])}; both must have one shape"
+            )
 
 
 def _end(path: str, count: int) -> tuple[int, str]:

@@ -103,15 +103,25 @@ class Linear(Deferring):
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
 
+def _computed_again() -> bool:
+    """Whether this forward may be run once more in the backward, as by torch.utils.checkpoint: it
+    must keep the same tensors then, where nothing is left for later."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 class _SplitLinear(Deferring, nn.Linear):
     """torch's own, which stays one for whoever asks."""
 
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.Linear.forward(self, x) if _computed_again() else super().forward(x)
+
 
 def split_linear(module: nn.Module) -> None:
-    """Have every nn.Linear in `module` leave its weight's gradient for later where that is wanted;
-    subclasses, which may compute something else, stay as they are."""
+    """Have every nn.Linear in `module` leave its weight's gradient for later where that is wanted.
+    What may compute something else stays as it is: subclasses, and a weight that is made of other
+    parameters, as by weight_norm."""
     for part in module.modules():
-        if type(part) is nn.Linear:
+        if type(part) is nn.Linear and "weight" in part._parameters:
             part.__class__ = _SplitLinear
 
 

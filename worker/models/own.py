@@ -6,15 +6,19 @@ holds the layer builds it for real, from the same draws, and it is never sent or
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from oobleck.model import Model, drawing, seed_all
+from oobleck.model import GENERATOR, Model, drawing, seed_all
+from oobleck.planner.job.code import Code
 from oobleck.planner.job.own import OwnModelSpec
+from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.linear import split_linear
 from oobleck.worker.models.tree import Tree, flatten, shown
@@ -44,6 +48,10 @@ _DRAWS = frozenset(
 )
 
 
+#: Of an evaluation.
+MOST_METRICS = 256
+
+
 class OwnLayer(Layer):
     """A layer of the user's, with what passes between layers as its input and output."""
 
@@ -57,9 +65,14 @@ class OwnLayer(Layer):
     def forward(self, x: Any, rows: RowKeys) -> Any:
         if self.module.training != rows.training:
             self.module.train(rows.training)
-        if self._draws and rows.training and rows.positions:
+        if not (self._draws and rows.training and rows.positions):
+            return self._called(x)
+        with GENERATOR:
             # By micro-batch, which is never cut where layers draw: the same on any plan.
             seed_all(rows.seed, "forward", rows.step, rows.positions[0], self.layer)
+            return self._called(x)
+
+    def _called(self, x: Any) -> Any:
         try:
             return self.module(x)
         except Exception as error:
@@ -82,32 +95,45 @@ class OwnLayer(Layer):
 
 @lru_cache(maxsize=2)
 def user_model(spec: OwnModelSpec) -> Model:
-    """What the job's function returns. Raises JobError, NodeError."""
-    with torch.device("meta"):
-        made = code.call(spec.code, "model")
-    if isinstance(made, Model):
-        return made
-    raise JobError(
-        f"model: {spec.code.name} returned {type(made).__name__}; return an oobleck.model.Model"
-    )
+    """What the job's function returns, without layers that are built already. Raises JobError,
+    NodeError."""
+    made = code.call(spec.code, "model")
+    if not isinstance(made, Model):
+        raise JobError(
+            f"model: {spec.code.name} returned {type(made).__name__}; return an oobleck.model.Model"
+        )
+    if isinstance(made.layers, nn.Sequential):
+        return replace(made, layers=[_Child(spec, number) for number in range(len(made.layers))])
+    return made
 
 
-def check_code(spec: OwnModelSpec) -> None:
-    """Raises NodeError where this node has other code than the model was described from."""
-    user_model(spec)
-    if code.fingerprint(spec.code) != spec.description.code:
+def sources(job: JobSpec) -> list[Code]:
+    """What is described, and must be the same on all nodes."""
+    assert isinstance(job.model, OwnModelSpec)
+    return [job.model.code, *([job.data.code] if job.data.code else [])]
+
+
+def check_code(job: JobSpec) -> None:
+    """Raises NodeError where this node has other code than the job's model was described from."""
+    assert isinstance(job.model, OwnModelSpec)
+    if code.fingerprint(*sources(job)) != job.model.description.code:
         raise NodeError(
-            f"model: the code of {spec.code.name} on this node is not what it was where the job "
-            "was submitted; give every node the same code, and submit again"
+            f"model: the code of {job.model.code.name}, or of the data, on this node is not what "
+            "it was where the job was submitted; give every node the same code, and submit again"
         )
 
 
 def builders(spec: OwnModelSpec) -> Sequence[Callable[[], nn.Module]]:
     """What builds each layer, on the device of the context. Raises JobError, NodeError."""
-    model = user_model(spec)
-    if isinstance(model.layers, nn.Sequential):
-        return [_Child(spec, number) for number in range(len(model.layers))]
-    return list(model.layers)
+    return list(user_model(spec).layers)
+
+
+def built_whole(spec: OwnModelSpec) -> list[nn.Module] | None:
+    """The layers of an nn.Sequential, of one build on the meta device; None: it is none."""
+    if not any(isinstance(build, _Child) for build in builders(spec)):
+        return None
+    with torch.device("meta"), without_draws():
+        return list(code.call(spec.code, "model").layers)
 
 
 class _Child:
@@ -155,7 +181,7 @@ def build(spec: OwnModelSpec, layer: int) -> nn.Module:
 def build_real(spec: OwnModelSpec, seed: int, layer: int) -> nn.Module:
     """The module of `layer` in host memory with its initial weights, a function of (spec, seed,
     layer) alone."""
-    whole = isinstance(user_model(spec).layers, nn.Sequential)
+    whole = isinstance(builders(spec)[layer], _Child)
     with drawing(seed, "model" if whole else layer), torch.device("cpu"):
         return build(spec, layer)
 
@@ -168,7 +194,7 @@ def build_layer(spec: OwnModelSpec, layer: int) -> OwnLayer:
 
 def empty_layer(spec: OwnModelSpec, seed: int, layer: int) -> OwnLayer:
     """Its parameters have no memory yet, or are still to be replaced; all else is there."""
-    with torch.device("meta"), without_draws():
+    with drawing(seed, layer), torch.device("meta"), without_draws():
         module = build(spec, layer)
     if next(constants(module), None) is not None:
         module = build_real(spec, seed, layer)
@@ -198,6 +224,13 @@ def _tensors(value: object, depth: int = 3) -> Iterator[Tensor]:
             yield from _tensors(item, depth - 1)
     elif isinstance(value, dict) and depth:
         for item in value.values():
+            yield from _tensors(item, depth - 1)
+    elif (
+        depth
+        and not isinstance(value, nn.Module | type | ModuleType)
+        and hasattr(value, "__dict__")
+    ):
+        for item in vars(value).values():
             yield from _tensors(item, depth - 1)
 
 
@@ -240,11 +273,27 @@ def metric_sums(spec: OwnModelSpec, output: Tree, targets: Tree, rows: int) -> d
         return {}
     try:
         found = metrics(output, targets)
+        if len(found) > MOST_METRICS:
+            raise JobError(f"model: {len(found)} metrics are more than {MOST_METRICS}; give fewer")
         return {str(name): _summed(name, values, rows) for name, values in found.items()}
     except JobError:
         raise
     except Exception as error:
         raise JobError(f"model: the metrics failed: {code.described(error)}") from error
+
+
+def in_precision(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """`module` with its floats as `dtype`; complex numbers stay what they are."""
+    made: nn.Module = module._apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+    )
+    return made
+
+
+def constant_bytes(module: nn.Module) -> int:
+    """Of its buffers and frozen parameters, each once."""
+    held = [*module.buffers(), *(p for p in module.parameters() if not p.requires_grad)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
 
 
 def _summed(name: object, values: Any, rows: int) -> float:

@@ -25,8 +25,9 @@ def samples(job: JobSpec, rows: int, source: torch.Generator) -> tuple[Tree, Tre
 
 
 def values(sketch: TensorSketch, rows: int, source: torch.Generator) -> Tensor:
-    """Random numbers, but zeros of types without fractions: these may be indices of anything."""
+    """Numbers from 0 to 1, which may be shares or have a logarithm, but zeros of types without
+    fractions: these may be indices of anything."""
     shape, dtype = (rows, *sketch.shape), getattr(torch, sketch.dtype)
     if not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)
-    return torch.randn(shape, generator=source).to(dtype)
+    return torch.rand(shape, generator=source).to(dtype)

@@ -17,6 +17,7 @@ from oobleck.planner.profile.measurement import Measurement
 from oobleck.planner.profile.memory import heap_and_mapped, with_holes
 from oobleck.planner.profile.profile import LayerProfile
 from oobleck.planner.programs.instructions import LayerPart
+from oobleck.worker.models.own import constant_bytes, constants
 from oobleck.worker.models.tree import Tree, flatten, map_tensors
 from oobleck.worker.profiling.footprint import peak_bytes
 from oobleck.worker.profiling.made_up import samples, values
@@ -173,7 +174,7 @@ def _measure(
         backward_input_s={1: min(backward_s, median(seconds.backward_input))},
         update_s={1: median(seconds.update)},
         parameter_bytes=state.gradient.nbytes,
-        state_bytes=state.storage.nbytes + state.gradient.nbytes,
+        state_bytes=state.storage.nbytes + state.gradient.nbytes + constant_bytes(state.module),
         sum_bytes=state.gradient.nbytes,
         tied_bytes=state.layout.tied * state.gradient.itemsize,
         activation_bytes=sum(kept),
@@ -238,7 +239,8 @@ class _Bench:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             runner.forward(0, self._input, self._rows, self._targets)
         hook.remove()
-        kept.pop(self.state.layers[layer].storage.untyped_storage().data_ptr(), None)
+        for held in (self.state.layers[layer].storage, *constants(self.state.module(layer))):
+            kept.pop(held.untyped_storage().data_ptr(), None)
         runner.settle()
         return [tensor.untyped_storage().nbytes() for tensor in kept.values()]
 

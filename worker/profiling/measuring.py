@@ -15,7 +15,7 @@ from oobleck.planner.profile.sharing import sharing_sizes
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.profiling.measure_layers import measure_alone, measure_layers
 from oobleck.worker.profiling.measure_link import measure_link
-from oobleck.worker.runtime.errors import Superseded, TransportError
+from oobleck.worker.runtime.errors import JobError, Superseded, TransportError
 from oobleck.worker.runtime.waiting import Waits
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.card import Card
@@ -70,7 +70,11 @@ class Measuring:
                 return Measured(attempt=wish.attempt, measurement=None, alone_s=found_s)
             sizes = sharing_sizes(job.training.microbatch, wish.gpus)
             found = measure_layers(job, device, self._device_kind, self._check, sizes=sizes)
-        except (RuntimeError, MemoryError) as error:  # of torch; mostly for want of memory
+        except (
+            RuntimeError,
+            MemoryError,
+            JobError,
+        ) as error:  # of torch; mostly for want of memory
             log.warning("layers were not measured", extra={"reason": str(error)})
             problem = str(error).partition("\n")[0] or type(error).__name__
             return Measured(attempt=wish.attempt, measurement=None, problem=problem)

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ def call(code: Code, key: str, *given: Any, **more: Any) -> Any:
     function = _function(code, key)
     try:
         return function(*given, **more, **json.loads(code.arguments or NO_ARGUMENTS))
+    except (OSError, ImportError, NodeError) as error:  # another node may have what is missing
+        raise NodeError(f"{key}: {code.name} failed: {described(error)}") from error
     except Exception as error:
         raise JobError(f"{key}: {code.name} failed: {described(error)}") from error
 
@@ -57,24 +59,49 @@ def described(error: BaseException) -> str:
     return inline(f"{what}{places[-1] if places else ''}")
 
 
-def fingerprint(code: Code) -> str:
-    """SHA-256 (hex) over the sources of the function's module, or of the whole package that it is
-    in; it must have been called. Empty for torch's own."""
-    if code.group is None and code.module == TORCH_OPTIM:
-        return ""
-    name = code.module if code.group is None else _entry_point(code, "").module
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if file is None:
-        return ""
-    # Of ours only the module: how much else is beside it depends on how it was installed.
-    root = Path(file) if name.startswith("oobleck.") else _root_of(name, Path(file))
-    sources = sorted(root.rglob("*.py")) if root.is_dir() else [root]
+def fingerprint(*sources: Code) -> str:
+    """SHA-256 (hex) over the functions' modules and what these import of their own: of the same
+    package, or from the same directory. It imports them, and calls nothing. Empty for what is
+    torch's own. Raises NodeError."""
     digest = hashlib.sha256()
-    for path in sources:
-        digest.update(f"{path.relative_to(root.parent)}\0".encode())
-        digest.update(path.read_bytes())
+    files: dict[str, Path] = {}
+    for code in sources:
+        if not (code.group is None and code.module == TORCH_OPTIM):
+            _function(code, "code")
+            files |= _sources(code)
+    if not files:
+        return ""
+    for name in sorted(files):
+        digest.update(f"{name}\0".encode())
+        digest.update(files[name].read_bytes())
         digest.update(b"\0")
     return digest.hexdigest()
+
+
+def _sources(code: Code) -> dict[str, Path]:
+    """By the names that they have on every node."""
+    name = code.module if code.group is None else _entry_point(code, "code").module
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        return {}
+    if code.path is not None:
+        return dict(_loaded_from(Path(code.path)))
+    # Of ours only the module: how much else is beside it depends on how it was installed.
+    root = Path(file) if name.startswith("oobleck.") else _root_of(name, Path(file))
+    found = root.rglob("*.py") if root.is_dir() else [root]
+    return {str(path.relative_to(root.parent)): path for path in found}
+
+
+def _loaded_from(folder: Path) -> Iterator[tuple[str, Path]]:
+    """The modules that were found in `folder`."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        path = Path(file) if file else None
+        if path is None or folder not in path.parents:
+            continue
+        place = path.relative_to(folder).with_suffix("")
+        if ".".join(place.parts).removesuffix(".__init__") == name:
+            yield name, path
 
 
 def _root_of(name: str, file: Path) -> Path:
@@ -106,7 +133,7 @@ def _function(code: Code, key: str) -> Callable[..., Any]:
             _check_allowed(code, key)
         name, _, function = code.name.partition(":")
     if code.path is not None and code.path not in sys.path:
-        sys.path.insert(0, code.path)
+        sys.path.append(code.path)  # behind what is installed, which others import by its name
     found = _import(name, code, key)
     try:
         value = getattr(found, function)
@@ -160,11 +187,11 @@ def _import(name: str, code: Code, key: str) -> Any:
             "every node"
         ) from error
     except Exception as error:
-        raise JobError(f"{key}: {name} cannot be imported: {described(error)}") from error
+        raise NodeError(f"{key}: {name} cannot be imported: {described(error)}") from error
     file = getattr(found, "__file__", None)
     if code.path is not None and Path(code.path) not in Path(file or "").parents:
         raise JobError(
-            f"{key}: a module {name} is at {file} already, and not in {code.path}; give yours "
-            "another name"
+            f"{key}: a module {name} is installed ({file}), and comes before the one in "
+            f"{code.path}; give yours another name"
         )
     return found

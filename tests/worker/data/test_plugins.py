@@ -54,7 +54,7 @@ def test_both_kinds_of_file_have_the_same_samples(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     write(tmp_path, "npy")
-    with pytest.raises(JobError, match=r"no label\.npy .* it has inputs\.npy, targets\.npy"):
+    with pytest.raises(NodeError, match=r"no label\.npy .* it has inputs\.npy, targets\.npy"):
         opened("arrays", path=str(tmp_path), targets="label")
     np.save(tmp_path / "targets.npy", LABELS[:4])
     with pytest.raises(JobError, match="unequal length"):

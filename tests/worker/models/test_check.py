@@ -17,7 +17,7 @@ model: {{python: "support.bad_models:{model}"}}
 data: {{python: "support.bad_models:{data}"}}
 training: {{steps: 1, global_batch: 4, seed: 3, precision: {precision}}}
 """
-GOOD = ("plain", "dicts", "dropout", "encoder", "sequential", "tied", "frozen")
+GOOD = ("plain", "early_table", "dicts", "dropout", "encoder", "sequential", "tied", "frozen")
 #: The beginning of what is said of each, and of the fix.
 BAD = {
     "batch_norm": [
@@ -62,9 +62,11 @@ BAD = {
         "layer 0 (Linear): has weight, and so has layer 2 (Linear) as weight, but layers may be on "
         'different workers; tied=[("0.weight", "2.weight")] has both trained as one'
     ],
-    "early_table": ["layer 1 (Table): has a tensor that was made before the layer was"],
     "nothing_trained": ["model: no layer has a parameter that is trained; leave requires_grad"],
-    "chosen": ["model: layer 1 (Chosen) gives "],
+    "chosen": [
+        "layer 1 (Chosen): row 0 changes with the other rows",
+        "layer 1 (Chosen): gives float32[",
+    ],
     "wider": [
         "layer 1 (Wider): gives float64[3, 8] for rows of the data, and float32[3, 8] for made-up"
     ],
@@ -112,7 +114,7 @@ def test_nothing_is_said_of_a_good_one(model: str, precision: str) -> None:
     found = look_at(job(model, precision=precision), always=False)
     assert found.problems == []
     assert found.run
-    assert found.description
+    assert found.descriptions["model"]
 
 
 def test_the_example_is_a_good_one() -> None:
@@ -152,7 +154,7 @@ def test_a_large_model_is_run_only_when_that_is_asked_for(monkeypatch: pytest.Mo
     monkeypatch.setattr("oobleck.worker.describe._LARGE", 100)
     unasked = look_at(job("counted"), always=False)
     assert (unasked.problems, unasked.run) == ([], False)
-    assert unasked.description
+    assert unasked.descriptions
     asked = look_at(job("counted"), always=True)
     assert (len(asked.problems), asked.run) == (1, True)
 

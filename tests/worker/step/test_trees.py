@@ -14,7 +14,7 @@ from oobleck.worker.step.mailbox import Mailbox, joined
 from oobleck.worker.step.wire import wire
 from support.meeting import Party
 from support.plans import plan_of_cuts
-from support.tree_chain import CPU, LAST, LENGTH, ROWS, WIDTH, Chain, Worker, check, gradients, keys
+from support.tree_chain import CPU, LAST, ROWS, Chain, Worker, check, gradients, keys
 
 CUTS = [(), *((cut,) for cut in range(LAST)), (1, 3), tuple(range(LAST))]
 SHARES = {
@@ -95,20 +95,6 @@ def test_what_is_not_asked_to_add_passes_gradients_through(adding):
     found = gradients([bottom.modules, top.modules])
     wanted = {0, 1, 2, adding}
     check(found, {name: one for name, one in chain.gradients.items() if int(name[0]) in wanted})
-
-
-@pytest.mark.parametrize(
-    ("losses", "why"),
-    [
-        (lambda output, targets: output["mean"].mean(), r"gives \(\) for 3 rows"),
-        (lambda output, targets: output["words"].sum(1), r"gives \(3, 11\) for 3 rows"),
-    ],
-)
-def test_a_loss_that_is_not_one_per_row_is_refused(losses, why):
-    head = Worker(Chain("fp64"), range(LAST, LAST + 1), 0, 1)
-    head.modules[0].row_losses = losses
-    with pytest.raises(JobError, match=why):
-        head.forward(torch.zeros(ROWS, LENGTH, WIDTH, dtype=torch.float64))
 
 
 def test_another_shape_than_was_described_is_refused_at_a_cut():

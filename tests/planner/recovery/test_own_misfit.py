@@ -1,0 +1,67 @@
+"""A checkpoint of a user's model goes with a job whose layers are the same, whatever its code is
+called by now."""
+
+from dataclasses import replace
+
+import pytest
+
+from oobleck.planner.codec import encode
+from oobleck.planner.job.code import Json
+from oobleck.planner.job.description import Description, LayerSketch, TensorSketch, TreeSketch
+from oobleck.planner.job.own import OwnModelSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.planner.recovery.checkpoint import LayerFile, Manifest, misfit
+
+TREE = TreeSketch(
+    tensors=(TensorSketch(shape=(4,), dtype="float32", gradient=True),), structure="null"
+)
+LAYER = LayerSketch(
+    name="Block",
+    parameters=10,
+    tied=0,
+    largest=10,
+    flops=1.0,
+    kept_bytes=1,
+    output=TREE,
+    draws=False,
+)
+
+
+def model(*sizes: int, python: str = "mine:model") -> OwnModelSpec:
+    description = Description(
+        kinds=tuple(replace(LAYER, parameters=size) for size in sizes),
+        order=tuple(range(len(sizes))),
+        inputs=TREE,
+        targets=TREE,
+        tied=(),
+        code=python,
+    )
+    return OwnModelSpec(python=python, described=Json(encode(description).decode()))
+
+
+TRAINING = TrainingSpec(steps=1, global_batch=8, microbatch=4)
+
+
+def manifest(spec: OwnModelSpec) -> Manifest:
+    files = tuple(
+        LayerFile(name=f"layer-{number}", layer=number, bytes=1, sha256="0" * 64)
+        for number in range(spec.layer_count)
+    )
+    return Manifest(
+        job="own-1", step=1, created=0.0, model=spec, training=TRAINING, data="00", files=files
+    )
+
+
+@pytest.mark.parametrize(
+    ("now", "why"),
+    [
+        (model(10, 20, 30), ""),
+        (model(10, 20, 30, python="mine.again:other"), ""),
+        (model(10, 20), "the number of layers is 3 there and 2 here"),
+        (model(10, 20, 30, 40), "the number of layers is 3 there and 4 here"),
+        (model(10, 21, 30), 'model.layers[1] is "Block of 20" there and "Block of 21" here'),
+    ],
+)
+def test_only_the_layers_count(now: OwnModelSpec, why: str) -> None:
+    job = JobSpec(name="own", model=now, data=DataSpec(python="mine:data"), training=TRAINING)
+    assert misfit(manifest(model(10, 20, 30)), job, "00") == why
