@@ -6,6 +6,7 @@ again. Whatever ends this process ends it, and so all that it started. Must not 
 daemons do.
 """
 
+import atexit
 import contextlib
 import re
 import signal
@@ -48,6 +49,9 @@ def local(
         errors = stack.enter_context(tempfile.TemporaryFile())
         cluster = LocalCluster(nodes, workers_per_node, Path(state_dir), errors)
         stack.callback(cluster._stop)
+        # A notebook may never leave the block, and at exit the reader ends before Python does.
+        atexit.register(stack.close)
+        stack.callback(atexit.unregister, stack.close)
         cluster._await_ready()
         stack.enter_context(cluster.client)
         yield cluster

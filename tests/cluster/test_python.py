@@ -25,6 +25,7 @@ def test_each_step_comes_once_while_a_node_is_killed(text: str, tmp_path: Path) 
         "profile": "estimate",
         "checkpoint": {"path": str(tmp_path / "saved")},
     }
+    others = set(psutil.Process().children(recursive=True))
     family: list[psutil.Process] = []
     folders: list[Path] = []
 
@@ -36,7 +37,7 @@ def test_each_step_comes_once_while_a_node_is_killed(text: str, tmp_path: Path) 
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    all_gone(family)
+    all_gone(set(family) - others)
     assert not folders[0].exists()
 
 
@@ -93,6 +94,26 @@ def test_nothing_outlives_a_process_that_is_killed(
             process.kill()
             process.wait(PATIENCE_S)
     all_gone(family)
+
+
+_NOTEBOOK = """
+import oobleck
+block = oobleck.local(nodes=1)
+cluster = block.__enter__()
+raise SystemExit(f"{cluster.state_dir} is in use")
+"""
+
+
+def test_a_program_may_end_within_the_block(
+    preloaded: Preloaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", preloaded.python_path)
+    command = [sys.executable, "-c", _NOTEBOOK]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    (line,) = ended.stderr.splitlines()
+    folder, _, said = line.partition(" ")
+    assert (said, ended.returncode) == ("is in use", 1)
+    assert not Path(folder).exists()
 
 
 def test_a_cluster_that_cannot_start_says_why() -> None:
