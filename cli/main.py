@@ -14,6 +14,7 @@ from oobleck.host import command
 #: Module and attribute of each command, and its line in `oobleck --help`.
 COMMANDS = {
     "local": ("oobleck.cli.cluster.local:local", "Run a whole cluster on this machine."),
+    "init": ("oobleck.cli.jobs.init:init", "Write a job file to begin with."),
     "check": ("oobleck.cli.jobs.check:check", "Look for what is wrong with a job."),
     "submit": ("oobleck.cli.jobs.submit:submit", "Queue a training job."),
     "status": ("oobleck.cli.jobs.show:status", "Show the cluster, or one job in full."),

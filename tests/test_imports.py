@@ -73,7 +73,9 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def files(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+    """All but what `oobleck init` copies, which is the user's."""
+    found = sorted((ROOT / package).rglob("*.py"))
+    return [path for path in found if path.parent != ROOT / "cli" / "templates"]
 
 
 def violations(package: str, path: Path) -> Iterator[str]:

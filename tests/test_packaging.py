@@ -57,7 +57,7 @@ def test_the_wheel_has_every_module_and_nothing_else(wheel: zipfile.ZipFile) -> 
     expected = {
         f"oobleck/{file.relative_to(ROOT)}".replace("oobleck/oobleck/", "oobleck/")
         for package in PACKAGES
-        for pattern in ("*.py", "*.pyi", "*.proto", "py.typed")
+        for pattern in ("*.py", "*.pyi", "*.proto", "*.yaml", "py.typed")
         for file in (ROOT / package).rglob(pattern)
     }
     assert inside == expected
