@@ -292,6 +292,11 @@ def _read_submission(request: pb.SubmitRequest) -> tuple[JobSpec, Profile | None
     spec = parse_job(request.job)
     if not spec.model.known:
         raise ValueError("model: its layers are not described; submit it with 'oobleck submit'")
+    optimizer = spec.training.optimizer
+    if optimizer.code is not None and not optimizer.described:
+        raise ValueError(
+            "training.optimizer: the class is not described; submit it with 'oobleck submit'"
+        )
     return spec, _read_profile(spec, request)
 
 

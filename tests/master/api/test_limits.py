@@ -1,6 +1,7 @@
 """What one caller can take of a real master: bytes, streams, connections, pings."""
 
 import asyncio
+import json
 import resource
 import socket
 import struct
@@ -46,6 +47,27 @@ def test_messages_that_are_too_large_are_refused(running: MasterProcess) -> None
     assert found is grpc.StatusCode.RESOURCE_EXHAUSTED
     smaller = pb.SubmitRequest(request_id="1", job="x" * (MOST_JOB_CHARACTERS + 1))
     found = code_of(running, path, smaller.SerializeToString())
+    assert found is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"model": {"python": "mine:model"}, "data": {"python": "mine:data"}},
+        {
+            "model": {"layers": 1, "hidden": 8, "heads": 1, "sequence_length": 8},
+            "data": {"text": ["/texts"]},
+            "training": {"optimizer": {"python": "torch.optim:NAdam"}},
+        },
+    ],
+)
+def test_what_is_the_users_must_come_with_its_description(
+    running: MasterProcess, job: dict[str, dict[str, object]]
+) -> None:
+    training = {"steps": 1, "global_batch": 2, **job.get("training", {})}
+    text = json.dumps({"name": "own", **job, "training": training})
+    request = pb.SubmitRequest(request_id="own", job=text)
+    found = code_of(running, "/oobleck.Operator/Submit", request.SerializeToString())
     assert found is grpc.StatusCode.INVALID_ARGUMENT
 
 
