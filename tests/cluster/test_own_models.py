@@ -15,7 +15,7 @@ from torch import nn
 from bench.support.client import Record, read_lines
 from bench.support.cluster import LocalCluster
 from bench.support.preloaded import Preloaded
-from oobleck.model import Model, initial
+from oobleck.model import Model, initial, seed_all
 from oobleck.worker.checkpoint.output import read_output
 from oobleck.worker.data.order import Order
 from support import own_models
@@ -30,7 +30,7 @@ sys.path.append(str(EXAMPLES))
 
 import tagger  # noqa: E402  # an example is no package
 
-BATCH, STEPS, RATE, SEED = 16, 20, 1.0e-3, 7
+BATCH, MICROBATCH, STEPS, RATE, SEED = 16, 2, 20, 1.0e-3, 7
 TOLERANCE = {"fp32": 1e-6, "fp64": 1e-12}
 
 KILLED = {
@@ -71,7 +71,7 @@ def job_of(
         "training": {
             "steps": STEPS,
             "global_batch": BATCH,
-            "microbatch": 2,
+            "microbatch": MICROBATCH,
             "seed": SEED,
             "precision": precision,
             "pipeline_schedule": "1f1b",  # the faults' points are its instructions
@@ -88,9 +88,9 @@ def own(function: str, path: Path, **arguments: object) -> dict[str, object]:
 
 
 def plain_loop(
-    make: Callable[[], Model], data: Any, dtype: torch.dtype, steps: int = STEPS
+    make: Callable[[], Model], data: Any, dtype: torch.dtype, *, drawing: bool = False
 ) -> tuple[list[float], nn.Sequential]:
-    """Trains all layers in one process; the losses."""
+    """Trains all layers in one process; the losses. `drawing`: layers are seeded as workers do."""
     net = initial(make, SEED).to(dtype)
     loss, order = make().loss, Order.of(len(data), 0.0)
     parameters = list(net.parameters())
@@ -99,15 +99,25 @@ def plain_loop(
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
     found = []
-    for step in range(1, steps + 1):
+    size = MICROBATCH if drawing else BATCH
+    for step in range(1, STEPS + 1):
         rows = [data[int(i)] for i in order.of_step(SEED, step, range(BATCH), BATCH)]
-        inputs, targets = (stacked([row[side] for row in rows], dtype) for side in (0, 1))
-        mean = loss(net(inputs), targets).mean()
         optimizer.zero_grad()
-        mean.backward()
+        total = 0.0
+        for first in range(0, BATCH, size):
+            inputs, targets = (
+                stacked([row[side] for row in rows[first : first + size]], dtype) for side in (0, 1)
+            )
+            for number, layer in enumerate(net):
+                if drawing:
+                    seed_all(SEED, "forward", step, first, number)
+                inputs = layer(inputs)
+            mean = loss(inputs, targets).mean() * (size / BATCH)
+            mean.backward()
+            total += mean.item()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        found.append(mean.item())
+        found.append(total)
     return found, net
 
 
@@ -180,27 +190,16 @@ def test_dicts_tuples_masks_and_tied_parameters(cluster: LocalCluster) -> None:
     assert [line["loss"] for line in metrics] == pytest.approx(losses, rel=1e-12, abs=0)
 
 
-def test_an_nn_sequential_and_arrays(cluster: LocalCluster) -> None:
-    job = job_of(
-        "sequence",
-        own("own_models:sequence", SUPPORT),
-        own("own_models:Points", SUPPORT),
-        "fp64",
-    )
-    _, metrics = train(cluster, job)
-    losses, _ = plain_loop(own_models.sequence, own_models.Points(), torch.float64)
-    assert [line["loss"] for line in metrics] == pytest.approx(losses, rel=1e-12, abs=0)
-
-
 def test_what_layers_draw_is_the_same_on_every_plan(cluster: LocalCluster) -> None:
-    """A run that loses a node, and one that does not."""
+    """Dropout, as one process draws it that seeds each layer of each micro-batch."""
     model = own("own_models:pairs", SUPPORT, dropout=0.3)
     data = own("own_models:Pairs", SUPPORT)
-    found = [train(cluster, job_of(name, model, data, "fp64"))[1] for name in ("dropout", "calm")]
-    lost, calm = ([line["loss"] for line in metrics] for metrics in found)
-    assert lost == pytest.approx(calm, rel=1e-12, abs=0)
+    _, metrics = train(cluster, job_of("dropout", model, data, "fp64"))
+    make = functools.partial(own_models.pairs, 0.3)
+    losses, _ = plain_loop(make, own_models.Pairs(), torch.float64, drawing=True)
+    assert [line["loss"] for line in metrics] == pytest.approx(losses, rel=1e-12, abs=0)
     without, _ = plain_loop(own_models.pairs, own_models.Pairs(), torch.float64)
-    assert calm != pytest.approx(without, rel=1e-3)
+    assert losses != pytest.approx(without, rel=1e-3)
 
 
 def test_it_goes_on_from_a_checkpoint_on_three_nodes(cluster: LocalCluster, tmp_path: Path) -> None:

@@ -201,4 +201,4 @@ def test_a_library_that_is_missing_is_named(
     )
     asked = ("track", "x-1", "--to", "tensorboard", "--directory", "x", "--master", master)
     line = refused(run(*asked, environment={"PYTHONPATH": str(tmp_path)}), 1)
-    assert line.endswith("run: pip install 'oobleck-cluster[tensorboard]'")
+    assert line.endswith("run: pip install tensorboard")
