@@ -96,4 +96,8 @@ def drawing(seed: int, layer: int | str) -> Iterator[None]:
 
 def seed_all(*purpose: object) -> None:
     """Have torch draw next what is for `purpose`."""
-    torch.manual_seed(derive(*purpose) >> 1)
+    number = derive(*purpose) >> 1
+    # Not torch.manual_seed, which formats the whole stack while no GPU is in use.
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)

@@ -20,7 +20,7 @@ NODES = {"n1", "n2", "n3"}
 #: start.
 _SOON = "training.schedule.warmup=2"
 SMALLER = {
-    "tagger": (("model.arguments.width=16", "training.steps=80"), 0.95),
+    "tagger": (("model.arguments.width=16", "training.steps=40"), 0.97),
     "vision": (
         ("model.arguments.blocks=2", _SOON, "training.optimizer.lr=3e-3", "training.steps=40"),
         0.9,

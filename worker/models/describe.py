@@ -1,8 +1,8 @@
 """What planning must know of a model of the user's, from one pass over its layers without weights.
 
-Layers run on torch's meta device, which computes shapes alone; one whose code needs numbers, as a
-mixture of experts may, runs for real in host memory. Owns the numbers, and what may pass between
-layers; `oobleck.worker.models.check` looks for what only real runs show.
+Large layers run on torch's meta device, which computes shapes alone; one whose code needs numbers,
+as a mixture of experts may, and small ones run for real in host memory. Owns the numbers, and what
+may pass between layers; `oobleck.worker.models.check` looks for what only real runs show.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -32,6 +33,9 @@ from oobleck.worker.runtime.errors import JobError
 
 #: Names and shapes of the parameters of a layer.
 _Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+#: Numbers of a layer that is run for real at once: on the meta device torch loads its compiler for
+#: many operations, which takes longer.
+_SMALL = 1 << 22
 #: Rows of the two runs of a layer: what grows with them has rows first.
 _FEW, _MORE = 2, 3
 
@@ -129,21 +133,17 @@ class _Layer:
         with torch.device("meta"), own.without_draws():
             module = own.in_precision(own.build(self.spec, self.number), self.dtype)
         where = f"layer {self.number} ({type(module).__name__})"
+        small = sum(parameter.numel() for parameter in module.parameters()) <= _SMALL
         try:
-            few, more = (self._run(module, targets, rows, "meta") for rows in (_FEW, _MORE))
-        except Exception as shapes_alone:  # noqa: BLE001  # it may want numbers, and raise anything
-            module = own.build_real(self.spec, self.seed, self.number)
-            module = own.in_precision(module, self.dtype)
-            try:
-                few, more = (self._run(module, targets, rows, "cpu") for rows in (_FEW, _MORE))
-            except JobError:
-                raise
-            except Exception as error:  # noqa: BLE001  # a user's layer may raise anything
-                given = shown(_made(self.incoming, _FEW, "meta"))
-                raise JobError(
-                    f"model: {where} fails on {given}, which {self.giver} gives for {_FEW} rows: "
-                    f"{code.described(error)}"
-                ) from shapes_alone
+            module, few, more = self._runs(module, targets, "cpu" if small else "meta")
+        except JobError:
+            raise
+        except Exception as error:  # a user's layer may raise anything
+            given = shown(_made(self.incoming, _FEW, "meta"))
+            raise JobError(
+                f"model: {where} fails on {given}, which {self.giver} gives for {_FEW} rows: "
+                f"{code.described(error)}"
+            ) from error
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         for name, parameter in trained.items():
             if not parameter.is_floating_point():
@@ -164,6 +164,22 @@ class _Layer:
             output=_output(few.output, more.output, where),
             draws=few.draws,
         )
+
+    def _runs(
+        self, module: nn.Module, targets: TreeSketch | None, device: str
+    ) -> tuple[nn.Module, _Run, _Run]:
+        """The module that was run, and its runs with few rows and with more. `module`: on the meta
+        device."""
+        if device == "cpu":
+            module = own.build_real(self.spec, self.seed, self.number)
+            module = own.in_precision(module, self.dtype)
+        try:
+            few, more = (self._run(module, targets, rows, device) for rows in (_FEW, _MORE))
+        except Exception:
+            if device == "cpu":
+                raise
+            return self._runs(module, targets, "cpu")  # it may want numbers
+        return module, few, more
 
     def _check_tied(self, trained: Mapping[str, Tensor], where: str) -> None:
         for name in self.tied:
@@ -243,6 +259,18 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
     ) -> Any:
         self.any |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
+
+
+def _leave_the_compiler_out(mode: object) -> None:
+    """Torch sees to it that a mode is not compiled, and loads its compiler for that: a second and
+    100 MB, where nothing is compiled anyway."""
+    raw = getattr(getattr(mode, "__torch_dispatch__", None), "__wrapped__", None)
+    if raw is not None:
+        raw.__dynamo_disable = raw
+
+
+_leave_the_compiler_out(getattr(flop_counter, "_FlopCounterMode", None))
+_leave_the_compiler_out(_Draws)
 
 
 def _output(few: Any, more: Any, where: str) -> TreeSketch:
