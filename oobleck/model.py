@@ -99,5 +99,5 @@ def seed_all(*purpose: object) -> None:
     number = derive(*purpose) >> 1
     # Not torch.manual_seed, which formats the whole stack while no GPU is in use.
     torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
         torch.cuda.manual_seed_all(number)
