@@ -28,6 +28,10 @@ _STACKS_S = 1.0
 _STOP_S = 10.0
 
 
+#: How long the kernel's lists may leave out a child.
+_CHILDREN_S = 10.0
+
+
 class Cluster(Client, ABC):
     """A running cluster and what may be done to it, wherever its processes run."""
 
@@ -114,14 +118,22 @@ class Cluster(Client, ABC):
     def warm_pid(self, name: str) -> int:
         """The process that the node's workers are forked from. Raises ClusterError."""
         agent = self.agents[name]
-        # The kernel's lists of children leave some out at times; then all processes are looked at.
-        children = children_of(agent) or [child.pid for child in psutil.Process(agent).children()]
-        for child in children:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                return warm_process(child)
-        raise ClusterError(
-            f"the agent of {name} has nothing to fork workers from yet; its children: {children}"
-        )
+        # The kernel's lists of children leave some out at times: then all processes are looked at,
+        # and again a little later.
+        deadline = time.monotonic() + _CHILDREN_S
+        while True:
+            children = children_of(agent) or [
+                child.pid for child in psutil.Process(agent).children()
+            ]
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    return warm_process(child)
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"the agent of {name} has nothing to fork workers from yet; its children: "
+                    f"{children}"
+                )
+            time.sleep(0.1)
 
     def worker_pids_of(self, name: str) -> list[int]:
         """From the process table, since the master may be away. Raises ClusterError."""
