@@ -21,8 +21,9 @@ import torch
 from bench.support.engine import ENDLESS, engine, plan_of
 from oobleck.host.ipc.messages import Committed, MemoryUse
 from oobleck.planner.cost.estimate import worker_peak_bytes
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.measurement import assemble_profile
 from oobleck.planner.profile.profile import Profile

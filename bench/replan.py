@@ -24,7 +24,8 @@ from oobleck.master.rules.decision import Context
 from oobleck.master.rules.next_plan import next_plan
 from oobleck.master.state.node import Node
 from oobleck.planner.ids import Generation, JobId
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, RecoveryPolicy, TrainingSpec
+from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, RecoveryPolicy, TrainingSpec
 from oobleck.planner.profile.estimate import estimate_profile
 
 JOB = JobId("replan-1")

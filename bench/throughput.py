@@ -36,8 +36,9 @@ from bench.support.engine import ENDLESS, ROOT, EngineContender, engine, plan_of
 from bench.support.turns import Contender, Turn, saving, speed, take_turns
 from oobleck.cli.jobs.own_model import with_description
 from oobleck.planner.job.code import Json
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import DataPlane, DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.spec import DataPlane, DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
 
 BLOCKS = 8

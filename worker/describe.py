@@ -26,8 +26,8 @@ from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.data.check import check_data
 from oobleck.worker.data.own import OwnDataset
-from oobleck.worker.models.check import SAMPLES, check
-from oobleck.worker.models.describe import describe
+from oobleck.worker.models.checks.check import SAMPLES, check
+from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.models.tree import map_tensors
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, NodeError

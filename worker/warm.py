@@ -22,7 +22,7 @@ from typing import NoReturn
 import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 # The built-in model, which most jobs train.
-import oobleck.worker.models.gpt  # noqa: F401
+import oobleck.worker.models.families.gpt  # noqa: F401
 from oobleck.host import log as host_log
 from oobleck.host.ipc.channel import Channel
 from oobleck.host.ipc.messages import (

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oobleck.model import Model
-from oobleck.planner.job.spec import ModelSpec
+from oobleck.planner.job.model import ModelSpec
 from oobleck.worker.models.base import Layer
-from oobleck.worker.models.gpt import Block, Embedding, Head
+from oobleck.worker.models.families.gpt import Block, Embedding, Head
 
 
 class Plain(nn.Module):

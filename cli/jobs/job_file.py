@@ -14,7 +14,8 @@ from oobleck.cli.output.text_file import CONFIG_OF_MODEL, JOB_FILE, PROFILE_OF_J
 from oobleck.host.command import CommandFailed
 
 if TYPE_CHECKING:
-    from oobleck.planner.job.spec import AnyModel, DataSpec, JobSpec
+    from oobleck.planner.job.model import AnyModel
+    from oobleck.planner.job.spec import DataSpec, JobSpec
 
 #: Tokens of text that no tokenizer cuts, and how much of it is looked at before a submit.
 _BYTES = 256
@@ -78,8 +79,8 @@ def _parsed(
 
 def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
     """Workers run elsewhere, so relative paths would mean something else there."""
+    from oobleck.planner.job.model import ModelSpec
     from oobleck.planner.job.own import OwnModelSpec
-    from oobleck.planner.job.spec import ModelSpec
 
     def absolute(path: str | None) -> str | None:
         return None if path is None else str(base / os.path.expanduser(path))

@@ -16,7 +16,7 @@ from safetensors.numpy import load, save
 from oobleck.host.storage.checkpoints import StoredCheckpoint, read_layer
 from oobleck.host.storage.folder import Folder, LocalFolder
 from oobleck.host.storage.weight_files import WeightsError, check_content
-from oobleck.planner.job.spec import AnyModel, ModelSpec
+from oobleck.planner.job.model import AnyModel, ModelSpec
 from oobleck.planner.recovery.checkpoint import (
     MOST_LAYER_HEADER_BYTES,
     InvalidCheckpoint,

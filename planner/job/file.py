@@ -18,9 +18,10 @@ from oobleck.planner.errors import InvalidJob
 from oobleck.planner.ids import check_name
 from oobleck.planner.job.code import Json
 from oobleck.planner.job.document import Value, override, read_document, read_override
+from oobleck.planner.job.model import AnyModel, ModelSpec
 from oobleck.planner.job.model_file import ReadText, expand_model, plain
 from oobleck.planner.job.own import OWN_KEYS, OwnModelSpec
-from oobleck.planner.job.spec import AnyModel, JobSpec, ModelSpec
+from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.units import parse_bytes
 
 T = TypeVar("T")

@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from oobleck.planner.errors import InvalidJob
+from oobleck.planner.job.checks import url_refusal
 from oobleck.planner.job.document import KeyValue, Value
 from oobleck.planner.job.families import (
     FAMILIES,
@@ -22,9 +23,9 @@ from oobleck.planner.job.families import (
     encode_config,
     family_of,
 )
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.own import OWN_KEYS
 from oobleck.planner.job.presets import PRESETS, Preset
-from oobleck.planner.job.spec import ModelSpec, url_refusal
 
 #: The text of a file that the job names; raises InvalidJob with what is wrong with the file.
 ReadText = Callable[[str], str]

@@ -7,16 +7,17 @@ from typing import Any
 
 import msgspec
 
+from oobleck.planner.job.checks import check_paths
 from oobleck.planner.job.code import NO_ARGUMENTS, NOT_DESCRIBED, Code, Json, check_code
 from oobleck.planner.job.description import Description, read_description
-from oobleck.planner.job.spec import AnyModel, ModelSpec, check_paths
+from oobleck.planner.job.model import AnyModel, ModelSpec
 
 #: Layers of a model at most.
 MOST_LAYERS = 514
 #: Keys that no model has but one of the user's.
 OWN_KEYS = ("plugin", "python", "architecture")
 #: What takes a causal language model of transformers apart into layers.
-_TRANSFORMERS = "oobleck.worker.models.huggingface:causal_lm"
+_TRANSFORMERS = "oobleck.worker.models.huggingface.causal_lm:causal_lm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

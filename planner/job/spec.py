@@ -3,15 +3,13 @@
 Owns the types and their checks; `oobleck.planner.job.file` reads them from a file's text.
 """
 
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
-from unicodedata import category
+from dataclasses import dataclass, field
+from typing import Literal
 
 from oobleck.planner.ids import check_name
+from oobleck.planner.job.checks import MOST_PATH, at_least, at_most, check_paths, check_place
 from oobleck.planner.job.code import NO_ARGUMENTS, Code, Json, check_code
-from oobleck.planner.job.families import FAMILIES, Kind, Objective, decode_config, family_of
+from oobleck.planner.job.model import AnyModel, ModelSpec
 from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.redact import redact
 from oobleck.planner.schedules import Schedule
@@ -23,229 +21,6 @@ RecoveryPolicy = Literal["auto", "templates", "reroute", "uneven"]
 Shadows = Literal["auto", "none"]
 TransportName = Literal["auto", "tcp"]
 DataPlane = Literal["auto", "sealed", "clear"]
-#: Of a path, so that a checkpoint's name behind it still fits into a line of the wire.
-_MOST_PATH = 900
-#: Of characters that no path has on purpose: controls, marks that are not seen, bytes that are no
-#: text. Two of them join letters in some scripts.
-_UNSEEN = ("Cc", "Cf", "Cs")
-_JOINERS = "\u200c\u200d"
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-
-
-def url_refusal(place: str) -> str:
-    """What is wrong with a path that is a URL; empty: it is none."""
-    if not _URL.match(place):
-        return ""
-    return (
-        f"{redact(place)}: URLs are not supported yet here; give a path that is the same on all "
-        "nodes, on disks of their own or a shared one"
-    )
-
-
-def check_place(name: str, place: str, what: str) -> None:
-    """Of every path and URL of a job. `what`: is to be given instead of nothing."""
-    if not place.strip():
-        raise ValueError(f"{name}: is empty; give {what}")
-    if any(category(c) in _UNSEEN and c not in _JOINERS for c in place):
-        raise ValueError(f"{name}: has characters that cannot be printed; name another place")
-    if len(place) > _MOST_PATH:
-        raise ValueError(f"{name}: is longer than {_MOST_PATH} characters; name another place")
-
-
-def check_paths(name: str, places: Iterable[str | None]) -> None:
-    for place in places:
-        if place is not None:
-            check_place(name, place, "a path")
-            if why := url_refusal(place):
-                raise ValueError(f"{name}: {why}")
-
-
-def _at_least(owner: object, minimum: float, *fields: str) -> None:
-    for name in fields:
-        value = getattr(owner, name)
-        if not value >= minimum:
-            raise ValueError(f"{name}: {value} is too small; it must be at least {minimum}")
-
-
-def _at_most(owner: object, **largest: int) -> None:
-    # Far above any use, and within what planning and the commit vote carry in a moment: a slip
-    # of the keyboard must not keep the master or every worker busy for hours.
-    for name, limit in largest.items():
-        value = getattr(owner, name)
-        if value > limit:
-            raise ValueError(f"{name}: {value} is too large; it must be at most {limit}")
-
-
-class AnyModel:
-    """A row of layers, as planning and the files of a job see it: one that is known by its kind
-    (`ModelSpec`), or one of the user's (`oobleck.planner.job.own.OwnModelSpec`)."""
-
-    __slots__ = ()
-
-    @property
-    def family(self) -> str:
-        """What builds its layers."""
-        raise NotImplementedError
-
-    @property
-    def tokens(self) -> int:
-        """How many different ones there are, where it takes rows of tokens."""
-        raise NotImplementedError
-
-    @staticmethod
-    def from_tree(tree: Mapping[str, Any]) -> "AnyModel":
-        """From its fields, as `oobleck.planner.codec` reads them; raises ValueError."""
-        from oobleck.planner.job.own import model_from_tree
-
-        return model_from_tree(tree)
-
-    @property
-    def layer_count(self) -> int:
-        """Units of placement."""
-        raise NotImplementedError
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """Of each layer the number of its kind, from 0; layers of a kind cost the same."""
-        raise NotImplementedError
-
-    @property
-    def ties(self) -> bool:
-        """Whether the last layer shares parameters with the first one."""
-        raise NotImplementedError
-
-    @property
-    def row_tokens(self) -> int:
-        """Tokens of a sample; 1 where samples are no tokens."""
-        raise NotImplementedError
-
-    @property
-    def label(self) -> str:
-        """A short name, for files and tables."""
-        raise NotImplementedError
-
-    def may_share(self, layer: int) -> bool:
-        """Whether several workers may each compute some rows of a micro-batch in that layer."""
-        return True
-
-    @property
-    def examples(self) -> tuple[int, ...]:
-        """A layer of each kind."""
-        return tuple(map(self.order.index, range(max(self.order) + 1)))
-
-    @property
-    def initial(self) -> str | None:
-        """Directory with the initial weights, the same on all nodes; None: they are drawn."""
-        return None
-
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether it takes rows of tokens."""
-        return True
-
-    @property
-    def known(self) -> bool:
-        """Whether its layers are known; those of a user's model are once it was looked at."""
-        return True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec(AnyModel):
-    """A transformer. Layer 0 is the embedding, the last layer is the head.
-
-    Of a Hugging Face family the numbers follow from `config`; `planner.job.model_file.family_model`
-    makes such a spec.
-    """
-
-    kind: Literal["gpt", Kind] = "gpt"
-    #: Transformer blocks; placement counts the embedding and the head as layers too.
-    layers: int
-    hidden: int
-    heads: int
-    sequence_length: int
-    vocabulary: int = 256
-    #: The head shares the token embedding's weight.
-    tied: bool = True
-    #: Of a family with several: the largest.
-    dropout: float = 0.0
-    #: The family's own keys, all of them, as JSON; empty for the built-in model.
-    config: str = ""
-    #: Directory with the initial weights, the same on all nodes; None: they are drawn.
-    weights: str | None = None
-
-    def __post_init__(self) -> None:
-        _at_least(self, 1, "layers", "hidden", "heads", "sequence_length")
-        _at_least(self, 2, "vocabulary")
-        check_paths("weights", [self.weights])
-        _at_most(self, layers=512, hidden=1 << 18, sequence_length=1 << 22, vocabulary=1 << 24)
-        if self.hidden % self.heads:
-            raise ValueError(
-                f"heads: {self.heads} does not divide hidden ({self.hidden}); "
-                "choose heads so that every head has the same width"
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout: {self.dropout} is not in [0, 1)")
-        self._check_family()
-
-    def _check_family(self) -> None:
-        family = family_of(self.kind)
-        if family is None:
-            for name, given in (("config", self.config), ("weights", self.weights)):
-                if given:
-                    raise ValueError(
-                        f"{name}: the built-in model takes none; leave it out or set kind to "
-                        f"{' or '.join(FAMILIES)}"
-                    )
-            return
-        complete = family.complete(decode_config(self.config or "{}"))
-        for name, value in asdict(family.numbers(complete)).items():
-            if getattr(self, name) != value:
-                raise ValueError(f"{name}: {getattr(self, name)}, but the config says {value}")
-        longest = family.positions(complete)
-        if self.sequence_length > longest:
-            raise ValueError(
-                f"sequence_length: {self.sequence_length} is beyond the model's {longest} "
-                f"positions; lower it, or raise config.{family.names['positions']}"
-            )
-
-    @property
-    def objective(self) -> Objective:
-        """What is learned: the next token, or masked ones."""
-        family = family_of(self.kind)
-        return "causal" if family is None else family.objective
-
-    @property
-    def layer_count(self) -> int:
-        """Embedding, blocks, head."""
-        return self.layers + 2
-
-    @property
-    def family(self) -> str:
-        return self.kind
-
-    @property
-    def tokens(self) -> int:
-        return self.vocabulary
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        return (0, *[1] * self.layers, 2)
-
-    @property
-    def ties(self) -> bool:
-        return self.tied
-
-    @property
-    def row_tokens(self) -> int:
-        return self.sequence_length
-
-    @property
-    def label(self) -> str:
-        return f"{self.kind}-{self.layers}x{self.hidden}"
-
-    @property
-    def initial(self) -> str | None:
-        return self.weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,14 +98,14 @@ class TrainingSpec:
     max_skipped_steps: int | None = 100
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "steps", "global_batch", "microbatch")
-        _at_least(self, 0, "seed")
-        _at_most(self, steps=10**9, global_batch=1 << 17, seed=(1 << 63) - 1)
+        at_least(self, 1, "steps", "global_batch", "microbatch")
+        at_least(self, 0, "seed")
+        at_most(self, steps=10**9, global_batch=1 << 17, seed=(1 << 63) - 1)
         check_paths("path", [self.optimizer.path])
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip: {self.clip} must be > 0; leave it out for no clipping")
         if self.max_skipped_steps is not None:
-            _at_least(self, 1, "max_skipped_steps")
+            at_least(self, 1, "max_skipped_steps")
         if self.schedule.min_lr > self.optimizer.lr:
             raise ValueError(
                 f"min_lr: {self.schedule.min_lr} is above the optimizer's lr "
@@ -367,8 +142,8 @@ class EvaluationSpec:
     samples: int = 1024
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "every", "samples")
-        _at_most(self, samples=1 << 20)
+        at_least(self, 1, "every", "samples")
+        at_most(self, samples=1 << 20)
         if (self.fraction is None) == (self.data is None):
             raise ValueError(
                 "evaluation: give exactly one of fraction (of the data) and data (of its own)"
@@ -395,9 +170,9 @@ class ResourceSpec:
     transport: TransportName = "auto"
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "min_nodes_per_pipeline")
+        at_least(self, 1, "min_nodes_per_pipeline")
         if self.memory_per_worker_bytes is not None:
-            _at_least(self, 1, "memory_per_worker_bytes")
+            at_least(self, 1, "memory_per_worker_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,7 +193,7 @@ class CheckpointSpec:
 
     def __post_init__(self) -> None:
         check_place("path", self.path, "a directory or an fsspec URL")
-        _at_least(self, 1, "every", "keep")
+        at_least(self, 1, "every", "keep")
 
     def why_untold(self) -> str:
         """Why the master cannot be told of a checkpoint there; empty: it can. Asked for new jobs
@@ -426,8 +201,8 @@ class CheckpointSpec:
         told = redact(self.path)
         if not told.isprintable():
             return "has characters that a table cannot show, such as a no-break space"
-        if len(told) > _MOST_PATH:
-            return f"is longer than {_MOST_PATH} characters where its secrets are hidden"
+        if len(told) > MOST_PATH:
+            return f"is longer than {MOST_PATH} characters where its secrets are hidden"
         return ""
 
 
@@ -476,7 +251,7 @@ class JobSpec:
         check_name(self.name, "job")
         check_place("profile", self.profile, "measure, estimate or a profile file's path")
         check_paths("output", [self.output])
-        _at_least(self, 0, "fault_tolerance")
+        at_least(self, 0, "fault_tolerance")
         if self.recovery.policy == "reroute" and self.fault_tolerance == 0:
             raise ValueError(
                 "policy: reroute needs a second pipeline that holds the same layers; set "

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from oobleck.planner.job.description import LayerSketch
 from oobleck.planner.job.families import Counts, LayerCount, decode_config, family_of
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import JobSpec, ModelSpec
+from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.memory import (
     ACTIVATION_ITEM_BYTES,
     STATE_ITEM_BYTES,

@@ -11,7 +11,8 @@ from statistics import median
 from typing import Literal
 
 from oobleck.planner.codec import encode
-from oobleck.planner.job.spec import AnyModel, JobSpec, ModelSpec, Recompute
+from oobleck.planner.job.model import AnyModel, ModelSpec
+from oobleck.planner.job.spec import JobSpec, Recompute
 from oobleck.planner.profile.estimate import (
     INTER_NODE_BYTES_PER_S,
     INTRA_NODE_BYTES_PER_S,
@@ -39,7 +40,7 @@ class Measurement:
     Times for several GPUs are those of one worker's part of the work, without exchanges.
     """
 
-    #: By kind: see `oobleck.planner.job.spec.AnyModel.order`.
+    #: By kind: see `oobleck.planner.job.model.AnyModel.order`.
     kinds: tuple[LayerProfile, ...]
     #: What it was measured on, such as `cpu Xeon, 1 thread`, and by which torch.
     device: str

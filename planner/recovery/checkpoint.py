@@ -18,8 +18,9 @@ import msgspec
 
 from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import WorkerId, check_name
+from oobleck.planner.job.model import AnyModel
 from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import AnyModel, CheckpointSpec, JobSpec, Precision, TrainingSpec
+from oobleck.planner.job.spec import CheckpointSpec, JobSpec, Precision, TrainingSpec
 from oobleck.planner.programs.balance import Task, balance
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.redact import redact

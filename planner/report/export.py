@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.planner.job.families import GPT2, decode_config, family_of
-from oobleck.planner.job.spec import ModelSpec
+from oobleck.planner.job.model import ModelSpec
 
 Array = NDArray[Any]
 

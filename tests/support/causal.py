@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor, nn
 
 from oobleck.model import Model
-from oobleck.worker.models.architecture import Architecture, configuration
-from oobleck.worker.models.huggingface import causal_lm, foreign_names
+from oobleck.worker.models.huggingface.architecture import Architecture, configuration
+from oobleck.worker.models.huggingface.causal_lm import causal_lm, foreign_names
 
 LENGTH = 16
 #: Keys that a family's config may have; a window is shorter than a row.

@@ -8,8 +8,8 @@ import transformers
 from torch import Tensor, nn
 
 from oobleck.planner.job.families import decode_config
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.model_file import family_model
-from oobleck.planner.job.spec import ModelSpec
 from oobleck.planner.report.export import foreign_name
 from oobleck.worker.models import Layer
 from oobleck.worker.models.registry import tied_parameter

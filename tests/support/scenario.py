@@ -96,12 +96,12 @@ from oobleck.master.storage import snapshot
 from oobleck.master.storage.event_lines import lines_of
 from oobleck.planner.cost.computing import computing_by_layer_s
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.spec import (
     CheckpointSpec,
     DataSpec,
     EvaluationSpec,
     JobSpec,
-    ModelSpec,
     RecoverySpec,
     ResourceSpec,
     TrainingSpec,

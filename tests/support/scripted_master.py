@@ -11,7 +11,8 @@ import grpc
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import Assign, Measure, Rendezvous
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.programs.pipeline import Pipeline
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold

@@ -10,7 +10,8 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
 from oobleck.planner.ids import JobId
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, ResourceSpec, TrainingSpec
+from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, ResourceSpec, TrainingSpec
 from oobleck.planner.profile.profile import Profile
 
 JOB = JobId("planning-1")

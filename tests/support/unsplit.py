@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.worker.checkpoint.output import read_output
 from support.director import Director
 from support.folders import TEXT

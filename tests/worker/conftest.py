@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from support.director import WarmWorkers
 
 MakeJob = Callable[..., JobSpec]

@@ -29,7 +29,8 @@ import sys
 from oobleck.worker import warm
 loaded = set(sys.modules)
 import torch
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.worker.models import build_layer, initialise_parameters
 from oobleck.worker.state.optimizer import Slice, update

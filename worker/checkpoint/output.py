@@ -23,7 +23,8 @@ from oobleck.host.storage.folder import LocalFolder
 from oobleck.host.system.files import read_regular
 from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import Generation
-from oobleck.planner.job.spec import AnyModel, JobSpec
+from oobleck.planner.job.model import AnyModel
+from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.checkpoint import MANIFEST, layer_file
 from oobleck.worker.context import WorkerContext

@@ -19,8 +19,9 @@ from oobleck.host.storage.checkpoints import prune, sweep
 from oobleck.host.storage.folder import CHUNK_BYTES, Content, Folder
 from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import WorkerId
+from oobleck.planner.job.model import AnyModel, ModelSpec
 from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import AnyModel, JobSpec, ModelSpec
+from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.recovery.checkpoint import (
     MANIFEST,
     MOST_MANIFEST_BYTES,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oobleck.planner.job.families import decode_config, mask_token
-from oobleck.planner.job.spec import AnyModel, ModelSpec
+from oobleck.planner.job.model import AnyModel, ModelSpec
 from oobleck.worker.runtime.random import RowKeys, generator
 
 #: Share of a row's tokens that are learned, and what becomes of these in the input.

@@ -1,7 +1,8 @@
 """The data set of a job: windows of tokens, or what a function of the user's gives."""
 
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec
 from oobleck.worker.data.dataset import Dataset
 from oobleck.worker.data.own import OwnDataset
 

@@ -4,8 +4,9 @@ Layer 0 is the embedding, the last one the head, between them the blocks. Owns w
 and its initial weights, one module per family; knows nothing of stages, flat state or plans.
 """
 
+from oobleck.planner.job.model import AnyModel, ModelSpec
 from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import AnyModel, JobSpec, ModelSpec
+from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.initial import check_weights, load_parameters

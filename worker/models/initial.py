@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from oobleck.host.storage.weight_files import StoredTensor, WeightFiles, WeightsError, open_weights
 from oobleck.planner.job.families import family_of
-from oobleck.planner.job.spec import AnyModel, ModelSpec
+from oobleck.planner.job.model import AnyModel, ModelSpec
 from oobleck.planner.report.export import foreign_name
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.registry import build_layer, tied_parameter

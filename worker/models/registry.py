@@ -1,7 +1,8 @@
 """Which module builds which kind of model.
 
-A family is a module, named by its kind, with a `FAMILY`. It is loaded when it is asked for, since
-transformers, which those of Hugging Face need, is optional and takes two seconds to import.
+A family is a module in `families`, named by its kind, with a `FAMILY`. It is loaded when it is
+asked for, since transformers, which those of Hugging Face need, is optional and takes two seconds
+to import.
 """
 
 import importlib
@@ -10,17 +11,20 @@ import sys
 import torch
 
 from oobleck.planner.job.families import FAMILIES
+from oobleck.planner.job.model import AnyModel, ModelSpec
 from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import AnyModel, ModelSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.base import Family, Layer
 from oobleck.worker.runtime.errors import JobError
+
+_FAMILIES = f"{__package__}.families"
+_HUGGING_FACE = f"{__package__}.huggingface.causal_lm"
 
 
 def load(kind: str) -> bool:
     """Import what `kind` needs; whether that brought in transformers. Raises ImportError where it
     is missing."""
-    name = f"{__package__}.{kind}"
+    name = _HUGGING_FACE if kind == "huggingface" else f"{_FAMILIES}.{kind}"
     new = name not in sys.modules
     importlib.import_module(name)
     return new and (kind in FAMILIES or kind == "huggingface")
@@ -29,7 +33,7 @@ def load(kind: str) -> bool:
 def family(spec: ModelSpec) -> Family:
     """For the kind of `spec`; raises JobError where its module cannot be imported."""
     try:
-        found: Family = importlib.import_module(f"{__package__}.{spec.kind}").FAMILY
+        found: Family = importlib.import_module(f"{_FAMILIES}.{spec.kind}").FAMILY
     except ImportError as error:
         raise JobError(
             f"model.kind: {spec.kind} needs the package transformers, which this node cannot "

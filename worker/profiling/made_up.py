@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from oobleck.planner.job.description import TensorSketch, TreeSketch
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import JobSpec, ModelSpec
+from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.models.tree import Tree, unflatten
 
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from oobleck.planner.job.spec import AnyModel
+from oobleck.planner.job.model import AnyModel
 from oobleck.planner.programs.instructions import LayerPart
 from oobleck.planner.programs.shards import Shard
 from oobleck.planner.programs.transfer import CUT_NUMBERS, cut

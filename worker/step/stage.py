@@ -13,7 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from oobleck.planner.job.spec import JobSpec, ModelSpec
+from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.data.objective import loss
 from oobleck.worker.models import Layer
 from oobleck.worker.models.linear import DeferredGradients, deferring

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from oobleck.planner.job.description import TensorSketch, TreeSketch
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import JobSpec, ModelSpec
+from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.models.tree import TENSOR, Tree, flatten, structure, unflatten
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.state.model_state import state_dtype

@@ -17,7 +17,8 @@ from oobleck.cli.main import oobleck
 from oobleck.cli.output import incident, text
 from oobleck.cli.output.events import event_line
 from oobleck.host.log import FieldFormatter
-from oobleck.planner.job.spec import ModelSpec, TrainingSpec
+from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.spec import TrainingSpec
 from oobleck.planner.recovery.checkpoint import LayerFile, Manifest, format_manifest, layer_file
 from oobleck.proto import control_pb2 as pb
 from support.operators_master import answering

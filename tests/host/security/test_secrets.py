@@ -15,7 +15,8 @@ from oobleck.host.display import inline
 from oobleck.host.log import FieldFormatter
 from oobleck.host.storage.checkpoints import list_checkpoints
 from oobleck.host.storage.folder import open_folder
-from oobleck.planner.job.spec import CheckpointSpec, DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.spec import CheckpointSpec, DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.recovery.checkpoint import why_not_begin
 from oobleck.planner.redact import redact
 

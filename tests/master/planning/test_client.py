@@ -10,7 +10,8 @@ from oobleck.master.rules.next_plan import next_plan
 from oobleck.master.state.job import Job
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.profile.profile import LayerProfile, Links, Profile
 from oobleck.planner.search import catalogue
 from oobleck.planner.search.templates import shortlisted_templates

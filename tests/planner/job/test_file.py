@@ -8,15 +8,9 @@ from hypothesis import strategies as st
 
 from oobleck.planner.errors import InvalidJob
 from oobleck.planner.job.file import format_job, parse_job
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
-from oobleck.planner.job.spec import (
-    DataSpec,
-    JobSpec,
-    ModelSpec,
-    RecoverySpec,
-    ResourceSpec,
-    TrainingSpec,
-)
+from oobleck.planner.job.spec import DataSpec, JobSpec, RecoverySpec, ResourceSpec, TrainingSpec
 from oobleck.planner.units import format_bytes, parse_bytes
 
 JOB = """\

@@ -8,9 +8,9 @@ import pytest
 from oobleck.planner.errors import InvalidJob
 from oobleck.planner.job.families import FAMILIES, ConfigError, Kind
 from oobleck.planner.job.file import format_job, parse_job
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.model_file import family_model
 from oobleck.planner.job.presets import PRESETS
-from oobleck.planner.job.spec import ModelSpec
 from oobleck.planner.profile.estimate import estimate_profile
 
 JOB = """\

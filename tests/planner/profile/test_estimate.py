@@ -2,14 +2,8 @@
 
 import pytest
 
-from oobleck.planner.job.spec import (
-    DataSpec,
-    JobSpec,
-    ModelSpec,
-    Precision,
-    ResourceSpec,
-    TrainingSpec,
-)
+from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, Precision, ResourceSpec, TrainingSpec
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.file import format_profile, parse_profile
 

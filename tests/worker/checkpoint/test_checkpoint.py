@@ -24,14 +24,9 @@ from oobleck.host.ipc.messages import (
 from oobleck.host.storage.checkpoints import list_checkpoints, verify
 from oobleck.host.storage.folder import LocalFolder
 from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
-from oobleck.planner.job.spec import (
-    CheckpointSpec,
-    DataSpec,
-    JobSpec,
-    ModelSpec,
-    TrainingSpec,
-)
+from oobleck.planner.job.spec import CheckpointSpec, DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.checkpoint.location import check_place
 from oobleck.worker.checkpoint.output import read_output

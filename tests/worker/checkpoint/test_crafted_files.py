@@ -27,9 +27,10 @@ from oobleck.host.storage.weight_files import WeightsError, open_weights
 from oobleck.master.storage.profiles import read_profiles
 from oobleck.planner.errors import InvalidJob
 from oobleck.planner.job.file import parse_job
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.model_file import family_model
 from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import DataSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.spec import DataSpec, TrainingSpec
 from oobleck.planner.recovery.checkpoint import (
     InvalidCheckpoint,
     LayerFile,

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.numpy import save_file
 
-from oobleck.planner.job.spec import ModelSpec
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.report.export import hugging_face_config, to_hugging_face
 from oobleck.worker.models import build_layer, initialise_parameters
 from oobleck.worker.runtime.random import RowKeys

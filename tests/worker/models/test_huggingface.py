@@ -15,11 +15,11 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama import modeling_llama
 
-from oobleck.worker.models import pretrained
-from oobleck.worker.models.architecture import configuration
-from oobleck.worker.models.huggingface import build, causal_lm, foreign_names, row_losses
+from oobleck.worker.models.huggingface import pretrained
+from oobleck.worker.models.huggingface.architecture import configuration
+from oobleck.worker.models.huggingface.causal_lm import build, causal_lm, foreign_names, row_losses
+from oobleck.worker.models.huggingface.unsplit import handed, take_apart
 from oobleck.worker.models.initial import weight_files
-from oobleck.worker.models.unsplit import handed, take_apart
 from support import causal
 
 FAMILIES = [

@@ -9,7 +9,7 @@ from oobleck.model import initial
 from oobleck.planner.job.code import Json
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
-from oobleck.worker.models.describe import describe
+from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.runtime import code
 from oobleck.worker.state.model_state import ModelState
 from support import own_models

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.programs.shards import Shard
 from oobleck.planner.programs.transfer import Transfer
 from oobleck.worker.preparation.items import ACKNOWLEDGED, FRAME_BYTES, REFUSED, frames_of

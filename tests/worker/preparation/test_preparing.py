@@ -9,8 +9,9 @@ import pytest
 
 from oobleck.host.ipc.messages import FaultRule, PeerLost, PhaseReached
 from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
 from support.director import Director, WarmWorkers, make_plan, worker_named
 from support.folders import TEXT

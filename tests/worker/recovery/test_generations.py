@@ -6,8 +6,9 @@ import pytest
 
 from oobleck.host.ipc.messages import FaultRule
 from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from support.director import Director, WarmWorkers, make_plan
 from support.folders import TEXT
 

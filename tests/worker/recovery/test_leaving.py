@@ -7,7 +7,8 @@ import pytest
 
 from oobleck.host.ipc.messages import FaultRule, Measure, Measured, PeerLost, PhaseReached
 from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
 from support.director import Director, WarmWorkers, make_plan, worker_named
 from support.folders import TEXT

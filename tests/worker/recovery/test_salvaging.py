@@ -11,7 +11,8 @@ import pytest
 
 from oobleck.host.ipc.messages import FaultRule, PhaseReached
 from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, OptimizerSpec, TrainingSpec
+from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, OptimizerSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.schedules import Schedule
 from support.director import Director, WarmWorkers, make_plan

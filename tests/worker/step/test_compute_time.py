@@ -4,7 +4,8 @@ import time
 
 from oobleck.host.ipc.messages import Committed, ComputeTime, FaultRule, StepRecord
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from support.director import Director, WarmWorkers, make_plan, worker_named
 from support.folders import TEXT
 from support.waiting import is_stopped

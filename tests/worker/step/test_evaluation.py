@@ -7,8 +7,9 @@ import pytest
 
 from oobleck.host.ipc.messages import FaultRule
 from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import DataSpec, EvaluationSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
 from support.director import Director, WarmWorkers, make_plan
 from support.folders import TEXT

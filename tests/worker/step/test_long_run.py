@@ -8,7 +8,8 @@ import pytest
 
 from oobleck.host.ipc.messages import PhaseReached
 from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, OptimizerSpec, TrainingSpec
+from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, OptimizerSpec, TrainingSpec
 from oobleck.planner.schedules import Schedule
 from support import foreign
 from support.director import Director, WarmWorkers, make_plan

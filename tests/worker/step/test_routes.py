@@ -11,7 +11,8 @@ import pytest
 from oobleck.host.ipc.messages import Committed, FaultRule, PhaseReached
 from oobleck.planner.cost.listed import with_listing
 from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.job.spec import JobSpec, ModelSpec
+from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Route

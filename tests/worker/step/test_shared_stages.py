@@ -12,15 +12,9 @@ import pytest
 
 from oobleck.host.ipc.messages import CheckpointSaved, FaultRule, PhaseReached
 from oobleck.planner.ids import Generation
+from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import (
-    CheckpointSpec,
-    DataSpec,
-    EvaluationSpec,
-    JobSpec,
-    ModelSpec,
-    TrainingSpec,
-)
+from oobleck.planner.job.spec import CheckpointSpec, DataSpec, EvaluationSpec, JobSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.checkpoint.output import read_output
 from support.director import Cut, Director, WarmWorkers, make_plan, worker_named

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from oobleck.host.ipc.messages import PeerLost
-from oobleck.planner.job.spec import DataPlane, DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.spec import DataPlane, DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport

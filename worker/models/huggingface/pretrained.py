@@ -24,9 +24,9 @@ from transformers.core_model_loading import (
 )
 
 from oobleck.host.storage.weight_files import WeightFiles
-from oobleck.worker.models.architecture import Architecture
+from oobleck.worker.models.huggingface.architecture import Architecture
+from oobleck.worker.models.huggingface.unsplit import take_apart
 from oobleck.worker.models.initial import weight_files
-from oobleck.worker.models.unsplit import take_apart
 from oobleck.worker.runtime.errors import JobError
 
 #: Types that weights are computed with; what others hold means something only with a scale.

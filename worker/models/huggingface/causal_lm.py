@@ -16,16 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oobleck.model import Model, Tensors
-from oobleck.worker.models import pretrained
-from oobleck.worker.models.architecture import Architecture, choose, configuration
-from oobleck.worker.models.balancing import (
+from oobleck.worker.models.huggingface import pretrained
+from oobleck.worker.models.huggingface.architecture import Architecture, choose, configuration
+from oobleck.worker.models.huggingface.balancing import (
     Balance,
     balance_of,
     balancing_losses,
     recorded,
     routing_sums,
 )
-from oobleck.worker.models.unsplit import fill, front, handed, no_mask, take_apart
+from oobleck.worker.models.huggingface.unsplit import fill, front, handed, no_mask, take_apart
 from oobleck.worker.runtime.errors import JobError
 
 #: What a layer calls the part of transformers that it has.

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from oobleck.planner.job.description import TreeSketch
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.worker.models import own
-from oobleck.worker.models.check_layer import Batches, LayerCheck, finite, same_row, with_same_row
+from oobleck.worker.models.checks.check_layer import (
+    Batches,
+    LayerCheck,
+    finite,
+    same_row,
+    with_same_row,
+)
 from oobleck.worker.models.linear import split_linear
 from oobleck.worker.models.tree import Tree, map_tensors, shown, unflatten
 from oobleck.worker.runtime import code

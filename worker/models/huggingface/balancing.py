@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import OutputRecorder
 
-from oobleck.worker.models.architecture import Architecture, configuration
-from oobleck.worker.models.unsplit import take_apart
+from oobleck.worker.models.huggingface.architecture import Architecture, configuration
+from oobleck.worker.models.huggingface.unsplit import take_apart
 from oobleck.worker.runtime.errors import JobError
 
 

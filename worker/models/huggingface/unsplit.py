@@ -22,8 +22,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
-from oobleck.worker.models.architecture import Architecture, configuration
-from oobleck.worker.models.handed import Differ, Handed, moved
+from oobleck.worker.models.huggingface.architecture import Architecture, configuration
+from oobleck.worker.models.huggingface.handed import Differ, Handed, moved
 from oobleck.worker.runtime.errors import JobError
 
 #: Tokens of the proof: masks and tables are made alike for any number.

@@ -2,7 +2,7 @@
 
 Large layers run on torch's meta device, which computes shapes alone; one whose code needs numbers,
 as a mixture of experts may, and small ones run for real in host memory. Owns the numbers, and what
-may pass between layers; `oobleck.worker.models.check` looks for what only real runs show.
+may pass between layers; `oobleck.worker.models.checks.check` looks for what only real runs show.
 """
 
 from collections.abc import Mapping, Sequence

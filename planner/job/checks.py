@@ -1,0 +1,59 @@
+"""What is wrong with a path or a number of a job, said so that its key comes first."""
+
+import re
+from collections.abc import Iterable
+from unicodedata import category
+
+from oobleck.planner.redact import redact
+
+#: Of a path, so that a checkpoint's name behind it still fits into a line of the wire.
+MOST_PATH = 900
+#: Of characters that no path has on purpose: controls, marks that are not seen, bytes that are no
+#: text. Two of them join letters in some scripts.
+_UNSEEN = ("Cc", "Cf", "Cs")
+_JOINERS = "\u200c\u200d"
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def url_refusal(place: str) -> str:
+    """What is wrong with a path that is a URL; empty: it is none."""
+    if not _URL.match(place):
+        return ""
+    return (
+        f"{redact(place)}: URLs are not supported yet here; give a path that is the same on all "
+        "nodes, on disks of their own or a shared one"
+    )
+
+
+def check_place(name: str, place: str, what: str) -> None:
+    """Of every path and URL of a job. `what`: is to be given instead of nothing."""
+    if not place.strip():
+        raise ValueError(f"{name}: is empty; give {what}")
+    if any(category(c) in _UNSEEN and c not in _JOINERS for c in place):
+        raise ValueError(f"{name}: has characters that cannot be printed; name another place")
+    if len(place) > MOST_PATH:
+        raise ValueError(f"{name}: is longer than {MOST_PATH} characters; name another place")
+
+
+def check_paths(name: str, places: Iterable[str | None]) -> None:
+    for place in places:
+        if place is not None:
+            check_place(name, place, "a path")
+            if why := url_refusal(place):
+                raise ValueError(f"{name}: {why}")
+
+
+def at_least(owner: object, minimum: float, *fields: str) -> None:
+    for name in fields:
+        value = getattr(owner, name)
+        if not value >= minimum:
+            raise ValueError(f"{name}: {value} is too small; it must be at least {minimum}")
+
+
+def at_most(owner: object, **largest: int) -> None:
+    # Far above any use, and within what planning and the commit vote carry in a moment: a slip
+    # of the keyboard must not keep the master or every worker busy for hours.
+    for name, limit in largest.items():
+        value = getattr(owner, name)
+        if value > limit:
+            raise ValueError(f"{name}: {value} is too large; it must be at most {limit}")

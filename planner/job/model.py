@@ -1,0 +1,180 @@
+"""The model of a job: a row of layers, by whatever makes them."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from oobleck.planner.job.checks import at_least, at_most, check_paths
+from oobleck.planner.job.families import FAMILIES, Kind, Objective, decode_config, family_of
+
+
+class AnyModel:
+    """A row of layers, as planning and the files of a job see it: one that is known by its kind
+    (`ModelSpec`), or one of the user's (`oobleck.planner.job.own.OwnModelSpec`)."""
+
+    __slots__ = ()
+
+    @property
+    def family(self) -> str:
+        """What builds its layers."""
+        raise NotImplementedError
+
+    @property
+    def tokens(self) -> int:
+        """How many different ones there are, where it takes rows of tokens."""
+        raise NotImplementedError
+
+    @staticmethod
+    def from_tree(tree: Mapping[str, Any]) -> "AnyModel":
+        """From its fields, as `oobleck.planner.codec` reads them; raises ValueError."""
+        from oobleck.planner.job.own import model_from_tree
+
+        return model_from_tree(tree)
+
+    @property
+    def layer_count(self) -> int:
+        """Units of placement."""
+        raise NotImplementedError
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Of each layer the number of its kind, from 0; layers of a kind cost the same."""
+        raise NotImplementedError
+
+    @property
+    def ties(self) -> bool:
+        """Whether the last layer shares parameters with the first one."""
+        raise NotImplementedError
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a sample; 1 where samples are no tokens."""
+        raise NotImplementedError
+
+    @property
+    def label(self) -> str:
+        """A short name, for files and tables."""
+        raise NotImplementedError
+
+    def may_share(self, layer: int) -> bool:
+        """Whether several workers may each compute some rows of a micro-batch in that layer."""
+        return True
+
+    @property
+    def examples(self) -> tuple[int, ...]:
+        """A layer of each kind."""
+        return tuple(map(self.order.index, range(max(self.order) + 1)))
+
+    @property
+    def initial(self) -> str | None:
+        """Directory with the initial weights, the same on all nodes; None: they are drawn."""
+        return None
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it takes rows of tokens."""
+        return True
+
+    @property
+    def known(self) -> bool:
+        """Whether its layers are known; those of a user's model are once it was looked at."""
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec(AnyModel):
+    """A transformer. Layer 0 is the embedding, the last layer is the head.
+
+    Of a Hugging Face family the numbers follow from `config`; `planner.job.model_file.family_model`
+    makes such a spec.
+    """
+
+    kind: Literal["gpt", Kind] = "gpt"
+    #: Transformer blocks; placement counts the embedding and the head as layers too.
+    layers: int
+    hidden: int
+    heads: int
+    sequence_length: int
+    vocabulary: int = 256
+    #: The head shares the token embedding's weight.
+    tied: bool = True
+    #: Of a family with several: the largest.
+    dropout: float = 0.0
+    #: The family's own keys, all of them, as JSON; empty for the built-in model.
+    config: str = ""
+    #: Directory with the initial weights, the same on all nodes; None: they are drawn.
+    weights: str | None = None
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "layers", "hidden", "heads", "sequence_length")
+        at_least(self, 2, "vocabulary")
+        check_paths("weights", [self.weights])
+        at_most(self, layers=512, hidden=1 << 18, sequence_length=1 << 22, vocabulary=1 << 24)
+        if self.hidden % self.heads:
+            raise ValueError(
+                f"heads: {self.heads} does not divide hidden ({self.hidden}); "
+                "choose heads so that every head has the same width"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout: {self.dropout} is not in [0, 1)")
+        self._check_family()
+
+    def _check_family(self) -> None:
+        family = family_of(self.kind)
+        if family is None:
+            for name, given in (("config", self.config), ("weights", self.weights)):
+                if given:
+                    raise ValueError(
+                        f"{name}: the built-in model takes none; leave it out or set kind to "
+                        f"{' or '.join(FAMILIES)}"
+                    )
+            return
+        complete = family.complete(decode_config(self.config or "{}"))
+        for name, value in asdict(family.numbers(complete)).items():
+            if getattr(self, name) != value:
+                raise ValueError(f"{name}: {getattr(self, name)}, but the config says {value}")
+        longest = family.positions(complete)
+        if self.sequence_length > longest:
+            raise ValueError(
+                f"sequence_length: {self.sequence_length} is beyond the model's {longest} "
+                f"positions; lower it, or raise config.{family.names['positions']}"
+            )
+
+    @property
+    def objective(self) -> Objective:
+        """What is learned: the next token, or masked ones."""
+        family = family_of(self.kind)
+        return "causal" if family is None else family.objective
+
+    @property
+    def layer_count(self) -> int:
+        """Embedding, blocks, head."""
+        return self.layers + 2
+
+    @property
+    def family(self) -> str:
+        return self.kind
+
+    @property
+    def tokens(self) -> int:
+        return self.vocabulary
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return (0, *[1] * self.layers, 2)
+
+    @property
+    def ties(self) -> bool:
+        return self.tied
+
+    @property
+    def row_tokens(self) -> int:
+        return self.sequence_length
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind}-{self.layers}x{self.hidden}"
+
+    @property
+    def initial(self) -> str | None:
+        return self.weights

@@ -1,0 +1,1 @@
+"""The families that a job names by their kind: each a module of that name, with a `FAMILY`."""
