@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 TRACKERS = {
     "tensorboard": "oobleck.cli.tracking.tensorboard:TensorBoard",
     "wandb": "oobleck.cli.tracking.wandb:WandB",
+    "mlflow": "oobleck.cli.tracking.mlflow:MLflow",
 }
 
 _EPILOG = """\b
@@ -25,6 +26,8 @@ Examples:
   tensorboard --logdir runs
   oobleck track demo-1 --to wandb --directory runs
   wandb sync runs/demo-1/wandb/offline-run-*
+  oobleck track demo-1 --to mlflow --directory runs
+  MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri runs/mlflow
 
 Exit codes: see 'oobleck --help'."""
 
