@@ -37,6 +37,12 @@ def stays_on_host(address: str) -> bool:
     return bool(found) and all(map(_is_loopback, found))
 
 
+def own_address(host: str, port: int) -> str:
+    """HOST:PORT by which this host reaches what listens at `host`, which may be all addresses."""
+    everywhere = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+    return f"{everywhere.get(host, host)}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host, by its number or as localhost, is never reached from another one. No name is
     resolved."""

@@ -59,5 +59,15 @@ class MasterConfig:
         """Stored measurements, one file per key."""
         return self.state_dir / "profiles"
 
+    @property
+    def tracking(self) -> Path:
+        """Copies of jobs for other programs."""
+        return self.state_dir / "tracking"
+
+    @property
+    def viewer(self) -> Path:
+        """What the processes show that write these."""
+        return self.state_dir / "viewer"
+
     def job_directory(self, job_id: str) -> Path:
         return self.state_dir / "jobs" / job_id

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from oobleck.host.address import own_address
 from oobleck.host.system.process import end_signals
 from oobleck.master.api import limits
 from oobleck.master.api.access import Access
@@ -26,6 +27,7 @@ from oobleck.master.loop import Master
 from oobleck.master.planning.process import PlanningProcess
 from oobleck.master.state.trust import was_revoked
 from oobleck.master.storage.journal import Journal
+from oobleck.master.tracking import Tracking
 from oobleck.proto import control_pb2_grpc as rpc
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
             port = server.add_secure_port(config.listen, authority.server_credentials())
     except RuntimeError as error:
         raise Unusable(f"--listen {config.listen} cannot be bound; choose another one") from error
+    tracking = Tracking(master, functools.partial(_show, config, authority))
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, *end_signals()):
@@ -76,6 +79,7 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
         asyncio.create_task(master.run()),
         asyncio.create_task(planner.run()),
         asyncio.create_task(connections.watch(port)),
+        asyncio.create_task(tracking.run(own_address(host, port))),
     ]
     stopping = asyncio.create_task(stopped.wait())
     try:
@@ -120,6 +124,14 @@ def _read_authority(config: MasterConfig) -> "AuthorityFolder | None":
         return AuthorityFolder(config.pki)
     except ValueError as error:
         raise Unusable(f"--pki: {error}") from error
+
+
+def _show(config: MasterConfig, authority: "AuthorityFolder | None") -> tuple[str, ...]:
+    """The flags of a process of the master's own, which only reads. Raises OSError."""
+    if authority is None:
+        return ("--insecure",)
+    authority.make_viewer(config.viewer, config.certificate_life_s)
+    return ("--credentials", str(config.viewer))
 
 
 async def _all_ended() -> None:

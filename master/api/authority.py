@@ -16,9 +16,12 @@ from oobleck.host.security import pki
 from oobleck.host.security.credentials import (
     AUTHORITY,
     AUTHORITY_KEY,
+    CERTIFICATE,
+    KEY,
     MASTER_CERTIFICATE,
     MASTER_KEY,
     MASTER_LIFE_S,
+    make_private,
     read_file,
     read_secret,
     write_private,
@@ -29,6 +32,9 @@ log = logging.getLogger(__name__)
 
 #: Of the master's own certificate, which it renews itself when this part of its life is left.
 _RENEW_PART = 1 / 3
+
+#: By this name its own processes ask the master.
+_VIEWER = "master"
 
 _FIX = (
     "restore it from a copy, or make a new authority in another folder with 'oobleck pki init', "
@@ -67,6 +73,7 @@ class AuthorityFolder:
         _check_pair(folder, MASTER_CERTIFICATE, self._certificate, self._key)
         self.authority = pki.Authority(certificate, key)
         self._names = pki.server_names(self._certificate)
+        self._viewer_key = pki.new_key()
         self._lock = threading.Lock()
 
     def server_credentials(self) -> grpc.ServerCredentials:
@@ -77,6 +84,16 @@ class AuthorityFolder:
             self._newer_configuration,  # type: ignore[arg-type]  # None is allowed
             require_client_authentication=True,
         )
+
+    def make_viewer(self, folder: Path, life_s: float) -> None:
+        """Put credentials into `folder`, for processes of the master's own that only read. It is
+        nobody's but this process's, whose key for them is a new one. Raises OSError."""
+        make_private(folder)
+        identity = pki.Identity(role="viewer", name=_VIEWER)
+        certificate = self.authority.sign(self._viewer_key.public_key(), identity, life_s)
+        write_private(folder / AUTHORITY, self.authority.certificate)
+        write_private(folder / KEY, pki.key_pem(self._viewer_key))
+        write_private(folder / CERTIFICATE, certificate)
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
         pair = (pki.key_pem(self._key), self._certificate)

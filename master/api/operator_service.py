@@ -24,6 +24,7 @@ from oobleck.master.rules.first_plan import shortfall
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.storage.logs import Line
 from oobleck.master.storage.step_log import read_steps
+from oobleck.master.tracking import check_installed
 from oobleck.planner.ids import JobId, NodeName, WorkerId
 from oobleck.planner.job.file import parse_job
 from oobleck.planner.job.spec import JobSpec
@@ -71,6 +72,7 @@ class OperatorService(rpc.OperatorServicer):
         try:
             # In a thread: for a long text it takes seconds, in which agents must be heard.
             spec, profile = await asyncio.to_thread(_read_submission, request)
+            check_installed(spec)
         except ValueError as error:  # also InvalidJob
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_DETAILS])
         job_id = await self._requests(context).submit(

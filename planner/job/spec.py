@@ -21,6 +21,8 @@ RecoveryPolicy = Literal["auto", "templates", "reroute", "uneven"]
 Shadows = Literal["auto", "none"]
 TransportName = Literal["auto", "tcp"]
 DataPlane = Literal["auto", "sealed", "clear"]
+#: Programs that `track` may name.
+TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,11 +248,19 @@ class JobSpec:
     #: Whether what workers send each other over links can be read and changed on the way; auto:
     #: only where the way does not leave the host.
     data_plane: DataPlane = "auto"
+    #: Programs that the head node keeps a copy of metrics and events for.
+    track: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_name(self.name, "job")
         check_place("profile", self.profile, "measure, estimate or a profile file's path")
         check_paths("output", [self.output])
+        for name in self.track:
+            if name not in TRACKERS:
+                known = ", ".join(TRACKERS)
+                raise ValueError(f"track: {name!r} is none of {known}; choose of these")
+        if len(set(self.track)) < len(self.track):
+            raise ValueError("track: names a program twice; name it once")
         at_least(self, 0, "fault_tolerance")
         if self.recovery.policy == "reroute" and self.fault_tolerance == 0:
             raise ValueError(

@@ -454,3 +454,31 @@ def test_a_damaged_token_is_refused_and_not_repeated() -> None:
         with pytest.raises(ValueError, match="token") as caught:
             read_token(damaged)
         assert text[100:150] not in str(caught.value)
+
+
+def test_the_master_s_own_copies_are_read_by_a_viewer(secured: Secured, tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("some text " * 100)
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "name: tracked\nmodel: {kind: gpt, layers: 2, hidden: 8, heads: 2, sequence_length: 8}\n"
+        f"data: {{text: [{tmp_path}/data.txt]}}\ntraining: {{steps: 2, global_batch: 4}}\n"
+        "track: [mlflow]\n"
+    )
+    job_id = secured.oobleck("submit", str(job)).stdout.strip()
+    state = secured.folder / "state"
+
+    def text() -> str:
+        found = [path.read_text() for path in state.glob("tracking/mlflow/*/*/artifacts/*.txt")]
+        return "".join(found)
+
+    until(lambda: "submitted" in text(), "the copy begins")
+    viewer = state / "viewer"
+    assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in [viewer, *viewer.iterdir()]} == {
+        0
+    }
+    assert secured.oobleck("jobs", who=viewer).returncode == 0
+    assert "viewer master may not call" in refused(secured.oobleck("cancel", job_id, who=viewer), 5)
+    secured.restart()
+    assert secured.oobleck("cancel", job_id).returncode == 0
+    until(lambda: "cancelled" in text(), "the copy goes on, and ends with the job")
+    assert text().count("submitted") == 1

@@ -109,6 +109,16 @@ def refusal(text: str, *overrides: str) -> str:
         ),
         (
             "fault_tolerance: 1",
+            "track: [mlflow, abacus]",
+            "job.yaml:10: track: 'abacus' is none of tensorboard, wandb, mlflow; choose of these",
+        ),
+        (
+            "fault_tolerance: 1",
+            "track: [mlflow, mlflow]",
+            "job.yaml:10: track: names a program twice; name it once",
+        ),
+        (
+            "fault_tolerance: 1",
             "recovery: {policy: rerout}",
             "job.yaml:10: recovery.policy must be auto or templates or reroute or uneven, "
             "not the text",

@@ -1,0 +1,85 @@
+"""Which copies of jobs the master has written, and that a copy that fails is nobody's trouble."""
+
+import asyncio
+import dataclasses
+import logging
+from pathlib import Path
+
+from oobleck.host.address import own_address
+from oobleck.host.detection import Detection
+from oobleck.master.config import MasterConfig
+from oobleck.master.events.jobs import JobCancelled, JobStarted, JobSubmitted
+from oobleck.master.loop import Master
+from oobleck.master.state.apply import apply
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.storage.journal import Journal
+from oobleck.master.tracking import Tracking, wanted
+from oobleck.planner.ids import JobId
+from oobleck.planner.job.spec import JobSpec
+from support.scenario import job_spec
+
+
+def tracked(*programs: str) -> JobSpec:
+    return dataclasses.replace(job_spec("demo"), track=programs)
+
+
+def submit(state: ClusterState, job_id: str, *programs: str) -> None:
+    event = JobSubmitted(job_id=JobId(job_id), request_id=job_id, spec=tracked(*programs))
+    apply(state, event, now=0.0, unix=0.0)
+
+
+def test_the_job_that_has_the_turn_comes_first_and_those_in_the_queue_wait() -> None:
+    state = ClusterState()
+    for number in (1, 2, 3):
+        submit(state, f"demo-{number}", "tensorboard", "mlflow")
+    assert wanted(state, ()) == []
+    one, two = JobId("demo-1"), JobId("demo-2")
+    apply(state, JobStarted(job_id=one), now=0.0, unix=0.0)
+    assert wanted(state, ()) == [(one, "tensorboard"), (one, "mlflow")]
+    apply(state, JobCancelled(job_id=one), now=0.0, unix=0.0)
+    apply(state, JobStarted(job_id=two), now=0.0, unix=0.0)
+    rest = [(one, "tensorboard"), (one, "mlflow")]
+    assert wanted(state, ()) == [(two, "tensorboard"), (two, "mlflow"), rest[0]]
+    assert wanted(state, {rest[0]}) == [(two, "tensorboard"), (two, "mlflow"), rest[1]]
+    assert wanted(state, set(rest)) == [(two, "tensorboard"), (two, "mlflow")]
+
+
+def test_a_master_that_listens_everywhere_is_asked_on_loopback() -> None:
+    assert own_address("0.0.0.0", 4600) == "127.0.0.1:4600"
+    assert own_address("[::]", 4600) == "[::1]:4600"
+    assert own_address("10.0.0.1", 4600) == "10.0.0.1:4600"
+
+
+def test_a_copy_that_cannot_be_written_is_told_and_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "tracking").write_text("a file in the folder's place")
+    told = asyncio.Event()
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage() == "who copies a job is started anew":
+                told.set()
+
+    async def run() -> None:
+        config = MasterConfig(listen="127.0.0.1:0", state_dir=tmp_path, timing=Detection())
+        master = Master(config, Journal(tmp_path / "journal.log"))
+        tracking = Tracking(master, lambda: ("--insecure",))
+        tasks = [asyncio.create_task(master.run()), asyncio.create_task(tracking.run("nowhere:1"))]
+        try:
+            async with asyncio.timeout(60):
+                job_id = await master.requests.submit("r", tracked("mlflow"))
+                await told.wait()
+                await master.requests.cancel("c", job_id)
+            assert not any(task.done() for task in tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            master.close()
+        assert all(task.cancelled() for task in tasks)
+
+    log, handler = logging.getLogger("oobleck.master.tracking"), Heard()
+    log.addHandler(handler)
+    try:
+        asyncio.run(run())
+    finally:
+        log.removeHandler(handler)
