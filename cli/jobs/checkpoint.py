@@ -197,7 +197,8 @@ def _mark(folder: "Folder", problems: "Mapping[str, InvalidCheckpoint]") -> str:
 def export(path: str, output: Path) -> None:
     """Make a Hugging Face model of a checkpoint.
 
-    transformers' from_pretrained loads it: config.json and safetensors.
+    transformers' from_pretrained loads it: config.json and safetensors. A model of your own, which
+    transformers does not know, becomes safetensors alone, as an nn.Sequential of its layers.
 
     PATH is a checkpoint, or a place with several, of which the newest one counts. Every file is
     checked against its SHA-256 on the way.
@@ -205,6 +206,7 @@ def export(path: str, output: Path) -> None:
     from tqdm import tqdm
 
     from oobleck.host.storage.export import export as write_model
+    from oobleck.host.storage.weight_files import WeightsError
     from oobleck.planner.recovery.checkpoint import InvalidCheckpoint
 
     folder, found, older = _newest(path, output)
@@ -215,6 +217,8 @@ def export(path: str, output: Path) -> None:
     except InvalidCheckpoint as error:
         hint = _instead(older, output)
         raise CommandFailed(f"{found.name}: {error}{hint}", FAILED) from error
+    except WeightsError as error:
+        raise CommandFailed(f"model.weights: {error}", FAILED) from error
     except ValueError as error:
         raise CommandFailed(f"--output: {error}", USAGE) from error
     except OSError as error:

@@ -1,5 +1,5 @@
 """A checkpoint as one model: config.json and safetensors files, as transformers loads them; of a
-model of the user's, the files alone, as an nn.Sequential of its layers does.
+model that it does not know, the files alone, as an nn.Sequential of its layers does.
 
 Layers are read one after the other, each against its hash, and written in pieces of a few
 gigabytes, so a model may be larger than memory. Must not know torch or transformers.
@@ -15,14 +15,20 @@ from safetensors.numpy import load, save
 
 from oobleck.host.storage.checkpoints import StoredCheckpoint, read_layer
 from oobleck.host.storage.folder import Folder, LocalFolder
-from oobleck.host.storage.weight_files import WeightsError, check_content
-from oobleck.planner.job.model import AnyModel, ModelSpec
+from oobleck.host.storage.weight_files import (
+    WeightsError,
+    check_content,
+    open_weights,
+    read_tensor,
+)
+from oobleck.planner.job.model import AnyModel
+from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.recovery.checkpoint import (
     MOST_LAYER_HEADER_BYTES,
     InvalidCheckpoint,
     LayerFile,
 )
-from oobleck.planner.report.export import Array, by_layer, hugging_face_config, to_hugging_face
+from oobleck.planner.report.export import Array, exported, exported_config
 
 #: Of weights per file, as transformers itself cuts.
 FILE_BYTES = 5 << 30
@@ -39,7 +45,8 @@ def export(
 ) -> list[str]:
     """Write the model of the checkpoint in `folder` to `output`, a directory that is not there or
     empty; returns the files' names. Raises InvalidCheckpoint where a layer is damaged, OSError, and
-    ValueError where something is in `output`; what was written is removed then."""
+    ValueError where something is in `output`, WeightsError where the initial weights, which have
+    what is not trained, cannot be read; what was written is removed then."""
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} is not empty; name a new directory")
     made_here = not output.exists()
@@ -70,18 +77,22 @@ class _Export:
     def run(self, on_layer: Callable[[], object]) -> list[str]:
         spec = self._manifest.model
         for file in self._manifest.files:
-            for name, value in self._converted(spec, file).items():
-                if self._size(self._waiting) + value.nbytes > self._file_bytes:
-                    self._flush()
-                self._waiting[name] = value
+            self._add(self._converted(spec, file))
             on_layer()
+        self._add(_kept(spec))
         self._flush()
-        names = self._name_files()
-        if not isinstance(spec, ModelSpec):
+        names, config = self._name_files(), exported_config(spec)
+        if config is None:
             return names
-        config = json.dumps(hugging_face_config(spec), indent=2) + "\n"
-        self._output.write("config.json", [config.encode()])
+        text = json.dumps(config, indent=2) + "\n"
+        self._output.write("config.json", [text.encode()])
         return ["config.json", *names]
+
+    def _add(self, tensors: dict[str, Array]) -> None:
+        for name, value in tensors.items():
+            if self._size(self._waiting) + value.nbytes > self._file_bytes:
+                self._flush()
+            self._waiting[name] = value
 
     def _converted(self, spec: AnyModel, file: LayerFile) -> dict[str, Array]:
         """Raises InvalidCheckpoint where the layer is not what the manifest says."""
@@ -91,9 +102,7 @@ class _Export:
             stored = load(content)
             # Moments have their parameter's name before their own.
             weights = {n: v for n, v in stored.items() if n.rpartition(".")[0] not in stored}
-            if not isinstance(spec, ModelSpec):
-                return by_layer(file.layer, weights)
-            return to_hugging_face(spec, file.layer, weights)
+            return exported(spec, file.layer, weights)
         except (WeightsError, SafetensorError, LookupError, ValueError) as error:
             what = f"is of another model: {error}" if isinstance(error, LookupError) else str(error)
             raise InvalidCheckpoint(f"{file.name}: {what}") from error
@@ -131,6 +140,17 @@ class _Export:
         }
         self._output.write(_INDEX, [json.dumps(index, indent=2).encode()])
         return [*names, _INDEX]
+
+
+def _kept(spec: AnyModel) -> dict[str, Array]:
+    """What of the model is in the initial weights alone, since it is not trained. Raises
+    WeightsError."""
+    foreign = spec.description.foreign if isinstance(spec, OwnModelSpec) else None
+    if foreign is None or not foreign.kept:
+        return {}
+    assert spec.initial is not None, "only files have it"
+    files = open_weights(spec.initial)
+    return {name: read_tensor(files, key) for name, key in foreign.kept}
 
 
 def _temporary(number: int) -> str:

@@ -10,9 +10,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from oobleck.host.display import inline
 from oobleck.host.system.files import open_regular, read_regular
@@ -30,6 +32,19 @@ _BITS = {
     **dict.fromkeys(("F32", "I32", "U32"), 32),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 8),
+}
+#: How numpy has the numbers; it knows no BF16, whose bits are the upper half of an F32's.
+_NUMPY = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U8": "u1",
+    "BOOL": "?",
 }
 #: A file's fingerprint covers this many blocks, evenly spaced, beside its header.
 _BLOCKS = 64
@@ -83,6 +98,26 @@ def open_weights(directory: str) -> WeightFiles:
                 "copy the model anew"
             )
     return WeightFiles(directory, tensors, digest.digest())
+
+
+def read_tensor(files: WeightFiles, name: str) -> NDArray[Any]:
+    """The numbers of one tensor; BF16 as F32. Raises WeightsError."""
+    stored = files.tensors.get(name)
+    if stored is None or stored.dtype not in _NUMPY:
+        has = "no tensor" if stored is None else f"{stored.dtype} in"
+        raise WeightsError(f"{files.directory} has {has} {name}; put the model there that it was")
+    try:
+        with open_regular(Path(stored.path)) as file:
+            length = int.from_bytes(file.read(8), "little")
+            entry = _ENTRY.decode(msgspec.json.decode(file.read(length), type=_Header)[name])
+            begin, end = entry.data_offsets
+            file.seek(8 + length + begin)
+            found = np.frombuffer(file.read(end - begin), _NUMPY[stored.dtype])
+    except (OSError, ValueError, KeyError) as error:
+        raise WeightsError(f"cannot read {name} in {stored.path}: {error}; copy it anew") from error
+    if stored.dtype == "BF16":
+        found = (found.astype("<u4") << 16).view("<f4")
+    return found.reshape(stored.shape)
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
@@ -167,6 +202,7 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
+_Header = dict[str, msgspec.Raw]
 _ENTRY = msgspec.json.Decoder(_Entry)
 
 
@@ -183,7 +219,7 @@ def _check_length(length: int, size: int, path: str, most: int = _MOST_HEADER_BY
 def _parse_header(header: bytes, path: str, size: int) -> dict[str, _Entry]:
     """The tensors of a file of `size` bytes."""
     try:
-        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        raw = msgspec.json.decode(header, type=_Header)
         raw.pop("__metadata__", None)
         tensors = {name: _ENTRY.decode(entry) for name, entry in raw.items()}
     except (ValueError, RecursionError) as error:

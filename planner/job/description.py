@@ -89,6 +89,20 @@ class LayerSketch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """What an export needs to know of a model that transformers has."""
+
+    #: Its config.json.
+    config: Json
+    #: What the names of a decoder layer's tensors begin with there, up to the layer's number;
+    #: those of the first and of the last layer have their whole names.
+    blocks: str
+    #: Tensors that are not trained and have a name there, with that which they have in the files
+    #: of the initial weights.
+    kept: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
     """A model of the user's, with what its data gives it."""
 
@@ -102,6 +116,8 @@ class Description:
     tied: tuple[tuple[str, str], ...]
     #: Fingerprint of the code that it was made from.
     code: str
+    #: None: transformers does not know the model.
+    foreign: Foreign | None = None
 
     def __post_init__(self) -> None:
         if not self.order:

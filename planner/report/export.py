@@ -4,6 +4,7 @@ Pure: names, shapes and numpy arrays. The built-in model goes as GPT-2, whose la
 but for biases, which it has as zeros, and for weights that it keeps transposed.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.planner.job.families import GPT2, decode_config, family_of
-from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.model import AnyModel, ModelSpec
+from oobleck.planner.job.own import OwnModelSpec
 
 Array = NDArray[Any]
 
@@ -24,6 +26,8 @@ _GPT_PARTS = {
     "mlp_in": "mlp.c_fc",
     "mlp_out": "mlp.c_proj",
 }
+#: What the layers of a model of transformers call all that they have of it.
+_PART = "module.part."
 #: What transformers leaves out of a file where it is tied.
 _TIED = frozenset({"lm_head.weight", "cls.predictions.decoder.weight"})
 
@@ -64,6 +68,32 @@ def to_hugging_face(spec: ModelSpec, layer: int, tensors: Mapping[str, Array]) -
         else:
             found[foreign] = value
     return found
+
+
+def exported(spec: AnyModel, layer: int, tensors: Mapping[str, Array]) -> dict[str, Array]:
+    """The parameters of `layer`, by our names, as an export of the model has them."""
+    if isinstance(spec, ModelSpec):
+        return to_hugging_face(spec, layer, tensors)
+    assert isinstance(spec, OwnModelSpec), "there are two kinds"
+    foreign, last = spec.description.foreign, spec.layer_count - 1
+    if foreign is None:
+        return by_layer(layer, tensors)
+    tied = {f"module.{theirs}" for _, theirs in spec.description.tied if layer == last}
+    prefix = f"{foreign.blocks}{layer - 1}." if 0 < layer < last else ""
+    return {
+        prefix + name.removeprefix(_PART): value
+        for name, value in tensors.items()
+        if name not in tied
+    }
+
+
+def exported_config(spec: AnyModel) -> dict[str, Any] | None:
+    """The config.json beside them; None where transformers does not know the model."""
+    if isinstance(spec, ModelSpec):
+        return hugging_face_config(spec)
+    assert isinstance(spec, OwnModelSpec), "there are two kinds"
+    foreign = spec.description.foreign
+    return None if foreign is None else dict(json.loads(foreign.config))
 
 
 def by_layer(layer: int, tensors: Mapping[str, Array]) -> dict[str, Array]:

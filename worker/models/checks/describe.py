@@ -20,6 +20,7 @@ from oobleck.planner.job.code import Json
 from oobleck.planner.job.description import (
     ITEM_BYTES,
     Description,
+    Foreign,
     LayerSketch,
     TensorSketch,
     TreeSketch,
@@ -86,8 +87,18 @@ def describe(job: JobSpec, sample: tuple[Any, Any]) -> Json:
         targets=targets,
         tied=tied,
         code=made_from,
+        foreign=_foreign(spec),
     )
     return Json(encode(description).decode())
+
+
+def _foreign(spec: OwnModelSpec) -> Foreign | None:
+    """What transformers calls its parameters, where it knows the model."""
+    if spec.architecture is None:
+        return None
+    from oobleck.worker.models.huggingface.exported import foreign  # it loads transformers
+
+    return foreign(spec)
 
 
 def sketch_of_sample(tree: Any, dtype: torch.dtype) -> TreeSketch:

@@ -68,7 +68,14 @@ def choose(name: str | None, config: Mapping[str, Any] | None, weights: str | No
 
 @lru_cache(maxsize=8)
 def configuration(architecture: Architecture) -> Any:
-    """The config object, checked by transformers; not to be changed. Raises JobError."""
+    """The config object as models are made of it; not to be changed. Raises JobError."""
+    config = fresh_configuration(architecture)
+    config.use_cache = False
+    return config
+
+
+def fresh_configuration(architecture: Architecture) -> Any:
+    """The config object, checked by transformers, with nothing of ours in it. Raises JobError."""
     keys = json.loads(architecture.keys)
     kind = architecture.model_class.config_class
     try:
@@ -87,7 +94,6 @@ def configuration(architecture: Architecture) -> Any:
             f"model.config: pad_token_id {padding} is beyond the vocab_size {words}; set "
             "pad_token_id to null"
         )
-    config.use_cache = False
     return config
 
 

@@ -65,6 +65,16 @@ def check(architecture: Architecture, names: Mapping[str, str]) -> None:
                 _check_shape(key, full, tensor.shape, tuple(model[full].shape))
 
 
+def stored_as_it_is(architecture: Architecture, full: str) -> str | None:
+    """The name in the files of what the whole model calls `full`; None where they lack it, or have
+    it in other pieces."""
+    source = _sources(architecture).get(full)
+    if source is None or source.converter is not None:
+        return None
+    ((key,),) = source.keys.values()
+    return key
+
+
 @torch.no_grad()
 def load(
     layer: nn.Module, architecture: Architecture, names: Mapping[str, str], device: torch.device

@@ -1,0 +1,84 @@
+"""Models of transformers as jobs in this process, with no cluster: described, held, exported."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oobleck.host.storage.checkpoints import list_checkpoints
+from oobleck.host.storage.export import export
+from oobleck.host.storage.folder import LocalFolder
+from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.job.code import Json
+from oobleck.planner.job.own import OwnModelSpec
+from oobleck.planner.job.spec import CheckpointSpec, DataSpec, JobSpec, TrainingSpec
+from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
+from oobleck.worker.models.checks.describe import describe
+from oobleck.worker.runtime.random import RowKeys
+from oobleck.worker.state.model_state import ModelState
+from support.waiting import until
+
+LENGTH = 16
+
+
+def job_of(config: dict[str, Any] | None = None, **model: Any) -> JobSpec:
+    """A described job; `model`: further keys of it."""
+    given = Json(json.dumps(config or {}))
+    spec = OwnModelSpec(config=given, sequence_length=LENGTH, **model)
+    training = TrainingSpec(steps=9, global_batch=4, microbatch=2)
+    job = JobSpec(name="tiny", model=spec, data=DataSpec(text=("x",)), training=training)
+    ids = torch.zeros(LENGTH, dtype=torch.int64)
+    return replace(job, model=replace(spec, described=describe(job, (ids, ids))))
+
+
+def held(job: JobSpec) -> ModelState:
+    """All layers, with weights that are off their initial values."""
+    state = ModelState(job, torch.device("cpu"))
+    for layer in range(job.model.layer_count):
+        weights = state.initialise(layer).storage[0]
+        source = torch.Generator().manual_seed(layer)
+        weights.add_(torch.randn(weights.shape, generator=source), alpha=0.1)
+    for ours, theirs in job.model.description.tied:  # type: ignore[attr-defined]  # of its kind
+        front, last = state.module(0), state.module(job.model.layer_count - 1)
+        front_weight = front.get_parameter(f"module.{ours}").detach()
+        last.get_parameter(f"module.{theirs}").data.copy_(front_weight)
+    return state
+
+
+def tokens() -> Tensor:
+    return torch.randint(1, 64, (3, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+def logits(state: ModelState, ids: Tensor) -> Tensor:
+    """What the layers give, as in an evaluation."""
+    x: Any = ids
+    with torch.no_grad():
+        for layer in sorted(state.layers):
+            x = state.module(layer)(x, RowKeys(seed=0, step=1, positions=(), training=False))
+    return x[0] if isinstance(x, tuple) else x
+
+
+def exported(job: JobSpec, state: ModelState, folder: Path) -> list[str]:
+    """Writes a checkpoint of it, and an export to folder/model; the files' names."""
+    writer = WorkerId(NodeName("a"), 0)
+    layers = tuple(range(job.model.layer_count))
+    saved = LocalFolder(folder / "saved")
+    order = Order(
+        job=replace(job, checkpoint=CheckpointSpec(path=saved.url)),
+        job_id="tiny-1",
+        step=3,
+        name="step-000000003-00000000",
+        data="",
+        wish=0,
+        writers=((writer, layers),),
+        rank=0,
+    )
+    snapshots = {layer: state.snapshot(layer) for layer in layers}
+    saving = CheckpointWriter(order, saved, snapshots, report=lambda _: None, reached=lambda: None)
+    saving.others_are_done()
+    until(lambda: not saving.busy, "the checkpoint")
+    (found,) = list_checkpoints(saved).checkpoints
+    return export(saved.below(found.name), found, folder / "model", file_bytes=60_000)

@@ -1,0 +1,92 @@
+"""What a job with a model of transformers trained, as transformers loads it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from oobleck.host.storage.weight_files import WeightsError
+from support import causal, exports
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
+        ("GPT2LMHeadModel", {}),
+        ("GemmaForCausalLM", {}),
+        ("MixtralForCausalLM", {"output_router_logits": True}),  # experts in one tensor
+    ],
+)
+def test_an_export_computes_what_was_trained(
+    name: str, more: dict[str, object], tmp_path: Path
+) -> None:
+    job = exports.job_of(causal.keys_of(name, **more), architecture=name)
+    state = exports.held(job)
+    written = exports.exported(job, state, tmp_path)
+    assert len(written) > 3, "in several files, with an index"
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", output_loading_info=True
+    )
+    assert type(model).__name__ == name
+    assert not report["unexpected_keys"]
+    assert not report["missing_keys"]
+    ids = exports.tokens()
+    expected = exports.logits(state, ids)
+    torch.testing.assert_close(model.eval()(ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def biased(folder: Path, dtype: torch.dtype) -> torch.Tensor:
+    """Saves a model whose routers add to their scores what is not trained, off zero; that of its
+    last layer."""
+    name = "DeepseekV3ForCausalLM"
+    keys = causal.keys_of(name, first_k_dense_replace=1)
+    torch.manual_seed(3)
+    whole = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**keys))
+    whole.save_pretrained(folder)
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    for key in tensors:
+        if key.endswith("e_score_correction_bias"):
+            tensors[key] = torch.randn(4).to(dtype)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return tensors["model.layers.2.mlp.gate.e_score_correction_bias"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_trained_comes_from_the_initial_weights(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    bias = biased(tmp_path / "base", dtype)
+    job = exports.job_of(weights=str(tmp_path / "base"), architecture="DeepseekV3ForCausalLM")
+    state = exports.held(job)
+    exports.exported(job, state, tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(model.model.layers[2].mlp.gate.e_score_correction_bias, bias.float())
+    ids = exports.tokens()
+    expected = exports.logits(state, ids)
+    torch.testing.assert_close(model.eval()(ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_export_without_the_initial_weights_says_where_they_were(tmp_path: Path) -> None:
+    biased(tmp_path / "base", torch.float32)
+    job = exports.job_of(weights=str(tmp_path / "base"), architecture="DeepseekV3ForCausalLM")
+    state = exports.held(job)
+    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    with pytest.raises(WeightsError, match="base does not exist; give the directory"):
+        exports.exported(job, state, tmp_path)
+    assert not (tmp_path / "model").exists()
+
+
+def test_the_config_is_the_users_but_for_the_precision(tmp_path: Path) -> None:
+    keys = causal.keys_of("Qwen3ForCausalLM", dtype="bfloat16", rope_theta=5e4)
+    job = exports.job_of(keys, architecture="Qwen3ForCausalLM")
+    exports.exported(job, exports.held(job), tmp_path)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert config["rope_parameters"]["rope_theta"] == 5e4
+    assert config["use_cache"], "what training turns off is on again"
+    assert "dtype" not in config

@@ -1,0 +1,51 @@
+"""What an export of a model of transformers needs to know, found out where transformers is.
+
+Owns which tensors and what config.json make `from_pretrained` load the model as it was trained;
+`oobleck.planner.report.export` puts the names together. Must not know checkpoints or files.
+"""
+
+import json
+from collections.abc import Iterator
+
+import torch
+
+from oobleck.planner.job.code import NO_ARGUMENTS, Json
+from oobleck.planner.job.description import Foreign
+from oobleck.planner.job.own import OwnModelSpec
+from oobleck.worker.models.huggingface import pretrained
+from oobleck.worker.models.huggingface.architecture import Architecture, choose, fresh_configuration
+from oobleck.worker.models.huggingface.causal_lm import build, foreign_names
+from oobleck.worker.models.huggingface.unsplit import take_apart
+
+
+def foreign(spec: OwnModelSpec) -> Foreign:
+    """Of a model that is named by its architecture. Raises JobError."""
+    chosen = choose(spec.architecture, json.loads(spec.config or NO_ARGUMENTS), spec.weights)
+    parts = take_apart(chosen, torch.get_default_dtype())
+    return Foreign(
+        config=_config(chosen),
+        blocks=f"{parts.prefix}{parts.name}.",
+        kept=tuple(_kept(chosen, len(parts.layers) + 2)) if chosen.weights is not None else (),
+    )
+
+
+def _config(architecture: Architecture) -> Json:
+    config = fresh_configuration(architecture)
+    config.architectures = [architecture.name]
+    keys = json.loads(config.to_json_string())
+    # transformers takes the weights' own then: they are of the precision that was trained in.
+    keys.pop("dtype", None)
+    return Json(json.dumps(keys))
+
+
+def _kept(architecture: Architecture, count: int) -> Iterator[tuple[str, str]]:
+    """Tensors in the model's state that are not trained, and their names in the files that it
+    began with, which alone have them."""
+    for number in range(count):
+        with torch.device("meta"):
+            layer = build(architecture, number)
+        trained = {name for name, value in layer.named_parameters() if value.requires_grad}
+        for name, full in foreign_names(architecture, number).items():
+            key = None if name in trained else pretrained.stored_as_it_is(architecture, full)
+            if key is not None:
+                yield full, key
