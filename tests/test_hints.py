@@ -48,7 +48,7 @@ def test_nobody_is_told_to_install_what_is_somebody_elses() -> None:
 def test_what_hints_name_is_what_the_project_asks_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = {*extras["huggingface"], *(f".[{extra}]" for extra in extras)}
+    asked = {*extras["huggingface"], *extras["lora"], *(f".[{extra}]" for extra in extras)}
     named = {match for path in texts() for match in _NAMED.findall(path.read_text())}
     assert named <= asked
     assert len(named) >= 3

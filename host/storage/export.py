@@ -1,5 +1,6 @@
 """A checkpoint as one model: config.json and safetensors files, as transformers loads them; of a
-model that it does not know, the files alone, as an nn.Sequential of its layers does.
+model that it does not know, the files alone, as an nn.Sequential of its layers does; of adapters
+what peft loads.
 
 Layers are read one after the other, each against its hash, and written in pieces of a few
 gigabytes, so a model may be larger than memory. Must not know torch or transformers.
@@ -7,6 +8,7 @@ gigabytes, so a model may be larger than memory. Must not know torch or transfor
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from oobleck.planner.recovery.checkpoint import (
     InvalidCheckpoint,
     LayerFile,
 )
-from oobleck.planner.report.export import Array, exported, exported_config
+from oobleck.planner.report.export import Array, exported, exported_config, has_adapters
 
 #: Of weights per file, as transformers itself cuts.
 FILE_BYTES = 5 << 30
@@ -69,6 +71,12 @@ class _Export:
         self._output = LocalFolder(output)
         self._path = output
         self._file_bytes = file_bytes
+        #: What the files are called.
+        self._weights, self._config = "model", "config.json"
+        if has_adapters(found.manifest.model):
+            # They are small, and peft reads one file.
+            self._weights, self._config = "adapter_model", "adapter_config.json"
+            self._file_bytes = sys.maxsize
         #: The names of the tensors in each file.
         self._files: list[list[str]] = []
         self._waiting: dict[str, Array] = {}
@@ -85,8 +93,8 @@ class _Export:
         if config is None:
             return names
         text = json.dumps(config, indent=2) + "\n"
-        self._output.write("config.json", [text.encode()])
-        return ["config.json", *names]
+        self._output.write(self._config, [text.encode()])
+        return [self._config, *names]
 
     def _add(self, tensors: dict[str, Array]) -> None:
         for name, value in tensors.items():
@@ -125,7 +133,7 @@ class _Export:
         count = len(self._files)
         names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
         if count == 1:
-            names = ["model.safetensors"]
+            names = [f"{self._weights}.safetensors"]
         for number, name in enumerate(names):
             (self._path / _temporary(number)).rename(self._path / name)
         if count == 1:

@@ -92,7 +92,7 @@ class LayerSketch:
 class Foreign:
     """What an export needs to know of a model that transformers has."""
 
-    #: Its config.json.
+    #: Its config.json; of adapters their adapter_config.json.
     config: Json
     #: What the names of a decoder layer's tensors begin with there, up to the layer's number;
     #: those of the first and of the last layer have their whole names.
@@ -100,6 +100,8 @@ class Foreign:
     #: Tensors that are not trained and have a name there, with that which they have in the files
     #: of the initial weights.
     kept: tuple[tuple[str, str], ...] = ()
+    #: What is trained, and exported, are adapters of peft.
+    adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from oobleck.planner.job.checks import check_paths
 from oobleck.planner.job.code import NO_ARGUMENTS, NOT_DESCRIBED, Code, Json, check_code
 from oobleck.planner.job.description import Description, read_description
+from oobleck.planner.job.lora import LoraSpec
 from oobleck.planner.job.model import AnyModel, ModelSpec
 
 #: Layers of a model at most.
@@ -37,6 +38,8 @@ class OwnModelSpec(AnyModel):
     architecture: str | None = None
     config: Json = NO_ARGUMENTS
     weights: str | None = None
+    #: Adapters that are trained in place of its weights.
+    lora: LoraSpec | None = None
     #: Where the data are tokens: of a row.
     sequence_length: int | None = None
     #: And how many there are.
@@ -69,7 +72,13 @@ class OwnModelSpec(AnyModel):
             for name, given in (("config", self.config != NO_ARGUMENTS), ("weights", self.weights)):
                 if given:
                     raise ValueError(f"{name}: goes with architecture; put it into arguments")
+            if self.lora is not None:
+                raise ValueError("lora: goes with architecture; leave it out")
             return
+        if self.lora is not None and self.weights is None:
+            raise ValueError(
+                "lora: adapts a trained model; give its directory as weights, the same on all nodes"
+            )
         if self.arguments != NO_ARGUMENTS:
             raise ValueError("arguments: architecture takes none; put them into config")
         if self.sequence_length is None:
@@ -83,6 +92,7 @@ class OwnModelSpec(AnyModel):
                 "config": json.loads(self.config or NO_ARGUMENTS),
                 "weights": self.weights,
                 "sequence_length": self.sequence_length,
+                "lora": None if self.lora is None else asdict(self.lora),
             }
             told = Json(json.dumps(arguments))
             return Code(name=_TRANSFORMERS, group=None, path=None, arguments=told, ours=True)

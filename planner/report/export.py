@@ -80,15 +80,30 @@ def exported(spec: AnyModel, layer: int, tensors: Mapping[str, Array]) -> dict[s
         return by_layer(layer, tensors)
     tied = {f"module.{theirs}" for _, theirs in spec.description.tied if layer == last}
     prefix = f"{foreign.blocks}{layer - 1}." if 0 < layer < last else ""
-    return {
+    found = {
         prefix + name.removeprefix(_PART): value
         for name, value in tensors.items()
         if name not in tied
     }
+    if foreign.adapters:
+        return {_of_adapter(name): value for name, value in found.items()}
+    return found
+
+
+def _of_adapter(name: str) -> str:
+    """As peft has it in a file: without the name of the adapter."""
+    for matrix in ("lora_A", "lora_B"):
+        name = name.replace(f".{matrix}.default.", f".{matrix}.")
+    return f"base_model.model.{name}"
+
+
+def has_adapters(spec: AnyModel) -> bool:
+    """Whether an export has adapters of peft, and not a model."""
+    return isinstance(spec, OwnModelSpec) and spec.lora is not None
 
 
 def exported_config(spec: AnyModel) -> dict[str, Any] | None:
-    """The config.json beside them; None where transformers does not know the model."""
+    """The config beside them; None where transformers does not know the model."""
     if isinstance(spec, ModelSpec):
         return hugging_face_config(spec)
     assert isinstance(spec, OwnModelSpec), "there are two kinds"

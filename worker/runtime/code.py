@@ -41,8 +41,12 @@ def call(code: Code, key: str, *given: Any, **more: Any) -> Any:
     try:
         return function(*given, **more, **json.loads(code.arguments or NO_ARGUMENTS))
     except (OSError, ImportError, NodeError) as error:  # another node may have what is missing
+        if code.ours and isinstance(error, NodeError):
+            raise  # ours says by itself what is wrong
         raise NodeError(f"{key}: {code.name} failed: {described(error)}") from error
     except Exception as error:
+        if code.ours and isinstance(error, JobError):
+            raise
         raise JobError(f"{key}: {code.name} failed: {described(error)}") from error
 
 

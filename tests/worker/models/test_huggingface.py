@@ -249,6 +249,7 @@ def test_weights_of_another_model_are_refused(
         ("LlamaForCausalLM", {"num_attention_heads": 5}, "transformers refuses it|cannot be built"),
         ("LlamaForCausalLM", {"max_position_embeddings": 8}, "beyond .* max_position_embeddings 8"),
         ("LlamaForCausalLM", {"pad_token_id": 64}, "set pad_token_id to null"),
+        ("XGLMForCausalLM", {"layerdrop": 0.5}, "set layerdrop to 0"),
         ("BartForCausalLM", {}, "has an encoder"),
         ("NanoChatForCausalLM", {}, "its final norm is used in front"),
         ("OPTForCausalLM", {}, "not one list in its base model"),
@@ -311,6 +312,18 @@ def test_nothing_is_dropped_unless_the_config_says_so() -> None:
     for changes, share in ({}, 0.0), ({"attention_dropout": 0.5}, 0.5):
         model = causal_lm("SeedOssForCausalLM", {**keys, **changes}, sequence_length=causal.LENGTH)
         assert configuration(architecture_of(model)).attention_dropout == share
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "XGLMForCausalLM"])
+def test_a_model_that_drops_embeddings_comes_apart(name: str) -> None:
+    """Both runs of the proof have to drop the same."""
+    drops = {"embd_pdrop": 0.5} if name == "GPT2LMHeadModel" else {"dropout": 0.5}
+    keys = {**causal.keys_of(name), **drops}
+    embedding, *_ = causal_lm(name, keys, sequence_length=causal.LENGTH).layers
+    ids = torch.ones(1, causal.LENGTH, dtype=torch.int64)
+    torch.manual_seed(0)
+    dropped = (embedding()(ids) == 0.0).float().mean().item()  # type: ignore[operator]
+    assert dropped == pytest.approx(0.5, abs=0.15)
 
 
 @pytest.mark.soak

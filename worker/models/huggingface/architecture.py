@@ -88,6 +88,11 @@ def fresh_configuration(architecture: Architecture) -> Any:
             f"model.architecture: {architecture.name} has an encoder; give one that is a decoder "
             "alone"
         )
+    if getattr(config, "layerdrop", 0.0):
+        raise JobError(
+            "model.config: layerdrop leaves out whole layers at random, which other workers would "
+            "have to know; set layerdrop to 0"
+        )
     padding, words = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
     if padding is not None and words is not None and not -words <= padding < words:
         raise JobError(

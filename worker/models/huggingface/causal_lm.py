@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oobleck.model import Model, Tensors
+from oobleck.planner.job.lora import LoraSpec
 from oobleck.worker.models.huggingface import pretrained
 from oobleck.worker.models.huggingface.architecture import Architecture, choose, configuration
 from oobleck.worker.models.huggingface.balancing import (
@@ -25,6 +26,7 @@ from oobleck.worker.models.huggingface.balancing import (
     recorded,
     routing_sums,
 )
+from oobleck.worker.models.huggingface.lora import adapt, choose_adapters
 from oobleck.worker.models.huggingface.unsplit import fill, front, handed, no_mask, take_apart
 from oobleck.worker.runtime.errors import JobError
 
@@ -40,6 +42,7 @@ def causal_lm(
     weights: str | None = None,
     *,
     sequence_length: int,
+    lora: Mapping[str, Any] | None = None,
 ) -> Model:
     """The model `architecture`, such as `Qwen3ForCausalLM`, as transformers computes it.
 
@@ -53,6 +56,9 @@ def causal_lm(
     loss of the experts is added times `router_aux_loss_coef`, of each row by itself: what
     transformers adds for a batch of that row alone. What it needs travels with the hidden states,
     as (b, 2, experts).
+
+    With `lora`, keys of peft's LoraConfig, adapters on the linear layers that it names are trained,
+    and nothing else.
 
     Raises JobError, a ValueError, with the key at fault and the fix.
     """
@@ -69,20 +75,29 @@ def causal_lm(
     if weights is not None:
         for number in range(last + 1):
             pretrained.check(chosen, foreign_names(chosen, number))
+    adapters = None if lora is None else choose_adapters(chosen, lora)
     balance = balance_of(chosen) or Balance(0.0, 0, ())
     return Model(
-        layers=[partial(build, chosen, number) for number in range(last + 1)],
+        layers=[partial(build, chosen, number, adapters) for number in range(last + 1)],
         loss=partial(row_losses, coefficient=balance.coefficient, chosen=balance.chosen),
-        tied=[(f"0.{_PART}{ours}", f"{last}.{_PART}{theirs}") for ours, theirs in _tied(chosen)],
+        # What is frozen is the same in both anyway.
+        tied=[]
+        if adapters
+        else [(f"0.{_PART}{ours}", f"{last}.{_PART}{theirs}") for ours, theirs in _tied(chosen)],
     )
 
 
-def build(architecture: Architecture, number: int) -> nn.Module:
+def build(architecture: Architecture, number: int, lora: LoraSpec | None = None) -> nn.Module:
     """One layer, with its initial weights; on the meta device without."""
     last = len(take_apart(architecture, torch.get_default_dtype()).layers) + 1
+    layer: nn.Module
     if number == 0:
-        return Embedding(architecture)
-    return Head(architecture) if number == last else Block(architecture, number - 1)
+        layer = Embedding(architecture)
+    else:
+        layer = Head(architecture) if number == last else Block(architecture, number - 1)
+    if lora is not None:
+        adapt(layer, _prefix(architecture, number), lora)
+    return layer
 
 
 def foreign_names(architecture: Architecture, number: int) -> dict[str, str]:
@@ -90,11 +105,15 @@ def foreign_names(architecture: Architecture, number: int) -> dict[str, str]:
     state of the whole model, which is what `from_pretrained` understands."""
     with torch.device("meta"):
         layer = build(architecture, number)
-    prefix = ""
-    if isinstance(layer, Block):
-        parts = take_apart(architecture, torch.get_default_dtype())
-        prefix = f"{parts.prefix}{parts.name}.{number - 1}."
+    prefix = _prefix(architecture, number)
     return {name: prefix + name.removeprefix(_PART) for name in layer.state_dict()}
+
+
+def _prefix(architecture: Architecture, number: int) -> str:
+    """What the names of the layer's modules begin with in the whole model."""
+    parts = take_apart(architecture, torch.get_default_dtype())
+    block = 0 < number <= len(parts.layers)
+    return f"{parts.prefix}{parts.name}.{number - 1}." if block else ""
 
 
 class Embedding(nn.Module):

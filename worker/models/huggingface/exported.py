@@ -15,6 +15,7 @@ from oobleck.planner.job.own import OwnModelSpec
 from oobleck.worker.models.huggingface import pretrained
 from oobleck.worker.models.huggingface.architecture import Architecture, choose, fresh_configuration
 from oobleck.worker.models.huggingface.causal_lm import build, foreign_names
+from oobleck.worker.models.huggingface.lora import adapter_config
 from oobleck.worker.models.huggingface.unsplit import take_apart
 
 
@@ -22,9 +23,13 @@ def foreign(spec: OwnModelSpec) -> Foreign:
     """Of a model that is named by its architecture. Raises JobError."""
     chosen = choose(spec.architecture, json.loads(spec.config or NO_ARGUMENTS), spec.weights)
     parts = take_apart(chosen, torch.get_default_dtype())
+    blocks = f"{parts.prefix}{parts.name}."
+    if spec.lora is not None:
+        config = adapter_config(chosen, spec.lora)
+        return Foreign(config=config, blocks=blocks, adapters=True)
     return Foreign(
         config=_config(chosen),
-        blocks=f"{parts.prefix}{parts.name}.",
+        blocks=blocks,
         kept=tuple(_kept(chosen, len(parts.layers) + 2)) if chosen.weights is not None else (),
     )
 

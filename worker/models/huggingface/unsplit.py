@@ -248,13 +248,17 @@ def _call(
         # Not the leaf itself, in which nothing may be written.
         embedded = values.expand(rows, length, width) * 1
         base.set_input_embeddings(_Words(embedded))
-        with torch.random.fork_rng(devices=[]):
-            fill(base, architecture, parts.base, torch.device("cpu"))
         calls: list[_Call] = []
         for name, child in base.named_children():
             child.register_forward_hook(partial(_note, calls, name))
         try:
-            return calls, base(input_ids=ids, use_cache=False, **options)[0]
+            with torch.random.fork_rng(devices=[]):
+                fill(base, architecture, parts.base, torch.device("cpu"))
+                # What is dropped is the same in all runs.
+                torch.default_generator.manual_seed(0)
+                return calls, base(input_ids=ids, use_cache=False, **options)[0]
+        except JobError:
+            raise
         except _REFUSALS as error:
             raise _unfit(
                 architecture,

@@ -1,0 +1,108 @@
+"""Adapters of peft on a model of transformers: in each layer by itself, on its linear layers.
+
+All else in the layer is frozen, and so a constant of the job: whoever holds the layer reads it from
+the initial weights. Owns which modules a job's names mean. Loads peft, which is optional, where
+there are adapters alone.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from oobleck.host.command import nearest
+from oobleck.planner.job.code import Json
+from oobleck.planner.job.lora import LoraSpec
+from oobleck.worker.models.huggingface.architecture import Architecture
+from oobleck.worker.models.huggingface.unsplit import take_apart
+from oobleck.worker.runtime.errors import JobError, NodeError
+
+_PART = "part."
+
+
+def choose_adapters(architecture: Architecture, keys: Mapping[str, Any]) -> LoraSpec:
+    """Those of `keys`, for a model that has all that they name. Raises JobError, NodeError."""
+    lora = LoraSpec(**{**keys, "target_modules": tuple(keys.get("target_modules", ()))})
+    _peft()
+    modules = dict(_modules(architecture))
+    linear = sorted({name.rpartition(".")[2] for name, one in modules.items() if _is_linear(one)})
+    for target in lora.target_modules:
+        meant = [one for name, one in modules.items() if _fits(name, target)]
+        if not meant or not all(map(_is_linear, meant)):
+            near = nearest(target, linear)
+            hint = f" (did you mean {near}?)" if near else ""
+            raise JobError(
+                f"model.lora.target_modules: {architecture.name} has no linear layer {target}"
+                f"{hint}; there are: {', '.join(linear)}"
+            )
+    return lora
+
+
+def adapt(layer: nn.Module, prefix: str, lora: LoraSpec) -> None:
+    """Put adapters into `layer`, drawn from torch's generator, and freeze all else. `prefix`: what
+    the names of its modules begin with in the whole model."""
+    layer.requires_grad_(False)
+    meant = [
+        (name, module)
+        for name, module in layer.named_modules()
+        if any(_fits(prefix + name.removeprefix(_PART), one) for one in lora.target_modules)
+    ]
+    if meant:
+        transposed = any(isinstance(module, Conv1D) for _, module in meant)
+        config = _config(lora, [name for name, _ in meant], transposed)
+        _peft().inject_adapter_in_model(config, layer)
+
+
+def adapter_config(architecture: Architecture, lora: LoraSpec) -> Json:
+    """What PeftModel.from_pretrained reads."""
+    transposed = any(
+        isinstance(module, Conv1D)
+        for name, module in _modules(architecture)
+        if any(_fits(name, one) for one in lora.target_modules)
+    )
+    config = _config(lora, list(lora.target_modules), transposed)
+    config.base_model_name_or_path = architecture.weights
+    config.task_type = "CAUSAL_LM"
+    config.inference_mode = True
+    return Json(json.dumps(config.to_dict(), default=sorted, sort_keys=True))
+
+
+def _config(lora: LoraSpec, names: list[str], transposed: bool) -> Any:
+    return _peft().LoraConfig(
+        target_modules=names,
+        r=lora.r,
+        lora_alpha=lora.lora_alpha,
+        lora_dropout=lora.lora_dropout,
+        fan_in_fan_out=transposed,
+    )
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise NodeError(
+            f"model.lora: needs the package peft, which this node cannot import ({error}); on "
+            "every node: pip install 'peft>=0.18'"
+        ) from error
+    return peft
+
+
+def _modules(architecture: Architecture) -> Iterator[tuple[str, nn.Module]]:
+    """All of the whole model, by their names in it."""
+    parts = take_apart(architecture, torch.get_default_dtype())
+    yield from parts.model.named_modules()
+    for index, layer in enumerate(parts.layers):
+        yield from layer.named_modules(prefix=f"{parts.prefix}{parts.name}.{index}")
+
+
+def _fits(name: str, target: str) -> bool:
+    """As peft does it."""
+    return name == target or name.endswith(f".{target}")
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D)
