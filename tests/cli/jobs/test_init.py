@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.jobs.init import TEMPLATES
+from oobleck.planner.job.file import parse_job
+from oobleck.planner.job.lora import LoraSpec
+from oobleck.planner.job.own import OwnModelSpec
 from support.commands import refused, run
+from support.folders import ROOT
 
 FILES = {
     "own-model": {"job.yaml", "my_model.py"},
@@ -55,3 +59,13 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     told = refused(run("init", str(tmp_path / "file" / "in")), 2)
     assert "cannot write" in told
     assert "Not a directory; name another DIR" in told
+
+
+def test_the_keys_of_lora_are_a_comment_away() -> None:
+    text = (ROOT / "cli" / "templates" / "huggingface.yaml").read_text()
+    for line in ("weights: base/", "lora:", "  target_modules:", "  r:", "  lora_alpha:"):
+        assert f"  # {line}" in text
+        text = text.replace(f"  # {line}", f"  {line}")
+    model = parse_job(text).model
+    assert isinstance(model, OwnModelSpec)
+    assert model.lora == LoraSpec(target_modules=("q_proj", "v_proj"), r=8, lora_alpha=16)
