@@ -3,7 +3,8 @@
     python -m bench.loading [--steps N]
 
 A worker's share of a step (64 rows of 2049 tokens out of a file of 256 MiB, whose pages are dropped
-from the kernel's cache before each step) beside computing of about 100 ms per step, in turns.
+from the kernel's cache before each step) beside computing of about 100 ms per step, in turns. Then
+the same for 16 samples of a data set that takes 20 ms for each, by a thread and by processes.
 """
 
 import argparse
@@ -16,12 +17,26 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from oobleck.planner.job.code import NO_ARGUMENTS, Code
 from oobleck.planner.job.spec import DataSpec, TrainingSpec
 from oobleck.worker.data.dataset import Dataset, row_digest
+from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.data.prefetch import Prefetcher
 
 LENGTH, ROWS, MICROBATCH = 2048, 64, 4
 FILE_BYTES = 1 << 28
+SAMPLES, SAMPLE_S = 16, 0.02
+
+
+class Slow:
+    """As a data set that fetches each sample over a network."""
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(SAMPLE_S)
+        return torch.full((3, 64, 64), float(index)), index
 
 
 def compute(seconds: float) -> None:
@@ -64,7 +79,7 @@ def main() -> None:
             for _ in range(FILE_BYTES >> 24):
                 file.write(rng.integers(0, 50_000, 1 << 23, dtype=np.uint16).tobytes())
             os.fsync(file.fileno())
-        dataset = Dataset(DataSpec(tokens=path), LENGTH, 1 << 16)
+        dataset = Dataset(DataSpec(tokens=path, dtype="uint16"), LENGTH, 1 << 16)
         training = TrainingSpec(steps=10**9, global_batch=ROWS, microbatch=MICROBATCH)
 
         def read_now(step: int, microbatch: int) -> list[bytes]:
@@ -87,6 +102,29 @@ def main() -> None:
                 f"(median; the longest {max(waits):.2f} ms)"
             )
         prefetcher.close()
+    for processes in (0, 2, 4, 8):
+        print(f"data.workers {processes}: {samples_per_second(processes, steps):.0f} samples/s")
+
+
+def samples_per_second(processes: int, steps: int) -> float:
+    """Of steps that compute for 100 ms."""
+    code = Code(name="bench.loading:Slow", group=None, path=None, arguments=NO_ARGUMENTS, ours=True)
+    dataset = OwnDataset(code, wide=False, processes=processes)
+    training = TrainingSpec(steps=10**9, global_batch=SAMPLES, microbatch=MICROBATCH)
+    prefetcher = Prefetcher(dataset, training, threads=max(1, processes))
+    microbatches = range(SAMPLES // MICROBATCH)
+    began = 0.0
+    for step in range(1, steps + 3):
+        if step == 3:
+            began = time.perf_counter()
+        prefetcher.begin(step, microbatches, microbatches)
+        for microbatch in microbatches:
+            prefetcher.take(step, microbatch)
+            compute(0.1 * MICROBATCH / SAMPLES)
+    rate = steps * SAMPLES / (time.perf_counter() - began)
+    prefetcher.close()
+    dataset.close()
+    return rate
 
 
 if __name__ == "__main__":

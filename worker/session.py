@@ -100,7 +100,7 @@ class Session:
         )
         self._measuring = Measuring(context, launch.device_kind)
         self._memory = MemoryMeter(connector.device)
-        self._prefetcher = Prefetcher(dataset, job.training)
+        self._prefetcher = Prefetcher(dataset, job.training, threads=max(1, job.data.workers))
         self._recovery = Recovery(context)
         self._preparing = Preparing(context, self._compile)
         self._evaluator = Evaluator(context, held_out) if held_out else None

@@ -49,9 +49,13 @@ class DataSpec:
     path: str | None = None
     #: What it is called with.
     arguments: Json = NO_ARGUMENTS
+    #: Processes of each worker that read its samples; 0: a thread does.
+    workers: int = 0
 
     def __post_init__(self) -> None:
         check_code(plugin=self.plugin, python=self.python, path=self.path)
+        at_least(self, 0, "workers")
+        at_most(self, workers=64)
         own = self.code is not None
         if (bool(self.text), self.tokens is not None, own).count(True) != 1:
             raise ValueError(
@@ -67,6 +71,11 @@ class DataSpec:
                 raise ValueError(f"{name}: goes with text; {what} samples already, so leave it out")
         if not own and self.arguments != NO_ARGUMENTS:
             raise ValueError("arguments: are those of plugin or python; leave them out")
+        if not own and self.workers:
+            raise ValueError(
+                "workers: read the samples of plugin or python; text and tokens need none, so "
+                "leave it out"
+            )
 
     @property
     def code(self) -> Code | None:

@@ -1,11 +1,12 @@
 """Whether a data set of the user's gives the same samples whoever asks, and in whichever order.
 
-What a sample may be, and that all are alike, `oobleck.worker.data.own` checks at every read.
+What a sample may be, and that all are alike, `oobleck.worker.data.samples` checks at every read.
 """
 
 import torch
 
-from oobleck.worker.data.own import OwnDataset, digest
+from oobleck.worker.data.own import OwnDataset
+from oobleck.worker.data.samples import digest
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.problem import Problem, as_problem
 

@@ -9,7 +9,8 @@ from oobleck.host.data.token_file import DataError
 from oobleck.planner.job.spec import EvaluationSpec, JobSpec
 from oobleck.worker.data.dataset import Dataset, Tokens
 from oobleck.worker.data.opening import open_dataset
-from oobleck.worker.data.own import OwnDataset, Samples
+from oobleck.worker.data.own import OwnDataset
+from oobleck.worker.data.samples import Samples
 
 
 class HeldOut:

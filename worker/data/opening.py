@@ -14,7 +14,7 @@ def open_dataset(
     `spec`. Raises DataError, JobError, NodeError."""
     if spec.code is not None:
         wide = job.training.precision == "fp64"
-        return OwnDataset(spec.code, wide=wide, held_out=held_out, key=key)
+        return OwnDataset(spec.code, wide=wide, held_out=held_out, key=key, processes=spec.workers)
     model = job.model
     assert isinstance(model, ModelSpec | OwnModelSpec), "there are two kinds"
     assert model.sequence_length is not None, "a job with tokens has it"

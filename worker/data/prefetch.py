@@ -1,7 +1,8 @@
-"""Reads and digests token rows a step ahead, in a thread, while the worker computes.
+"""Reads and digests rows a step ahead, in a thread, while the worker computes.
 
 Rows are a function of (seed, step, positions), so what was read ahead stays right when the plan
-changes. The thread dies with the process. Must not know programs, stages or plans.
+changes. Where processes read, several threads wait for them. Threads die with the process. Must not
+know programs, stages or plans.
 """
 
 from collections.abc import Iterable
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 from oobleck.host.data.token_file import DataError
 from oobleck.planner.job.spec import TrainingSpec
 from oobleck.worker.data.dataset import Dataset, Tokens, row_digest
-from oobleck.worker.data.own import OwnDataset, Samples
+from oobleck.worker.data.own import OwnDataset
+from oobleck.worker.data.samples import Samples
 from oobleck.worker.runtime import pulse
 
 
@@ -29,10 +31,13 @@ class Loaded:
 class Prefetcher:
     """The rows of one job for one worker, over all generations."""
 
-    def __init__(self, dataset: Dataset | OwnDataset, training: TrainingSpec) -> None:
+    def __init__(
+        self, dataset: Dataset | OwnDataset, training: TrainingSpec, threads: int = 1
+    ) -> None:
+        """`threads`: more than one where the data set may be read by several at a time."""
         self._dataset = dataset
         self._training = training
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="prefetch")
         #: By step and micro-batch.
         self._loads: dict[tuple[int, int], Future[Loaded]] = {}
 
@@ -45,7 +50,7 @@ class Prefetcher:
             self._loads.pop(key).cancel()
         for key in wanted:
             if key not in self._loads:
-                self._loads[key] = self._thread.submit(self._load, *key)
+                self._loads[key] = self._threads.submit(self._load, *key)
 
     def take(self, step: int, microbatch: int) -> Loaded:
         """Rows that `begin` was told of; they stay at hand until it is told of a later step. Raises
@@ -57,7 +62,7 @@ class Prefetcher:
             raise DataError(f"{error} (step {step})") from error
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _load(self, step: int, microbatch: int) -> Loaded:
         size = self._training.microbatch

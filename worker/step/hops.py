@@ -20,7 +20,7 @@ from oobleck.planner.programs.routes import Hold
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.dataset import Tokens
 from oobleck.worker.data.objective import inputs_and_targets
-from oobleck.worker.data.own import Samples
+from oobleck.worker.data.samples import Samples
 from oobleck.worker.models.tree import Tree
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.step.exchange import Exchange, StageExchange
