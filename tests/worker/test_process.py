@@ -2,17 +2,22 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from oobleck.planner.job.file import parse_job
 from oobleck.planner.job.own import OwnModelSpec
+from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.models import own
+from oobleck.worker.models.checks.describe import describe as describe_model
 from oobleck.worker.process import describe
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.random import RowKeys
+from oobleck.worker.state.model_state import ModelState
+from oobleck.worker.step.stage import StageRunner
 from support import bad_models
 
 ROWS = RowKeys(seed=0, step=1, positions=(0, 1))
@@ -29,13 +34,17 @@ def _allowed() -> Iterator[None]:
 def layer(where: str, patience: int, patch: pytest.MonkeyPatch) -> own.OwnLayer:
     """Layer 1 of the model that is tired of so many calls `where`."""
     patch.setitem(bad_models._patience, where, bad_models.Patience(patience))
-    job = parse_job(
+    model = tiring(where).model
+    assert isinstance(model, OwnModelSpec)
+    return own.empty_layer(model, 0, 1)
+
+
+def tiring(where: str) -> JobSpec:
+    return parse_job(
         'name: demo\nmodel: {python: "support.bad_models:tiring", arguments: '
         f"{{where: {where}}}}}\n"
         'data: {python: "support.bad_models:Points"}\ntraining: {steps: 1, global_batch: 4}\n'
     )
-    assert isinstance(job.model, OwnModelSpec)
-    return own.empty_layer(job.model, 0, 1)
 
 
 def test_a_layer_is_named_with_the_users_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,12 +64,29 @@ def test_the_loss_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(begin + TIRED, str(raised.value))
 
 
-def test_a_backward_is_known_by_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.zeros(2, bad_models.WIDTH, requires_grad=True)
-    output = layer("backward", 0, monkeypatch)(x, ROWS)
-    with pytest.raises(ValueError, match="tired") as raised:
-        output.sum().backward()
-    assert re.fullmatch(TIRED, describe(raised.value))
+@pytest.mark.parametrize(
+    ("by_layer", "which"), [(True, "layer 1"), (False, "layers 0 to 2")], ids=["layer", "stage"]
+)
+def test_a_backward_is_known_by_its_layer_and_line(
+    monkeypatch: pytest.MonkeyPatch, by_layer: bool, which: str
+) -> None:
+    monkeypatch.setitem(bad_models._patience, "backward", bad_models.Patience(100))
+    job = tiring("backward")
+    samples = bad_models.Points()
+    text = describe_model(job, tuple(map(torch.as_tensor, samples[0])))
+    job = replace(job, model=replace(job.model, described=text))
+    state = ModelState(job, torch.device("cpu"))
+    for number in range(3):
+        state.initialise(number)
+    stage = StageRunner(state, range(3), job, torch.device("cpu"))
+    rows = [torch.as_tensor(side).unsqueeze(0) for side in samples[0]]
+    keys = RowKeys(seed=0, step=1, positions=(0,))
+    stage.forward(0, rows[0], keys, rows[1], by_layer=by_layer)
+    monkeypatch.setitem(bad_models._patience, "backward", bad_models.Patience(0))
+    with pytest.raises(JobError) as raised:
+        stage.backward(0)
+    begin = re.escape(f"model: the backward of {which} failed: ")
+    assert re.fullmatch(begin + TIRED, str(raised.value))
 
 
 def test_want_of_memory_in_a_layer_is_said_as_such(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ from oobleck.worker.data.objective import loss
 from oobleck.worker.models import Layer
 from oobleck.worker.models.linear import DeferredGradients, deferring
 from oobleck.worker.models.tree import Tree, map_tensors
+from oobleck.worker.runtime.code import described
+from oobleck.worker.runtime.errors import JobError, for_want_of_memory
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.model_state import ModelState, state_dtype
@@ -259,7 +261,15 @@ class StageRunner:
             # Where there is an exchange, a segment is one layer.
             self._exchange.computing(first, gradients=segment.adds),
         ):
-            return segment.backward(gradients)
+            try:
+                return segment.backward(gradients)
+            except Exception as error:
+                if not self._own or isinstance(error, JobError) or for_want_of_memory(error):
+                    raise
+                which = f"layer {first}" if first == last else f"layers {first} to {last}"
+                raise JobError(
+                    f"model: the backward of {which} failed: {described(error)}"
+                ) from error
 
     def _add(self, layer: int, microbatch: int) -> None:
         for complete in self._exchange.add(layer, microbatch):
