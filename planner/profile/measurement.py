@@ -224,6 +224,12 @@ def check_fits(profile: Profile, job: JobSpec) -> None:
                 f"({_optimizer(job)}) that layer has {wanted.state_bytes}: it is a profile for "
                 "another optimizer; profile again, or set training.optimizer to that one"
             )
+        if max(layer.forward_s) > 1 and not model.may_share(number):
+            raise ValueError(
+                f'layers[{number}].forward_s["{max(layer.forward_s)}"]: that layer of the job\'s '
+                "model draws random numbers, as dropout does, and several workers of a node would "
+                'draw others; leave in all of its times the entry "1" alone'
+            )
     if not isinstance(model, ModelSpec):
         return  # a layer of the user's may keep anything
     recompute = job.training.recompute
