@@ -5,6 +5,7 @@ with the job, since planning knows no torch. Owns the types; what makes them is 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -26,6 +27,9 @@ ITEM_BYTES = {
     "complex64": 8,
     "complex128": 16,
 }
+#: What travels without being packed: every transport can send these.
+_PLAIN = ("float16", "bfloat16", "float32", "float64")
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,18 @@ class TensorSketch:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
+def travels_plain(tensors: Sequence[TensorSketch]) -> bool:
+    """Whether they are one tensor that is sent as it is; others are packed row by row."""
+    return len(tensors) == 1 and tensors[0].dtype in _PLAIN and tensors[0].row_bytes > 0
+
+
+def packed_bytes(tensors: Sequence[TensorSketch]) -> list[int]:
+    """What each takes of a packed row: a multiple of what all types need to be read in place. In
+    all it is more than nothing, since a message has a content."""
+    sizes = [-(-tensor.row_bytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    return sizes if sum(sizes) else [*sizes, _ALIGNMENT]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeSketch:
     """A tensor, or a tuple, list or dict of such."""
@@ -61,8 +77,13 @@ class TreeSketch:
 
     @property
     def row_bytes(self) -> int:
-        """Of one row, forwards."""
+        """Of one row, in memory."""
         return sum(tensor.row_bytes for tensor in self.tensors)
+
+    @property
+    def message_bytes(self) -> int:
+        """Of one row as it travels to the next layer."""
+        return self.row_bytes if travels_plain(self.tensors) else sum(packed_bytes(self.tensors))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,7 +102,7 @@ def _own_layer(
     job: JobSpec, name: str, sketch: LayerSketch, *, input_bytes: int, last: bool
 ) -> LayerProfile:
     rows, item = job.training.microbatch, STATE_ITEM_BYTES[job.training.precision]
-    output_bytes = 0 if last else rows * sketch.output.row_bytes
+    output_bytes = 0 if last else rows * sketch.output.message_bytes
     kept_bytes = max(input_bytes, rows * sketch.kept_bytes)
     # Numbers that are read and written take time too where nothing is multiplied.
     forward_s = rows * sketch.flops / FLOPS_PER_S + kept_bytes / BYTES_PER_S + LEAST_S

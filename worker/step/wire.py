@@ -11,18 +11,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from oobleck.planner.job.description import TensorSketch, TreeSketch
+from oobleck.planner.job.description import (
+    TensorSketch,
+    TreeSketch,
+    packed_bytes,
+    travels_plain,
+)
 from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.models.tree import TENSOR, Tree, flatten, structure, unflatten
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.state.model_state import state_dtype
-
-#: Every tensor of a packed row begins at a multiple of it, as all types need to be read in place.
-_ALIGNMENT = 16
-#: What travels without being packed: every transport can send these.
-_PLAIN = ("float16", "bfloat16", "float32", "float64")
 
 
 class Packing:
@@ -32,15 +32,16 @@ class Packing:
         self.tensors = tuple(tensors)
         self.dtypes = [getattr(torch, one.dtype) for one in tensors]
         #: Whether the only tensor is what travels.
-        self.plain = len(tensors) == 1 and tensors[0].dtype in _PLAIN and tensors[0].row_bytes > 0
+        self.plain = travels_plain(tensors)
         #: Where each one's bytes are in a row.
         self._places: list[range] = []
         end = 0
-        for one in tensors:
+        sizes = packed_bytes(tensors)
+        for one, size in zip(tensors, sizes, strict=False):
             self._places.append(range(end, end + one.row_bytes))
-            end += -(-one.row_bytes // _ALIGNMENT) * _ALIGNMENT
-        #: Of one row of what travels; there is always something, since a message has a content.
-        self.shape: tuple[int, ...] = tensors[0].shape if self.plain else (max(end, _ALIGNMENT),)
+            end += size
+        #: Of one row of what travels.
+        self.shape: tuple[int, ...] = tensors[0].shape if self.plain else (sum(sizes),)
         self.dtype: torch.dtype = self.dtypes[0] if self.plain else torch.uint8
 
     @property

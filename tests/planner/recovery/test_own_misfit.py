@@ -5,38 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.planner.codec import encode
-from oobleck.planner.job.code import Json
-from oobleck.planner.job.description import Description, LayerSketch, TensorSketch, TreeSketch
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.recovery.checkpoint import LayerFile, Manifest, misfit
-
-TREE = TreeSketch(
-    tensors=(TensorSketch(shape=(4,), dtype="float32", gradient=True),), structure="null"
-)
-LAYER = LayerSketch(
-    name="Block",
-    parameters=10,
-    tied=0,
-    largest=10,
-    flops=1.0,
-    kept_bytes=1,
-    output=TREE,
-    draws=False,
-)
+from support.sketches import LAYER, model_of
 
 
 def model(*sizes: int, python: str = "mine:model") -> OwnModelSpec:
-    description = Description(
-        kinds=tuple(replace(LAYER, parameters=size) for size in sizes),
-        order=tuple(range(len(sizes))),
-        inputs=TREE,
-        targets=TREE,
-        tied=(),
-        code=python,
-    )
-    return OwnModelSpec(python=python, described=Json(encode(description).decode()))
+    return model_of(*(replace(LAYER, parameters=size) for size in sizes), python=python)
 
 
 TRAINING = TrainingSpec(steps=1, global_batch=8, microbatch=4)
