@@ -4,6 +4,7 @@ Owns the sentences for what can go wrong with them, and the fingerprint of their
 names no job may have at all is `oobleck.planner.job.code`'s.
 """
 
+import ast
 import hashlib
 import importlib
 import importlib.metadata
@@ -64,9 +65,9 @@ def described(error: BaseException) -> str:
 
 
 def fingerprint(*sources: Code) -> str:
-    """SHA-256 (hex) over the functions' modules and what these import of their own: of the same
-    package, or from the same directory. It imports them, and calls nothing. Empty for what is
-    torch's own. Raises NodeError."""
+    """SHA-256 (hex) over the functions' modules and what these import of their own, also within
+    functions: of the same package, or from the same directory. It imports the functions' modules,
+    and calls nothing. Empty for what is torch's own. Raises NodeError."""
     digest = hashlib.sha256()
     files: dict[str, Path] = {}
     for code in sources:
@@ -89,7 +90,7 @@ def _sources(code: Code) -> dict[str, Path]:
     if file is None:
         return {}
     if code.path is not None:
-        return dict(_loaded_from(Path(code.path)))
+        return _with_imports(dict(_loaded_from(Path(code.path))), Path(code.path))
     # Of ours only the module: how much else is beside it depends on how it was installed.
     root = Path(file) if name.startswith("oobleck.") else _root_of(name, Path(file))
     found = root.rglob("*.py") if root.is_dir() else [root]
@@ -106,6 +107,42 @@ def _loaded_from(folder: Path) -> Iterator[tuple[str, Path]]:
         place = path.relative_to(folder).with_suffix("")
         if ".".join(place.parts).removesuffix(".__init__") == name:
             yield name, path
+
+
+def _with_imports(files: dict[str, Path], folder: Path) -> dict[str, Path]:
+    """`files`, and those below `folder` that they import anywhere: within a function it may be only
+    on some nodes that a module was loaded already."""
+    found, left = dict(files), list(files.items())
+    while left:
+        name, path = left.pop()
+        for imported in sorted(_imported(name, path)):
+            place = folder.joinpath(*imported.split("."))
+            for file in (place.with_suffix(".py"), place / "__init__.py"):
+                if imported not in found and file.is_file():
+                    found[imported] = file
+                    left.append((imported, file))
+    return found
+
+
+def _imported(name: str, path: Path) -> set[str]:
+    """The modules that a file may import, with the packages that they are in; what is a function of
+    one of them is in too."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # what is not loaded need not be right
+        return set()
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")[: 1 - node.level or None] if node.level else []
+            origin = ".".join(filter(None, [*parts, node.module]))
+            found.add(origin)
+            found.update(f"{origin}.{alias.name}" if origin else alias.name for alias in node.names)
+    parents = {".".join(one.split(".")[:n]) for one in found for n in range(1, one.count(".") + 1)}
+    return {one for one in found | parents if one}
 
 
 def _root_of(name: str, file: Path) -> Path:
