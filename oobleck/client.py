@@ -88,6 +88,10 @@ class Client:
                     master.answered()
                 except command.Unreachable as unreachable:
                     master.wait(unreachable)
+                    if until is not None and time.monotonic() >= until:
+                        raise TimeoutError(
+                            f"the master is away after {timeout:g} s; {job} goes on without it"
+                        ) from unreachable
                     continue
             if status.state == "succeeded":
                 return status

@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -102,6 +104,26 @@ def test_a_client_waits_for_a_master_that_is_started_anew(
             assert client.wait(job).step == 300
     finally:
         end(agent)
+        end(master)
+
+
+def test_a_wait_for_a_time_ends_though_the_master_is_away(
+    tmp_path: Path, job_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    master, address = start_master(tmp_path / "state")
+
+    def lose_the_master(seconds: float) -> None:
+        master.kill()
+        master.wait()
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lose_the_master)
+    try:
+        with oobleck.Client(address) as client:
+            job = client.submit(job_file())  # there is no node for it
+            monkeypatch.setattr("oobleck.client.time", clock)
+            with pytest.raises(TimeoutError, match=f"the master is away after 1 s; {job} goes on"):
+                client.wait(job, timeout=1.0)
+    finally:
         end(master)
 
 
