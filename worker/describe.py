@@ -64,6 +64,7 @@ def look_at(job: JobSpec, *, always: bool) -> Found:
 def _look_at(job: JobSpec, spec: OwnModelSpec, found: Found, always: bool) -> None:
     seed = job.training.seed
     dtype = torch.float64 if job.training.precision == "fp64" else torch.float32
+    form = ""
     if job.data.code is None:
         samples = _made_up(spec, most=1)
     else:
@@ -71,14 +72,34 @@ def _look_at(job: JobSpec, spec: OwnModelSpec, found: Found, always: bool) -> No
         found.problems += check_data(dataset)
         rows = dataset.rows(seed, 1, range(SAMPLES), SAMPLES)
         samples = rows.inputs, rows.targets
+        form = dataset.form
     inputs, targets = (map_tensors(lambda tensor: tensor[0], side) for side in samples)
     text = found.descriptions["model"] = describe(job, (inputs, targets))
+    found.problems += _evaluated(job, form)
     known = replace(spec, described=text)
     if job.data.code is None:
         samples = _made_up(known, most=known.tokens)
     found.run = always or sum(map(_numbers, known.description.kinds)) <= _LARGE
     if found.run:
         found.problems += check(known, samples, seed=seed, dtype=dtype)
+
+
+def _evaluated(job: JobSpec, form: str) -> list[Problem]:
+    """What is wrong with the data of an evaluation, where it has its own; `form`: of the samples
+    that are trained on, if these are the user's. Raises DataError, JobError, NodeError."""
+    spec, key = job.evaluation.data if job.evaluation else None, "evaluation.data"
+    if spec is None or spec.code is None:
+        return []
+    dataset = OwnDataset(spec.code, wide=job.training.precision == "fp64", key=key)
+    problems = check_data(dataset, key)
+    if form and dataset.form != form:
+        sentence = f"its samples are {dataset.form}, and those of data are {form}; make them alike"
+        problems.append(Problem(where=key, sentence=sentence))
+    size, microbatch = dataset.order.samples, job.training.microbatch
+    if size < microbatch:
+        sentence = f"has {size} samples, too few for one micro-batch of {microbatch}; give more"
+        problems.append(Problem(where=key, sentence=sentence))
+    return problems
 
 
 def _numbers(kind: LayerSketch) -> int:

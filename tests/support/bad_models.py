@@ -32,6 +32,13 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
         return self.points[index], torch.tensor(index % CLASSES)
 
 
+class Labels(Points):
+    """Good samples of another form."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return super().__getitem__(index)[::-1]
+
+
 class Jittered(Points):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         point, label = super().__getitem__(index)

@@ -14,8 +14,8 @@ from oobleck.worker.runtime.problem import Problem, as_problem
 _READ_TWICE = 16
 
 
-def check_data(dataset: OwnDataset) -> list[Problem]:
-    """What is wrong with it. Raises DataError."""
+def check_data(dataset: OwnDataset, key: str = "data") -> list[Problem]:
+    """What is wrong with it; `key`: of the job file. Raises DataError."""
     size = dataset.order.samples
     count = min(size, _READ_TWICE)
     numbers = sorted({i * (size - 1) // max(1, count - 1) for i in range(count)})
@@ -31,11 +31,11 @@ def check_data(dataset: OwnDataset) -> list[Problem]:
             "reading a sample draws from torch's own generator, or seeds it, and layers draw from "
             "it at the same time; draw from torch.Generator().manual_seed(i)"
         )
-        return [Problem(where="data", sentence=sentence)]
+        return [Problem(where=key, sentence=sentence)]
     if not changed:
         return []
     sentence = (
         f"sample {changed[-1]} is another one when it is read again; data[i] must depend on i "
         "alone: draw what is random from torch.Generator().manual_seed(i)"
     )
-    return [Problem(where="data", sentence=sentence)]
+    return [Problem(where=key, sentence=sentence)]

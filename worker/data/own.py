@@ -49,6 +49,11 @@ class OwnDataset:
         #: 32 bytes, equal on nodes with equal data, of which they train on the same samples.
         self.fingerprint = self._fingerprint()
 
+    @property
+    def form(self) -> str:
+        """What its samples look like, as people read it."""
+        return self._reader.form
+
     def sample(self, number: int) -> tuple[Any, Any]:
         """(inputs, targets) of one sample, without rows."""
         return self._reader.read(number)

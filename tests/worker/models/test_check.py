@@ -134,6 +134,25 @@ def test_a_bad_data_set_is_refused(data: str) -> None:
     assert line.startswith(BAD_DATA[data])
 
 
+def test_the_data_of_an_evaluation_are_looked_at_too() -> None:
+    def of(data: str, more: str = "") -> list[str]:
+        text = JOB.format(model="plain", data="Points", precision="fp32")
+        text = text.replace("seed: 3", "microbatch: 2")
+        found = f'{{every: 1, data: {{python: "support.bad_models:{data}"{more}}}}}'
+        return said(parse_job(f"{text}evaluation: {found}\n"))
+
+    assert of("Points") == []
+    for data, start in BAD_DATA.items():
+        (line,) = of(data)
+        assert line.startswith(f"evaluation.{start}")
+    few = ", arguments: {size: 1}"
+    assert of("Points", few) == [
+        "evaluation.data: has 1 samples, too few for one micro-batch of 2; give more"
+    ]
+    (unlike,) = of("Labels")
+    assert unlike.startswith("evaluation.data: its samples are ")
+
+
 def test_what_may_be_meant_is_a_warning() -> None:
     sentences = {
         "infinite": "Truelayer 1 (Infinite): gives numbers that are not finite",
