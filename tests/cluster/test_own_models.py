@@ -145,12 +145,16 @@ def test_the_tagger_trains_as_in_a_plain_loop(cluster: LocalCluster, tmp_path: P
     job = job_of(
         "tagger",
         own("tagger:tagger", EXAMPLES, width=16, blocks=3),
-        own("tagger:Sentences", EXAMPLES, **arguments),
+        # Read by processes, which change nothing and end with their workers.
+        {**own("tagger:Sentences", EXAMPLES, **arguments), "workers": 2},
         "fp32",
         output=str(tmp_path / "weights"),
         evaluation={
             "every": STEPS,
-            "data": own("tagger:Sentences", EXAMPLES, size=32, length=8, seed=1),
+            "data": {
+                **own("tagger:Sentences", EXAMPLES, size=32, length=8, seed=1),
+                "workers": 1,
+            },
         },
     )
     job_id, metrics = train(cluster, job)
