@@ -7,6 +7,9 @@ PACKAGES := planner proto host master agent worker cli
 TEST_PROCESSES ?= 3
 GENERATED := proto/control_pb2.py proto/control_pb2.pyi proto/control_pb2_grpc.py
 
+# Tests start hundreds of processes, and each would compile all modules of the project anew.
+test soak: export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup demo test soak replay bench lint proto proto-check clean
 
 # The stamp is older than its inputs after an edit of them, and only then installs again.

@@ -1,6 +1,7 @@
 """What tests compute on, and their order: those of whole clusters first, so that all processes end
 together. gRPC, which many tests load, is told first which TLS it speaks."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -28,6 +29,17 @@ def preloaded() -> Iterator[Preloaded]:
     """Starts the warm processes of clusters that many tests share or kill nodes of."""
     with Preloaded() as process:
         yield process
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is loaded for all tests stays to the end: the collector does not look at it again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

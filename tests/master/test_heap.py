@@ -2,6 +2,9 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
+
+import pytest
 
 from oobleck.master.heap import short_collections
 
@@ -13,6 +16,13 @@ class Loop:
 
     def __init__(self) -> None:
         self.own = self
+
+
+@pytest.fixture(autouse=True)
+def left_out() -> Iterator[None]:
+    """What was loaded is left out of collections of other tests."""
+    yield
+    gc.freeze()
 
 
 def test_a_collection_leaves_out_what_outlived_one_until_all_is_looked_through() -> None:
