@@ -1,24 +1,31 @@
-"""The installed programs. Loading one takes a second or more, and Ctrl-C ends it quietly then too:
-this module imports nothing slow, and loads the program by name."""
+"""The installed programs, and how any program starts. Loading one takes a second or more, and
+Ctrl-C ends it quietly then too: this module imports nothing slow, and loads the program by name."""
 
+import gc
 import importlib
 import sys
 
 
 def oobleck() -> None:
-    _run("oobleck.cli.main")
+    run("oobleck.cli.main")
 
 
 def agent() -> None:
-    _run("oobleck.agent.__main__")
+    run("oobleck.agent.__main__")
 
 
 def master() -> None:
-    _run("oobleck.master.__main__")
+    run("oobleck.master.__main__")
 
 
-def _run(module: str) -> None:
+def run(module: str) -> None:
+    """Load the module and call its `main`."""
     try:
-        importlib.import_module(module).main()
+        # What is being loaded stays: looking for what can be freed takes a tenth of the time.
+        gc.disable()
+        main = importlib.import_module(module).main
+        gc.freeze()
+        gc.enable()
+        main()
     except KeyboardInterrupt:
         sys.exit(130)

@@ -2,7 +2,8 @@
 wrong with them, for the command line: a short process, since that has no torch, and a user's code
 may do anything.
 
-    python -m oobleck.worker.describe [--always] < JOB.json > FOUND.json
+    python -m oobleck.host.system.die_with_parent PARENT_PID oobleck.worker.describe [--always] \
+        < JOB.json > FOUND.json
 
 FOUND has the `descriptions` by what is described (`model`, `optimizer`), without those that could
 not be made; the `problems`; and whether the model was `run` for real, which a large one is only
@@ -14,6 +15,7 @@ import os
 import sys
 import warnings
 from dataclasses import asdict, dataclass, field, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -116,7 +118,7 @@ def _made_up(spec: OwnModelSpec, *, most: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def main() -> int:
+def main() -> NoReturn:
     result = os.dup(1)
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
@@ -125,8 +127,7 @@ def main() -> int:
     found = look_at(parse_job(sys.stdin.read()), always="--always" in sys.argv[1:])
     with os.fdopen(result, "w") as out:
         json.dump(asdict(found), out)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # To free what torch has loaded, one piece after the other, takes half a second.
+    os._exit(0)

@@ -1,14 +1,13 @@
 """Load on all cores, beside whatever is measured.
 
-    python -m bench.support.busy
-
-is the load on one core: it computes until it is ended.
+A process whose `main` is this module's is the load on one core: it computes until it is ended.
 """
 
 import contextlib
 import os
 import subprocess
 from collections.abc import Iterator
+from typing import NoReturn
 
 from bench.support.daemons import with_parent
 
@@ -25,6 +24,6 @@ def all_cores_busy() -> Iterator[None]:
             loop.wait()
 
 
-if __name__ == "__main__":
+def main() -> NoReturn:
     while True:
         pass

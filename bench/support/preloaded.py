@@ -7,7 +7,7 @@ with its agent. But it is no child of the agent. A process that stands for it is
 (`bench/startup/sitecustomize.py`), and `bench.support.daemons` finds the one by the other. What
 looks at the process table itself, as `oobleck chaos` does, needs a cluster without this.
 
-    python -m bench.support.preloaded < listening socket
+Its standard input is the listening socket.
 """
 
 import ctypes
@@ -127,5 +127,5 @@ def become_warm(asker: socket.socket, files: list[int]) -> NoReturn:
     os._exit(0)
 
 
-if __name__ == "__main__":
+def main() -> NoReturn:
     serve(socket.socket(fileno=os.dup(0)))

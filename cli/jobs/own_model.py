@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import click
 from oobleck.cli import options
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
+from oobleck.host.system.process import with_parent
 
 if TYPE_CHECKING:
     from oobleck.planner.job.spec import JobSpec
@@ -74,7 +74,7 @@ def look_at(job: "JobSpec", *, always: bool = False) -> Found:
         return Found(job=job, problems=[], run=False)
     unknown = dataclasses.replace(_given(job, dict.fromkeys(_OWN, "")), evaluation=None)
     ended = subprocess.run(
-        [sys.executable, "-m", _MODULE, *(["--always"] if always else [])],
+        [*with_parent(_MODULE), *(["--always"] if always else [])],
         input=format_job(unknown),
         capture_output=True,
         text=True,

@@ -1,4 +1,5 @@
-"""Run a module as a process that ends with its parent from its first moment on.
+"""Run the `main` of a module, or of a package's `__main__`, as a process that ends with its parent
+from its first moment on.
 
     python -m oobleck.host.system.die_with_parent PARENT_PID MODULE [ARGUMENT...]
 
@@ -6,16 +7,16 @@ For modules whose imports take seconds. Without this the parent could die unnoti
 Ctrl-C would leave a traceback in a log. Must import nothing that is slow.
 """
 
-import runpy
 import sys
+from importlib.util import find_spec
 
+from oobleck.host.programs import run
 from oobleck.host.system.process import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
     module = sys.argv[2]
     del sys.argv[1:3]
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    found = find_spec(module)
+    is_package = found is not None and found.submodule_search_locations is not None
+    run(f"{module}.__main__" if is_package else module)
