@@ -49,6 +49,19 @@ def test_mistakes_are_answered_and_do_not_disturb_a_running_job(
     cluster.wait_step(job_id, 3)
     workers = cluster.worker_pids()
 
+    # A step that is under way stays so meanwhile, and does not take the processor.
+    with cluster.frozen("n1"):
+        make_mistakes(cluster, text, tmp_path)
+    cluster.wait_step(job_id, cluster.last_step(job_id) + 5)
+    assert cluster.worker_pids() == workers
+    assert cluster.status(job_id)["generation"] == 1
+    assert {job["job_id"] for job in cluster.jobs()} - others == {job_id}
+
+
+def make_mistakes(cluster: LocalCluster, text: str, tmp_path: Path) -> None:
+    """Each is answered."""
+    master = ("--master", cluster.address)
+    defaults = {"microbatch": "1", "more": ""}
     bad = tmp_path / "bad.yaml"
     for changes, expected in [
         ({"more": "trainig: 1"}, "bad.yaml:6: unknown key 'trainig'; did you mean 'training'?"),
@@ -82,11 +95,6 @@ def test_mistakes_are_answered_and_do_not_disturb_a_running_job(
     host, _, port = cluster.address.rpartition(":")
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(range(256)) * 64)
-
-    cluster.wait_step(job_id, cluster.last_step(job_id) + 5)
-    assert cluster.worker_pids() == workers
-    assert cluster.status(job_id)["generation"] == 1
-    assert {job["job_id"] for job in cluster.jobs()} - others == {job_id}
 
 
 def test_master_that_does_not_answer() -> None:

@@ -18,7 +18,7 @@ from support.folders import ROOT
 pytestmark = pytest.mark.cluster
 
 EXAMPLES = ROOT / "examples"
-NODES = {"n1", "n2", "n3"}
+NODES = {"n1", "n2"}
 #: Of each job file: what is made smaller, and what its loss is at most at the end, over that at the
 #: start.
 _SOON = "training.schedule.warmup=2"
@@ -33,7 +33,7 @@ SMALLER = {
 }
 FAULTS: list[dict[str, object]] = [
     {
-        "worker": {"node": "n3", "slot": 0},
+        "worker": {"node": "n2", "slot": 0},
         "point": "after:Forward",
         "job": name,
         "step": 8,
@@ -94,7 +94,7 @@ def test_a_job_file_trains_through_the_loss_of_a_node(
     job = cluster.oobleck("submit", str(EXAMPLES / f"{name}.yaml"), *options).stdout.strip()
     assert cluster.wait_end(job) == "succeeded", cluster.end_of(job)
     told = cluster.events(job, "reconfigured")
-    assert [node for event in told for node in event["nodes_lost"]] == ["n3"]
+    assert [node for event in told for node in event["nodes_lost"]] == ["n2"]
     metrics = cluster.metrics(job)
     steps = int(smaller[-1].partition("=")[2])
     assert [line["step"] for line in metrics] == list(range(1, steps + 1))

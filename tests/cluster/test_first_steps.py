@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from bench.support.client import BIN
+from bench.support.preloaded import Preloaded
 from support.folders import ROOT
 from support.waiting import PATIENCE_S, all_gone, until
 
@@ -112,12 +113,13 @@ def _pattern(word: str) -> str:
 class Terminals:
     """Those that the page names; each has what a reader's has, and the master's address."""
 
-    def __init__(self, home: Path, stack: ExitStack) -> None:
+    def __init__(self, home: Path, python_path: str, stack: ExitStack) -> None:
         self._folder = home / "job"
         self._folder.mkdir()
         kept = {name: value for name, value in os.environ.items() if "OOBLECK" not in name}
         path = f"{BIN}:{os.environ['PATH']}"
-        self._environment = kept | {"HOME": str(home), "PATH": path, "OMP_NUM_THREADS": "1"}
+        own = {"HOME": str(home), "PATH": path, "PYTHONPATH": python_path}
+        self._environment = kept | own | {"OMP_NUM_THREADS": "1"}
         self._stack = stack
         self._open: dict[str, Terminal] = {}
         #: Where the master is; the page's process ids, and those here.
@@ -155,9 +157,9 @@ class Terminals:
 
 
 @pytest.fixture
-def terminals(tmp_path: Path) -> Iterator[Terminals]:
+def terminals(tmp_path: Path, preloaded: Preloaded) -> Iterator[Terminals]:
     with ExitStack() as stack:
-        yield Terminals(tmp_path, stack)
+        yield Terminals(tmp_path, preloaded.python_path, stack)
 
 
 @pytest.mark.timeout(400)
