@@ -46,7 +46,7 @@ class Case:
     faults: tuple[tuple[str, str, int, str], ...] = ()
     #: Rules of the expected reconfigurations, in order.
     rules: tuple[str, ...] = ()
-    steps: int = 20
+    steps: int = 10
     #: With 4 nodes, a second loss is only survived by pipelines that fit on one node.
     min_nodes_of_4: int = 2
     #: A node that is started again once the job has come to a step, and joins it there.
@@ -66,25 +66,25 @@ CASES = [
     Case(
         name="start",
         nodes=(4,),
-        faults=(("n2", "before:Forward", 10, "kill_node"),),
+        faults=(("n2", "before:Forward", 5, "kill_node"),),
         rules=(LOCAL_RULE,),
     ),
     Case(
         name="middle",
-        faults=(("n4", "after:Backward", 10, "kill_node"),),
+        faults=(("n4", "after:Backward", 5, "kill_node"),),
         rules=(LOCAL_RULE,),
     ),
     Case(
         name="sync",
         nodes=(5,),
-        faults=(("n1", "after:SyncGradient", 10, "kill_node"),),
+        faults=(("n1", "after:SyncGradient", 5, "kill_node"),),
         rules=(LOCAL_RULE,),
     ),
     Case(
         name="twice",
         faults=(
-            ("n3", "before:Backward", 8, "kill_node"),
-            ("n2", "before:Backward", 16, "kill_node"),
+            ("n3", "before:Backward", 4, "kill_node"),
+            ("n2", "before:Backward", 7, "kill_node"),
         ),
         rules=(LOCAL_RULE, LOCAL_RULE),
         min_nodes_of_4=1,
@@ -92,7 +92,7 @@ CASES = [
     Case(
         name="worker",
         nodes=(4,),
-        faults=(("n3", "after:Forward", 10, "kill_worker"),),
+        faults=(("n3", "after:Forward", 5, "kill_worker"),),
         rules=("replace",),
     ),
     Case(
@@ -124,6 +124,7 @@ CASES = [
         name="shadowed",  # one pipeline: only shadows have what n3 has
         faults=(("n3", "after:Backward", 8, "kill_node"),),
         rules=("reroute", "shadow"),
+        steps=20,
         policy="templates",  # which have no plan for fewer nodes
         shadows="auto",
         min_nodes=5,
