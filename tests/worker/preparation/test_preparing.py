@@ -297,8 +297,13 @@ def test_a_copy_counts_for_nobody_before_the_switch(warm: WarmWorkers) -> None:
         last = make_plan(3, [[("a", 3), ("b", 2)]], [8])
         cluster.assign(last)
         lost = "no live worker holds the state of layer 3, 4"
+        # Whoever finds it first leaves, and the other one may hear of that before it finds it too.
+        cluster.wait(
+            lambda: any(has_said(cluster, worker, lost) for worker in last.workers),
+            "a meeting without layers",
+        )
         for worker in last.workers:
-            cluster.wait(partial(has_said, cluster, worker, lost), f"{worker} without layers")
+            cluster.wait(partial(has_said, cluster, worker, ""), f"{worker} out of the meeting")
 
 
 def has_said(cluster: Director, worker: WorkerId, detail: str) -> bool:
