@@ -5,6 +5,8 @@ An error is the node's, the user's or our own. Must not know training.
 
 import logging
 
+import torch
+
 from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.messages import Failed, Launch
 from oobleck.planner.redact import redact
@@ -15,6 +17,7 @@ from oobleck.worker.runtime.errors import (
     JobError,
     NodeError,
     for_want_of_memory,
+    whose_fault,
 )
 from oobleck.worker.session import Session
 
@@ -34,6 +37,11 @@ def run(launch: Launch, control: Control, pid: int) -> int:
         if error.__cause__ is not None:
             log.exception("the job's code failed")
         control.report(Failed(kind="user", message=redact(str(error))))
+    except torch.AcceleratorError as error:
+        # Whatever this process asks of its GPU from now on fails as well.
+        log.exception("the device failed")
+        told = f"{launch.worker}: the GPU has failed: {describe(error)}"
+        control.report(Failed(kind=whose_fault(error), message=redact(told)))
     except Exception as error:
         # The process boundary: whatever the model or the optimizer raised is the job's failure.
         log.exception("training failed")

@@ -14,7 +14,7 @@ from oobleck.worker.models import own
 from oobleck.worker.models.checks.describe import describe as describe_model
 from oobleck.worker.process import describe
 from oobleck.worker.runtime import code
-from oobleck.worker.runtime.errors import JobError
+from oobleck.worker.runtime.errors import JobError, of_the_device, whose_fault
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.stage import StageRunner
@@ -99,3 +99,32 @@ def test_want_of_memory_in_a_layer_is_said_as_such(monkeypatch: pytest.MonkeyPat
     with pytest.raises(torch.OutOfMemoryError) as raised:
         greedy(torch.zeros(2, bad_models.WIDTH), ROWS)
     assert describe(raised.value).startswith("out of memory (none is left); lower training.micro")
+
+
+@pytest.mark.parametrize(
+    ("said", "at_fault"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered", "node"),
+        ("CUDA error: an illegal memory access was encountered", "node"),
+        ("CUDA error: unspecified launch failure", "node"),
+        # An index beyond a table is so on every GPU.
+        ("CUDA error: device-side assert triggered", "user"),
+    ],
+)
+def test_a_sick_gpu_is_the_nodes(said: str, at_fault: str) -> None:
+    error = torch.AcceleratorError(said)
+    assert whose_fault(error) == at_fault
+    assert of_the_device(error) == (at_fault == "node")
+
+
+def test_a_sick_gpu_in_a_users_layer_is_not_the_layers_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sick = layer("layer", 9, monkeypatch)
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+
+    monkeypatch.setattr(sick.module, "forward", fail)
+    with pytest.raises(torch.AcceleratorError):
+        sick(torch.zeros(2, bad_models.WIDTH), ROWS)

@@ -23,7 +23,7 @@ from oobleck.worker.models.base import Layer
 from oobleck.worker.models.linear import split_linear
 from oobleck.worker.models.tree import Tree, flatten, shown
 from oobleck.worker.runtime import code
-from oobleck.worker.runtime.errors import JobError, NodeError, for_want_of_memory
+from oobleck.worker.runtime.errors import JobError, NodeError, of_the_device
 from oobleck.worker.runtime.random import RowKeys
 
 #: Methods of tensors, and functions of torch.nn.init, that draw.
@@ -76,7 +76,7 @@ class OwnLayer(Layer):
         try:
             return self.module(x)
         except Exception as error:
-            if for_want_of_memory(error):
+            if of_the_device(error):
                 raise
             raise JobError(
                 f"model: layer {self.layer} ({type(self.module).__name__}) failed: "
@@ -251,7 +251,7 @@ def row_losses(spec: OwnModelSpec, output: Tree, targets: Tree, rows: int) -> Te
     try:
         found = user_model(spec).loss(output, targets)
     except Exception as error:
-        if for_want_of_memory(error):
+        if of_the_device(error):
             raise
         raise JobError(
             f"model: the loss failed on {shown(output)} and {shown(targets)}: "
@@ -279,6 +279,8 @@ def metric_sums(spec: OwnModelSpec, output: Tree, targets: Tree, rows: int) -> d
     except JobError:
         raise
     except Exception as error:
+        if of_the_device(error):
+            raise
         raise JobError(f"model: the metrics failed: {code.described(error)}") from error
 
 

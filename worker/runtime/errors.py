@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 
@@ -69,10 +70,26 @@ def for_want_of_memory(error: Exception) -> bool:
     )
 
 
+def whose_fault(error: torch.AcceleratorError) -> Literal["user", "node"]:
+    """A kernel that checks what it is given, as an index into a table, fails on every GPU; all else
+    is taken for the GPU's own fault, or its driver's."""
+    return "user" if "device-side assert" in str(error) else "node"
+
+
+def of_the_device(error: Exception) -> bool:
+    """Whether it says something of the device, and nothing of the code that ran there."""
+    if isinstance(error, torch.AcceleratorError):
+        return whose_fault(error) == "node"
+    return for_want_of_memory(error)
+
+
 @contextlib.contextmanager
 def peers_may_fail() -> Iterator[None]:
-    """Turn what NCCL and the store raise for every failure of a peer or a connection."""
+    """Turn what NCCL raises for every failure of a peer or a connection. What the device itself
+    raises is none."""
     try:
         yield
+    except (torch.AcceleratorError, torch.OutOfMemoryError):
+        raise
     except RuntimeError as error:
         raise TransportError(_DECORATION.sub("", str(error).splitlines()[0])) from None
