@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 #: For the last reports, when everything has ended.
 FAREWELL_S = 1.0
 _MOST_FAULT_BYTES = 1 << 20
+#: Of a GPU, per worker: CUDA's context, the code of its kernels, and NCCL's communicators, of which
+#: one of two GPUs took 544 MB on an A100 (NVIDIA/nccl#964).
+GPU_RESERVED_BYTES = 2 << 30
 
 ROOT = (
     "the agent runs as root, and its workers too: jobs can read and write whatever root can; start "
@@ -141,10 +144,12 @@ def read_faults(path: Path) -> tuple[FaultRule, ...]:
 
 
 def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
-    """Bytes for each of `workers` where they share the host's RAM, or the smallest GPU."""
+    """Bytes for each of `workers` where they share the host's RAM, or what is left of the smallest
+    GPU beside what no plan counts."""
     if not gpus:
         return total_memory() // max(1, workers)
-    return min(gpu.memory_bytes for gpu in gpus) // max(1, -(-workers // len(gpus)))
+    share = min(gpu.memory_bytes for gpu in gpus) // max(1, -(-workers // len(gpus)))
+    return max(share - GPU_RESERVED_BYTES, share // 2)
 
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
@@ -259,7 +264,7 @@ def agent(
         more = read_patterns(pass_env)
         passed = passed_on(os.environ, more)
         withheld = len(os.environ) - len(passed)
-        environment = {**worker_environment(device), **passed}
+        environment = {**worker_environment(device, address or ""), **passed}
         gpus = find_gpus(environment) if device == "cuda" else ()
         config = AgentConfig(
             master=master,

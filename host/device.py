@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import psutil
 
 _MODEL = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
 _SPACES = re.compile(r"\s+")
@@ -20,14 +21,26 @@ _PROBE_TIMEOUT_S = 120
 #: Some libraries ask torch at their import whether there is a GPU; this way it asks NVML and leaves
 #: the driver alone, which must not be in use in the process that workers are forked from.
 _FORK_ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-#: torch's watchdog over NCCL must not end the process for an error: a lost peer is the worker's
-#: to recover from. Its monitor would end a process whose watchdog waits for a kernel to abort.
-#: Every communicator has a stream. Streams beyond the number of connections share one, where what
-#: is queued behind a receive that waits for its peer may hold up the kernels of another stream.
 _NCCL_ENVIRONMENT = {
+    # Every communicator has a stream. Streams beyond the number of connections share one, where
+    # what is queued behind a receive that waits for its peer may hold up another stream's kernels.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # The first use of a kernel that is loaded late waits for all others on the device, a receive
+    # that waits for its peer among them.
+    "CUDA_MODULE_LOADING": "EAGER",
+    # torch's watchdog must not end the process for an error, raise it in its own thread, write
+    # files about it or wait: a lost peer is the worker's to recover from. Its monitor would end a
+    # process whose watchdog waits for a kernel to abort.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+    # Multicast memory of the switch is freed by all of a communicator's members together, so an
+    # abort of some may hang (nvidia-resiliency-ext, known issues).
+    "NCCL_NVLS_ENABLE": "0",
+    # Memory comes back in pieces of the size that was asked for: plans differ in what they need.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
 }
 
 
@@ -73,8 +86,9 @@ def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
     return report.gpus
 
 
-def worker_environment(device: str) -> dict[str, str]:
-    """What workers need in their environment, beside what the user set. `device`: cpu or cuda."""
+def worker_environment(device: str, address: str = "") -> dict[str, str]:
+    """What workers need in their environment, beside what the user set. `device`: cpu or cuda;
+    `address`: where others reach this host, by whose interface NCCL talks then."""
     common = {
         "OMP_NUM_THREADS": "1",
         # torch warns twice for each look of a worker that waits for others to arrive.
@@ -83,7 +97,19 @@ def worker_environment(device: str) -> dict[str, str]:
         # 10 s where no name server answers (resolv.conf(5)).
         "RES_OPTIONS": "timeout:1 attempts:1",
     }
-    return common | (_FORK_ENVIRONMENT | _NCCL_ENVIRONMENT if device == "cuda" else {})
+    if device != "cuda":
+        return common
+    interface = _interface_of(address)
+    own = {"NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
+    return common | _FORK_ENVIRONMENT | _NCCL_ENVIRONMENT | own
+
+
+def _interface_of(address: str) -> str:
+    """The name of the network interface that has the address; empty where none has."""
+    for name, has in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in has):
+            return name
+    return ""
 
 
 def device_kind(gpus: Sequence[Gpu], workers: int, environment: Mapping[str, str]) -> str:

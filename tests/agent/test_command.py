@@ -13,8 +13,9 @@ from typing import IO
 import psutil
 import pytest
 
-from oobleck.agent.__main__ import default_name, read_faults
+from oobleck.agent.__main__ import GPU_RESERVED_BYTES, default_memory, default_name, read_faults
 from oobleck.agent.connection.address import local_address
+from oobleck.host.device import Gpu
 from support.commands import end, start_master
 from support.folders import SUPPORT
 from support.forked import run_forked
@@ -184,3 +185,16 @@ def wait_for_line(stream: IO[str], pattern: str) -> str:
         if re.search(pattern, line):
             return line
     raise AssertionError(f"the agent ended before {pattern!r}")
+
+
+@pytest.mark.parametrize(
+    ("workers", "gpus", "expected"),
+    [(2, 2, (80 << 30) - GPU_RESERVED_BYTES), (4, 2, (40 << 30) - GPU_RESERVED_BYTES)],
+)
+def test_plans_do_not_count_on_all_of_a_gpus_memory(workers: int, gpus: int, expected: int) -> None:
+    found = [Gpu(name="H100", uuid=str(number), memory_bytes=80 << 30) for number in range(gpus)]
+    assert default_memory(workers, found) == expected
+
+
+def test_of_a_small_gpu_half_is_left_for_plans() -> None:
+    assert default_memory(1, [Gpu(name="T", uuid="0", memory_bytes=3 << 30)]) == 3 << 29
