@@ -13,12 +13,11 @@ from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.programs.own import OwnProgram
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError, Unreached
-from oobleck.worker.runtime.waiting import Waits
-from oobleck.worker.transport.connect import links_of, owner_groups
+from oobleck.worker.transport.connect import owner_groups, ways_of
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.meeting import epoch_of, secret_of
-from oobleck.worker.transport.nccl import NcclLink
+from oobleck.worker.transport.nccl.transport import NcclLink
 from oobleck.worker.transport.transport import Group, Transport
 from oobleck.worker.transport.tree import HANDS
 from oobleck.worker.transport.words import joined, parts
@@ -55,8 +54,8 @@ def join(
     plan = assign.plan
     _probe(context, "before:rendezvous", assign)
     groups = owner_groups(own.program, plan)
-    links = links_of(context.worker, own.program, plan)
-    return _join(context, assign, plan.workers, standing, groups=groups, links=links)
+    ways = ways_of(context.worker, own.program, plan)
+    return _join(context, assign, plan.workers, standing, groups=groups, ways=ways)
 
 
 def _join(
@@ -66,11 +65,11 @@ def _join(
     standing: bytes,
     *,
     groups: Sequence[Group] = (),
-    links: Sequence[NcclLink] = (),
+    ways: Sequence[NcclLink] = (),
     suffix: str = "",
 ) -> "Membership":
     try:
-        return Membership(context, assign, members, standing, groups, links, suffix)
+        return Membership(context, assign, members, standing, groups, ways, suffix)
     except Unreached as error:
         raise error.of(members) from None
 
@@ -113,7 +112,7 @@ class Membership:
         members: Sequence[WorkerId],
         standing: bytes,
         groups: Sequence[Group],
-        links: Sequence[NcclLink],
+        ways: Sequence[NcclLink],
         suffix: str,
     ) -> None:
         """Returns when all `members` have joined. `suffix`: tells apart the meetings of one
@@ -131,26 +130,22 @@ class Membership:
         self._lost = False
         #: What each has told as it came, by rank.
         self.standings: Sequence[bytes] = ()
-        self._waits = waits = Waits()
-        #: An abrupt change and the loss of a peer call it: whatever waits for others ends.
-        self._release = waits.release
         with ExitStack() as undo:
-            undo.callback(waits.close)
-            control.on_abrupt(self._release)
             undo.callback(control.on_abrupt, None)
             control.check_newest(generation)
-            prefix = assign.rendezvous.prefix + suffix
             self._host = LinkTransport(
                 context.links,
                 epoch_of(generation, 0 if suffix else 1),
-                secret_of(prefix),
+                secret_of(assign.rendezvous.prefix + suffix),
                 members.index(context.worker),
                 len(members),
                 on_lost=self._peer_lost,
             )
             undo.callback(self._host.abort)
-            control.on_abrupt(self._host.abort)
-            self.transport = self._connect(assign, prefix, standing, groups, links, waits)
+            #: An abrupt change and the loss of a peer call it: whatever waits for others ends.
+            self._release = self._host.abort
+            control.on_abrupt(self._release)
+            self.transport = self._connect(assign, standing, groups, ways)
             undo.pop_all()
         self._release = self.transport.abort
         control.on_abrupt(self._release)
@@ -164,16 +159,14 @@ class Membership:
     def _connect(
         self,
         assign: Assign,
-        prefix: str,
         standing: bytes,
         groups: Sequence[Group],
-        links: Sequence[NcclLink],
-        waits: Waits,
+        ways: Sequence[NcclLink],
     ) -> Transport:
         """Wait for all members, and connect to those that are near."""
         context, generation, host = self._context, self._generation, self._host
         connector = context.connector
-        near = connector.near(host.rank, host.size, groups, links)
+        near = connector.near(host.rank, host.size, groups, ways)
 
         def check_newest() -> None:
             context.control.check_newest(generation)
@@ -187,7 +180,7 @@ class Membership:
             raise Superseded(Generation(generation + 1)) from None
         devices, self.standings = zip(*told, strict=True)
         _probe(context, "before:connect", assign)
-        return connector.equip(host, devices, prefix, groups=groups, links=links, waits=waits)
+        return connector.equip(host, devices, groups=groups, ways=ways)
 
     def _cards_of_all(self, assign: Assign) -> Mapping[int, Card] | None:
         """By rank, as far as the master knew them; None: they are not needed, or others than the
@@ -221,4 +214,3 @@ class Membership:
         if not orderly:
             self.transport.abort()
         self.transport.dispose()
-        self._waits.close()

@@ -26,7 +26,7 @@ from oobleck.worker.preparation.items import ACKNOWLEDGED, REFUSED, Over
 from oobleck.worker.preparation.sink import Sink
 from oobleck.worker.preparation.source import Source
 from oobleck.worker.state.layout import layer_sizes
-from oobleck.worker.transport.connect import links_of, owner_groups
+from oobleck.worker.transport.connect import owner_groups, ways_of
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.frame import Label
@@ -139,7 +139,7 @@ class _Coming:
             workers.index(context.worker),
             len(workers),
             owner_groups(own.program, self.plan),
-            links_of(context.worker, own.program, self.plan),
+            ways_of(context.worker, own.program, self.plan),
         )
         near = [self._cards[workers[rank]] for rank in ranks if workers[rank] in self._cards]
         identity = context.links.identity

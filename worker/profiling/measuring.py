@@ -16,7 +16,6 @@ from oobleck.worker.context import WorkerContext
 from oobleck.worker.profiling.measure_layers import measure_alone, measure_layers
 from oobleck.worker.profiling.measure_link import measure_link
 from oobleck.worker.runtime.errors import JobError, Superseded, TransportError
-from oobleck.worker.runtime.waiting import Waits
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.meeting import epoch_of, secret_of
@@ -99,10 +98,7 @@ class Measuring:
         where, rank = pair.rendezvous, pair.workers.index(self._context.worker)
         connector, links = self._context.connector, self._context.links
         meeting = _FIRST_MEETING + 2 * wish.attempt + _SCOPES.index(pair.scope)
-        waits = Waits()
         with ExitStack() as undo:
-            undo.callback(waits.close)
-            self._control.on_abrupt(waits.release)
             undo.callback(self._control.on_abrupt, None)
             self._check()
             if self._generation != _BEFORE:
@@ -114,9 +110,7 @@ class Measuring:
             self._control.on_abrupt(host.abort)
             at, word = Card.read(where.host), connector.announced()
             words = host.meet(at, {1 - rank}, word, self._check)
-            transport = connector.equip(
-                host, words, where.prefix, groups=(), links=_BOTH_WAYS, waits=waits
-            )
+            transport = connector.equip(host, words, groups=(), ways=_BOTH_WAYS)
             undo.pop_all()
         self._control.on_abrupt(transport.abort)
         try:
@@ -128,4 +122,3 @@ class Measuring:
         finally:
             self._control.on_abrupt(None)
             transport.dispose()
-            waits.close()

@@ -6,16 +6,19 @@ that uses CUDA cannot be forked.
 """
 
 import sys
+from typing import Any
 
 import msgspec
 import torch
 
 from oobleck.host.device import Gpu, GpuReport
+from oobleck.host.timeline import boot_id
 from oobleck.worker.runtime.errors import NodeError
 
 
 def open_device(name: str) -> tuple[torch.device, str]:
-    """The device and, of a GPU, the identity that no other GPU has (else an empty text).
+    """The device and, of a GPU, the board that it is on, which no other host has (else an empty
+    text): the parts of a divided GPU (MIG) have the same.
 
     `name`: cpu, or cuda:N. Raises NodeError.
     """
@@ -30,7 +33,20 @@ def open_device(name: str) -> tuple[torch.device, str]:
             "cpu, or make the GPU visible to it"
         )
     torch.cuda.set_device(device)
-    return device, report.gpus[device.index].uuid
+    return device, _board(device)
+
+
+def nccl_version() -> str:
+    """Such as 2.29.7; empty where torch has none."""
+    if not torch.distributed.is_nccl_available():
+        return ""
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # no types
+
+
+def _board(device: torch.device) -> str:
+    found: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack where it is
+    where = [found.pci_domain_id, found.pci_bus_id, found.pci_device_id]
+    return f"{boot_id()}/{':'.join(f'{number:x}' for number in where)}"
 
 
 def find_gpus() -> GpuReport:

@@ -4,6 +4,7 @@ All workers must choose the same: the choice follows from the job, and from what
 devices when they meet. Must not know how messages travel.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Literal
 
@@ -22,11 +23,10 @@ from oobleck.planner.programs.instructions import (
     SyncGradient,
 )
 from oobleck.planner.programs.plan import Plan
-from oobleck.worker.runtime.device import open_device
-from oobleck.worker.runtime.waiting import Waits
-from oobleck.worker.transport.group_store import GroupStore, StoreServer
+from oobleck.worker.runtime.device import nccl_version, open_device
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.nccl import NcclLink, NcclTransport
+from oobleck.worker.transport.nccl.aborts import Aborts
+from oobleck.worker.transport.nccl.transport import NcclLink, NcclTransport
 from oobleck.worker.transport.staged import StagedTransport
 from oobleck.worker.transport.transport import Group, Transport
 from oobleck.worker.transport.tree import (
@@ -38,26 +38,42 @@ from oobleck.worker.transport.tree import (
 
 Choice = Literal["links", "staged", "nccl"]
 
+log = logging.getLogger(__name__)
 
-def choose(device: torch.device, wanted: TransportName, *, gpus_for_all: bool) -> Choice:
-    """NCCL where the job leaves the choice and every worker has a GPU that it shares with none.
 
-    Links carry the tensors of CPUs as they are; a GPU's are staged for them.
+def choose(device: torch.device, wanted: TransportName, told: Sequence["Announced"]) -> Choice:
+    """NCCL where the job leaves the choice, every worker has a GPU that it shares with none, and
+    all have the same NCCL. `told`: by rank.
+
+    Links carry the tensors of CPUs as they are; a GPU's are staged for them. NCCL does not connect
+    the parts of a divided GPU, or another version of itself.
     """
     if device.type == "cpu":
         return "links"
-    return "nccl" if gpus_for_all and wanted == "auto" else "staged"
+    if wanted != "auto":
+        return "staged"
+    boards = {one.board for one in told if one.board}
+    versions = sorted({one.nccl for one in told if one.nccl})
+    if len(boards) < len(told):
+        log.info("staged through host memory", extra={"why": "workers share a GPU, or have none"})
+        return "staged"
+    if len(versions) > 1:
+        log.warning(
+            "staged through host memory, which is slow",
+            extra={"why": f"nodes have NCCL {' and '.join(versions)}; install one torch on all"},
+        )
+        return "staged"
+    return "nccl"
 
 
-def links_of(worker: WorkerId, program: Program, plan: Plan) -> list[NcclLink]:
-    """Sender and receiver, as ranks, of all messages that `worker` sends and receives in a step;
-    sorted, so those of two workers that both have are in the same order on both.
+def ways_of(worker: WorkerId, program: Program, plan: Plan) -> list[NcclLink]:
+    """Sender and receiver, as ranks, of all messages that `worker` sends and receives in a step.
 
     Workers that hold layers together exchange weights and gradients, each with each.
     """
     rank = {worker: index for index, worker in enumerate(plan.workers)}
     own = rank[worker]
-    links = {
+    ways = {
         (own, rank[step.peer])
         if isinstance(step, SendActivation | SendGradient)
         else (rank[step.peer], own)
@@ -67,13 +83,12 @@ def links_of(worker: WorkerId, program: Program, plan: Plan) -> list[NcclLink]:
     for hold in plan.holds:
         if worker in hold.workers:
             others = [rank[other] for other in hold.workers if other != worker]
-            links.update(link for other in others for link in ((own, other), (other, own)))
-    return sorted(links)
+            ways.update(way for other in others for way in ((own, other), (other, own)))
+    return sorted(ways)
 
 
 def owner_groups(program: Program, plan: Plan) -> list[Group]:
-    """The distinct owner sets of the program, as ranks; sorted, so those of two workers that both
-    have are in the same order on both."""
+    """The distinct owner sets of the program, as ranks."""
     rank = {worker: index for index, worker in enumerate(plan.workers)}
     return sorted(
         {
@@ -87,10 +102,10 @@ def owner_groups(program: Program, plan: Plan) -> list[Group]:
 class Announced(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker tells the others of its device when they meet."""
 
-    #: Empty: it has none.
-    gpu: str = ""
-    #: Where NCCL's groups would find each other: host:port.
-    store: str = ""
+    #: The board that its GPU, or its part of one, is on; no two hosts have the same. Empty: none.
+    board: str = ""
+    #: Of NCCL, which talks to its own version alone.
+    nccl: str = ""
 
 
 class Connector:
@@ -98,18 +113,17 @@ class Connector:
 
     def __init__(self, launch: Launch) -> None:
         """Raises NodeError when this host does not have the device."""
-        self.device, self._gpu = open_device(launch.device)
+        self.device, self._board = open_device(launch.device)
         self._wanted = launch.job.resources.transport
         self._stage_everything = launch.stage_everything
-        self._store = StoreServer(launch.address) if self._gpu else None
+        self._aborts = Aborts()
 
     def announced(self) -> bytes:
         """What the others must know of this device."""
-        store = self._store.endpoint if self._store is not None else ""
-        return encode(Announced(gpu=self._gpu, store=store))
+        return encode(Announced(board=self._board, nccl=nccl_version() if self._board else ""))
 
     def near(
-        self, rank: int, size: int, groups: Sequence[Group], links: Sequence[NcclLink]
+        self, rank: int, size: int, groups: Sequence[Group], ways: Sequence[NcclLink]
     ) -> set[int]:
         """Ranks that a worker has links to from the begin: few workers to all, so that whoever
         dies is missed at once; many to those before and behind it, those that the gatherings and
@@ -117,7 +131,7 @@ class Connector:
         if size <= MOST_MESHED:
             return set(range(size)) - {rank}
         near = tree_neighbours(rank, size) | ring_neighbours(rank, size)
-        near.update(peer for link in links for peer in link)
+        near.update(peer for way in ways for peer in way)
         for group in groups:
             found = sum_neighbours(group.index(rank), len(group))
             near.update(group[index] for index in found)
@@ -127,26 +141,19 @@ class Connector:
         self,
         host: LinkTransport,
         words: Sequence[bytes],
-        prefix: str,
         *,
         groups: Sequence[Group],
-        links: Sequence[NcclLink],
-        waits: Waits,
+        ways: Sequence[NcclLink],
     ) -> Transport:
         """The transport of those who have met, whose host tensors go over `host`.
 
-        `words`: what each has announced; `prefix`: tells this meeting from others. Raises
-        TransportError when it cannot be built, or `waits` is released meanwhile.
+        `words`: what each has announced. Raises TransportError when it cannot be built, or `host`
+        is aborted meanwhile; NodeError where this node's GPU cannot be used any more.
         """
-        told = [decode(Announced, word) for word in words]
-        gpus = [one.gpu for one in told if one.gpu]
-        alone = len(set(gpus)) == len(told)
-        choice = choose(self.device, self._wanted, gpus_for_all=alone)
+        choice = choose(self.device, self._wanted, [decode(Announced, word) for word in words])
         below: Transport = host
         if choice != "links" or self._stage_everything:
             below = StagedTransport(host, everything=self._stage_everything)
         if choice != "nccl":
             return below
-        assert self._store is not None, "it has a GPU"
-        store = GroupStore(told[0].store, prefix, own=self._store, waits=waits)
-        return NcclTransport(store, below, self.device, groups=groups, links=links, waits=waits)
+        return NcclTransport(host, below, self.device, self._aborts, groups=groups, ways=ways)

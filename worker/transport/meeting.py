@@ -269,11 +269,11 @@ class Meeting:
         called = [peer for peer in peers if not self.links.linked(self._peers[peer])]
         if not called:
             return
-        self._check_all_of(called)
+        self.check_there(called)
         self.links.connect([self._cards[peer] for peer in called])
         missing = set(called)
         self.links.wait(lambda: self._linked(missing))
-        self._check_all_of(called)
+        self.check_there(called)
 
     # ---- waiting
 
@@ -299,7 +299,9 @@ class Meeting:
         if self.links.has_left(peer):
             raise TransportError(_HAS_LEFT)
 
-    def _check_all_of(self, peers: Iterable[int]) -> None:
+    def check_there(self, peers: Iterable[int]) -> None:
+        """Raises TransportError where the meeting is over, or one of them has left it."""
+        self.check()
         for peer in peers:
             self._check_there(self._peers[peer])
 

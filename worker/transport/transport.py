@@ -16,9 +16,6 @@ Group = tuple[int, ...]
 #: Operations wait for peers' computation; losses release them, not the clock.
 OPERATION_TIMEOUT = timedelta(hours=1)
 
-#: Between the end of a generation and the end of its connections.
-DISPOSE_DELAY_S = 1.0
-
 
 class Pending(Protocol):
     """An operation under way."""
@@ -59,4 +56,4 @@ class Transport(Protocol):
         """Release whatever waits in this transport. From any thread, any number of times."""
 
     def dispose(self) -> None:
-        """Free what the transport holds, in the background; nobody uses it any more."""
+        """Free what the transport holds; nobody uses it any more."""

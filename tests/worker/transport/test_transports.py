@@ -1,61 +1,51 @@
 """What every transport must do, run on each of them: over links that are made on demand, along a
 tree or between all, staged, and in NCCL's wiring.
 
-NCCL between workers needs a GPU for each; its transport's routing over groups and links is run with
-gloo groups in their place. The ranks are threads of this process, with sockets between them. On a
-GPU (`--device cuda:0`) they share it, over the staged transport.
+NCCL between workers needs a GPU for each; its transport runs over a fake (support.fake_nccl), and
+what that transport alone must do is in test_nccl. The ranks are threads of this process, with
+sockets between them. On a GPU (`--device cuda:0`) they share it, over the staged transport.
 """
 
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
-from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo
+from torch._C._distributed_c10d import AllreduceOptions
 
 from oobleck.host.device import worker_environment
 from oobleck.worker.runtime.errors import TransportError
-from oobleck.worker.runtime.waiting import Waits
-from oobleck.worker.transport.connect import choose
-from oobleck.worker.transport.group_store import GroupStore, StoreServer
+from oobleck.worker.transport.connect import Announced, choose
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.meeting import secret_of
-from oobleck.worker.transport.nccl import NcclTransport, make_nccl_group
+from oobleck.worker.transport.nccl.aborts import Aborts
+from oobleck.worker.transport.nccl.group import Identifiers, make_nccl_group
+from oobleck.worker.transport.nccl.transport import NcclTransport
 from oobleck.worker.transport.staged import StagedTransport
 from oobleck.worker.transport.tell_all import tell_all
 from oobleck.worker.transport.transport import Transport
 from oobleck.worker.transport.tree import tree_neighbours
 from support.devices import device
+from support.fake_nccl import Fabric, RankOfFabric
 
 SIZE = 3
 GROUPS = ((0, 1), (0, 1, 2), (1, 2))
-LINKS = ((0, 1), (1, 0), (1, 2))
+WAYS = ((0, 1), (1, 0), (1, 2))
 CPU = torch.device("cpu")
 
 
-def gloo_group(store, rank, size):
-    options = ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=60)
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    return ProcessGroupGloo(store, rank, size, options)
-
-
 class Rank:
-    """One worker: its store, its links, and the transport of a meeting."""
+    """One worker: its links, and the transport of a meeting."""
 
-    def __init__(self, kind: str, server: StoreServer | None, rank: int) -> None:
-        self.store = StoreServer("127.0.0.1")
+    def __init__(self, kind: str, fabric: Fabric, rank: int) -> None:
         self.links = Links("127.0.0.1", silence_s=5, sealed=kind != "mesh")
-        self.waits = Waits()
-        at = (server or self.store).endpoint
-        self.groups = GroupStore(at, kind, own=self.store, waits=self.waits)
         self.host = LinkTransport(self.links, 1, secret_of(kind), rank, SIZE)
+        self.nccl = RankOfFabric(fabric)
         self._kind = kind
         self._rank = rank
         self.transport: Transport = self.host
@@ -68,20 +58,19 @@ class Rank:
             self.transport = StagedTransport(self.host, everything=True)
         if self._kind == "nccl":
             self.transport = NcclTransport(
-                self.groups,
+                self.host,
                 self.transport,
                 CPU,
+                Aborts(),
                 groups=GROUPS,
-                links=LINKS,
-                waits=self.waits,
-                make_group=gloo_group,
+                ways=WAYS,
+                make_group=self.nccl.make_group,
             )
         return self.transport
 
     def end(self) -> None:
         self.transport.abort()
         self.transport.dispose()
-        self.waits.close()
         self.links.close()
 
 
@@ -91,9 +80,8 @@ def everywhere(request: pytest.FixtureRequest):
     returns what each returned."""
     if device().type != "cpu" and request.param != "staged":
         pytest.skip("a transport between host tensors, or for a GPU per rank")
-    workers: list[Rank] = []
-    for rank in range(SIZE):
-        workers.append(Rank(request.param, workers[0].store if workers else None, rank))
+    fabric = Fabric()
+    workers = [Rank(request.param, fabric, rank) for rank in range(SIZE)]
     with ThreadPoolExecutor(SIZE) as pool:
         ranks = list(pool.map(lambda worker: worker.meet(workers[0].links.card), workers))
 
@@ -221,17 +209,16 @@ def test_gathering_and_spreading(everywhere):
     assert everywhere(talk) == [([[0, 7], [1, 7], [2, 7]], [1.0])] * SIZE
 
 
+@pytest.mark.skipif(device().type != "cuda", reason="of NCCL itself, which needs a GPU")
 def test_a_group_comes_up_again_after_every_abort_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Of one worker: NCCL's own on a GPU, else gloo's in its place."""
-    make_group = gloo_group if device().type == "cpu" else make_nccl_group
-    for name, value in worker_environment(device().type).items():
+    for name, value in worker_environment("cuda").items():
         monkeypatch.setenv(name, value)
-    store = StoreServer("127.0.0.1").store
     threads = []
-    for number in range(20):
-        group = make_group(PrefixStore(str(number), store), 0, 1)
+    for _ in range(20):
+        group = make_nccl_group(Identifiers(), 0, 1)
+        group.eager_connect_single_device(device())
         tensor = torch.full((1000,), 3.0, device=device())
         group.allreduce([tensor], AllreduceOptions()).wait()
         assert tensor.unique().tolist() == [3.0]
@@ -245,8 +232,7 @@ def test_an_abort_releases_those_who_wait_and_refuses_all_later_use(everywhere):
     started = threading.Barrier(SIZE)
 
     def wait(transport: Transport):
-        # Not on NCCL's own links: there its abort ends a wait, and gloo's in its place ends none.
-        pending = transport.receive(torch.zeros(1), {0: 2, 1: 2, 2: 0}[transport.rank], 9)
+        pending = transport.receive(torch.zeros(1), {0: 1, 1: 2, 2: 0}[transport.rank], 9)
         started.wait(60)
         if transport.rank == 0:
             transport.abort()
@@ -260,59 +246,21 @@ def test_an_abort_releases_those_who_wait_and_refuses_all_later_use(everywhere):
     assert everywhere(wait) == [True] * SIZE
 
 
-class EndedByAbort:
-    """As NCCL, it ends a receive when it is aborted, and nothing tells that no message came."""
-
-    def __init__(self) -> None:
-        self.connected = False
-        self.waiting = threading.Event()
-        self.ended = threading.Event()
-
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> "EndedByAbort":
-        return self
-
-    def wait(self) -> None:
-        if self.connected:
-            self.waiting.set()
-            assert self.ended.wait(60)
-
-    def abort(self) -> None:
-        self.ended.set()
-
-
-def test_what_an_abort_leaves_behind_is_no_message():
-    alone = Rank("ended", None, 0)
-    link = EndedByAbort()
-    transport = NcclTransport(
-        alone.groups,
-        alone.host,
-        CPU,
-        groups=(),
-        links=[(1, 0)],
-        waits=alone.waits,
-        make_group=lambda store, rank, size: link,
-    )
-    link.connected = True
-    pending = transport.receive(torch.zeros(1), 1, 3)
-    with ThreadPoolExecutor(1) as pool:
-        waited = pool.submit(pending.wait)
-        assert link.waiting.wait(60)
-        transport.abort()
-        with pytest.raises(TransportError, match="aborted"):
-            waited.result(60)
-    transport.dispose()
-    alone.end()
-
-
 @pytest.mark.parametrize(
-    ("device", "wanted", "gpus_for_all", "choice"),
+    ("name", "wanted", "told", "choice"),
     [
-        ("cpu", "auto", False, "links"),
-        ("cpu", "tcp", False, "links"),
-        ("cuda:0", "auto", True, "nccl"),
-        ("cuda:1", "auto", False, "staged"),
-        ("cuda:0", "tcp", True, "staged"),
+        ("cpu", "auto", ["", ""], "links"),
+        ("cpu", "tcp", ["", ""], "links"),
+        ("cuda:0", "auto", ["a/0 2.29", "b/0 2.29"], "nccl"),
+        ("cuda:0", "tcp", ["a/0 2.29", "b/0 2.29"], "staged"),
+        # Two workers on a GPU, or on parts of it, which NCCL does not connect.
+        ("cuda:1", "auto", ["a/0 2.29", "a/0 2.29"], "staged"),
+        ("cuda:0", "auto", ["a/0 2.29", ""], "staged"),
+        # Other versions refuse each other, again and again.
+        ("cuda:0", "auto", ["a/0 2.29", "b/0 2.27"], "staged"),
     ],
 )
-def test_the_choice(device, wanted, gpus_for_all, choice):
-    assert choose(torch.device(device), wanted, gpus_for_all=gpus_for_all) == choice
+def test_the_choice(name, wanted, told, choice):
+    said = [one.partition(" ") for one in told]
+    devices = [Announced(board=board, nccl=version) for board, _, version in said]
+    assert choose(torch.device(name), wanted, devices) == choice

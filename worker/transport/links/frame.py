@@ -35,6 +35,8 @@ class Kind(IntEnum):
     FED = 11
     #: The sender has the secret of that meeting, in which it was not when the link was made.
     PROOF = 12
+    #: How many operations of NCCL the sender is ready for.
+    NOTE = 13
 
 
 #: These are said of a meeting that is over, so they are never dropped.
@@ -68,6 +70,7 @@ HEADER = struct.Struct("!QBqIQ")
 URGENT, ORDINARY, BULK, BACKGROUND = range(4)
 _PRIORITIES = {
     Kind.MESSAGE: ORDINARY,
+    Kind.NOTE: ORDINARY,
     Kind.WORDS: URGENT,
     Kind.TABLE: URGENT,
     Kind.STANDING: URGENT,

@@ -1,0 +1,261 @@
+"""NCCL as it may behave at its worst, on host memory, for ranks that are threads of one process.
+
+Each rank has a device. A group has a queue on it that runs one operation after the other, each a
+kernel that takes up a part of the device until its peer has come: a send until it is taken, a
+receive until something comes, a sum until all are there. Few kernels fit on a device at once. Work
+that the device must be free for (`Device.synchronize`: the first use of a kernel, memory that is
+freed) waits for all kernels that run. A group is connected when all its members have come. An abort
+marks the group, which ends its kernels and leaves garbage where a message should be, and then
+frees memory, and so waits for the kernels of all other groups. What real NCCL does not promise is
+not done here: nothing is buffered, and nothing ends by itself.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions
+
+from oobleck.worker.transport.nccl.group import Identifiers
+
+#: A test that has come to a halt must not hold up the run.
+_PATIENCE_S = 30.0
+_POLL_S = 0.001
+_KEY = "0"
+
+
+class Device:
+    """What a rank computes on."""
+
+    def __init__(self, room: int = 4) -> None:
+        """`room`: kernels that run at once."""
+        self._changed = threading.Condition()
+        self._room = room
+        self._running: set[object] = set()
+
+    def enter(self, kernel: object, ended: Callable[[], bool]) -> None:
+        """Return when there is room, or `ended`."""
+        with self._changed:
+            while len(self._running) >= self._room and not ended():
+                self._changed.wait(_POLL_S)
+            self._running.add(kernel)
+
+    def leave(self, kernel: object) -> None:
+        with self._changed:
+            self._running.discard(kernel)
+            self._changed.notify_all()
+
+    @property
+    def running(self) -> int:
+        """Kernels."""
+        return len(self._running)
+
+    def synchronize(self) -> None:
+        """Wait for all kernels that run now. Raises TimeoutError: they wait for somebody who waits
+        for this."""
+        with self._changed:
+            running = set(self._running)
+            if not self._changed.wait_for(lambda: not running & self._running, _PATIENCE_S):
+                raise TimeoutError("the device is never free")
+
+
+class Fabric:
+    """What connects the devices; one for all ranks."""
+
+    def __init__(self, together: int = 0) -> None:
+        """`together`: no group is connected before all members of so many have come, so that one
+        who waits for a group before it begins another one waits for ever."""
+        self.lock = threading.Condition()
+        self._together = together
+        self._communicators: dict[bytes, Communicator] = {}
+        self._made = 0
+
+    def identifier(self) -> bytes:
+        with self.lock:
+            self._made += 1
+            return f"fake-{self._made}".encode()
+
+    @property
+    def is_open(self) -> bool:
+        with self.lock:
+            return sum(each.all_have_come for each in self._communicators.values()) >= (
+                self._together
+            )
+
+    def communicator(self, identifier: bytes, size: int) -> "Communicator":
+        with self.lock:
+            return self._communicators.setdefault(identifier, Communicator(self, size))
+
+
+class Communicator:
+    """What the members of a group share."""
+
+    def __init__(self, fabric: Fabric, size: int) -> None:
+        self.fabric = fabric
+        self.size = size
+        self._come: set[int] = set()
+        #: Of each direction, what a sender holds out.
+        self.offered: dict[tuple[int, int], Tensor] = {}
+        #: Of each sum, by its number: what each member has brought.
+        self.brought: dict[int, dict[int, Tensor]] = {}
+
+    def come(self, rank: int) -> None:
+        with self.fabric.lock:
+            self._come.add(rank)
+
+    @property
+    def all_have_come(self) -> bool:
+        return len(self._come) == self.size
+
+    @property
+    def is_connected(self) -> bool:
+        return self.all_have_come and self.fabric.is_open
+
+
+class FakeWork:
+    """An operation that was queued."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+
+    def end(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self._ended.set()
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def wait(self) -> bool:
+        """Host memory has no queue in whose order it could be put."""
+        if not self._ended.wait(_PATIENCE_S):
+            raise TimeoutError("an operation never ended")
+        return True
+
+
+class FakeGroup:
+    """One member of a group."""
+
+    def __init__(
+        self, fabric: Fabric, device: Device, identifiers: Identifiers, rank: int, size: int
+    ) -> None:
+        if rank == 0:
+            identifiers.set(_KEY, fabric.identifier())
+        self.communicator = fabric.communicator(identifiers.get(_KEY), size)
+        self.rank = rank
+        self._fabric = fabric
+        self._device = device
+        self._sums = 0
+        self._aborted = False
+        #: For tests: raised by the next operation's end.
+        self.fault: BaseException | None = None
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="fake NCCL", daemon=True).start()
+
+    def eager_connect_single_device(self, device: torch.device | None) -> None:
+        self.communicator.come(self.rank)
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
+        (tensor,), way = tensors, (self.rank, peer)
+        offered = self.communicator.offered
+
+        def kernel() -> None:
+            with self._fabric.lock:
+                offered[way] = tensor
+                self._fabric.lock.notify_all()
+                self._until(lambda: way not in offered)
+
+        return self._enqueue(kernel)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
+        (tensor,), way = tensors, (peer, self.rank)
+        offered = self.communicator.offered
+
+        def kernel() -> None:
+            with self._fabric.lock:
+                self._until(lambda: way in offered)
+                if self._aborted:
+                    tensor.fill_(float("nan"))
+                else:
+                    tensor.copy_(offered.pop(way))
+                self._fabric.lock.notify_all()
+
+        return self._enqueue(kernel)
+
+    def allreduce(self, tensors: list[Tensor], options: AllreduceOptions) -> FakeWork:
+        (tensor,), number = tensors, self._sums
+        self._sums += 1
+        brought = self.communicator.brought
+
+        def kernel() -> None:
+            with self._fabric.lock:
+                mine = brought.setdefault(number, {})
+                mine[self.rank] = tensor.clone()
+                self._fabric.lock.notify_all()
+                self._until(lambda: len(mine) == self.communicator.size)
+                if self._aborted:
+                    tensor.fill_(float("nan"))
+                else:
+                    tensor.copy_(sum(mine[rank] for rank in sorted(mine)))
+
+        return self._enqueue(kernel)
+
+    def abort(self) -> None:
+        self._aborted = True
+        with self._fabric.lock:
+            self._fabric.lock.notify_all()
+        self._queue.put(None)
+        self._device.synchronize()
+
+    def _enqueue(self, kernel: Callable[[], None]) -> FakeWork:
+        if self._aborted:
+            raise RuntimeError("NCCL communicator was aborted")
+        self._until_connected()
+        work = FakeWork()
+
+        def run() -> None:
+            self._device.enter(work, lambda: self._aborted)
+            try:
+                kernel()
+            finally:
+                self._device.leave(work)
+                fault, self.fault = self.fault, None
+                work.end(fault)
+
+        self._queue.put(run)
+        return work
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        """With the fabric's lock: until `done` or aborted."""
+        self._fabric.lock.wait_for(lambda: done() or self._aborted)
+
+    def _until_connected(self) -> None:
+        """As torch does where a communicator is made without waiting: its first use waits."""
+        while not self.communicator.is_connected:
+            if self._aborted:
+                raise RuntimeError("NCCL communicator was aborted")
+            time.sleep(_POLL_S)
+
+    def _run(self) -> None:
+        while (kernel := self._queue.get()) is not None:
+            kernel()
+
+
+class RankOfFabric:
+    """Makes the groups of one rank, and keeps them for tests to look at."""
+
+    def __init__(self, fabric: Fabric, device: Device | None = None) -> None:
+        self.device = device or Device()
+        self.groups: list[FakeGroup] = []
+        self._fabric = fabric
+
+    def make_group(self, identifiers: Identifiers, rank: int, size: int) -> FakeGroup:
+        group = FakeGroup(self._fabric, self.device, identifiers, rank, size)
+        self.groups.append(group)
+        return group

@@ -1,0 +1,375 @@
+"""What the transport over NCCL must do on devices that promise nothing.
+
+The ranks are threads of this process, with real links between them and groups of support.fake_nccl
+in NCCL's place. Programs run to their end where all work of a device waits for all kernels on it,
+receives that wait for their peers among them; groups come up without waiting for each other; and
+nobody waits for what never ends.
+"""
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch._C._distributed_c10d import AllreduceOptions
+
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.programs.compile import compile_programs
+from oobleck.planner.programs.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Message,
+    ReceiveActivation,
+    ReceiveGradient,
+    SyncGradient,
+)
+from oobleck.planner.programs.own import compile_own
+from oobleck.planner.programs.plan import Plan
+from oobleck.worker.runtime.errors import NodeError, TransportError
+from oobleck.worker.step.mailbox import AHEAD
+from oobleck.worker.transport.connect import owner_groups, ways_of
+from oobleck.worker.transport.linked import LinkTransport
+from oobleck.worker.transport.nccl.aborts import Aborts
+from oobleck.worker.transport.nccl.group import Identifiers
+from oobleck.worker.transport.nccl.lines import Line
+from oobleck.worker.transport.nccl.transport import NcclTransport
+from oobleck.worker.transport.transport import Pending
+from support.fake_nccl import Device, Fabric, FakeWork, RankOfFabric
+from support.meeting import Party
+from support.plans import plan_of_cuts
+from support.routes import random_listed
+from support.waiting import until
+
+CPU = torch.device("cpu")
+ROWS = 6
+COMPUTE = Forward | Backward | BackwardInput | BackwardWeight
+PAIR = ((0, 1), (1, 0))
+#: For what must not happen: so long it is looked for.
+SOON_S = 0.2
+
+
+class Cluster:
+    """Ranks with a device each, and the transports between them."""
+
+    def __init__(self, party: Party, size: int, *, room: int = 4, together: int = 0) -> None:
+        self.party = party
+        fabric = Fabric(together)
+        self.ranks = [RankOfFabric(fabric, Device(room)) for _ in range(size)]
+        self.aborts = [Aborts(limit_s=10) for _ in range(size)]
+        self.transports: list[NcclTransport] = []
+
+    def connect(
+        self,
+        groups: Sequence[tuple[int, ...]] = (),
+        ways: Sequence[tuple[int, int]] = (),
+        limit_s: float = 20,
+    ) -> list[NcclTransport]:
+        def join(links: LinkTransport) -> NcclTransport:
+            rank = links.rank
+            return NcclTransport(
+                links,
+                links,
+                CPU,
+                self.aborts[rank],
+                groups=groups,
+                ways=ways,
+                make_group=self.ranks[rank].make_group,
+                limit_s=limit_s,
+            )
+
+        self.party.meet()
+        self.transports = self.party.everywhere(join)
+        return self.transports
+
+    def close(self) -> None:
+        for transport in self.transports:
+            transport.abort()
+        for aborts in self.aborts:
+            aborts.settle()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Callable[..., Cluster]]:
+    made: list[Cluster] = []
+    parties: list[Party] = []
+
+    def make(size: int, **options: int) -> Cluster:
+        parties.append(Party(size, sealed=False))
+        made.append(Cluster(parties[-1], size, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+    for party in parties:
+        party.__exit__()
+
+
+def tag_of(step: Message) -> int:
+    gradient, microbatch, boundary, share = step.content
+    return ((microbatch * 100 + boundary) * 2 + gradient) * 1000 + share.start * 10 + share.of
+
+
+class Interpreter:
+    """Runs one worker's program as the executor does: receives posted ahead in the order of the
+    program, sums waited for in the end; all work waits for the whole device."""
+
+    def __init__(
+        self, transport: NcclTransport, device: Device, plan: Plan, program: Sequence[Instruction]
+    ) -> None:
+        self._transport = transport
+        self._device = device
+        self._program = program
+        self._rank = {worker: rank for rank, worker in enumerate(plan.workers)}
+        self._due: dict[WorkerId, deque[Message]] = {}
+        self._posted: dict[tuple[WorkerId, int], tuple[torch.Tensor, Pending]] = {}
+
+    def run(self) -> None:
+        messages = [s for s in self._program if isinstance(s, Message) and s.share.of_rows(ROWS)]
+        for step in messages:
+            if isinstance(step, ReceiveActivation | ReceiveGradient):
+                self._due.setdefault(step.peer, deque()).append(step)
+        for due in self._due.values():
+            for _ in range(AHEAD):
+                self._post(due)
+        sums = []
+        for step in self._program:
+            if isinstance(step, COMPUTE):
+                self._device.synchronize()
+            elif isinstance(step, SyncGradient):
+                tensor = torch.ones(3)
+                group = tuple(sorted(self._rank[owner] for owner in step.owners))
+                sums.append((tensor, group, self._transport.all_reduce(tensor, group)))
+            elif isinstance(step, Message) and step in messages:
+                self._talk(step)
+        for tensor, group, pending in sums:
+            pending.wait()
+            assert tensor.tolist() == [len(group)] * 3
+        self._transport.complete()
+
+    def _talk(self, step: Message) -> None:
+        if not isinstance(step, ReceiveActivation | ReceiveGradient):
+            tensor = torch.full((2,), float(tag_of(step)))
+            self._transport.send(tensor, self._rank[step.peer], tag_of(step))
+            return
+        tensor, pending = self._posted.pop((step.peer, tag_of(step)))
+        pending.wait()
+        assert tensor.tolist() == [tag_of(step)] * 2
+        self._post(self._due[step.peer])
+
+    def _post(self, due: deque[Message]) -> None:
+        if due:
+            step, tensor = due.popleft(), torch.zeros(2)
+            peer = self._rank[step.peer]
+            pending = self._transport.receive(tensor, peer, tag_of(step))
+            self._posted[step.peer, tag_of(step)] = tensor, pending
+
+
+def run_program(cluster: Cluster, plan: Plan) -> None:
+    programs = compile_programs(plan, tied=False)
+    groups, ways = set[tuple[int, ...]](), set[tuple[int, int]]()
+    for worker, program in programs.items():
+        groups.update(owner_groups(program, plan))
+        ways.update(ways_of(worker, compile_own(plan, worker, tied=False).program, plan))
+    by_rank = list(programs.values())
+    cluster.connect(sorted(groups), sorted(ways))
+
+    def run(links: LinkTransport) -> None:
+        rank = links.rank
+        device, transport = cluster.ranks[rank].device, cluster.transports[rank]
+        Interpreter(transport, device, plan, by_rank[rank]).run()
+
+    cluster.party.everywhere(run)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_a_schedule_runs_where_all_work_waits_for_all_kernels(cluster, schedule):
+    plan = plan_of_cuts(([1, 1, 1], 4), ([2, 1], 3), schedule=schedule)
+    run_program(cluster(len(plan.workers)), plan)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_routes_run_where_all_work_waits_for_all_kernels(cluster, seed):
+    """Re-routed after losses, or in no order at all, with stages of several workers."""
+    plan = random_listed(random.Random(seed))
+    run_program(cluster(len(plan.workers)), plan)
+
+
+def test_a_receive_takes_nothing_of_the_device_before_its_message_is_announced(cluster):
+    here = cluster(2)
+    sender, receiver = here.connect(ways=PAIR)
+    tensor = torch.zeros(2)
+    pending = receiver.receive(tensor, 0, 1)
+    here.ranks[1].device.synchronize()  # else it never returns
+    sent = sender.send(torch.full((2,), 3.0), 1, 1)
+    pending.wait()
+    sent.wait()
+    assert tensor.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("size", "groups", "ways"),
+    [
+        # Four pipelines of three stages, in which each worker has groups that overlap others'.
+        (12, [tuple(range(s, 12, 3)) for s in range(3)], [(p * 3, p * 3 + 1) for p in range(4)]),
+        # Two stages of four workers: all talk to all.
+        (8, [(0, 4), (1, 5), (2, 6), (3, 7)], [(a, b) for a in range(4) for b in range(4, 8)]),
+        (6, [(0, 1, 2, 3, 4, 5)], [(a, (a + 1) % 6) for a in range(6)]),
+    ],
+)
+def test_no_group_waits_for_another_one_to_be_connected(cluster, size, groups, ways):
+    """Here none is connected before the members of all have come."""
+    here = cluster(size, together=len(groups) + len(ways))
+    transports = here.connect(groups, ways)
+    assert [transport.rank for transport in transports] == list(range(size))
+
+
+def test_all_groups_end_where_each_abort_waits_for_the_kernels_of_the_others(cluster):
+    here = cluster(2)
+    first, _ = here.connect([(0, 1)], PAIR)
+    to_second, owners, _ = here.ranks[0].groups
+    to_second.send([torch.ones(1)], 1, 0)
+    owners.allreduce([torch.ones(1)], AllreduceOptions())
+    until(lambda: here.ranks[0].device.running == 2, "two kernels")
+    alone = threading.Thread(target=to_second.abort, daemon=True)
+    alone.start()
+    alone.join(SOON_S)
+    assert alone.is_alive(), "one abort waits for the kernels of the others"
+    first.abort()
+    here.aborts[0].settle()
+    alone.join(10)
+    assert not alone.is_alive()
+
+
+class Stuck:
+    """A group whose abort never returns."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
+    def abort(self) -> None:
+        self.may_end.wait(60)
+
+
+def test_an_abort_that_never_ends_is_the_nodes_fault():
+    aborts, stuck = Aborts(limit_s=0.05), Stuck()
+    aborts.begin([stuck])
+    with pytest.raises(NodeError, match=r"1 of NCCL's communicators did not end within 0\.05 s"):
+        aborts.settle()
+    stuck.may_end.set()
+
+
+def test_what_an_abort_leaves_behind_is_no_message(cluster):
+    here = cluster(2)
+    sender, receiver = here.connect(ways=PAIR)
+    fault = threading.Event()
+    tensor = torch.zeros(1)
+    pending = receiver.receive(tensor, 0, 3)
+    # Said to be sent, and never sent.
+    here.ranks[0].groups[0].send = lambda tensors, peer, tag: FakeWork()
+    sender.send(torch.ones(1), 1, 3)
+
+    def wait() -> None:
+        with pytest.raises(TransportError, match="aborted"):
+            pending.wait()
+        fault.set()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert not fault.wait(SOON_S)
+    receiver.abort()
+    waiting.join(30)
+    assert fault.is_set()
+    here.aborts[1].settle()
+    assert torch.isnan(tensor).all(), "the fake leaves garbage, as NCCL may"
+
+
+def test_an_error_of_nccls_own_ends_the_wait(cluster):
+    here = cluster(2)
+    first, second = here.connect([(0, 1)])
+    here.ranks[0].groups[0].fault = RuntimeError("NCCL error: remote process exited")
+    first.all_reduce(torch.ones(1), (0, 1))
+    second.all_reduce(torch.ones(1), (0, 1))
+    with pytest.raises(TransportError, match="remote process exited"):
+        first.complete()
+
+
+def test_an_error_of_the_device_is_no_lost_peer(cluster):
+    here = cluster(2)
+    first, second = here.connect([(0, 1)])
+    here.ranks[0].groups[0].fault = torch.AcceleratorError("CUDA error: uncorrectable ECC error")
+    first.all_reduce(torch.ones(1), (0, 1))
+    second.all_reduce(torch.ones(1), (0, 1))
+    with pytest.raises(torch.AcceleratorError, match="uncorrectable ECC"):
+        first.complete()
+
+
+def test_a_peer_that_counts_in_another_way_is_at_fault(cluster):
+    here = cluster(2)
+    here.party.meet()
+    first, second = here.party.transports
+    name = ("owners", (0, 1))
+    heard = threading.Semaphore(0)
+    line = Line(second, name, "sum", heard.release)
+    for _ in range(2):  # the second one begins anew
+        Line(first, name, "sum", lambda: None).want(lambda: None)
+    assert second.links.wait(lambda: heard.acquire(blocking=False), time.monotonic() + 30)
+    assert second.links.wait(lambda: heard.acquire(blocking=False), time.monotonic() + 30)
+    with pytest.raises(TransportError, match="counts the operations of NCCL in another way"):
+        line.advance()
+
+
+def test_whoever_never_comes_is_not_waited_for(cluster):
+    """One rank has its groups' identifiers and makes none; the loss of its links ends the wait."""
+    here = cluster(3)
+    here.party.meet()
+    begun = threading.Barrier(3)
+
+    def join(links: LinkTransport) -> str:
+        rank = links.rank
+        begun.wait(30)
+        if rank == 2:
+            links.abort()
+            here.party.links[2].close()
+            return "gone"
+
+        def make(identifiers: Identifiers, index: int, size: int):
+            return here.ranks[rank].make_group(identifiers, index, size)
+
+        with pytest.raises(TransportError):
+            NcclTransport(
+                links, links, CPU, here.aborts[rank], groups=[(0, 1, 2)], ways=[], make_group=make
+            )
+        return "released"
+
+    assert here.party.everywhere(join) == ["released", "released", "gone"]
+
+
+def test_groups_that_never_connect_are_given_up(cluster):
+    here = cluster(2, together=99)
+    with pytest.raises(TransportError, match=r"did not connect in 0\.3 s"):
+        here.connect([(0, 1)], limit_s=0.3)
+
+
+def test_generation_after_generation_nothing_is_left_behind(cluster):
+    here, threads = cluster(2), []
+    for _ in range(4):
+        first, second = here.connect([(0, 1)], PAIR)
+        tensor = torch.ones(2)
+        sums = [transport.all_reduce(tensor.clone(), (0, 1)) for transport in (first, second)]
+        for pending in sums:
+            pending.wait()
+        for transport in (first, second):
+            transport.complete()
+            transport.dispose()
+        for aborts in here.aborts:
+            aborts.settle()
+        names = [thread.name for thread in threading.enumerate()]
+        threads.append(sum(name in ("abort", "connect") for name in names))
+    assert threads == [0] * 4

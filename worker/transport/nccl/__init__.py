@@ -1,0 +1,1 @@
+"""NCCL between GPUs: what a step sends and sums."""

@@ -1,0 +1,60 @@
+"""Ends of NCCL's groups, each in a thread of its own.
+
+Freeing a communicator may wait for the kernels of others on the same GPU, which end by the abort of
+theirs alone (pytorch/pytorch#119797). So all aborts run at once, none in a thread that somebody
+waits for, and whoever wants the GPU's memory back waits for all of them, so long and no longer.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable
+
+from oobleck.worker.runtime import pulse
+from oobleck.worker.runtime.errors import NodeError
+from oobleck.worker.transport.nccl.group import ProcessGroup
+
+#: Aborts take a fraction of a second where the driver is well.
+LIMIT_S = 20.0
+
+
+class Aborts:
+    """The aborts of one worker."""
+
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self._limit_s = limit_s
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, groups: Iterable[ProcessGroup]) -> None:
+        """Abort them; returns at once. From any thread."""
+        started = []
+        for group in groups:
+            # Daemons: one that is stuck in the driver must not hold up the end of the process.
+            thread = threading.Thread(target=_abort, args=(group,), name="abort", daemon=True)
+            thread.start()
+            started.append(thread)
+        with self._lock:
+            self._threads = [each for each in (*self._threads, *started) if each.is_alive()]
+
+    def settle(self) -> None:
+        """Wait until all have ended. Raises NodeError where one does not: the process must end, and
+        its GPU with it, before anything else can be computed there."""
+        with self._lock:
+            threads, self._threads = self._threads, []
+        end_at = time.monotonic() + self._limit_s
+        with pulse.WAITING:
+            for thread in threads:
+                thread.join(max(0.0, end_at - time.monotonic()))
+        if stuck := sum(thread.is_alive() for thread in threads):
+            raise NodeError(
+                f"{stuck} of NCCL's communicators did not end within {self._limit_s:g} s of their "
+                "abort; the worker's process is replaced. If that comes again, look at the GPU's "
+                "driver (dmesg, nvidia-smi)"
+            )
+
+
+def _abort(group: ProcessGroup) -> None:
+    # It raises where the group never came up, or its GPU is gone: there is nothing left to end.
+    with contextlib.suppress(RuntimeError):
+        group.abort()

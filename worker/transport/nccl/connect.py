@@ -1,0 +1,124 @@
+"""Connects the groups of a generation, all at once.
+
+No group waits for another one: first a worker begins those of which it is the first member, and
+tells the others what NCCL's identifier is; then it begins the others as their identifiers come. So
+the longest row of workers that wait for each other is two, however the groups overlap. Then each
+group is used once, so that the first step finds it ready: one after the other in an order that all
+workers have, since each use takes up a part of the GPU until the others come.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+
+import msgspec
+import torch
+
+from oobleck.worker.runtime import pulse
+from oobleck.worker.runtime.errors import TransportError
+from oobleck.worker.transport.linked import LinkTransport
+from oobleck.worker.transport.nccl.group import Identifiers, MakeGroup, ProcessGroup
+
+#: NCCL finds out about the machines' wires while it makes a communicator.
+LIMIT_S = 60.0
+_POLL_S = 0.01
+#: Of the message with an identifier, whose size both ends must know: NCCL's has 128 bytes.
+_ROOM = 1024
+
+#: The ranks of a group's members; of a link the sender's and the receiver's.
+Members = tuple[int, ...]
+#: Of a group and what it is for.
+Name = tuple[str, Members]
+
+
+def begin_groups(
+    names: Sequence[Name],
+    links: LinkTransport,
+    device: torch.device,
+    make_group: MakeGroup,
+    made: dict[Name, ProcessGroup],
+) -> None:
+    """Begin to connect the groups `names`, all of which this rank is in, and put them into `made`.
+    Raises TransportError when a member is lost."""
+    rank, told = links.rank, []
+    arriving = []
+    for name in names:
+        if name[1][0] != rank:
+            room = torch.zeros(_ROOM, dtype=torch.uint8, device="cpu")
+            arriving.append((name, room, links.receive(room, name[1][0], _tag(name))))
+    for name in names:
+        members = name[1]
+        if members[0] == rank:
+            identifiers = Identifiers()
+            made[name] = _begin(make_group, identifiers, 0, len(members), device)
+            word = _packed(identifiers.written)
+            told += [links.send(word, member, _tag(name)) for member in members[1:]]
+    for name, room, pending in arriving:
+        pending.wait()
+        members = name[1]
+        identifiers = Identifiers(_unpacked(room))
+        made[name] = _begin(make_group, identifiers, members.index(rank), len(members), device)
+    for sent in told:
+        sent.wait()
+
+
+def _begin(
+    make_group: MakeGroup, identifiers: Identifiers, index: int, size: int, device: torch.device
+) -> ProcessGroup:
+    group = make_group(identifiers, index, size)
+    group.eager_connect_single_device(device)
+    return group
+
+
+def abandonable(
+    call: Callable[[], None], check: Callable[[], None], limit_s: float = LIMIT_S
+) -> None:
+    """Run `call` in a thread of its own, since NCCL may wait for ever for one who never comes.
+
+    Raises what it raises, TransportError where it takes longer than `limit_s`, and what `check`
+    raises, which is asked meanwhile; the thread is left behind then.
+    """
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  # handed on
+            # The boundary of the thread: whoever waits for it raises it.
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="connect", daemon=True)
+    thread.start()
+    end_at = time.monotonic() + limit_s
+    while thread.is_alive():
+        check()
+        if time.monotonic() > end_at:
+            raise TransportError(f"NCCL's groups did not connect in {limit_s:g} s")
+        with pulse.WAITING:
+            thread.join(_POLL_S)
+    if errors:
+        raise errors[0]
+
+
+def _tag(name: Name) -> int:
+    text = f"{name[0]}:{','.join(map(str, name[1]))}".encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest()) >> 1
+
+
+def _packed(written: Mapping[str, bytes]) -> torch.Tensor:
+    text = msgspec.msgpack.encode(dict(written))
+    room = bytearray(_ROOM)
+    room[:2] = len(text).to_bytes(2)
+    room[2 : 2 + len(text)] = text
+    assert len(room) == _ROOM, f"{len(text)} bytes are no identifier of NCCL's"
+    return torch.frombuffer(room, dtype=torch.uint8)
+
+
+def _unpacked(room: torch.Tensor) -> dict[str, bytes]:
+    """Raises TransportError where the bytes are none."""
+    told = bytes(room.numpy())
+    try:
+        return msgspec.msgpack.decode(told[2 : 2 + int.from_bytes(told[:2])], type=dict[str, bytes])
+    except msgspec.DecodeError as error:
+        raise TransportError(f"what came from a peer is no identifier: {error}") from error

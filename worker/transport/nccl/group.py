@@ -1,0 +1,68 @@
+"""A process group of NCCL, and how its members learn what they need to find each other.
+
+NCCL's first member makes an identifier that the others must have. torch hands it on through a
+store; here that store is a table in memory, and the identifier travels as a message over the links
+between workers, which are sealed and can be given up.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions, Store, Work
+
+from oobleck.worker.transport.transport import OPERATION_TIMEOUT
+
+
+class ProcessGroup(Protocol):
+    """What is used of ProcessGroupNCCL."""
+
+    def eager_connect_single_device(self, device: torch.device | None) -> None:
+        """Begin to connect; returns before the others have come."""
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
+
+    def allreduce(self, tensors: list[Tensor], options: AllreduceOptions) -> Work: ...
+
+    def abort(self) -> None: ...
+
+
+class Identifiers(Store):
+    """What the first member of a group has written, for one group."""
+
+    def __init__(self, written: Mapping[str, bytes] | None = None) -> None:
+        """`written`: what the first member's has; None: this is the first member's own."""
+        super().__init__()
+        self.written = dict(written or {})
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # torch gives bytes
+        self.written[key] = bytes(value)
+
+    def get(self, key: str) -> bytes:
+        """Raises KeyError at once: what is not here will not come."""
+        return self.written[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self.written for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        if not self.check(keys):
+            raise KeyError(f"nothing is known as {', '.join(keys)}")
+
+
+#: Makes a process group from its identifiers, this member's number and the number of members.
+MakeGroup = Callable[[Identifiers, int, int], ProcessGroup]
+
+
+def make_nccl_group(identifiers: Identifiers, rank: int, size: int) -> ProcessGroup:
+    """A group whose communicator is made without waiting for the other members."""
+    from torch._C._distributed_c10d import ProcessGroupNCCL  # builds of torch for CPUs lack it
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = OPERATION_TIMEOUT
+    options.config.blocking = 0
+    return ProcessGroupNCCL(identifiers, rank, size, options)  # type: ignore[return-value]  # stubs

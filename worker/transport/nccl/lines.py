@@ -1,0 +1,111 @@
+"""When an operation of NCCL may be launched: when all who take part are about to launch it, too.
+
+An operation is a kernel that takes up a part of the GPU until its peers' have come, and other work
+of the device may have to wait for it: work, even, that a peer waits for. So workers tell each other
+over the links between hosts what they are ready for, and launch nothing that its peers do not
+launch at once: a receiver says that it wants a message, the sender then sends it and says so, and
+the receiver receives it. Of a sum each owner says that it has brought its part. All operations of a
+line come in one order on all its members, so a number says everything.
+
+Must not know NCCL's groups.
+"""
+
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Literal
+
+from oobleck.worker.runtime.errors import TransportError
+from oobleck.worker.transport.linked import LinkTransport
+from oobleck.worker.transport.links.frame import Kind, Label
+from oobleck.worker.transport.links.link import Incoming
+
+_NUMBER = struct.Struct("!Q")
+
+#: Of a link the sender's and the receiver's part; of a sum any owner's.
+Part = Literal["send", "receive", "sum"]
+#: Begins the operation on the device.
+Launch = Callable[[], None]
+
+
+class _Notes(Incoming):
+    """What one peer says of a line, from now until the meeting is over."""
+
+    def __init__(self, links: LinkTransport, peer: bytes, label: Label, wake: Launch) -> None:
+        self.peer = peer
+        #: Operations that the peer is ready for.
+        self.count = 0
+        #: It said another number than it had to.
+        self.confused = False
+        self._links = links
+        self._label = label
+        self._wake = wake
+        self._content = bytearray(_NUMBER.size)
+        with links.links.lock:
+            links.check()
+            links.links.post(peer, label, self)
+
+    def room(self, size: int) -> memoryview:
+        if size != _NUMBER.size:
+            raise ConnectionError(f"{size} bytes came where a number was expected")
+        return memoryview(self._content)
+
+    def arrived(self) -> None:
+        (number,) = _NUMBER.unpack(self._content)
+        self.confused = self.confused or number != self.count
+        self.count += 1
+        self._links.links.post(self.peer, self._label, self)
+        self._wake()
+
+
+class Line:
+    """The operations of one group, as far as this worker takes part. Used by one thread at a
+    time."""
+
+    def __init__(
+        self,
+        links: LinkTransport,
+        name: tuple[str, Sequence[int]],
+        part: Part,
+        wake: Callable[[], None],
+    ) -> None:
+        """`wake`: called, from any thread, where something may be launched that might not before.
+        Raises TransportError."""
+        text = f"{name[0]}:{','.join(map(str, name[1]))}".encode()
+        key = int.from_bytes(blake2b(text, digest_size=8).digest()) >> 1
+        self.peers = [rank for rank in name[1] if rank != links.rank]
+        self._links = links
+        self._part = part
+        self._label = Label(Kind.NOTE, key, 0)
+        identities = [links.reach(peer) for peer in self.peers]
+        self._notes = [_Notes(links, each, self._label, wake) for each in identities]
+        self._wanted: deque[Launch] = deque()
+        self._said = 0
+        self._launched = 0
+
+    def want(self, launch: Launch) -> None:
+        """The line's next operation. Raises TransportError."""
+        self._wanted.append(launch)
+        if self._part != "send":
+            self._say()
+
+    def advance(self) -> None:
+        """Launch what may be. Raises TransportError."""
+        if any(notes.confused for notes in self._notes):
+            raise TransportError("a peer counts the operations of NCCL in another way")
+        ready = min(notes.count for notes in self._notes)
+        while self._wanted and self._launched < ready:
+            launch = self._wanted.popleft()
+            self._launched += 1
+            launch()
+            if self._part == "send":
+                self._say()
+
+    def _say(self) -> None:
+        number = memoryview(_NUMBER.pack(self._said))
+        self._said += 1
+        with self._links.links.lock:
+            self._links.check()
+            for notes in self._notes:
+                self._links.links.send(notes.peer, self._label, number)
