@@ -21,6 +21,7 @@ SEEDS = int(os.environ.get("SIMULATION_SEEDS", "50"))
 FIRST = int(os.environ.get("SIMULATION_FIRST_SEED", "0"))
 HALF = FIRST + SEEDS // 2
 AT_A_TIME = 20
+_MANY = 25
 
 _played: list[Outcome] = []
 
@@ -43,11 +44,12 @@ def played(seed: int) -> Outcome:
 
 
 def test_the_seeds_meet_every_kind_of_fault() -> None:
-    """Faults that never strike prove nothing; nor do jobs that never end well."""
+    """Faults that never strike prove nothing; nor do jobs that never end well. A few seeds that
+    somebody asks for need not meet them all."""
     struck: Counter[str] = Counter()
     for outcome in _played:
         struck.update(outcome.faults)
-    if len(_played) >= 50:
+    if len(_played) >= _MANY:
         assert set(struck) == FAULTS
         ends = Counter(end for outcome in _played for end in outcome.ends)
         assert ends["succeeded"] > len(_played) / 2
