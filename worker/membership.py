@@ -173,7 +173,7 @@ class Membership:
 
         try:
             at = Card.read(assign.rendezvous.host)
-            word = joined([connector.announced(), standing])
+            word = joined([connector.announced(groups, ways), standing])
             cards = self._cards_of_all(assign)
             told = [parts(each) for each in host.meet(at, near, word, check_newest, cards)]
         except CalledOff:

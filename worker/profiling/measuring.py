@@ -108,7 +108,7 @@ class Measuring:
             host = LinkTransport(links, epoch, secret, rank, _MEMBERS)
             undo.callback(host.abort)
             self._control.on_abrupt(host.abort)
-            at, word = Card.read(where.host), connector.announced()
+            at, word = Card.read(where.host), connector.announced((), _BOTH_WAYS)
             words = host.meet(at, {1 - rank}, word, self._check)
             transport = connector.equip(host, words, groups=(), ways=_BOTH_WAYS)
             undo.pop_all()

@@ -40,13 +40,18 @@ Choice = Literal["links", "staged", "nccl"]
 
 log = logging.getLogger(__name__)
 
+#: torch has 32 streams of a priority; the transport itself uses one.
+MOST_GROUPS = 31
+
 
 def choose(device: torch.device, wanted: TransportName, told: Sequence["Announced"]) -> Choice:
-    """NCCL where the job leaves the choice, every worker has a GPU that it shares with none, and
-    all have the same NCCL. `told`: by rank.
+    """NCCL where the job leaves the choice, every worker has a GPU that it shares with none, all
+    have the same NCCL, and none is in too many groups. `told`: by rank.
 
     Links carry the tensors of CPUs as they are; a GPU's are staged for them. NCCL does not connect
-    the parts of a divided GPU, or another version of itself.
+    the parts of a divided GPU, or another version of itself; and groups beyond torch's streams
+    share one, where operations of the one wait behind those of the other, in another order than at
+    their peers perhaps.
     """
     if device.type == "cpu":
         return "links"
@@ -57,13 +62,15 @@ def choose(device: torch.device, wanted: TransportName, told: Sequence["Announce
     if len(boards) < len(told):
         log.info("staged through host memory", extra={"why": "workers share a GPU, or have none"})
         return "staged"
+    most = max(one.groups for one in told)
+    why = ""
     if len(versions) > 1:
-        log.warning(
-            "staged through host memory, which is slow",
-            extra={"why": f"nodes have NCCL {' and '.join(versions)}; install one torch on all"},
-        )
-        return "staged"
-    return "nccl"
+        why = f"nodes have NCCL {' and '.join(versions)}; install one torch on all"
+    elif most > MOST_GROUPS:
+        why = f"a worker would be in {most} groups of NCCL's, and {MOST_GROUPS} work"
+    if why:
+        log.warning("staged through host memory, which is slow", extra={"why": why})
+    return "staged" if why else "nccl"
 
 
 def ways_of(worker: WorkerId, program: Program, plan: Plan) -> list[NcclLink]:
@@ -106,6 +113,8 @@ class Announced(msgspec.Struct, frozen=True, kw_only=True):
     board: str = ""
     #: Of NCCL, which talks to its own version alone.
     nccl: str = ""
+    #: How many groups of NCCL's it would be in.
+    groups: int = 0
 
 
 class Connector:
@@ -118,9 +127,12 @@ class Connector:
         self._stage_everything = launch.stage_everything
         self._aborts = Aborts()
 
-    def announced(self) -> bytes:
-        """What the others must know of this device."""
-        return encode(Announced(board=self._board, nccl=nccl_version() if self._board else ""))
+    def announced(self, groups: Sequence[Group], ways: Sequence[NcclLink]) -> bytes:
+        """What the others must know of this device. `groups`, `ways`: of this worker."""
+        if not self._board:
+            return encode(Announced())
+        count = sum(len(group) > 1 for group in groups) + len(ways)
+        return encode(Announced(board=self._board, nccl=nccl_version(), groups=count))
 
     def near(
         self, rank: int, size: int, groups: Sequence[Group], ways: Sequence[NcclLink]

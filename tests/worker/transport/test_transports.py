@@ -258,9 +258,12 @@ def test_an_abort_releases_those_who_wait_and_refuses_all_later_use(everywhere):
         ("cuda:0", "auto", ["a/0 2.29", ""], "staged"),
         # Other versions refuse each other, again and again.
         ("cuda:0", "auto", ["a/0 2.29", "b/0 2.27"], "staged"),
+        # torch has streams for so many groups.
+        ("cuda:0", "auto", ["a/0 2.29 31", "b/0 2.29 3"], "nccl"),
+        ("cuda:0", "auto", ["a/0 2.29 3", "b/0 2.29 32"], "staged"),
     ],
 )
 def test_the_choice(name, wanted, told, choice):
-    said = [one.partition(" ") for one in told]
-    devices = [Announced(board=board, nccl=version) for board, _, version in said]
+    said = [[*one.split(), "", "", "0"] if not one else [*one.split(), "0"] for one in told]
+    devices = [Announced(board=a, nccl=b, groups=int(c)) for a, b, c, *_ in said]
     assert choose(torch.device(name), wanted, devices) == choice
