@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ import click
 
 from oobleck.agent.config import DRAIN_GRACE_S, AgentConfig
 from oobleck.agent.connection.address import check_own_address
+from oobleck.agent.connection.code import fetch
 from oobleck.agent.connection.enrol import Denied, Holder, choose_way, join, read_join_token
 from oobleck.agent.connection.outbox import Outbox
 from oobleck.agent.connection.session import Session
@@ -66,7 +68,10 @@ async def serve(config: AgentConfig, holder: Holder, token: Credentials | None =
     environment = Environment()
     incarnation = new_incarnation(environment)
     outbox = Outbox(incarnation)
-    supervisor = Supervisor(config, outbox, environment)
+    fetching = functools.partial(fetch, lambda: holder.endpoint)
+    supervisor = Supervisor(
+        config, outbox, environment, fetch=fetching if config.accept_code else None
+    )
     session = Session(
         config,
         incarnation,
@@ -223,6 +228,12 @@ def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
     "for credentials, else none but installed plugins]",
 )
 @click.option(
+    "--accept-code/--no-accept-code",
+    default=None,
+    help="Jobs may bring code of their own in a wheel, which is run as this agent's user.  "
+    "[default: where the master is on this host and asks nobody for credentials]",
+)
+@click.option(
     "--insecure",
     is_flag=True,
     help="Talk to a master on this host in the clear, as is the default there.",
@@ -248,6 +259,7 @@ def agent(
     token_file: Path | None,
     pass_env: tuple[str, ...],
     allow_code: tuple[str, ...],
+    accept_code: bool | None,
     insecure: bool,
     exit_with_parent: bool,
     fault_plan: Path | None,
@@ -289,8 +301,8 @@ def agent(
             drain_grace_s=drain_grace,
         )
         holder = choose_way(master, config.name, credentials, token, insecure=insecure)
-        prefixes = _read_prefixes(allow_code, in_the_clear=holder.folder is None)
-        config = dataclasses.replace(config, allow_code=prefixes)
+        code = read_code(allow_code, accept_code, in_the_clear=holder.folder is None)
+        config = dataclasses.replace(config, allow_code=code[0], accept_code=code[1])
     except ValueError as error:
         raise command.CommandFailed(str(error), 2) from error
     log.configure()
@@ -299,11 +311,14 @@ def agent(
     return asyncio.run(serve(config, holder, token))
 
 
-def _read_prefixes(given: Sequence[str], *, in_the_clear: bool) -> tuple[str, ...]:
-    """What --allow-code names, directories as absolute paths. Raises ValueError."""
-    if not given:
-        return ("*",) if in_the_clear else ()
-    return tuple(map(_read_prefix, given))
+def read_code(
+    allowed: Sequence[str], accepted: bool | None, *, in_the_clear: bool
+) -> tuple[tuple[str, ...], bool]:
+    """What --allow-code names, directories as absolute paths, and whether jobs may bring code of
+    their own. Raises ValueError."""
+    by_default = ("*",) if in_the_clear else ()
+    prefixes = tuple(map(_read_prefix, allowed)) or by_default
+    return prefixes, in_the_clear if accepted is None else accepted
 
 
 def _read_prefix(prefix: str) -> str:

@@ -37,6 +37,8 @@ class AgentConfig:
     versions: Versions = field(default_factory=Versions)
     #: Packages and directories whose functions jobs may load; *: any.
     allow_code: tuple[str, ...] = ()
+    #: Jobs may bring code of their own.
+    accept_code: bool = False
     #: How long the work may take to move off when the agent is told to end.
     drain_grace_s: float = DRAIN_GRACE_S
 

@@ -33,6 +33,7 @@ from oobleck.agent.events import (
     WorkerSaid,
 )
 from oobleck.agent.processes.children import WarmProcess, WorkerProcess
+from oobleck.agent.processes.code import CodeCache, Fetch
 from oobleck.agent.processes.memory import kernel_kills
 from oobleck.agent.processes.pool import ProcessPool, StartWarmProcess, StartWorker
 from oobleck.agent.reconcile import decide
@@ -76,14 +77,21 @@ class Supervisor:
         *,
         start_warm: StartWarmProcess = WarmProcess,
         start_worker: StartWorker = WorkerProcess,
+        fetch: Fetch | None = None,
     ) -> None:
-        """`start_warm`, `start_worker`: what stands for the processes here."""
+        """`start_warm`, `start_worker`: what stands for the processes here. `fetch`: gets code that
+        comes with jobs; None: this node takes none."""
         self._config = config
         #: Where all that the master is to hear is put.
         self._outbox = outbox
         self._now = environment.now
         self._pool = ProcessPool(
-            config, environment, self, start_warm=start_warm, start_worker=start_worker
+            config,
+            environment,
+            self,
+            start_warm=start_warm,
+            start_worker=start_worker,
+            code=CodeCache(fetch),
         )
         self._state = NodeState(
             node=config.name, slot_count=config.worker_slots, faults=config.faults

@@ -23,6 +23,9 @@ DEADLINE_S = 5.0
 ASK_AGAIN_S = 10.0
 #: For a timeline: its steps are waited for.
 TIMELINE_S = 3600.0
+#: For a wheel, which may be large and the line slow.
+CODE_S = 600.0
+_PART_BYTES = 1 << 20
 
 #: To connect may take as long as one call. A master that is frozen ends the streams from it.
 CHANNEL_OPTIONS = (
@@ -107,6 +110,12 @@ class MasterClient:
         )
         reply: pb.SubmitReply = self._change(self._stub.Submit, request)
         return reply
+
+    def put_code(self, wheel: bytes) -> None:
+        """Have the master keep it for a job that is submitted next."""
+        parts = [wheel[at : at + _PART_BYTES] for at in range(0, len(wheel), _PART_BYTES)]
+        with self._errors_as_lines():
+            self._stub.PutCode((pb.CodeChunk(data=part) for part in parts), timeout=CODE_S)
 
     def jobs(self) -> list[pb.JobStatus]:
         reply: pb.ListJobsReply = self._ask(self._stub.ListJobs, pb.ListJobsRequest())

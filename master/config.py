@@ -60,6 +60,11 @@ class MasterConfig:
         return self.state_dir / "profiles"
 
     @property
+    def code(self) -> Path:
+        """Wheels of jobs, by their hashes."""
+        return self.state_dir / "code"
+
+    @property
     def tracking(self) -> Path:
         """Copies of jobs for other programs."""
         return self.state_dir / "tracking"

@@ -18,6 +18,7 @@ from oobleck.host.system.process import end_signals
 from oobleck.master.api import limits
 from oobleck.master.api.access import Access
 from oobleck.master.api.agent_service import ControlService
+from oobleck.master.api.code import CodeOfJobs
 from oobleck.master.api.connections import Connections
 from oobleck.master.api.interceptor import CallInterceptor
 from oobleck.master.api.operator_service import OperatorService
@@ -80,6 +81,7 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
         asyncio.create_task(planner.run()),
         asyncio.create_task(connections.watch(port)),
         asyncio.create_task(tracking.run(own_address(host, port))),
+        asyncio.create_task(CodeOfJobs(master).run()),
     ]
     stopping = asyncio.create_task(stopped.wait())
     try:

@@ -396,6 +396,24 @@ class SubmitRequest(_message.Message):
     profile_only: bool
     def __init__(self, request_id: _Optional[str] = ..., job: _Optional[str] = ..., profile: _Optional[str] = ..., profile_only: _Optional[bool] = ...) -> None: ...
 
+class CodeChunk(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class CodeReply(_message.Message):
+    __slots__ = ("sha256",)
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    sha256: str
+    def __init__(self, sha256: _Optional[str] = ...) -> None: ...
+
+class CodeRequest(_message.Message):
+    __slots__ = ("sha256",)
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    sha256: str
+    def __init__(self, sha256: _Optional[str] = ...) -> None: ...
+
 class ProfileReply(_message.Message):
     __slots__ = ("profile", "key")
     PROFILE_FIELD_NUMBER: _ClassVar[int]

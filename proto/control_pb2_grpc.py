@@ -41,6 +41,11 @@ class ControlStub:
                 request_serializer=oobleck_dot_proto_dot_control__pb2.AgentMessage.SerializeToString,
                 response_deserializer=oobleck_dot_proto_dot_control__pb2.MasterMessage.FromString,
                 _registered_method=True)
+        self.GetCode = channel.unary_stream(
+                '/oobleck.Control/GetCode',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.CodeRequest.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.CodeChunk.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -54,6 +59,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCode(self, request, context):
+        """The wheel of a job that an assignment names; NOT_FOUND where the master has none of that hash.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +73,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=oobleck_dot_proto_dot_control__pb2.AgentMessage.FromString,
                     response_serializer=oobleck_dot_proto_dot_control__pb2.MasterMessage.SerializeToString,
+            ),
+            'GetCode': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetCode,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.CodeRequest.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.CodeChunk.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -102,6 +119,33 @@ class Control:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def GetCode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/oobleck.Control/GetCode',
+            oobleck_dot_proto_dot_control__pb2.CodeRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.CodeChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class OperatorStub:
     """Operator -> master.
@@ -117,6 +161,11 @@ class OperatorStub:
                 '/oobleck.Operator/Submit',
                 request_serializer=oobleck_dot_proto_dot_control__pb2.SubmitRequest.SerializeToString,
                 response_deserializer=oobleck_dot_proto_dot_control__pb2.SubmitReply.FromString,
+                _registered_method=True)
+        self.PutCode = channel.stream_unary(
+                '/oobleck.Operator/PutCode',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.CodeChunk.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.CodeReply.FromString,
                 _registered_method=True)
         self.ListJobs = channel.unary_unary(
                 '/oobleck.Operator/ListJobs',
@@ -191,6 +240,13 @@ class OperatorServicer:
 
     def Submit(self, request, context):
         """INVALID_ARGUMENT with the fix when the job is refused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutCode(self, request_iterator, context):
+        """The wheel of a job that is submitted next. It goes with the last job that names it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -297,6 +353,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     request_deserializer=oobleck_dot_proto_dot_control__pb2.SubmitRequest.FromString,
                     response_serializer=oobleck_dot_proto_dot_control__pb2.SubmitReply.SerializeToString,
             ),
+            'PutCode': grpc.stream_unary_rpc_method_handler(
+                    servicer.PutCode,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.CodeChunk.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.CodeReply.SerializeToString,
+            ),
             'ListJobs': grpc.unary_unary_rpc_method_handler(
                     servicer.ListJobs,
                     request_deserializer=oobleck_dot_proto_dot_control__pb2.ListJobsRequest.FromString,
@@ -391,6 +452,33 @@ class Operator:
             '/oobleck.Operator/Submit',
             oobleck_dot_proto_dot_control__pb2.SubmitRequest.SerializeToString,
             oobleck_dot_proto_dot_control__pb2.SubmitReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutCode(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/oobleck.Operator/PutCode',
+            oobleck_dot_proto_dot_control__pb2.CodeChunk.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.CodeReply.FromString,
             options,
             channel_credentials,
             insecure,

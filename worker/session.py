@@ -68,6 +68,8 @@ class Session:
         """Raises DataError or NodeError where this node lacks the data or device, JobError where
         the model cannot be built or saved."""
         job = launch.job
+        if launch.no_code:
+            raise NodeError(launch.no_code)
         code.allow(launch.allow_code)
         connector = Connector(launch)
         if job.output is not None:

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 #: A worker that leaves this much unread is stuck.
 WRITE_LIMIT_BYTES = 64 << 20
+
+#: What is added to a launch before a worker can have it.
+Complete = Callable[[Launch], Awaitable[Launch]]
 
 _from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
 _from_warm: msgspec.json.Decoder[FromWarm] = msgspec.json.Decoder(FromWarm)
@@ -93,21 +96,31 @@ class WorkerProcess:
         with suppress(ProcessLookupError):  # it ended already and was reaped
             self._handle = os.pidfd_open(pid)
 
-    async def serve(self, launch: Launch) -> None:
-        """Send `launch`, then tell the listener what comes, until the channel closes."""
+    async def serve(self, launch: Launch, complete: Complete | None = None) -> None:
+        """Send `launch`, then tell the listener what comes, until the channel closes. `complete`:
+        gives what is sent instead, as soon as it can."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
+        completing: asyncio.Task[None] | None = None
         try:
-            self.send(launch)
+            if complete is None:
+                self.send(launch)
+            else:
+                completing = asyncio.create_task(self._send_completed(complete(launch)))
             while (body := await read_frame(reader)) is not None:
                 self._listener.said(self.incarnation, _from_worker.decode(body))
         except (ValueError, RecursionError, ConnectionError) as error:  # not understood, or cut
             fields = {"slot": self.slot, "pid": self.pid, "reason": error}
             logger.warning("worker's channel broke", extra=fields)
         finally:
+            if completing is not None:
+                completing.cancel()
             self._writer.close()
             self._writer = None
             self.silent.set()
         self._listener.channel_closed(self.incarnation)
+
+    async def _send_completed(self, launch: Awaitable[Launch]) -> None:
+        self.send(await launch)
 
     def send(self, message: ToWorker) -> None:
         """Without waiting; a worker that is gone or does not read is found out elsewhere."""

@@ -26,6 +26,7 @@ from oobleck.agent.actions import (
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.events import Asked, Event, ForkAsked, ShutDown
 from oobleck.agent.processes.children import Listener, WarmProcess, WorkerProcess
+from oobleck.agent.processes.code import CodeCache
 from oobleck.host.ipc.messages import Ask, Fork, Launch, Save, Stop
 from oobleck.host.system.environment import Environment
 from oobleck.planner.ids import Incarnation, WorkerId
@@ -52,6 +53,7 @@ class ProcessPool:
         *,
         start_warm: StartWarmProcess,
         start_worker: StartWorker,
+        code: CodeCache,
     ) -> None:
         #: None: it has ended, or was never started.
         self.warm: WarmProcess | None = None
@@ -62,6 +64,7 @@ class ProcessPool:
         self._config = config
         self._environment = environment
         self._listener = listener
+        self._code = code
         #: What stands for the processes here.
         self._start_warm = start_warm
         self._start_worker = start_worker
@@ -131,7 +134,10 @@ class ProcessPool:
             allow_code=self._config.allow_code,
             faults=fork.faults,
         )
-        tasks.create_task(process.serve(launch))
+        if fork.job.code is None:
+            tasks.create_task(process.serve(launch))
+        else:
+            tasks.create_task(process.serve(launch, self._code.complete))
         return ForkAsked(slot=slot, incarnation=process.incarnation)
 
     def _kill(self, incarnation: Incarnation, what: str, reason: str) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from oobleck.cli import options
 from oobleck.cli.jobs.own_model import code_folder, with_description
+from oobleck.cli.jobs.wheel import read_wheel
 from oobleck.cli.output.text_file import CONFIG_OF_MODEL, JOB_FILE, PROFILE_OF_JOB, read_text
 from oobleck.host.command import CommandFailed
 
@@ -85,6 +86,9 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
     def absolute(path: str | None) -> str | None:
         return None if path is None else str(base / os.path.expanduser(path))
 
+    def folder_of(python: str | None, path: str | None) -> str | None:
+        return code_folder(python, path, base, carried)
+
     def of_data(data: "DataSpec") -> "DataSpec":
         return dataclasses.replace(
             data,
@@ -92,19 +96,21 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
             tokens=absolute(data.tokens),
             tokenizer=absolute(data.tokenizer),
             cache=absolute(data.cache),
-            path=code_folder(data.python, data.path, base),
+            path=folder_of(data.python, data.path),
         )
 
     def of_model(model: "AnyModel") -> "AnyModel":
         if isinstance(model, ModelSpec):
             return dataclasses.replace(model, weights=absolute(model.weights))
         assert isinstance(model, OwnModelSpec), "there are two kinds"
-        path = code_folder(model.python, model.path, base)
+        path = folder_of(model.python, model.path)
         return dataclasses.replace(model, path=path, weights=absolute(model.weights))
 
+    code = absolute(job.code)
+    carried = frozenset[str]() if code is None else read_wheel(code).modules
     checkpoint, evaluation, optimizer = job.checkpoint, job.evaluation, job.training.optimizer
     try:
-        folder = code_folder(optimizer.python, optimizer.path, base)
+        folder = folder_of(optimizer.python, optimizer.path)
         optimizer = dataclasses.replace(optimizer, path=folder)
         if checkpoint is not None and "://" not in checkpoint.path:
             path = str(base / os.path.expanduser(checkpoint.path))
@@ -120,6 +126,7 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
             output=absolute(job.output),
             checkpoint=checkpoint,
             profile=absolute(job.profile_path) or job.profile,
+            code=code,
         )
     except ValueError as error:  # only the folder was not looked at yet
         text = f"{error} (its folder is {str(base)!a}: move the job file and what it names)"

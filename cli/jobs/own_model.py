@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from oobleck.cli import options
+from oobleck.cli.jobs.wheel import unpacked
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.system.process import with_parent
@@ -25,10 +26,14 @@ _MODULE = "oobleck.worker.describe"
 _OWN = ("model", "optimizer")
 
 
-def code_folder(python: str | None, path: str | None, base: Path) -> str | None:
+def code_folder(
+    python: str | None, path: str | None, base: Path, carried: Collection[str]
+) -> str | None:
     """Where the module of `python` lies: in `path`, or beside the job file, whose folder is `base`;
-    None: it is installed."""
-    if python is None:
+    None: it is installed, or one of those that the job's wheel has, `carried`."""
+    from oobleck.planner.job.wheel import is_carried
+
+    if python is None or is_carried(python, path, carried):
         return None
     if path is not None:
         return str(base / os.path.expanduser(path))
@@ -73,13 +78,14 @@ def look_at(job: "JobSpec", *, always: bool = False) -> Found:
     if not isinstance(job.model, OwnModelSpec) and job.training.optimizer.code is None:
         return Found(job=job, problems=[], run=False)
     unknown = dataclasses.replace(_given(job, dict.fromkeys(_OWN, "")), evaluation=None)
-    ended = subprocess.run(
-        [*with_parent(_MODULE), *(["--always"] if always else [])],
-        input=format_job(unknown),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with unpacked(unknown) as here:
+        ended = subprocess.run(
+            [*with_parent(_MODULE), *(["--always"] if always else [])],
+            input=format_job(here),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     if ended.returncode:
         # The user's code ended the process: of what that raises, there is one line at the end.
         lines = ended.stderr.strip().splitlines() or ["it printed nothing"]

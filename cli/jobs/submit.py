@@ -9,6 +9,7 @@ import click
 
 from oobleck.cli import options
 from oobleck.cli.jobs.job_file import check_checkpoints, check_inputs, read_job, read_profile
+from oobleck.cli.jobs.wheel import sent_text
 from oobleck.cli.options import master_option, set_option
 from oobleck.host.command import NO_OUTPUT, CommandFailed, OutputFailed
 from oobleck.host.display import inline
@@ -52,12 +53,11 @@ def submit(job_file: Path, overrides: tuple[str, ...], following: bool, master: 
 def send(connection: "MasterClient", job: "JobSpec", profile: str) -> "pb.SubmitReply":
     """Submit a job; `profile`: text of the profile file that it names. Raises CommandFailed."""
     from oobleck.cli.chaos.victims import all_here
-    from oobleck.planner.job.file import format_job
 
     if all_here(connection.nodes()):
         check_inputs(job)
         check_checkpoints(job)
-    return connection.submit(format_job(job), secrets.token_hex(16), profile=profile)
+    return connection.submit(sent_text(connection, job), secrets.token_hex(16), profile=profile)
 
 
 def _tell_id(job_id: str) -> None:

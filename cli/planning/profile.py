@@ -22,6 +22,7 @@ from oobleck.cli.cluster.cluster import Cluster
 from oobleck.cli.cluster.local import check_room, interrupts
 from oobleck.cli.jobs.job_file import check_inputs, read_job
 from oobleck.cli.jobs.timeline import check_usage, record
+from oobleck.cli.jobs.wheel import sent_text
 from oobleck.cli.options import (
     DEFAULT_MASTER,
     FAILED,
@@ -192,9 +193,8 @@ def _write(output: Path, text: str) -> None:
 
 def _measure(connection: "MasterClient", job: "JobSpec", *, patience_s: float) -> str:
     """The profile's text. Whatever ends this before the measurement has ended calls it off."""
-    from oobleck.planner.job.file import format_job
-
-    job_id = connection.submit(format_job(job), secrets.token_hex(16), profile_only=True).job_id
+    text = sent_text(connection, job)
+    job_id = connection.submit(text, secrets.token_hex(16), profile_only=True).job_id
     done = False
     try:
         text = _await_profile(connection, job_id, patience_s)

@@ -75,6 +75,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
     silence_s: float = 5.0
     #: Packages and directories whose functions the job may load; *: any.
     allow_code: tuple[str, ...] = ()
+    #: Why the code that comes with the job is not on this node; empty: it is, or none comes.
+    no_code: str = ""
     faults: tuple[FaultRule, ...] = ()
     #: For drills: copy tensors through buffers as between GPUs without NCCL.
     stage_everything: bool = False

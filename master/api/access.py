@@ -32,7 +32,9 @@ _TOKEN: frozenset[Role] = frozenset()  # holders of join tokens, which have no r
 #: Workers talk to their agent alone, so they have nothing here.
 ALLOWED: Mapping[str, frozenset[Role]] = {
     "/oobleck.Control/Session": _AGENT,
+    "/oobleck.Control/GetCode": _AGENT,
     "/oobleck.Operator/Submit": _OPERATOR,
+    "/oobleck.Operator/PutCode": _OPERATOR,
     "/oobleck.Operator/ListJobs": _READING,
     "/oobleck.Operator/GetJob": _READING,
     "/oobleck.Operator/WatchJob": _READING,

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from oobleck.master.api.access import caller
+from oobleck.master.api.code import CodeOfJobs
 from oobleck.master.api.limits import MOST_DETAILS
 from oobleck.master.clients.incoming import Incoming, Output, Records
 from oobleck.master.clients.outbox import AgentSession, refused_message
@@ -36,6 +37,13 @@ Context = grpc.aio.ServicerContext[pb.AgentMessage, pb.MasterMessage]
 class ControlService(rpc.ControlServicer):
     def __init__(self, master: Master) -> None:
         self._master = master
+        self._code = CodeOfJobs(master)
+
+    async def GetCode(
+        self, request: pb.CodeRequest, context: Context
+    ) -> AsyncIterator[pb.CodeChunk]:
+        async for data in self._code.chunks(request.sha256, context):
+            yield pb.CodeChunk(data=data)
 
     async def Session(self, requests: AsyncIterator[pb.AgentMessage], context: Context) -> None:
         timing = self._master.config.timing

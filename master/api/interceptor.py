@@ -60,6 +60,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # n
             guarded["unary_unary"] = _unary(handler.unary_unary, around, deadline_s(method))
         elif handler.unary_stream is not None:
             guarded["unary_stream"] = _unary_stream(handler.unary_stream, around, check)
+        elif handler.stream_unary is not None:
+            limit_s = deadline_s(method)
+            guarded["stream_unary"] = _stream_unary(handler.stream_unary, around, limit_s)
         elif handler.stream_stream is not None:
             guarded["stream_stream"] = _stream_stream(handler.stream_stream, around)
         else:
@@ -115,14 +118,27 @@ async def _answering(check: Check, context: Any) -> AsyncIterator[None]:
 def _unary(behave: Any, around: Around, limit_s: float) -> Any:
     async def guarded(request: Any, context: Any) -> Any:
         async with around(context):
-            try:
-                async with asyncio.timeout(limit_s):
-                    return await behave(_readable(request), context)
-            except TimeoutError:
-                text = f"the master has no answer after {limit_s:g} s"
-                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+            return await _in_time(limit_s, context, lambda: behave(_readable(request), context))
 
     return guarded
+
+
+def _stream_unary(behave: Any, around: Around, limit_s: float) -> Any:
+    async def guarded(requests: Any, context: Any) -> Any:
+        readable = (_readable(request) async for request in requests)
+        async with around(context):
+            return await _in_time(limit_s, context, lambda: behave(readable, context))
+
+    return guarded
+
+
+async def _in_time(limit_s: float, context: Any, answer: Callable[[], Awaitable[Any]]) -> Any:
+    try:
+        async with asyncio.timeout(limit_s):
+            return await answer()
+    except TimeoutError:
+        text = f"the master has no answer after {limit_s:g} s"
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
 
 
 def _unary_stream(behave: Any, around: Around, check: Check) -> Any:

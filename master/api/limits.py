@@ -26,6 +26,8 @@ MOST_PING_STRIKES = 10
 #: A call that is answered once is cancelled after this time, whatever deadline its caller set.
 UNARY_S = 60.0
 _LONGER_S = {
+    # Takes a wheel, over a slow line too.
+    "/oobleck.Operator/PutCode": 600.0,
     # Waits for steps of a training job.
     "/oobleck.Operator/GetTimeline": 3700.0,
 }

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from oobleck.master.api.access import caller
+from oobleck.master.api.code import CodeOfJobs
 from oobleck.master.api.limits import MOST_DETAILS
 from oobleck.master.api.view import job_status, node_info
 from oobleck.master.clients.requests import Requests
@@ -50,6 +51,7 @@ _LINES_AT_A_TIME = 1000
 class OperatorService(rpc.OperatorServicer):
     def __init__(self, master: Master) -> None:
         self._master = master
+        self._code = CodeOfJobs(master)
 
     def _requests(self, context: Context) -> Requests:
         return self._master.requests.of(caller(context))
@@ -73,6 +75,7 @@ class OperatorService(rpc.OperatorServicer):
             # In a thread: for a long text it takes seconds, in which agents must be heard.
             spec, profile = await asyncio.to_thread(_read_submission, request)
             check_installed(spec)
+            self._code.check(spec)
         except ValueError as error:  # also InvalidJob
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_DETAILS])
         job_id = await self._requests(context).submit(
@@ -81,6 +84,15 @@ class OperatorService(rpc.OperatorServicer):
         job = self._master.state.jobs.get(job_id)  # one that has ended may be forgotten
         warning = "" if job is None else shortfall(self._master.state, job)
         return pb.SubmitReply(job_id=job_id, warning=warning)
+
+    async def PutCode(
+        self, requests: AsyncIterator[pb.CodeChunk], context: Context
+    ) -> pb.CodeReply:
+        try:
+            digest = await self._code.put(chunk.data async for chunk in requests)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_DETAILS])
+        return pb.CodeReply(sha256=digest)
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsReply:
         jobs = self._master.state.jobs.values()

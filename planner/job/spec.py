@@ -259,11 +259,15 @@ class JobSpec:
     data_plane: DataPlane = "auto"
     #: Programs that the head node keeps a copy of metrics and events for.
     track: tuple[str, ...] = ()
+    #: A wheel whose modules the job's functions are of: see `oobleck.planner.job.wheel`. None: they
+    #: are on the nodes.
+    code: str | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name, "job")
         check_place("profile", self.profile, "measure, estimate or a profile file's path")
         check_paths("output", [self.output])
+        check_paths("code", [self.code])
         for name in self.track:
             if name not in TRACKERS:
                 known = ", ".join(TRACKERS)

@@ -13,7 +13,13 @@ from typing import IO
 import psutil
 import pytest
 
-from oobleck.agent.__main__ import GPU_RESERVED_BYTES, default_memory, default_name, read_faults
+from oobleck.agent.__main__ import (
+    GPU_RESERVED_BYTES,
+    default_memory,
+    default_name,
+    read_code,
+    read_faults,
+)
 from oobleck.agent.connection.address import local_address
 from oobleck.host.device import Gpu
 from support.commands import end, start_master
@@ -60,6 +66,13 @@ def test_wrong_usage_is_one_line(arguments: list[str], part: str) -> None:
 )
 def test_default_name_is_allowed(hostname: str, name: str) -> None:
     assert default_name(hostname) == name
+
+
+def test_where_callers_show_certificates_code_is_loaded_only_if_the_agent_says_so() -> None:
+    assert read_code((), None, in_the_clear=True) == (("*",), True)
+    assert read_code((), None, in_the_clear=False) == ((), False)
+    assert read_code(("mine",), False, in_the_clear=True) == (("mine",), False)
+    assert read_code(("~/mine",), True, in_the_clear=False) == ((str(Path.home() / "mine"),), True)
 
 
 def test_a_host_whose_name_is_no_text_registers_by_one_that_is() -> None:

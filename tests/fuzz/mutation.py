@@ -276,6 +276,7 @@ REQUESTS: dict[str, Message] = {
     "/oobleck.Operator/Submit": pb.SubmitRequest(
         request_id="fuzz", job='{"name": "x", "model": {"kind": "gpt"}}', profile="{}"
     ),
+    "/oobleck.Control/GetCode": pb.CodeRequest(sha256="ab" * 32),
     "/oobleck.Operator/ListJobs": pb.ListJobsRequest(),
     "/oobleck.Operator/GetJob": pb.JobRequest(job_id="nobody-9"),
     "/oobleck.Operator/WatchJob": pb.JobRequest(job_id="nobody-9"),

@@ -9,6 +9,7 @@ from oobleck.cli.jobs import own_model
 from oobleck.cli.jobs.job_file import read_job
 from support.commands import run
 from support.folders import ROOT
+from support.wheels import wheel_of
 
 SUPPORT = ROOT / "tests" / "support"
 JOB = """\
@@ -94,3 +95,37 @@ def test_of_a_large_model_a_submit_says_how_it_is_checked(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert read_job(Path(path), ()).model.layer_count == 3
     assert capsys.readouterr().err.startswith("oobleck: note: the model is large and was not run")
+
+
+def test_a_model_may_come_in_a_wheel(tmp_path: Path) -> None:
+    """It is looked at from there alone, and what it imports of its own."""
+    files = {"brought/__init__.py": "", "brought/layers.py": "from torch import nn\n"}
+    source = (ROOT / "examples" / "tagger.py").read_text()
+    before, after = (
+        "from torch import Tensor, nn",
+        "from torch import Tensor\n\nfrom .layers import nn",
+    )
+    files["brought/models.py"] = source.replace(before, after)
+    assert files["brought/models.py"] != source
+    (tmp_path / "dist").mkdir()
+    wheel = tmp_path / "dist" / "brought-1.0-py3-none-any.whl"
+    wheel.write_bytes(wheel_of(files))
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "name: demo\nmodel: {python: 'brought.models:tagger', arguments: {blocks: 2}}\n"
+        "data: {python: 'brought.models:Sentences'}\ntraining: {steps: 1, global_batch: 4}\n"
+        f"code: dist/{wheel.name}\n"
+    )
+    done = run("check", str(job))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "ok"
+    done = run("check", str(job), "--set", "code=dist/other.whl")
+    assert done.returncode == 2
+    assert f"code: {tmp_path}/dist/other.whl: No such file" in done.stderr
+    wheel.write_bytes(wheel_of({**files, "brought/fast.so": "x"}))
+    done = run("submit", str(job), "--master", "127.0.0.1:1")
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, f"code: {wheel}: brought/fast.so in it is no Python" in line) == (
+        2,
+        True,
+    )

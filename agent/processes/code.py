@@ -1,0 +1,110 @@
+"""Code that comes with jobs: wheels of pure Python, unpacked in a folder of this node by their
+hash, never installed.
+
+What the master sends is believed only where its hash is the job's. A folder appears when it is
+whole, and is for this user alone. Must not know where wheels are from.
+"""
+
+import asyncio
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from oobleck.host.ipc.messages import Launch
+from oobleck.host.wheel import Wheel
+from oobleck.planner.job.wheel import digest_of, unpacked_in
+
+#: Below the home of the user whom the workers run as.
+FOLDER = "~/.cache/oobleck/code"
+#: Wheels that stay, the newest used. Agents of one host may share them, and each has one job.
+_MOST_KEPT = 16
+_NOT_ACCEPTED = (
+    "code: this node takes no code that comes with a job; start its agent with --accept-code, or "
+    "install the code there and leave the key out"
+)
+
+
+class NoCode(Exception):
+    """The job's code cannot be had here; the text is one line with the fix."""
+
+
+#: The wheel with that hash, however long it takes; raises NoCode.
+Fetch = Callable[[str], Awaitable[bytes]]
+
+
+class CodeCache:
+    def __init__(self, fetch: Fetch | None, folder: Path | None = None) -> None:
+        """`fetch`: None: this node accepts none. `folder`: None: `FOLDER`."""
+        self._fetch = fetch
+        self._folder = folder or Path(os.path.expanduser(FOLDER)).absolute()
+        #: All workers of a node want the same one at the same time.
+        self._alone = asyncio.Lock()
+
+    async def complete(self, launch: Launch) -> Launch:
+        """With the job's code in a folder from which it may be loaded, or with the reason why there
+        is none."""
+        digest = digest_of(launch.job.code)
+        try:
+            if self._fetch is None or digest is None:
+                raise NoCode(_NOT_ACCEPTED)
+            async with self._alone:
+                folder = await self._unpacked(digest, self._fetch)
+            modules = {name.removesuffix(".py") for name in os.listdir(folder)}
+        except NoCode as error:
+            return msgspec.structs.replace(launch, no_code=str(error))
+        except OSError as error:
+            reason = f"code: {error.filename}: {error.strerror}; correct that on this node"
+            return msgspec.structs.replace(launch, no_code=reason)
+        return msgspec.structs.replace(
+            launch,
+            job=unpacked_in(launch.job, str(folder), modules),
+            allow_code=(*launch.allow_code, str(folder)),
+        )
+
+    async def _unpacked(self, digest: str, fetch: Fetch) -> Path:
+        """Raises NoCode, OSError."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_own(self._folder)
+        place = self._folder / digest
+        if place.is_dir():
+            os.utime(place)
+            return place
+        content = await fetch(digest)
+        await asyncio.to_thread(self._unpack, content, digest, place)
+        return place
+
+    def _unpack(self, content: bytes, digest: str, place: Path) -> None:
+        try:
+            wheel = Wheel(content)
+            if wheel.digest != digest:
+                raise NoCode("code: what the master sent is not the job's wheel; submit it again")
+            with tempfile.TemporaryDirectory(dir=self._folder) as temporary:
+                wheel.unpack(Path(temporary) / digest)
+                # Another agent of this user may have been faster.
+                if not place.is_dir():
+                    os.rename(Path(temporary) / digest, place)
+        except ValueError as error:
+            raise NoCode(f"code: {error}") from error
+        for old in _by_use(self._folder)[_MOST_KEPT:]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _by_use(folder: Path) -> list[Path]:
+    """What is in it, the newest used first."""
+    return sorted(folder.iterdir(), key=lambda path: path.lstat().st_mtime, reverse=True)
+
+
+def _check_own(folder: Path) -> None:
+    """Raises NoCode where others could put code there."""
+    found = folder.lstat()
+    others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or others:
+        raise NoCode(
+            f"code: {folder} is not a folder that only the agent's user can write to; remove it on "
+            "this node"
+        )

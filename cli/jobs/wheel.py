@@ -1,0 +1,64 @@
+"""The wheel that a job file names as its `code`: read, unpacked for a look at the model, sent."""
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from oobleck.cli import options
+from oobleck.host.command import CommandFailed
+
+if TYPE_CHECKING:
+    from oobleck.cli.client import MasterClient
+    from oobleck.host.wheel import Wheel
+    from oobleck.planner.job.spec import JobSpec
+
+
+def read_wheel(path: str) -> "Wheel":
+    """Raises CommandFailed with the fix."""
+    from oobleck.host.system.files import read_regular
+    from oobleck.host.wheel import Wheel
+    from oobleck.planner.job.wheel import MOST_WHEEL_BYTES
+
+    try:
+        return Wheel(read_regular(path, MOST_WHEEL_BYTES))
+    except OSError as error:
+        text = f"code: {path}: {error.strerror}; name a wheel of pure Python (dist/NAME.whl)"
+        raise CommandFailed(text, options.USAGE) from error
+    except ValueError as error:
+        raise CommandFailed(f"code: {path}: {error}", options.USAGE) from error
+
+
+@contextmanager
+def unpacked(job: "JobSpec") -> Iterator["JobSpec"]:
+    """The job as it is on this machine, with its wheel unpacked for as long."""
+    from oobleck.planner.job.wheel import unpacked_in
+
+    if job.code is None:
+        yield job
+        return
+    wheel = read_wheel(job.code)
+    with tempfile.TemporaryDirectory(prefix="oobleck-") as folder:
+        place = Path(folder) / "code"
+        try:
+            wheel.unpack(place)
+        except OSError as error:
+            text = f"code: {place}: {error.strerror}; make room, or set TMPDIR to another place"
+            raise CommandFailed(text, options.FAILED) from error
+        except ValueError as error:
+            raise CommandFailed(f"code: {job.code}: {error}", options.USAGE) from error
+        yield unpacked_in(job, str(place), wheel.modules)
+
+
+def sent_text(connection: "MasterClient", job: "JobSpec") -> str:
+    """The job's text for the master, which has the job's wheel then. Raises CommandFailed."""
+    from oobleck.planner.job.file import format_job
+    from oobleck.planner.job.wheel import stored_as
+
+    if job.code is not None:
+        wheel = read_wheel(job.code)
+        connection.put_code(wheel.content)
+        job = dataclasses.replace(job, code=stored_as(wheel.digest))
+    return format_job(job)

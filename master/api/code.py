@@ -1,0 +1,69 @@
+"""Code that goes with jobs, as calls bring and fetch it: from who submits to the nodes.
+
+A wheel is on disk before its job is taken, and goes when no job that goes on names it. Whoever asks
+for one knows its hash, which the master gives to the nodes of its job alone. Must not know what is
+in a wheel.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from oobleck.master.loop import Master
+from oobleck.master.state.job import ENDED
+from oobleck.master.storage.code import CodeFolder
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.job.wheel import digest_of, stored_as
+
+CHUNK_BYTES = 1 << 20
+#: Between two looks at what is still named.
+_LOOK_S = 60.0
+
+
+class CodeOfJobs:
+    """The wheels in the master's state directory, for the calls that need them."""
+
+    def __init__(self, master: Master) -> None:
+        self._master = master
+        self._folder = CodeFolder(master.config.code)
+
+    async def put(self, chunks: AsyncIterator[bytes]) -> str:
+        """Its hash, once it is on disk. Raises ValueError, StorageFailed."""
+        with self._folder.receive() as wheel:
+            async for chunk in chunks:
+                await asyncio.to_thread(wheel.add, chunk)
+            return await asyncio.to_thread(wheel.keep)
+
+    def check(self, job: JobSpec) -> None:
+        """Raises ValueError where the code of a new job has not come."""
+        if job.code is None:
+            return
+        digest = digest_of(job.code)
+        if digest is None or not self._folder.has(digest):
+            raise ValueError("code: the wheel did not come; submit the job with 'oobleck submit'")
+
+    async def chunks(self, digest: str, context: Any) -> AsyncIterator[bytes]:
+        """The wheel with that hash, in parts; ends the call where there is none."""
+        known = digest_of(stored_as(digest))
+        file = None if known is None else await asyncio.to_thread(self._folder.open, known)
+        if file is None:
+            text = "code: the master has no such wheel (any more); submit the job again"
+            await context.abort(grpc.StatusCode.NOT_FOUND, text)
+            return
+        with file:
+            while data := await asyncio.to_thread(file.read, CHUNK_BYTES):
+                yield data
+
+    async def run(self) -> None:
+        """Remove what no job names any more. Never returns; ends by cancellation."""
+        while True:
+            jobs = self._master.state.jobs.values()
+            codes = [digest_of(job.spec.code) for job in jobs if job.state not in ENDED]
+            named = {code for code in codes if code is not None}
+            with suppress(OSError):  # what cannot be removed now is looked at again
+                await asyncio.to_thread(self._folder.remove_all_but, named, time.time())
+            await asyncio.sleep(_LOOK_S)

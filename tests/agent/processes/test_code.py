@@ -1,0 +1,131 @@
+"""Code that comes with jobs on a node: fetched once, checked, and unpacked for its user alone."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from oobleck.agent.processes import code
+from oobleck.agent.processes.code import CodeCache, NoCode
+from oobleck.host.ipc.messages import Launch
+from oobleck.host.wheel import Wheel
+from oobleck.planner.ids import JobId, NodeName, WorkerId
+from oobleck.planner.job.file import parse_job
+from oobleck.planner.job.own import OwnModelSpec
+from oobleck.planner.job.wheel import stored_as
+from support.wheels import wheel_of
+
+JOB = parse_job(
+    'name: demo\nmodel: {python: "mine:make"}\ndata: {python: "mine:Data"}\n'
+    "training: {steps: 1, global_batch: 4}\n"
+)
+CONTENT = wheel_of({"mine.py": "A = 1\n"})
+
+
+def launch(content: bytes = CONTENT) -> Launch:
+    return Launch(
+        worker=WorkerId(NodeName("n1"), 0),
+        job_id=JobId("demo-1"),
+        job=replace(JOB, code=stored_as(Wheel(content).digest)),
+        address="127.0.0.1",
+        agent_pid=1,
+        device_kind="cpu",
+        allow_code=("elsewhere",),
+    )
+
+
+class Master:
+    """Gives these bytes for any hash."""
+
+    def __init__(self, content: bytes = CONTENT) -> None:
+        self.content = content
+        self.asked: list[str] = []
+
+    async def fetch(self, digest: str) -> bytes:
+        self.asked.append(digest)
+        await asyncio.sleep(0)
+        return self.content
+
+
+def complete(cache: CodeCache, *launches: Launch) -> list[Launch]:
+    async def all_at_once() -> list[Launch]:
+        return await asyncio.gather(*map(cache.complete, launches))
+
+    return asyncio.run(all_at_once())
+
+
+def test_all_workers_of_a_node_get_one_folder_which_they_may_load_from(tmp_path: Path) -> None:
+    master, folder = Master(), tmp_path / "cache" / "code"
+    found = complete(CodeCache(master.fetch, folder), launch(), launch(), launch())
+    place = folder / Wheel(CONTENT).digest
+    assert master.asked == [place.name]
+    assert found == [found[0]] * 3
+    assert isinstance(found[0].job.model, OwnModelSpec)
+    assert (found[0].job.model.path, found[0].no_code) == (str(place), "")
+    assert found[0].allow_code == ("elsewhere", str(place))
+    assert [path.name for path in folder.iterdir()] == [place.name], "nothing else is left there"
+    # Another agent, later.
+    assert complete(CodeCache(master.fetch, folder), launch()) == found[:1]
+    assert len(master.asked) == 1
+
+
+def test_a_node_that_takes_none_says_the_flag(tmp_path: Path) -> None:
+    (found,) = complete(CodeCache(None, tmp_path), launch())
+    assert "start its agent with --accept-code" in found.no_code
+    assert found.job == launch().job
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (wheel_of({"mine.py": "A = 2\n"}), "what the master sent is not the job's wheel"),
+        (b"no wheel", "it is no wheel"),
+    ],
+)
+def test_what_is_not_the_jobs_wheel_is_not_unpacked(
+    tmp_path: Path, content: bytes, reason: str
+) -> None:
+    (found,) = complete(CodeCache(Master(content).fetch, tmp_path / "code"), launch())
+    assert reason in found.no_code
+    assert list((tmp_path / "code").iterdir()) == []
+
+
+def test_a_folder_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:
+    folder = tmp_path / "code"
+    folder.mkdir()
+    folder.chmod(0o777)
+    (found,) = complete(CodeCache(Master().fetch, folder), launch())
+    assert "is not a folder that only the agent's user can write to" in found.no_code
+    folder.rmdir()
+    (tmp_path / "own").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "own")
+    (found,) = complete(CodeCache(Master().fetch, folder), launch())
+    assert "is not a folder" in found.no_code
+
+
+def test_why_there_is_no_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (found,) = complete(CodeCache(Master().fetch, tmp_path / "file" / "code"), launch())
+    assert found.no_code.startswith(f"code: {tmp_path}/file")
+
+
+def test_what_the_master_says_is_the_reason(tmp_path: Path) -> None:
+    async def fetch(digest: str) -> bytes:
+        raise NoCode("code: the master has no such wheel")
+
+    (found,) = complete(CodeCache(fetch, tmp_path / "code"), launch())
+    assert found.no_code == "code: the master has no such wheel"
+
+
+def test_the_wheels_that_were_used_last_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code, "_MOST_KEPT", 2)
+    for number in range(4):
+        content = wheel_of({"mine.py": f"A = {number}\n"})
+        cache = CodeCache(Master(content).fetch, tmp_path / "code")
+        (found,) = complete(cache, launch(content))
+        assert found.no_code == ""
+        assert (tmp_path / "code" / Wheel(content).digest / "mine.py").is_file()
+    assert len(list((tmp_path / "code").iterdir())) == 2
