@@ -36,6 +36,10 @@ _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+    # How long the first use of a group waits for it to connect, which an abort cannot end.
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "45",
+    # Else the first large sum connects its members, in the middle of a step.
+    "NCCL_RUNTIME_CONNECT": "0",
     # Multicast memory of the switch is freed by all of a communicator's members together, so an
     # abort of some may hang (nvidia-resiliency-ext, known issues).
     "NCCL_NVLS_ENABLE": "0",

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Set
 
 from bench.support.client import ENDED, Record
 from bench.support.cluster import Cluster, LocalCluster
+from bench.support.daemons import alive
 
 #: While training is held up for a node that starts, nobody shall take it for a hang; and no job
 #: shall start without a node that is slow to get ready, and have it join later. What comes once a
@@ -29,11 +30,12 @@ def failures(records: Iterable[Record]) -> list[Record]:
 
 def make_whole(cluster: LocalCluster, wanted: Set[str], *options: str) -> None:
     """Just the nodes `wanted`, all live; those that are missing start with `options` (and, like
-    all of the cluster, with its fault plan)."""
-    present = cluster.live() & set(cluster.agents)
+    all of the cluster, with its fault plan). One that is about to come up is not missing: another
+    agent of its name would be refused, and stand for it in `agents`."""
+    running = {name for name, pid in cluster.agents.items() if alive(pid)}
     for name in sorted(set(cluster.agents) - wanted):
         cluster.kill_node(name)
-    for name in sorted(wanted - present):
+    for name in sorted(wanted - running):
         cluster.start_node(name, *options)
     cluster.wait(lambda: cluster.live() == wanted, f"{sorted(wanted)} live", poll_s=0.1)
 

@@ -125,7 +125,7 @@ class Connector:
         self.device, self._board = open_device(launch.device)
         self._wanted = launch.job.resources.transport
         self._stage_everything = launch.stage_everything
-        self._aborts = Aborts()
+        self._aborts = Aborts(self.device)
 
     def announced(self, groups: Sequence[Group], ways: Sequence[NcclLink]) -> bytes:
         """What the others must know of this device. `groups`, `ways`: of this worker."""
@@ -146,7 +146,8 @@ class Connector:
         near.update(peer for way in ways for peer in way)
         for group in groups:
             found = sum_neighbours(group.index(rank), len(group))
-            near.update(group[index] for index in found)
+            # NCCL's sums begin when all owners have said that they are ready.
+            near.update(group if self._board else (group[index] for index in found))
         return near - {rank}
 
     def equip(
@@ -162,6 +163,7 @@ class Connector:
         `words`: what each has announced. Raises TransportError when it cannot be built, or `host`
         is aborted meanwhile; NodeError where this node's GPU cannot be used any more.
         """
+        self._aborts.settle(host.check)
         choice = choose(self.device, self._wanted, [decode(Announced, word) for word in words])
         below: Transport = host
         if choice != "links" or self._stage_everything:

@@ -301,6 +301,7 @@ class Meeting:
 
     def check_there(self, peers: Iterable[int]) -> None:
         """Raises TransportError where the meeting is over, or one of them has left it."""
+        self.links.check_sound()
         self.check()
         for peer in peers:
             self._check_there(self._peers[peer])

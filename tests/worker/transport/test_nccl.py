@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ class Cluster:
         self.party = party
         fabric = Fabric(together)
         self.ranks = [RankOfFabric(fabric, Device(room)) for _ in range(size)]
-        self.aborts = [Aborts(limit_s=10) for _ in range(size)]
+        self.aborts = [Aborts(CPU, limit_s=10) for _ in range(size)]
         self.transports: list[NcclTransport] = []
 
     def connect(
@@ -91,7 +92,7 @@ class Cluster:
         for transport in self.transports:
             transport.abort()
         for aborts in self.aborts:
-            aborts.settle()
+            aborts.settle(lambda: None)
 
 
 @pytest.fixture
@@ -242,7 +243,7 @@ def test_all_groups_end_where_each_abort_waits_for_the_kernels_of_the_others(clu
     alone.join(SOON_S)
     assert alone.is_alive(), "one abort waits for the kernels of the others"
     first.abort()
-    here.aborts[0].settle()
+    here.aborts[0].settle(lambda: None)
     alone.join(10)
     assert not alone.is_alive()
 
@@ -258,10 +259,10 @@ class Stuck:
 
 
 def test_an_abort_that_never_ends_is_the_nodes_fault():
-    aborts, stuck = Aborts(limit_s=0.05), Stuck()
+    aborts, stuck = Aborts(CPU, limit_s=0.05), Stuck()
     aborts.begin([stuck])
     with pytest.raises(NodeError, match=r"1 of NCCL's communicators did not end within 0\.05 s"):
-        aborts.settle()
+        aborts.settle(lambda: None)
     stuck.may_end.set()
 
 
@@ -286,7 +287,7 @@ def test_what_an_abort_leaves_behind_is_no_message(cluster):
     receiver.abort()
     waiting.join(30)
     assert fault.is_set()
-    here.aborts[1].settle()
+    here.aborts[1].settle(lambda: None)
     assert torch.isnan(tensor).all(), "the fake leaves garbage, as NCCL may"
 
 
@@ -323,6 +324,24 @@ def test_a_peer_that_counts_in_another_way_is_at_fault(cluster):
     assert second.links.wait(lambda: heard.acquire(blocking=False), time.monotonic() + 30)
     with pytest.raises(TransportError, match="counts the operations of NCCL in another way"):
         line.advance()
+
+
+def test_notes_that_come_before_anybody_waits_for_them_count(cluster):
+    here = cluster(2)
+    here.party.meet()
+    first, second = here.party.transports
+    name = ("link", (0, 1))
+    receiving = Line(second, name, "receive", lambda: None)
+    for _ in range(3):
+        receiving.want(lambda: None)
+    there = time.monotonic() + 1
+    first.links.wait(lambda: False, there)  # they come, and nobody has posted anything
+    launched: list[int] = []
+    sending = Line(first, name, "send", lambda: None)
+    for number in range(3):
+        sending.want(partial(launched.append, number))
+    sending.advance()
+    assert launched == [0, 1, 2]
 
 
 def test_whoever_never_comes_is_not_waited_for(cluster):
@@ -369,7 +388,7 @@ def test_generation_after_generation_nothing_is_left_behind(cluster):
             transport.complete()
             transport.dispose()
         for aborts in here.aborts:
-            aborts.settle()
+            aborts.settle(lambda: None)
         names = [thread.name for thread in threading.enumerate()]
         threads.append(sum(name in ("abort", "connect") for name in names))
     assert threads == [0] * 4

@@ -61,7 +61,7 @@ class Rank:
                 self.host,
                 self.transport,
                 CPU,
-                Aborts(),
+                Aborts(CPU),
                 groups=GROUPS,
                 ways=WAYS,
                 make_group=self.nccl.make_group,

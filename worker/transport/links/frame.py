@@ -70,7 +70,7 @@ HEADER = struct.Struct("!QBqIQ")
 URGENT, ORDINARY, BULK, BACKGROUND = range(4)
 _PRIORITIES = {
     Kind.MESSAGE: ORDINARY,
-    Kind.NOTE: ORDINARY,
+    Kind.NOTE: URGENT,
     Kind.WORDS: URGENT,
     Kind.TABLE: URGENT,
     Kind.STANDING: URGENT,

@@ -372,6 +372,10 @@ class Links:
         with self.lock:
             self._traffic.ring()
 
+    def check_sound(self) -> None:
+        """Raises InvariantViolation where the links' own thread has failed."""
+        self._traffic.check_sound()
+
     def hear(self, descriptor: int) -> bool:
         """Go on with what is ready there, at the door. Called with the lock held."""
         if descriptor not in self._door:

@@ -293,9 +293,10 @@ class Link:
         already are handed over at once."""
         early = self._early.get((self._floor, label))
         if early:
-            early.popleft().hand_to(incoming)
+            first = early.popleft()
             if not early:
                 del self._early[self._floor, label]
+            first.hand_to(incoming)  # who may post for the next one
         else:
             self._posted[label].append(incoming)
 

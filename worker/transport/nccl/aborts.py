@@ -8,20 +8,26 @@ waits for, and whoever wants the GPU's memory back waits for all of them, so lon
 import contextlib
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+import torch
 
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import NodeError
-from oobleck.worker.transport.nccl.group import ProcessGroup
+from oobleck.worker.transport.nccl.group import ProcessGroup, use_device
 
-#: Aborts take a fraction of a second where the driver is well.
-LIMIT_S = 20.0
+#: Aborts take a fraction of a second where the driver is well; that of a group that is still
+#: connecting waits until NCCL gives that up (TORCH_NCCL_NONBLOCKING_TIMEOUT, which agents set).
+LIMIT_S = 60.0
+#: Between two looks at whether what they are waited for is still wanted.
+_POLL_S = 0.1
 
 
 class Aborts:
     """The aborts of one worker."""
 
-    def __init__(self, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, device: torch.device, limit_s: float = LIMIT_S) -> None:
+        self._device = device
         self._limit_s = limit_s
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -31,21 +37,24 @@ class Aborts:
         started = []
         for group in groups:
             # Daemons: one that is stuck in the driver must not hold up the end of the process.
-            thread = threading.Thread(target=_abort, args=(group,), name="abort", daemon=True)
+            thread = threading.Thread(target=self._abort, args=(group,), name="abort", daemon=True)
             thread.start()
             started.append(thread)
         with self._lock:
             self._threads = [each for each in (*self._threads, *started) if each.is_alive()]
 
-    def settle(self) -> None:
+    def settle(self, check: Callable[[], None]) -> None:
         """Wait until all have ended. Raises NodeError where one does not: the process must end, and
-        its GPU with it, before anything else can be computed there."""
+        its GPU with it, before anything else can be computed there. Raises what `check` raises,
+        which is asked meanwhile; then they are waited for the next time."""
         with self._lock:
-            threads, self._threads = self._threads, []
+            threads = list(self._threads)
         end_at = time.monotonic() + self._limit_s
-        with pulse.WAITING:
-            for thread in threads:
-                thread.join(max(0.0, end_at - time.monotonic()))
+        for thread in threads:
+            while thread.is_alive() and time.monotonic() < end_at:
+                check()
+                with pulse.WAITING:
+                    thread.join(_POLL_S)
         if stuck := sum(thread.is_alive() for thread in threads):
             raise NodeError(
                 f"{stuck} of NCCL's communicators did not end within {self._limit_s:g} s of their "
@@ -53,8 +62,8 @@ class Aborts:
                 "driver (dmesg, nvidia-smi)"
             )
 
-
-def _abort(group: ProcessGroup) -> None:
-    # It raises where the group never came up, or its GPU is gone: there is nothing left to end.
-    with contextlib.suppress(RuntimeError):
-        group.abort()
+    def _abort(self, group: ProcessGroup) -> None:
+        use_device(self._device)
+        # It raises where the group never came up, or its GPU is gone: there is nothing left to end.
+        with contextlib.suppress(RuntimeError):
+            group.abort()

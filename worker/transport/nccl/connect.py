@@ -10,7 +10,6 @@ workers have, since each use takes up a part of the GPU until the others come.
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from hashlib import blake2b
 
 import msgspec
 import torch
@@ -19,17 +18,13 @@ from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.group import Identifiers, MakeGroup, ProcessGroup
+from oobleck.worker.transport.nccl.lines import Name, key_of
 
 #: NCCL finds out about the machines' wires while it makes a communicator.
 LIMIT_S = 60.0
 _POLL_S = 0.01
 #: Of the message with an identifier, whose size both ends must know: NCCL's has 128 bytes.
 _ROOM = 1024
-
-#: The ranks of a group's members; of a link the sender's and the receiver's.
-Members = tuple[int, ...]
-#: Of a group and what it is for.
-Name = tuple[str, Members]
 
 
 def begin_groups(
@@ -46,14 +41,14 @@ def begin_groups(
     for name in names:
         if name[1][0] != rank:
             room = torch.zeros(_ROOM, dtype=torch.uint8, device="cpu")
-            arriving.append((name, room, links.receive(room, name[1][0], _tag(name))))
+            arriving.append((name, room, links.receive(room, name[1][0], key_of(name))))
     for name in names:
         members = name[1]
         if members[0] == rank:
             identifiers = Identifiers()
             made[name] = _begin(make_group, identifiers, 0, len(members), device)
             word = _packed(identifiers.written)
-            told += [links.send(word, member, _tag(name)) for member in members[1:]]
+            told += [links.send(word, member, key_of(name)) for member in members[1:]]
     for name, room, pending in arriving:
         pending.wait()
         members = name[1]
@@ -101,17 +96,12 @@ def abandonable(
         raise errors[0]
 
 
-def _tag(name: Name) -> int:
-    text = f"{name[0]}:{','.join(map(str, name[1]))}".encode()
-    return int.from_bytes(blake2b(text, digest_size=8).digest()) >> 1
-
-
 def _packed(written: Mapping[str, bytes]) -> torch.Tensor:
     text = msgspec.msgpack.encode(dict(written))
+    assert len(text) <= _ROOM - 2, f"{len(text)} bytes are no identifier of NCCL's"
     room = bytearray(_ROOM)
     room[:2] = len(text).to_bytes(2)
     room[2 : 2 + len(text)] = text
-    assert len(room) == _ROOM, f"{len(text)} bytes are no identifier of NCCL's"
     return torch.frombuffer(room, dtype=torch.uint8)
 
 

@@ -65,4 +65,13 @@ def make_nccl_group(identifiers: Identifiers, rank: int, size: int) -> ProcessGr
     options = ProcessGroupNCCL.Options()
     options._timeout = OPERATION_TIMEOUT
     options.config.blocking = 0
+    # Streams of a pool that nothing else takes from: no two groups share one, up to 32.
+    options.is_high_priority_stream = True
     return ProcessGroupNCCL(identifiers, rank, size, options)  # type: ignore[return-value]  # stubs
+
+
+def use_device(device: torch.device) -> None:
+    """Have this thread use that GPU: each thread begins with the first one, and takes memory of it
+    as soon as it asks anything of CUDA."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

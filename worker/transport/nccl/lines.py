@@ -12,7 +12,7 @@ Must not know NCCL's groups.
 
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Literal
 
@@ -23,10 +23,19 @@ from oobleck.worker.transport.links.link import Incoming
 
 _NUMBER = struct.Struct("!Q")
 
+#: What a group is for, and the ranks of its members; of a link the sender's and the receiver's.
+Name = tuple[str, tuple[int, ...]]
+
 #: Of a link the sender's and the receiver's part; of a sum any owner's.
 Part = Literal["send", "receive", "sum"]
 #: Begins the operation on the device.
 Launch = Callable[[], None]
+
+
+def key_of(name: Name) -> int:
+    """63 bits of a digest, so none are the same by chance."""
+    text = f"{name[0]}:{','.join(map(str, name[1]))}".encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest()) >> 1
 
 
 class _Notes(Incoming):
@@ -36,24 +45,22 @@ class _Notes(Incoming):
         self.peer = peer
         #: Operations that the peer is ready for.
         self.count = 0
-        #: It said another number than it had to.
+        #: It said something else than it had to.
         self.confused = False
         self._links = links
         self._label = label
         self._wake = wake
-        self._content = bytearray(_NUMBER.size)
+        self._content = bytearray()
         with links.links.lock:
             links.check()
             links.links.post(peer, label, self)
 
     def room(self, size: int) -> memoryview:
-        if size != _NUMBER.size:
-            raise ConnectionError(f"{size} bytes came where a number was expected")
+        self._content = bytearray(size)
         return memoryview(self._content)
 
     def arrived(self) -> None:
-        (number,) = _NUMBER.unpack(self._content)
-        self.confused = self.confused or number != self.count
+        self.confused = self.confused or bytes(self._content) != _NUMBER.pack(self.count)
         self.count += 1
         self._links.links.post(self.peer, self._label, self)
         self._wake()
@@ -66,18 +73,17 @@ class Line:
     def __init__(
         self,
         links: LinkTransport,
-        name: tuple[str, Sequence[int]],
+        name: Name,
         part: Part,
         wake: Callable[[], None],
     ) -> None:
         """`wake`: called, from any thread, where something may be launched that might not before.
         Raises TransportError."""
-        text = f"{name[0]}:{','.join(map(str, name[1]))}".encode()
-        key = int.from_bytes(blake2b(text, digest_size=8).digest()) >> 1
         self.peers = [rank for rank in name[1] if rank != links.rank]
         self._links = links
         self._part = part
-        self._label = Label(Kind.NOTE, key, 0)
+        self._label = Label(Kind.NOTE, key_of(name), 0)
+        links.reach_all(self.peers)
         identities = [links.reach(peer) for peer in self.peers]
         self._notes = [_Notes(links, each, self._label, wake) for each in identities]
         self._wanted: deque[Launch] = deque()

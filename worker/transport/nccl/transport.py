@@ -21,6 +21,7 @@ alone (`oobleck.host.device.worker_environment`).
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -33,9 +34,9 @@ from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError, peers_may_fail
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.aborts import Aborts
-from oobleck.worker.transport.nccl.connect import LIMIT_S, Name, abandonable, begin_groups
-from oobleck.worker.transport.nccl.group import MakeGroup, ProcessGroup, make_nccl_group
-from oobleck.worker.transport.nccl.lines import Line, Part
+from oobleck.worker.transport.nccl.connect import LIMIT_S, abandonable, begin_groups
+from oobleck.worker.transport.nccl.group import MakeGroup, ProcessGroup, make_nccl_group, use_device
+from oobleck.worker.transport.nccl.lines import Line, Name, Part
 from oobleck.worker.transport.transport import Group, Pending, Transport
 
 #: From one rank to another.
@@ -54,19 +55,20 @@ class _Operation:
         transport: "NcclTransport",
         peers: Collection[int],
         tensor: Tensor,
-        begin: Callable[[], Work],
+        begin: Callable[[Tensor], Work],
     ) -> None:
+        """`begin`: queues it on the device."""
         self._transport = transport
         self.peers = peers
-        self._tensor = tensor
+        self._tensor: Tensor | None = tensor
         self._begin = begin
-        self._asked = transport.mark()
         self._work: Work | None = None
+        self._ended = False
 
     def launch(self) -> None:
-        """Queue it on the device."""
-        with peers_may_fail(), self._transport.behind(self._asked):
-            self._work = self._begin()
+        assert self._tensor is not None, "it has not ended"
+        with peers_may_fail():
+            self._work = self._begin(self._tensor)
 
     def is_launched(self) -> bool:
         self._transport.advance()
@@ -74,13 +76,14 @@ class _Operation:
 
     def has_ended(self) -> bool:
         """Raises TransportError where it has failed."""
-        if (work := self._work) is None:
-            return False
-        with peers_may_fail():
-            if not work.is_completed():
+        if self._work is None or self._ended:
+            return self._ended
+        with peers_may_fail(), self._transport.unaborted():
+            if not self._work.is_completed():
                 return False
-            if (error := work.exception()) is not None:
+            if (error := self._work.exception()) is not None:
                 raise error
+        self._ended, self._tensor = True, None
         return True
 
     def wait(self) -> None:
@@ -126,8 +129,7 @@ class NcclTransport:
         `host`: what carries everything else over them.
 
         Raises TransportError when a group cannot be connected within `limit_s`, or the meeting of
-        `links` is over meanwhile; then `host` is the caller's to end. Raises NodeError where
-        earlier groups do not end.
+        `links` is over meanwhile; then `host` is the caller's to end.
         """
         self.rank = links.rank
         self.size = links.size
@@ -135,7 +137,9 @@ class NcclTransport:
         self._host = host
         self._device = device
         self._aborts = aborts
-        self._lock = threading.Lock()
+        #: Whoever asks NCCL how an operation is has the lock: it may wait for an abort then, and
+        #: Python for it.
+        self._asking = threading.Lock()
         self._aborted = False
         self._groups: dict[Name, ProcessGroup] = {}
         #: Whoever launches has the lock, so that operations of a line are launched in their order.
@@ -144,24 +148,25 @@ class NcclTransport:
         self._news = threading.Event()
         #: Raised where the own thread launches something, for whoever waits.
         self._failure: Exception | None = None
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # no types
         #: Sums and sends whose end was not seen yet.
-        self._under_way: list[_Operation] = []
+        self._under_way: deque[_Operation] = deque()
+        #: By which operations of a group come behind what was queued when they were asked for.
+        self._streams: dict[Name, torch.cuda.Stream] = {}
         names: list[Name] = [("owners", group) for group in groups if len(group) > 1]
         names += [("link", way) for way in ways]
         names = sorted(name for name in names if self.rank in name[1])
+        members = {rank for _, group in names for rank in group} - {self.rank}
         try:
-            aborts.settle()
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # NCCL takes its memory from the driver, not from torch
-            begin_groups(names, links, device, make_group, self._groups)
-            abandonable(partial(self._try_all, names), links.check, limit_s)
+            with links.links.lock:
+                links.links.press(+1)  # what peers say is read while this one does something else
             for name in names:
                 self._lines[name] = Line(links, name, self._part(name), self._news.set)
-            with links.links.lock:
-                links.links.press(+1)  # what peers are ready for is read while this one computes
+            begin_groups(names, links, device, make_group, self._groups)
+            # Only when all have come as far: nobody can give up a group that waits for another one.
+            host.gather(b"")
+            abandonable(partial(self._try_all, names), partial(links.check_there, members), limit_s)
         except BaseException:
             self._abort_groups()
             raise
@@ -174,37 +179,44 @@ class NcclTransport:
 
     def _try_all(self, names: Sequence[Name]) -> None:
         """Use each group once; in that order."""
+        use_device(self._device)
         for name in names:
-            group = self._groups[name]
             probe = torch.zeros(1, device=self._device)
-            with peers_may_fail():
-                work = _begin(self._part(name), group, probe)
-            self.wait_until(work.is_completed)
+            operation = _Operation(self, (), probe, self._beginner(name))
+            operation.launch()
+            while not operation.has_ended():
+                time.sleep(_PAUSE_S)
 
     # ---- launching
 
-    def mark(self) -> torch.cuda.Event | None:
+    def _mark(self) -> torch.cuda.Event | None:
         """What is queued on the device by now."""
-        if self._stream is None:
+        if self._device.type != "cuda":
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # no types
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    @contextmanager
-    def behind(self, asked: torch.cuda.Event | None) -> Iterator[None]:
-        """What is queued within comes behind that mark, and behind nothing that came later."""
-        if self._stream is None or asked is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(asked)
-            yield
+    def _beginner(self, name: Name) -> Callable[[Tensor], Work]:
+        """Queues an operation of that group behind what is queued by now, whoever calls it."""
+        part, group = self._part(name), self._groups[name]
+        asked = self._mark()
+        if asked is None:
+            return partial(_begin, part, group)
+        if (stream := self._streams.get(name)) is None:
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # no types
+            self._streams[name] = stream
+
+        def begin(tensor: Tensor) -> Work:
+            with torch.cuda.stream(stream):
+                stream.wait_event(asked)
+                return _begin(part, group, tensor)
+
+        return begin
 
     def _ask(self, name: Name, tensor: Tensor) -> _Operation:
-        line, part = self._lines[name], self._part(name)
-        begin = partial(_begin, part, self._groups[name], tensor)
-        operation = _Operation(self, line.peers, tensor, begin)
+        line = self._lines[name]
+        operation = _Operation(self, line.peers, tensor, self._beginner(name))
         with self._launching:
             self.check()
             line.want(operation.launch)
@@ -221,21 +233,32 @@ class NcclTransport:
     def _launch_all(self) -> None:
         """The own thread: until the end."""
         try:
+            use_device(self._device)
             while not self._aborted:
                 self._news.wait()
                 self._news.clear()
                 self.advance()
-        except (TransportError, RuntimeError) as error:
-            self._failure = error
+        except Exception as error:  # noqa: BLE001  # handed on
+            # The boundary of the thread: whoever waits, for NCCL or the host, raises it.
+            if not self._aborted:
+                self._failure = error
+                self._host.abort()
+
+    @contextmanager
+    def unaborted(self) -> Iterator[None]:
+        """No abort begins within. Raises TransportError after one."""
+        with self._asking:
+            self.check()
+            yield
 
     # ---- waits
 
     def check(self) -> None:
         """Raises TransportError after an abort, and what launching something has raised."""
-        if self._aborted:
-            raise TransportError("the groups were aborted")
         if self._failure is not None:
             raise self._failure
+        if self._aborted:
+            raise TransportError("the groups were aborted")
 
     def wait_until(self, done: Callable[[], bool], peers: Collection[int] = ()) -> None:
         """Until the device has `done` something with `peers`. Raises TransportError after an abort,
@@ -261,6 +284,8 @@ class NcclTransport:
         if name not in self._lines or not self._on_device(tensor):
             return self._host.send(tensor, peer, tag)
         sent = self._ask(name, tensor)
+        while self._under_way and self._under_way[0].has_ended():
+            self._under_way.popleft()
         self._under_way.append(sent)
         return sent
 
@@ -296,7 +321,7 @@ class NcclTransport:
             operation = self._under_way.pop()
             self.wait_until(operation.is_launched, operation.peers)
             self.wait_until(operation.has_ended, operation.peers)
-        if (event := self.mark()) is not None:
+        if (event := self._mark()) is not None:
             self.wait_until(event.query)
         self._host.complete()
 
@@ -306,7 +331,7 @@ class NcclTransport:
         self._host.abort()
 
     def _abort_groups(self) -> None:
-        with self._lock:
+        with self._asking:
             first, self._aborted = not self._aborted, True
         if first:
             self._aborts.begin(self._groups.values())
