@@ -110,8 +110,8 @@ class Tracking:
                     self._mark(job_id, name).touch()
                     break
                 reason = self._last_line(copy) or f"ended with exit code {code}"
-            except OSError as error:
-                reason = str(error)
+            except Exception as error:  # noqa: BLE001  # a copy must not end the master
+                reason = f"{type(error).__name__}: {error}"
             failures = failures + 1 if loop.time() - began < _QUICK_S else 1
             fields = {"job": job_id, "program": name, "reason": reason}
             if failures >= _MOST_FAILURES and self._has_ended(job_id):

@@ -13,6 +13,7 @@ from oobleck.planner.redact import redact
 from oobleck.worker.runtime.code import described
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import (
+    HelperLost,
     InvariantViolation,
     JobError,
     NodeError,
@@ -31,6 +32,8 @@ def run(launch: Launch, control: Control, pid: int) -> int:
     except InvariantViolation as error:
         log.exception("invariant violated")
         control.report(Failed(kind="internal", message=redact(f"{type(error).__name__}: {error}")))
+    except HelperLost as error:
+        control.report(Failed(kind="internal", message=redact(str(error))))
     except (DataError, NodeError, OSError) as error:
         control.report(Failed(kind="node", message=redact(str(error))))
     except JobError as error:

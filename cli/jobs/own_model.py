@@ -77,7 +77,9 @@ def look_at(job: "JobSpec", *, always: bool = False) -> Found:
 
     if not isinstance(job.model, OwnModelSpec) and job.training.optimizer.code is None:
         return Found(job=job, problems=[], run=False)
-    unknown = dataclasses.replace(_given(job, dict.fromkeys(_OWN, "")), evaluation=None)
+    evaluation = job.evaluation
+    looked_at = evaluation if evaluation and evaluation.data and evaluation.data.code else None
+    unknown = dataclasses.replace(_given(job, dict.fromkeys(_OWN, "")), evaluation=looked_at)
     with unpacked(unknown) as here:
         ended = subprocess.run(
             [*with_parent(_MODULE), *(["--always"] if always else [])],

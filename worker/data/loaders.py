@@ -11,11 +11,11 @@ Owns the processes, and the way of samples between them. Which ones are read is 
 import os
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import pairwise
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,10 @@ from oobleck.host.system.process import die_with_parent
 from oobleck.planner.job.code import Code
 from oobleck.worker.data.samples import Reader, Samples, joined
 from oobleck.worker.models.tree import flatten, structure, unflatten
-from oobleck.worker.runtime.errors import NodeError
+from oobleck.worker.runtime.errors import HelperLost
+
+#: Between two looks at whether all processes live, while a result is waited for.
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,26 +55,38 @@ class Loaders:
             initializer=_begin,
             initargs=(os.getpid(), _Source(code=code, wide=wide, key=key)),
         )
+        before = active_children()
         with warnings.catch_warnings():
             # Python's word on forks beside threads. The one that there is listens to the agent.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pool.submit(_ready)  # the first task forks all of them, in this thread
+        self._children = [child for child in active_children() if child not in before]
 
     def stacked(self, numbers: Sequence[int], form: str) -> Samples:
         """Those samples, in this order, which must look like `form`. From any thread. Raises
-        DataError, JobError, NodeError."""
+        DataError, JobError, HelperLost."""
         count = min(self._processes, len(numbers))
         cuts = [len(numbers) * part // count for part in range(count + 1)]
         try:
             loads = [
                 self._pool.submit(_load, numbers[begin:end], form) for begin, end in pairwise(cuts)
             ]
-            return joined([_unpacked(load.result()) for load in loads])
+            return joined([_unpacked(self._result(load)) for load in loads])
         except BrokenProcessPool as error:
-            raise NodeError(
-                f"{self._key}: a process that loads samples was killed on this node, or ended by "
-                "itself; where it was for want of memory, lower data.workers"
-            ) from error
+            raise self._lost() from error
+
+    def _result(self, load: "Future[_Packed]") -> "_Packed":
+        # The pool hears of no process that ended amid a result, which has others' pipe.
+        while not wait([load], _LOOK_S).done:
+            if not all(child.is_alive() for child in self._children):
+                raise self._lost()
+        return load.result()
+
+    def _lost(self) -> HelperLost:
+        return HelperLost(
+            f"{self._key}: a process that loads samples was killed on this node, or ended by "
+            "itself; where it was for want of memory, lower data.workers"
+        )
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -169,6 +169,8 @@ def build(spec: OwnModelSpec, layer: int) -> nn.Module:
     """The module of `layer` on the device of the context. Raises JobError."""
     try:
         made = builders(spec)[layer]()
+    except NodeError:
+        raise  # such as files of weights that are gone here alone
     except Exception as error:
         raise JobError(f"model: layer {layer} cannot be built: {code.described(error)}") from error
     if not isinstance(made, nn.Module):

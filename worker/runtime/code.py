@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,28 +90,16 @@ def _sources(code: Code) -> dict[str, Path]:
     if file is None:
         return {}
     if code.path is not None:
-        return _with_imports(dict(_loaded_from(Path(code.path))), Path(code.path))
+        return _with_imports({name: Path(file)}, Path(code.path))
     # Of ours only the module: how much else is beside it depends on how it was installed.
     root = Path(file) if name.startswith("oobleck.") else _root_of(name, Path(file))
     found = root.rglob("*.py") if root.is_dir() else [root]
     return {str(path.relative_to(root.parent)): path for path in found}
 
 
-def _loaded_from(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The modules that were found in `folder`."""
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        path = Path(file) if file else None
-        if path is None or folder not in path.parents:
-            continue
-        place = path.relative_to(folder).with_suffix("")
-        if ".".join(place.parts).removesuffix(".__init__") == name:
-            yield name, path
-
-
 def _with_imports(files: dict[str, Path], folder: Path) -> dict[str, Path]:
-    """`files`, and those below `folder` that they import anywhere: within a function it may be only
-    on some nodes that a module was loaded already."""
+    """`files`, and those below `folder` that they import anywhere, as their text says: what was
+    loaded by now differs from node to node."""
     found, left = dict(files), list(files.items())
     while left:
         name, path = left.pop()

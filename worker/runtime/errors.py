@@ -59,6 +59,11 @@ class NodeError(ValueError):
     fix."""
 
 
+class HelperLost(Exception):
+    """A process that works for this worker has ended. The worker ends too, and is replaced as one
+    that was killed itself."""
+
+
 class InvariantViolation(Exception):
     """Ours: a state that must not exist. The worker crashes with it rather than train on."""
 

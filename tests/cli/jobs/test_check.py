@@ -46,6 +46,16 @@ def test_each_problem_is_a_line(tmp_path: Path) -> None:
     assert "ok" not in done.stdout.splitlines()
 
 
+def test_the_data_of_an_evaluation_are_looked_at(tmp_path: Path) -> None:
+    path = Path(written(tmp_path, "plain"))
+    data = f'{{python: "bad_models:Jittered", path: {SUPPORT}}}'
+    path.write_text(f"{path.read_text()}evaluation: {{every: 1, data: {data}}}\n")
+    done = run("check", str(path))
+    assert done.returncode == 2
+    told = "oobleck: evaluation.data: sample 0 is another one when it is read again"
+    assert done.stderr.startswith(told)
+
+
 def test_as_json(tmp_path: Path) -> None:
     done = run("check", written(tmp_path, "unknown_metric"), "--json")
     found = json.loads(done.stdout)

@@ -21,7 +21,7 @@ from oobleck.worker.data.prefetch import Prefetcher
 from oobleck.worker.data.samples import Samples
 from oobleck.worker.models.tree import flatten
 from oobleck.worker.runtime import code
-from oobleck.worker.runtime.errors import JobError, NodeError
+from oobleck.worker.runtime.errors import HelperLost, JobError, NodeError
 from support.waiting import all_gone
 
 CODE = '''
@@ -117,11 +117,11 @@ def test_what_a_sample_raises_is_told_as_by_the_thread_with_its_traceback(source
     assert told[0] == told[1]
 
 
-def test_a_process_that_dies_is_this_nodes_error_and_none_waits_for_it(source: Code) -> None:
+def test_a_process_that_dies_is_a_helpers_loss_and_none_waits_for_it(source: Code) -> None:
     dying = Code(name=source.name, group=None, path=source.path, arguments=Json('{"ends": 20}'))
     dataset = OwnDataset(dying, wide=False, processes=2)
     for _ in range(2):  # nor later
-        with pytest.raises(NodeError, match=r"was killed on this node.*lower data\.workers"):
+        with pytest.raises(HelperLost, match=r"was killed on this node.*lower data\.workers"):
             dataset.rows(3, 1, range(64), 64)
     dataset.close()
 

@@ -15,7 +15,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama import modeling_llama
 
-from oobleck.worker.models.huggingface import pretrained
+from oobleck.worker.models.huggingface import balancing, pretrained
 from oobleck.worker.models.huggingface.architecture import configuration
 from oobleck.worker.models.huggingface.causal_lm import build, causal_lm, foreign_names, row_losses
 from oobleck.worker.models.huggingface.unsplit import handed, take_apart
@@ -206,6 +206,16 @@ def test_training_begins_with_saved_weights(name: str, tmp_path: Path) -> None:
         layer = make()
         for own, full in foreign_names(architecture_of(model), number).items():
             assert torch.equal(layer.state_dict()[own], state[full]), full
+
+
+def test_a_saved_mixture_that_balances_its_experts_is_loaded(tmp_path: Path) -> None:
+    """Whether its balancing loss is known is found out while layers are built without memory."""
+    keys = causal.keys_of("MixtralForCausalLM") | {"output_router_logits": True}
+    config = transformers.MixtralConfig(**keys)
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path)
+    balancing.balance_of.cache_clear()
+    model = causal_lm(weights=str(tmp_path), sequence_length=causal.LENGTH)
+    assert len(model.layers) == config.num_hidden_layers + 2
 
 
 @pytest.fixture

@@ -86,7 +86,8 @@ def _same_form(theirs: Any, chosen: int) -> bool:
         expected = theirs(tuple(layer[0] for layer in logits), experts, chosen)
     except (ValueError, TypeError, RuntimeError):
         return False
-    return bool(torch.allclose(balancing_losses(sums, chosen), torch.as_tensor(expected)))
+    expected = torch.as_tensor(expected, device="cpu")  # layers may be built on another meanwhile
+    return bool(torch.allclose(balancing_losses(sums, chosen), expected))
 
 
 def _records(recorder: OutputRecorder, name: str, module: nn.Module) -> bool:

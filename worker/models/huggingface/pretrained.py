@@ -27,7 +27,7 @@ from oobleck.host.storage.weight_files import WeightFiles
 from oobleck.worker.models.huggingface.architecture import Architecture
 from oobleck.worker.models.huggingface.unsplit import take_apart
 from oobleck.worker.models.initial import weight_files
-from oobleck.worker.runtime.errors import JobError
+from oobleck.worker.runtime.errors import JobError, NodeError
 
 #: Types that weights are computed with; what others hold means something only with a scale.
 _DTYPES = ("F64", "F32", "F16", "BF16")
@@ -202,7 +202,7 @@ def _tensor(files: WeightFiles, key: str) -> Tensor:
         with safe_open(path, framework="pt") as file:
             found: Tensor = file.get_tensor(key)
     except (SafetensorError, OSError) as error:
-        raise JobError(
-            f"model.weights: {path}: cannot read {key}: {error}; copy it anew"
+        raise NodeError(
+            f"model.weights: {path}: cannot read {key}: {error}; copy it to this node anew"
         ) from error
     return found
