@@ -30,12 +30,12 @@ def failures(records: Iterable[Record]) -> list[Record]:
 
 def make_whole(cluster: LocalCluster, wanted: Set[str], *options: str) -> None:
     """Just the nodes `wanted`, all live; those that are missing start with `options` (and, like
-    all of the cluster, with its fault plan). One that is about to come up is not missing: another
-    agent of its name would be refused, and stand for it in `agents`."""
-    running = {name for name, pid in cluster.agents.items() if alive(pid)}
-    for name in sorted(set(cluster.agents) - wanted):
+    all of the cluster, with its fault plan). An agent that is not live, as one that still starts or
+    has another way to the master, ends first: of two with a name one would be refused."""
+    present = cluster.live() & wanted & {n for n, pid in cluster.agents.items() if alive(pid)}
+    for name in sorted(set(cluster.agents) - present):
         cluster.kill_node(name)
-    for name in sorted(wanted - running):
+    for name in sorted(wanted - present):
         cluster.start_node(name, *options)
     cluster.wait(lambda: cluster.live() == wanted, f"{sorted(wanted)} live", poll_s=0.1)
 

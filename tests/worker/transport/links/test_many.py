@@ -84,7 +84,8 @@ def test_sums_of_a_large_group_make_links_along_it_alone() -> None:
 @pytest.mark.parametrize("group", [GROUP[:3], GROUP, EVERYONE], ids=len)
 def test_neighbours_in_sums_are_near(group: tuple[int, ...]) -> None:
     """So their links are there before the first sum, and with a coming plan."""
-    connector = object.__new__(Connector)  # of whose device nothing is wanted
+    connector = object.__new__(Connector)
+    connector._board = ""  # nothing else is wanted of its device
     for at, rank in enumerate(group):
         found = {group[other] for other in sum_neighbours(at, len(group))}
         assert connector.near(rank, COUNT, [group], []) == near(rank, COUNT) | found

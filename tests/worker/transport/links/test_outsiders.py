@@ -20,9 +20,14 @@ LABEL = Label(Kind.MESSAGE, 7, 0)
 
 
 def say(outsider: Links, to: Links, label: Label, content: bytes) -> None:
-    """In that meeting, over the link from before."""
+    """In that meeting, over the link from before; what is said next comes behind it."""
     with outsider.lock:
-        outsider._write(outsider._links[to.identity], 2, label, memoryview(content))
+        link = outsider._links[to.identity]
+        frame = outsider._write(link, 2, label, memoryview(content))
+        outsider.press(+1)  # writes while nobody waits
+    until(lambda: frame.done, "it has gone out")
+    with outsider.lock:
+        outsider.press(-1)
 
 
 def standing_of(outsider: Links, to: Links, secret: bytes) -> bytes:
