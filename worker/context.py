@@ -35,5 +35,7 @@ class WorkerContext:
     progress: TrainingProgress
     #: SHA-256 of the training data that it reads.
     data: bytes
+    #: Of the initial weights, where a part of the model is in these alone; else empty.
+    base: bytes
     #: SHA-256 of all inputs that must be the same on every node: data, initial weights.
     inputs: bytes

@@ -81,6 +81,7 @@ class Session:
         check_no_decay(job.model, job.training.optimizer.no_decay)
         dataset, held_out = _open_data(job)
         data = held_out.fingerprint if held_out else dataset.fingerprint
+        weights = check_weights(job.model)
         self._context = context = WorkerContext(
             worker=launch.worker,
             job=job,
@@ -98,7 +99,8 @@ class Session:
             state=ModelState(job, connector.device),
             progress=TrainingProgress(),
             data=dataset.fingerprint,
-            inputs=_inputs(data, check_weights(job.model)),
+            base=weights if job.model.rests_on_files else b"",
+            inputs=_inputs(data, weights),
         )
         self._measuring = Measuring(context, launch.device_kind)
         self._memory = MemoryMeter(connector.device)

@@ -29,6 +29,7 @@ from oobleck.planner.recovery.checkpoint import (
     MOST_LAYER_HEADER_BYTES,
     InvalidCheckpoint,
     LayerFile,
+    Manifest,
 )
 from oobleck.planner.report.export import Array, exported, exported_config, has_adapters
 
@@ -87,7 +88,7 @@ class _Export:
         for file in self._manifest.files:
             self._add(self._converted(spec, file))
             on_layer()
-        self._add(_kept(spec))
+        self._add(_kept(self._manifest))
         self._flush()
         names, config = self._name_files(), exported_config(spec)
         if config is None:
@@ -150,15 +151,26 @@ class _Export:
         return [*names, _INDEX]
 
 
-def _kept(spec: AnyModel) -> dict[str, Array]:
-    """What of the model is in the initial weights alone, since it is not trained. Raises
-    WeightsError."""
-    foreign = spec.description.foreign if isinstance(spec, OwnModelSpec) else None
-    if foreign is None or not foreign.kept:
+def _kept(manifest: Manifest) -> dict[str, Array]:
+    """What of the model is in the initial weights alone, since it is not trained; not of adapters,
+    which are exported without it. Raises WeightsError."""
+    spec = manifest.model
+    if not spec.rests_on_files:
         return {}
+    assert isinstance(spec, OwnModelSpec), "no other model has such a part"
     assert spec.initial is not None, "only files have it"
+    if has_adapters(spec) and not Path(spec.initial).is_dir():
+        return {}
     files = open_weights(spec.initial)
-    return {name: read_tensor(files, key) for name, key in foreign.kept}
+    if manifest.base not in ("", files.fingerprint.hex()):
+        away = ", or move this one away" if has_adapters(spec) else ""
+        raise WeightsError(
+            f"{spec.initial} is another model than the one that was trained on (fingerprint "
+            f"{files.fingerprint.hex()[:12]}, and {manifest.base[:12]} in the checkpoint); put "
+            f"that one there{away}"
+        )
+    kept = spec.description.foreign.kept if spec.description.foreign else ()
+    return {name: read_tensor(files, key) for name, key in kept}
 
 
 def _temporary(number: int) -> str:

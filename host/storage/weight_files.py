@@ -1,16 +1,18 @@
 """Initial weights on disk: a directory as Hugging Face saves a model, in safetensors files.
 
-Owns which tensors lie where, and that the files are whole; reads their headers and no more, so the
-command line can look before a job is sent. No pickle is read. Must not know what the tensors mean.
+Owns which tensors lie where, that the files are whole, and that they stay what they were; reads
+their headers and samples of each tensor, so the command line can look before a job is sent. No
+pickle is read. Must not know what the tensors mean.
 """
 
 import hashlib
+import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -21,11 +23,13 @@ from oobleck.host.system.files import open_regular, read_regular
 
 _ONE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_CONFIG = "config.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 #: A file of the largest models has a tenth of it. The format's own limit, 100 MB, takes half a
 #: minute and gigabytes to read.
 _MOST_HEADER_BYTES = 10 << 20
 _MOST_INDEX_BYTES = 64 << 20
+_MOST_CONFIG_BYTES = 16 << 20
 #: Bits of one value; of another type, what its offsets say counts.
 _BITS = {
     **dict.fromkeys(("F64", "I64", "U64"), 64),
@@ -46,9 +50,12 @@ _NUMPY = {
     "U8": "u1",
     "BOOL": "?",
 }
-#: A file's fingerprint covers this many blocks, evenly spaced, beside its header.
-_BLOCKS = 64
+#: A fingerprint covers the begin, the middle and the end of each tensor, so much of each.
 _BLOCK_BYTES = 4096
+#: Keys of a config that say where a model comes from or how it is stored, and not what it computes.
+_OF_NO_EFFECT = ("_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype")
+#: Inode, size and time of change of a file, in nanoseconds.
+_Stamp = tuple[int, int, int]
 
 
 class WeightsError(ValueError):
@@ -63,6 +70,8 @@ class StoredTensor:
     #: As safetensors names it, such as `F32` or `BF16`.
     dtype: str
     shape: tuple[int, ...]
+    #: Of the file, when it was looked at.
+    stamp: _Stamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +80,12 @@ class WeightFiles:
 
     directory: str
     tensors: Mapping[str, StoredTensor]
-    #: 32 bytes, equal for equal files: over all headers and a part of the content.
+    #: 32 bytes, equal for equal models: over all headers, a part of each tensor and the config.
     fingerprint: bytes
 
 
 def open_weights(directory: str) -> WeightFiles:
-    """Look at the headers of all files in `directory`. Raises WeightsError."""
+    """Look at all files in `directory`, and read a part of them. Raises WeightsError."""
     folder = Path(directory)
     if not folder.is_dir():
         what = "is not a directory" if folder.exists() else "does not exist"
@@ -97,7 +106,23 @@ def open_weights(directory: str) -> WeightFiles:
                 f"{folder / name} has no tensor {tensor}, which {_INDEX} says is there; "
                 "copy the model anew"
             )
+    digest.update(_config(folder))
     return WeightFiles(directory, tensors, digest.digest())
+
+
+def check_unchanged(read: Iterable[StoredTensor]) -> None:
+    """Raises WeightsError where a file is not the one that was looked at any more. Once what was
+    `read` is copied: till then it may be a map of the file."""
+    for path, stamp in sorted({(stored.path, stored.stamp) for stored in read}):
+        try:
+            now = _stamp(os.stat(path))
+        except OSError as error:
+            raise WeightsError(f"cannot read {path}: {error.strerror}; put it back") from error
+        if now != stamp:
+            raise WeightsError(
+                f"{path} was changed since this job began, and other nodes have what was there "
+                "before; put that back"
+            )
 
 
 def read_tensor(files: WeightFiles, name: str) -> NDArray[Any]:
@@ -145,32 +170,60 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     return index
 
 
+def _config(folder: Path) -> bytes:
+    """What of config.json says what the model computes; nothing where there is none."""
+    path = folder / _CONFIG
+    try:
+        keys = json.loads(read_regular(path, _MOST_CONFIG_BYTES))
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise WeightsError(f"cannot read {path}: {error.strerror}; copy the model anew") from error
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{path} is no JSON; copy the model anew") from error
+    if isinstance(keys, dict):
+        keys = {key: value for key, value in keys.items() if key not in _OF_NO_EFFECT}
+    return json.dumps(keys, sort_keys=True).encode()
+
+
+def _stamp(status: os.stat_result) -> _Stamp:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def _is_file_name(name: str) -> bool:
     return os.path.basename(name) == name not in ("", ".", "..") and name.isprintable()
 
 
 def _read_header(path: Path, digest: "hashlib._Hash") -> dict[str, StoredTensor]:
-    """The tensors of one file; adds header and samples of the content to `digest`."""
+    """The tensors of one file; adds header and samples of each tensor to `digest`."""
     try:
         with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
+            status = os.fstat(file.fileno())
+            size = status.st_size
             length = int.from_bytes(file.read(8), "little")
             _check_length(length, size, str(path))
             header = file.read(length)
             digest.update(f"{path.name}\0{size}\0".encode())
             digest.update(header)
-            for block in range(_BLOCKS):
-                file.seek(8 + length + block * (size - 8 - length) // _BLOCKS)
-                digest.update(file.read(_BLOCK_BYTES))
+            found = _parse_header(header, str(path), size)
+            for begin, end in sorted(entry.data_offsets for entry in found.values()):
+                _sample(file, 8 + length + begin, 8 + length + end, digest)
     except OSError as error:
         raise WeightsError(
             f"cannot read {path}: {error.strerror}; put it there, the same on all nodes"
         ) from error
-    found = _parse_header(header, str(path), size)
     return {
-        name: StoredTensor(str(path), entry.dtype, tuple(entry.shape))
+        name: StoredTensor(str(path), entry.dtype, tuple(entry.shape), _stamp(status))
         for name, entry in found.items()
     }
+
+
+def _sample(file: BinaryIO, begin: int, end: int, digest: "hashlib._Hash") -> None:
+    """Add so much of the bytes from `begin` to `end` that other numbers hardly go unseen."""
+    last = max(begin, end - _BLOCK_BYTES)
+    for place in sorted({begin, (begin + last) // 2, last}):
+        file.seek(place)
+        digest.update(file.read(min(_BLOCK_BYTES, end - place)))
 
 
 def check_content(content: bytes, most_header_bytes: int) -> None:

@@ -118,8 +118,8 @@ class Foreign:
     #: What the names of a decoder layer's tensors begin with there, up to the layer's number;
     #: those of the first and of the last layer have their whole names.
     blocks: str
-    #: Tensors that are not trained and have a name there, with that which they have in the files
-    #: of the initial weights.
+    #: Tensors that are not trained: the name that an export has them under, and that which they
+    #: have in the files of the initial weights.
     kept: tuple[tuple[str, str], ...] = ()
     #: What is trained, and exported, are adapters of peft.
     adapters: bool = False

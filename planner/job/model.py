@@ -71,6 +71,11 @@ class AnyModel:
         return None
 
     @property
+    def rests_on_files(self) -> bool:
+        """Whether a part of it is in the initial weights alone, in no checkpoint."""
+        return False
+
+    @property
     def reads_tokens(self) -> bool:
         """Whether it takes rows of tokens."""
         return True

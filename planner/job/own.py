@@ -123,6 +123,11 @@ class OwnModelSpec(AnyModel):
         return self.weights
 
     @property
+    def rests_on_files(self) -> bool:
+        foreign = self.description.foreign if self.known else None
+        return self.lora is not None or bool(foreign and foreign.kept)
+
+    @property
     def layer_count(self) -> int:
         return len(self.description.order)
 

@@ -82,6 +82,8 @@ class Manifest:
     training: TrainingSpec
     #: Fingerprint of the data, hexadecimal.
     data: str
+    #: And of the initial weights, where a part of the model is in these alone; empty: it is not.
+    base: str = ""
     #: In layer order.
     files: tuple[LayerFile, ...]
 
@@ -98,8 +100,9 @@ class Manifest:
             raise ValueError(f"step: {self.step} is not in 0 to {_MOST_STEP}")
         if not 0.0 <= self.created <= _LATEST:
             raise ValueError(f"created: {self.created} is no Unix time up to the year 9999")
-        if _DATA.fullmatch(self.data) is None:
-            raise ValueError("data: is no fingerprint in lower-case hex digits")
+        for name, digits in (("data", self.data), ("base", self.base)):
+            if _DATA.fullmatch(digits) is None:
+                raise ValueError(f"{name}: is no fingerprint in lower-case hex digits")
 
     @property
     def bytes(self) -> int:
@@ -162,11 +165,12 @@ def why_not_begin(
     *,
     damaged: Sequence[str],
     data: str | None,
+    base: str = "",
 ) -> str:
     """Why `job` must not begin with what is in its checkpoints' path; empty: it may.
 
     `newest`: name and manifest of the newest checkpoint there; `damaged`: what cannot be read, and
-    why; `data`: see `misfit`, None: not known.
+    why; `data`, `base`: see `misfit`, None and empty: not known.
     """
     path = redact(spec.path).rstrip("/")
     if newest is None:
@@ -189,7 +193,7 @@ def why_not_begin(
             f"checkpoint.path: {path}/{name} is of a later step than the job's last one "
             f"({job.training.steps}); raise training.steps, or name another path"
         )
-    if other := misfit(manifest, job, manifest.data if data is None else data):
+    if other := misfit(manifest, job, manifest.data if data is None else data, base):
         return (
             f"checkpoint.path: {path}/{name} is of another training: {other}; name another path, "
             "or make the job what it was"
@@ -197,12 +201,13 @@ def why_not_begin(
     return ""
 
 
-def misfit(manifest: Manifest, job: JobSpec, data: str) -> str:
+def misfit(manifest: Manifest, job: JobSpec, data: str, base: str = "") -> str:
     """The first key in which a checkpoint is of another training than `job`'s; empty: it fits.
 
     Learning rate, schedule and the number of steps may change between two runs. What the state
     consists of may not, nor what says which samples it has seen (seed, global batch, data).
-    `data`: the fingerprint of the data that the job reads, hexadecimal.
+    `data`: the fingerprint of the data that the job reads, hexadecimal; `base`: of the initial
+    weights, where a part of the model is in these alone.
     """
     for key, there, here in _compared(manifest, job):
         if there != here:
@@ -212,6 +217,11 @@ def misfit(manifest: Manifest, job: JobSpec, data: str) -> str:
             "its data are other ones (files, tokenizer, separator, or evaluation.fraction, which "
             f"decides what is trained on): fingerprint {manifest.data[:12]} there and "
             f"{data[:12]} here"
+        )
+    if "" not in (manifest.base, base) and manifest.base != base:
+        return (
+            "model.weights, which it needs, are other ones by now: fingerprint "
+            f"{manifest.base[:12]} there and {base[:12]} here"
         )
     return ""
 

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oobleck.host.storage.checkpoints import list_checkpoints
+from oobleck.host.storage.checkpoints import StoredCheckpoint, list_checkpoints
 from oobleck.host.storage.export import export
-from oobleck.host.storage.folder import LocalFolder
+from oobleck.host.storage.folder import Folder, LocalFolder
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.job.code import Json
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import CheckpointSpec, DataSpec, JobSpec, TrainingSpec
 from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
+from oobleck.worker.models import check_weights
 from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
@@ -72,6 +73,7 @@ def exported(job: JobSpec, state: ModelState, folder: Path) -> list[str]:
         step=3,
         name="step-000000003-00000000",
         data="",
+        base=check_weights(job.model).hex() if job.model.rests_on_files else "",
         wish=0,
         writers=((writer, layers),),
         rank=0,
@@ -80,5 +82,11 @@ def exported(job: JobSpec, state: ModelState, folder: Path) -> list[str]:
     saving = CheckpointWriter(order, saved, snapshots, report=lambda _: None, reached=lambda: None)
     saving.others_are_done()
     until(lambda: not saving.busy, "the checkpoint")
+    return export(*checkpoint(folder), folder / "model", file_bytes=60_000)
+
+
+def checkpoint(folder: Path) -> tuple[Folder, StoredCheckpoint]:
+    """What `exported` saved there."""
+    saved = LocalFolder(folder / "saved")
     (found,) = list_checkpoints(saved).checkpoints
-    return export(saved.below(found.name), found, folder / "model", file_bytes=60_000)
+    return saved.below(found.name), found

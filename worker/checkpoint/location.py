@@ -72,7 +72,7 @@ class CheckpointLocation:
         self._job = context.job
         self._spec = spec
         self._worker = context.worker
-        self._data = context.data.hex()
+        self._data, self._base = context.data.hex(), context.base.hex()
         self._control = context.control
         self._plan = assign.plan
         self._prefix = assign.rendezvous.prefix
@@ -202,14 +202,17 @@ class CheckpointLocation:
         self._damaged = listing.damaged
 
     def _usable(self) -> list[StoredCheckpoint]:
+        job, data, base = self._job, self._data, self._base
         known = self.known.values()
-        return [item for item in known if not misfit(item.manifest, self._job, self._data)]
+        return [item for item in known if not misfit(item.manifest, job, data, base)]
 
     def _usable_to_begin(self) -> list[StoredCheckpoint]:
         """What the job may begin with; raises JobError where it may not begin."""
         newest = next(((found.name, found.manifest) for found in self.known.values()), None)
         damaged = tuple(self._damaged.values())
-        refusal = why_not_begin(self._job, self._spec, newest, damaged=damaged, data=self._data)
+        refusal = why_not_begin(
+            self._job, self._spec, newest, damaged=damaged, data=self._data, base=self._base
+        )
         if refusal:
             raise JobError(refusal)
         return self._usable()

@@ -136,6 +136,7 @@ class Saver:
             step=step,
             name=folder_name(step, assign.rendezvous.prefix),
             data=self._context.data.hex(),
+            base=self._context.base.hex(),
             wish=wish,
             writers=tuple((worker, chosen[worker]) for worker in plan.workers),
             rank=plan.workers.index(self._worker),

@@ -56,8 +56,9 @@ class Order:
     step: int
     #: Name of the checkpoint's folder.
     name: str
-    #: Fingerprint of the data, hexadecimal.
+    #: Fingerprints of the data, and of initial weights that the state rests on; hexadecimal.
     data: str
+    base: str
     #: Wish that this answers; 0: none.
     wish: int
     #: The layers that each worker writes, in rank order.
@@ -218,6 +219,7 @@ class CheckpointWriter:
             model=_told(job.model),
             training=job.training,
             data=self.order.data,
+            base=self.order.base,
             files=tuple(sorted(files, key=lambda file: file.layer)),
         )
 
@@ -280,7 +282,7 @@ class CheckpointWriter:
             log.exception("what is left of a checkpoint could not be removed")
 
     def _is_own(self, manifest: Manifest) -> bool:
-        return not misfit(manifest, self.order.job, self.order.data)
+        return not misfit(manifest, self.order.job, self.order.data, self.order.base)
 
     def _tidy(self) -> None:
         spec = self.order.job.checkpoint

@@ -4,6 +4,10 @@ Layer 0 is the embedding, the last one the head, between them the blocks. Owns w
 and its initial weights, one module per family; knows nothing of stages, flat state or plans.
 """
 
+from collections.abc import Mapping
+
+from torch import Tensor
+
 from oobleck.planner.job.model import AnyModel, ModelSpec
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
@@ -24,6 +28,7 @@ __all__ = [
     "check_code",
     "check_weights",
     "empty_layer",
+    "initial_values",
     "initialise_parameters",
     "tied_parameters",
 ]
@@ -36,12 +41,19 @@ def check_code(job: JobSpec) -> None:
         own.check_code(job)
 
 
-def initialise_parameters(module: Layer, spec: AnyModel, seed: int) -> None:
+def initial_values(module: Layer) -> dict[str, Tensor]:
+    """The initial weights of an empty layer that was built with them; none of any other."""
+    return own.values(module) if isinstance(module, own.OwnLayer) else {}
+
+
+def initialise_parameters(
+    module: Layer, spec: AnyModel, seed: int, begun: Mapping[str, Tensor] | None = None
+) -> None:
     """Give `module` its initial weights: those of the files that `spec` names, else a function of
-    (spec, seed, layer) alone."""
+    (spec, seed, layer) alone. `begun`: its `initial_values`, if it has any."""
     if isinstance(spec, OwnModelSpec):
         assert isinstance(module, own.OwnLayer), "it was built from the same spec"
-        own.initialise(module, spec, seed)
+        own.initialise(module, spec, seed, begun)
         return
     assert isinstance(spec, ModelSpec), "there are two kinds"
     if spec.weights is None:

@@ -4,19 +4,25 @@ Owns under which names a file may have a parameter; `oobleck.host.storage.weight
 files there are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from oobleck.host.storage.weight_files import StoredTensor, WeightFiles, WeightsError, open_weights
+from oobleck.host.storage.weight_files import (
+    StoredTensor,
+    WeightFiles,
+    WeightsError,
+    check_unchanged,
+    open_weights,
+)
 from oobleck.planner.job.families import family_of
 from oobleck.planner.job.model import AnyModel, ModelSpec
 from oobleck.planner.report.export import foreign_name
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.registry import build_layer, tied_parameter
-from oobleck.worker.runtime.errors import JobError
+from oobleck.worker.runtime.errors import JobError, NodeError
 
 #: Types that weights are computed with; what others hold means something only with a scale.
 _DTYPES = ("F64", "F32", "F16", "BF16")
@@ -31,6 +37,14 @@ def weight_files(directory: str) -> WeightFiles:
         return open_weights(directory)
     except WeightsError as error:
         raise JobError(f"model.weights: {error}") from error
+
+
+def check_as_begun(read: Iterable[StoredTensor]) -> None:
+    """Raises NodeError where what a layer was read from is not what all nodes began with."""
+    try:
+        check_unchanged(read)
+    except WeightsError as error:
+        raise NodeError(f"model.weights: {error}") from error
 
 
 def check_weights(spec: AnyModel) -> bytes:
@@ -56,11 +70,14 @@ def load_parameters(module: Layer, spec: ModelSpec) -> None:
     """Fill `module` from the files, in its own precision. Raises JobError."""
     assert spec.weights is not None
     files = weight_files(spec.weights)
+    read: list[StoredTensor] = []
     for name, parameter in module.named_parameters():
         key, tensor = _find(files, spec, module.layer, name, tuple(parameter.shape))
         parameter.copy_(_read(key, tensor))
+        read.append(tensor)
         if name == tied_parameter(spec, module.layer):
             _check_alike(files, key, foreign_name(spec, module.layer, name))
+    check_as_begun(read)
 
 
 def _check_alike(files: WeightFiles, used: str, own: str) -> None:

@@ -58,6 +58,8 @@ class OwnLayer(Layer):
     def __init__(self, spec: OwnModelSpec, layer: int, module: nn.Module) -> None:
         super().__init__(layer)
         self.module = module
+        #: Whether it was built with its initial weights.
+        self.drawn = False
         self._spec = spec
         #: Whether it takes from torch's generator while it trains.
         self._draws = spec.known and spec.description.layers[layer].draws
@@ -198,9 +200,11 @@ def empty_layer(spec: OwnModelSpec, seed: int, layer: int) -> OwnLayer:
     """Its parameters have no memory yet, or are still to be replaced; all else is there."""
     with drawing(seed, layer), torch.device("meta"), without_draws():
         module = build(spec, layer)
-    if next(constants(module), None) is not None:
-        module = build_real(spec, seed, layer)
-    return _wrapped(spec, layer, module)
+    if next(constants(module), None) is None:
+        return _wrapped(spec, layer, module)
+    made = _wrapped(spec, layer, build_real(spec, seed, layer))
+    made.drawn = True
+    return made
 
 
 def _wrapped(spec: OwnModelSpec, layer: int, module: nn.Module) -> OwnLayer:
@@ -236,11 +240,20 @@ def _tensors(value: object, depth: int = 3) -> Iterator[Tensor]:
             yield from _tensors(item, depth - 1)
 
 
+def values(layer: OwnLayer) -> dict[str, Tensor]:
+    """What its trained parameters were built with; none where only their shapes were."""
+    return {name: p.detach() for name, p in layer.trained()} if layer.drawn else {}
+
+
 @torch.no_grad()
-def initialise(module: OwnLayer, spec: OwnModelSpec, seed: int) -> None:
+def initialise(
+    module: OwnLayer, spec: OwnModelSpec, seed: int, begun: Mapping[str, Tensor] | None = None
+) -> None:
     """Give the parameters of `module` their initial values: those of a tied one are the first
-    layer's."""
-    fresh = dict(build_real(spec, seed, module.layer).named_parameters())
+    layer's. `begun`: its `values`, so that it need not be built again."""
+    fresh: dict[str, Tensor] = dict(
+        begun or build_real(spec, seed, module.layer).named_parameters()
+    )
     if module.layer and module.layer == spec.layer_count - 1 and spec.description.tied:
         first = dict(build_real(spec, seed, 0).named_parameters())
         fresh |= {last: first[name] for name, last in spec.description.tied}

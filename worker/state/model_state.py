@@ -13,7 +13,13 @@ from torch import Tensor
 from oobleck.planner.job.spec import JobSpec, Precision
 from oobleck.planner.programs.instructions import LayerPart
 from oobleck.planner.programs.shards import Shard
-from oobleck.worker.models import Layer, empty_layer, initialise_parameters
+from oobleck.worker.models import (
+    Layer,
+    build_layer,
+    empty_layer,
+    initial_values,
+    initialise_parameters,
+)
 from oobleck.worker.runtime.errors import InvariantViolation
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import Layout, layout, point_parameters
@@ -47,33 +53,46 @@ class ModelState:
 
     def initialise(self, layer: int, *, part: int = 0, parts: int = 1) -> LayerState:
         """Hold `layer`, or a share of it, as it is before the first step (version 0)."""
-        state = self.allocate(layer, version=0, part=part, parts=parts)
+        module = self._empty(layer)
+        begun = initial_values(module)
+        state = self.allocate(layer, version=0, part=part, parts=parts, module=module)
         state.storage.zero_()
         for row, initial in enumerate(self._job.training.optimizer.initial, 1):
             state.storage[row] = initial
+        spec, seed = self._job.model, self._job.training.seed
         if parts == 1:
-            initialise_parameters(state.module, self._job.model, self._job.training.seed)
+            initialise_parameters(module, spec, seed, begun)
         else:
             whole = torch.zeros(state.layout.size, dtype=self._dtype, device=self._device)
-            module = self._empty(layer)
+            with torch.device("meta"):
+                module = build_layer(spec, layer)
             point_parameters(module, state.layout, whole)
-            initialise_parameters(module, self._job.model, self._job.training.seed)
+            initialise_parameters(module, spec, seed, begun)
             for numbers in state.numbers:
                 state.storage[0, state.columns(numbers)] = whole[numbers.start : numbers.stop]
         self.complete(layer)
         return state
 
-    def allocate(self, layer: int, *, version: int, part: int = 0, parts: int = 1) -> LayerState:
+    def allocate(
+        self,
+        layer: int,
+        *,
+        version: int,
+        part: int = 0,
+        parts: int = 1,
+        module: Layer | None = None,
+    ) -> LayerState:
         """Room for `layer`, or a share of it, after `version` steps, to be received into its
-        `storage`. It is held from `complete` on, so a transfer that breaks off leaves nothing."""
-        made = self.make(Shard(layer, part, parts), version=version)
+        `storage`. It is held from `complete` on, so a transfer that breaks off leaves nothing.
+        `module`: the layer's, where it was built already."""
+        made = self.make(Shard(layer, part, parts), version=version, module=module)
         self._partial[layer] = made
         return made
 
-    def make(self, shard: Shard, *, version: int) -> LayerState:
+    def make(self, shard: Shard, *, version: int, module: Layer | None = None) -> LayerState:
         """Room for a layer, or a share of it, that is not on its way to be held yet."""
         layer, parts = shard.layer, shard.parts
-        flat, module = self._layout(layer), self._empty(layer)
+        flat, module = self._layout(layer), self._empty(layer) if module is None else module
         size = sum(map(len, flat.shard(shard)))
         rows = 1 + self._job.training.optimizer.moments
         storage = torch.empty(rows, size, dtype=self._dtype, device=self._device)

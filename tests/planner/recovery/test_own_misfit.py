@@ -41,3 +41,17 @@ def manifest(spec: OwnModelSpec) -> Manifest:
 def test_only_the_layers_count(now: OwnModelSpec, why: str) -> None:
     job = JobSpec(name="own", model=now, data=DataSpec(python="mine:data"), training=TRAINING)
     assert misfit(manifest(model(10, 20, 30)), job, "00") == why
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "refused"),
+    [("aa", "aa", False), ("aa", "bb", True), ("", "bb", False), ("aa", "", False)],
+)
+def test_adapters_go_with_the_base_that_they_were_trained_on(
+    there: str, here: str, refused: bool
+) -> None:
+    spec = model(10, 20)
+    job = JobSpec(name="own", model=spec, data=DataSpec(python="mine:data"), training=TRAINING)
+    why = misfit(replace(manifest(spec), base=there), job, "00", here)
+    assert why.startswith("model.weights, which it needs, are other ones by now") == refused
+    assert bool(why) == refused

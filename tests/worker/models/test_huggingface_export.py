@@ -1,15 +1,22 @@
 """What a job with a model of transformers trained, as transformers loads it."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers import conversion_mapping, core_model_loading
 
 from oobleck.host.storage.weight_files import WeightsError
+from oobleck.worker.runtime.errors import JobError
 from support import causal, exports
+
+#: What its routers add to their scores, in DeepSeek V3.
+_BIAS = "e_score_correction_bias"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +57,7 @@ def biased(folder: Path, dtype: torch.dtype) -> torch.Tensor:
     (path,) = folder.glob("*.safetensors")
     tensors = load_file(path)
     for key in tensors:
-        if key.endswith("e_score_correction_bias"):
+        if key.endswith(_BIAS):
             tensors[key] = torch.randn(4).to(dtype)
     save_file(tensors, path, metadata={"format": "pt"})
     return tensors["model.layers.2.mlp.gate.e_score_correction_bias"]
@@ -69,6 +76,56 @@ def test_what_is_not_trained_comes_from_the_initial_weights(
     ids = exports.tokens()
     expected = exports.logits(state, ids)
     torch.testing.assert_close(model.eval()(ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@contextmanager
+def in_two_pieces() -> Iterator[None]:
+    """Files of DeepSeek V3 have what its routers add in two halves: transformers knows of none that
+    has, but takes such a word from any program."""
+    kind = "deepseek_v3"
+    known = conversion_mapping.get_checkpoint_conversion_mapping(kind)
+    both = core_model_loading.WeightConverter(
+        source_patterns=[r"gate\.first", r"gate\.second"],
+        target_patterns="gate.e_score_correction_bias",
+        operations=[core_model_loading.Concatenate(dim=0)],
+    )
+    conversion_mapping.register_checkpoint_conversion_mapping(kind, [*known, both], overwrite=True)
+    try:
+        yield
+    finally:
+        conversion_mapping.register_checkpoint_conversion_mapping(kind, known, overwrite=True)
+        conversion_mapping.USER_REGISTERED_MAPPINGS.discard(kind)
+
+
+def test_what_the_files_have_in_pieces_is_exported_in_these(tmp_path: Path) -> None:
+    bias = biased(tmp_path / "base", torch.float32)
+    (path,) = (tmp_path / "base").glob("*.safetensors")
+    tensors = load_file(path)
+    for key in [key for key in tensors if key.endswith(_BIAS)]:
+        whole, gate = tensors.pop(key), key.removesuffix(_BIAS)
+        tensors |= {f"{gate}first": whole[:1].clone(), f"{gate}second": whole[1:].clone()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    with in_two_pieces():
+        job = exports.job_of(weights=str(tmp_path / "base"), architecture="DeepseekV3ForCausalLM")
+        state = exports.held(job)
+        exports.exported(job, state, tmp_path)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(model.model.layers[2].mlp.gate.e_score_correction_bias, bias)
+    ids = exports.tokens()
+    expected = exports.logits(state, ids)
+    torch.testing.assert_close(model.eval()(ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_tensor_that_the_files_have_twice_is_named(tmp_path: Path) -> None:
+    biased(tmp_path / "base", torch.float32)
+    (path,) = (tmp_path / "base").glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["norm.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(
+        JobError, match=r"base has model\.norm\.weight twice, as .*norm\.weight and as .*; leave"
+    ):
+        exports.job_of(weights=str(tmp_path / "base"), architecture="DeepseekV3ForCausalLM")
 
 
 def test_an_export_without_the_initial_weights_says_where_they_were(tmp_path: Path) -> None:

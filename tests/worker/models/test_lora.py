@@ -2,6 +2,8 @@
 
 import builtins
 import json
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,18 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
+from oobleck.host.storage.export import export
+from oobleck.host.storage.weight_files import WeightsError
 from oobleck.planner.job.file import format_job, parse_job
 from oobleck.planner.job.lora import LoraSpec
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.checks.check import SAMPLES, check
+from oobleck.worker.models.huggingface import pretrained
+from oobleck.worker.models.initial import weight_files
 from oobleck.worker.runtime.errors import JobError, NodeError
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
@@ -28,6 +35,13 @@ MODELS: dict[str, tuple[str, ...]] = {
     "GPT2LMHeadModel": ("c_attn", "c_proj"),  # weights that are kept transposed
     "MixtralForCausalLM": ("q_proj", "o_proj", "lm_head"),
 }
+
+
+@pytest.fixture(autouse=True)
+def look_anew() -> Iterator[None]:
+    """Files are looked at once per process; here they change."""
+    yield
+    weight_files.cache_clear()
 
 
 def saved(name: str, folder: Path) -> Any:
@@ -116,6 +130,48 @@ def test_first_values_follow_from_seed_and_layer(tmp_path: Path) -> None:
     # Of the same shapes, but for what the second block has besides.
     size = len(drawn(1, 5))
     assert not torch.equal(drawn(1, 5), drawn(2, 5)[:size])
+
+
+def test_a_base_that_changes_while_the_job_runs_is_not_read(tmp_path: Path) -> None:
+    saved("Qwen3ForCausalLM", tmp_path)
+    job = job_of(tmp_path, "Qwen3ForCausalLM")
+    state, path = exports.held(job), tmp_path / "model.safetensors"
+    other = {name: value + 1 for name, value in load_file(path).items()}
+    save_file(other, path, metadata={"format": "pt"})
+    with pytest.raises(NodeError, match=r"^model\.weights: .*was changed since this job began"):
+        state.load(1, state.snapshot(1), version=0)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_layer_begins_with_one_look_into_the_files(
+    parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved("Qwen3ForCausalLM", tmp_path)
+    job = job_of(tmp_path, "Qwen3ForCausalLM")
+    expected = ModelState(job, torch.device("cpu")).initialise(1).storage[0].clone()
+    real, read = pretrained._tensor, list[str]()
+    monkeypatch.setattr(
+        pretrained, "_tensor", lambda files, key: read.append(key) or real(files, key)
+    )
+    state = ModelState(job, torch.device("cpu"))
+    begun = [state.initialise(1, part=part, parts=parts).storage[0] for part in range(parts)]
+    assert len(read) == parts * len(set(read)) > 0
+    assert torch.equal(torch.cat(begun).sort().values, expected.sort().values)
+
+
+def test_an_export_of_adapters_wants_the_base_that_they_were_trained_on(tmp_path: Path) -> None:
+    saved("Qwen3ForCausalLM", tmp_path / "base")
+    job = job_of(tmp_path / "base", "Qwen3ForCausalLM")
+    state = exports.held(job)
+    path = tmp_path / "base" / "config.json"
+    exports.exported(job, state, tmp_path)
+    shutil.rmtree(tmp_path / "model")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 0.5}))
+    saved_at, found = exports.checkpoint(tmp_path)
+    with pytest.raises(WeightsError, match=r"base is another model than .*; put that one"):
+        export(saved_at, found, tmp_path / "model")
+    shutil.rmtree(tmp_path / "base")
+    assert export(saved_at, found, tmp_path / "model")
 
 
 def test_dropout_of_adapters_is_found_and_passes_the_check(tmp_path: Path) -> None:

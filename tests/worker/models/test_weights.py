@@ -14,7 +14,7 @@ from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.model_file import family_model
 from oobleck.worker.models import build_layer, check_weights, initialise_parameters
 from oobleck.worker.models.initial import weight_files
-from oobleck.worker.runtime.errors import JobError
+from oobleck.worker.runtime.errors import JobError, NodeError
 from oobleck.worker.runtime.random import RowKeys
 from support import foreign
 
@@ -234,3 +234,53 @@ def test_other_weights_have_another_fingerprint(saved: Path, tmp_path: Path) -> 
     path = folder / "model.safetensors"
     save_file({name: value + 1 for name, value in load_file(path).items()}, path)
     assert open_weights(str(folder)).fingerprint != before
+
+
+def poke(path: Path, name: str) -> None:
+    """Change one number in the middle of a tensor, and nothing else of the file."""
+    content = bytearray(path.read_bytes())
+    length = int.from_bytes(content[:8], "little")
+    begin, end = json.loads(content[8 : 8 + length])[name]["data_offsets"]
+    content[8 + length + (begin + end) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_fingerprint_has_a_part_of_each_tensor_however_many_there_are(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    tensors = {f"t{number}": torch.zeros(2500) for number in range(200)}
+    save_file(tensors, path)
+    found = {open_weights(str(tmp_path)).fingerprint}
+    for name in ("t0", "t77", "t133", "t199"):
+        poke(path, name)
+        found.add(open_weights(str(tmp_path)).fingerprint)
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "counts"),
+    [
+        ("layer_norm_epsilon", 0.1, True),
+        ("transformers_version", "1.0", False),
+        ("_name_or_path", "elsewhere", False),
+    ],
+)
+def test_what_the_config_computes_is_in_the_fingerprint(
+    key: str, value: object, counts: bool, saved: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(saved / "gpt2", folder)
+    before = open_weights(str(folder)).fingerprint
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    assert (open_weights(str(folder)).fingerprint != before) == counts
+
+
+def test_files_that_change_while_a_job_runs_are_not_read(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(saved / "gpt2", folder)
+    spec = spec_of("gpt2", folder)
+    layer = build_layer(spec, 1)
+    initialise_parameters(layer, spec, 7)
+    poke(folder / "model.safetensors", "transformer.h.0.mlp.c_fc.weight")
+    with pytest.raises(NodeError, match=r"model\.safetensors was changed since this job .*; put"):
+        initialise_parameters(layer, spec, 7)

@@ -44,13 +44,15 @@ def _config(architecture: Architecture) -> Json:
 
 
 def _kept(architecture: Architecture, count: int) -> Iterator[tuple[str, str]]:
-    """Tensors in the model's state that are not trained, and their names in the files that it
-    began with, which alone have them."""
+    """Tensors of an export that are not trained, and their names in the files that the model began
+    with, which alone have them. Raises JobError."""
     for number in range(count):
         with torch.device("meta"):
             layer = build(architecture, number)
-        trained = {name for name, value in layer.named_parameters() if value.requires_grad}
-        for name, full in foreign_names(architecture, number).items():
-            key = None if name in trained else pretrained.stored_as_it_is(architecture, full)
-            if key is not None:
-                yield full, key
+        names = foreign_names(architecture, number)
+        trained = {names[name] for name, p in layer.named_parameters() if p.requires_grad}
+        kept = [full for full in names.values() if full not in trained]
+        # Several may come from the same pieces.
+        yield from dict.fromkeys(
+            pair for full in kept for pair in pretrained.stored(architecture, full, trained)
+        )

@@ -6,7 +6,7 @@ looked up and run here for the tensors of one layer.
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 from oobleck.host.storage.weight_files import WeightFiles
 from oobleck.worker.models.huggingface.architecture import Architecture
 from oobleck.worker.models.huggingface.unsplit import take_apart
-from oobleck.worker.models.initial import weight_files
+from oobleck.worker.models.initial import check_as_begun, weight_files
 from oobleck.worker.runtime.errors import JobError, NodeError
 
 #: Types that weights are computed with; what others hold means something only with a scale.
@@ -65,14 +65,27 @@ def check(architecture: Architecture, names: Mapping[str, str]) -> None:
                 _check_shape(key, full, tensor.shape, tuple(model[full].shape))
 
 
-def stored_as_it_is(architecture: Architecture, full: str) -> str | None:
-    """The name in the files of what the whole model calls `full`; None where they lack it, or have
-    it in other pieces."""
-    source = _sources(architecture).get(full)
-    if source is None or source.converter is not None:
-        return None
-    ((key,),) = source.keys.values()
-    return key
+def stored(
+    architecture: Architecture, full: str, trained: Collection[str]
+) -> list[tuple[str, str]]:
+    """What an export has of what the whole model calls `full`, by its name there and in the files:
+    where these have other pieces, those, which transformers makes it of anew. `trained`: what must
+    not come of them too. Raises JobError."""
+    sources = _sources(architecture)
+    source = sources.get(full)
+    if source is None:
+        return []
+    keys = list(chain.from_iterable(source.keys.values()))
+    if source.converter is None:
+        return [(full, key) for key in keys]
+    both = [name for name, other in sources.items() if other is source and name in trained]
+    if both:
+        raise JobError(
+            f"model.weights: {keys[0]} has {full}, which is not trained, together with {both[0]}, "
+            "which is, and an export could not have the one alone; save the model anew: "
+            "from_pretrained(DIR).save_pretrained(NEW, save_original_format=False)"
+        )
+    return [(key, key) for key in keys]
 
 
 @torch.no_grad()
@@ -80,7 +93,7 @@ def load(
     layer: nn.Module, architecture: Architecture, names: Mapping[str, str], device: torch.device
 ) -> None:
     """Give the parameters of `layer` their values, each under its name in the whole model, and mark
-    them as transformers does. Buffers that the files lack stay. Raises JobError."""
+    them as transformers does. Buffers that the files lack stay. Raises JobError, NodeError."""
     sources = _sources(architecture)
     found: dict[str, Tensor] = {}
     for name, full in names.items():
@@ -101,6 +114,10 @@ def load(
             kept._parameters[own] = new
         else:
             kept._buffers[own] = new
+    tensors = _files(architecture).tensors
+    used = [sources[one] for one in found if one in sources]
+    keys = chain.from_iterable(chain.from_iterable(source.keys.values()) for source in used)
+    check_as_begun(tensors[key] for key in keys)
 
 
 def _check_shape(key: str, full: str, has: tuple[int, ...], needs: tuple[int, ...]) -> None:
@@ -162,9 +179,14 @@ def _sources(architecture: Architecture) -> dict[str, _Source]:
             target, pattern = key, None
         if target not in state:
             continue
-        source = sources.setdefault(
-            target, _Source(None if pattern is None else of_pattern[pattern])
-        )
+        converter = None if pattern is None else of_pattern[pattern]
+        source = sources.setdefault(target, _Source(converter))
+        if source.keys and (converter is None or converter is not source.converter):
+            ((other, *_), *_) = source.keys.values()
+            raise JobError(
+                f"model.weights: {_files(architecture).directory} has {target} twice, as {other} "
+                f"and as {key}; leave one of them out"
+            )
         source.keys.setdefault(pattern or key, []).append(key)
     for target, source in list(sources.items()):
         for other in _further(target, source):
