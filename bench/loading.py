@@ -20,6 +20,7 @@ import torch
 from oobleck.planner.job.code import NO_ARGUMENTS, Code
 from oobleck.planner.job.spec import DataSpec, TrainingSpec
 from oobleck.worker.data.dataset import Dataset, row_digest
+from oobleck.worker.data.loaders import Loaders
 from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.data.prefetch import Prefetcher
 
@@ -109,7 +110,10 @@ def main() -> None:
 def samples_per_second(processes: int, steps: int) -> float:
     """Of steps that compute for 100 ms."""
     code = Code(name="bench.loading:Slow", group=None, path=None, arguments=NO_ARGUMENTS, ours=True)
-    dataset = OwnDataset(code, wide=False, processes=processes)
+    loaders = None
+    if processes:
+        loaders = Loaders(code, wide=False, key="data", processes=processes)
+    dataset = OwnDataset(code, wide=False, loaders=loaders)
     training = TrainingSpec(steps=10**9, global_batch=SAMPLES, microbatch=MICROBATCH)
     prefetcher = Prefetcher(dataset, training, threads=max(1, processes))
     microbatches = range(SAMPLES // MICROBATCH)

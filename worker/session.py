@@ -7,7 +7,7 @@ layers live through all generations. Must not know how workers join (`membership
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from oobleck.host.address import is_loopback
 from oobleck.host.data.token_file import DataError
@@ -31,7 +31,8 @@ from oobleck.worker.checkpoint.saver import Saver
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.dataset import Dataset
 from oobleck.worker.data.held_out import HeldOut
-from oobleck.worker.data.opening import open_dataset
+from oobleck.worker.data.loaders import Loaders
+from oobleck.worker.data.opening import open_dataset, start_loaders
 from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.data.prefetch import Prefetcher
 from oobleck.worker.membership import Membership, join, join_handover, report_lost
@@ -71,6 +72,7 @@ class Session:
         if launch.no_code:
             raise NodeError(launch.no_code)
         code.allow(launch.allow_code)
+        loaders = start_loaders(job)  # first: a fork beside threads may hang
         connector = Connector(launch)
         if job.output is not None:
             check_writable(job.output)
@@ -79,7 +81,7 @@ class Session:
         check_code(job)
         own_optimizer.check(job.training.optimizer)
         check_no_decay(job.model, job.training.optimizer.no_decay)
-        dataset, held_out = _open_data(job)
+        dataset, held_out = _open_data(job, loaders)
         data = held_out.fingerprint if held_out else dataset.fingerprint
         weights = check_weights(job.model)
         self._context = context = WorkerContext(
@@ -275,12 +277,14 @@ class Session:
         context.control.report(Finished(generation=plan.generation, step=step))
 
 
-def _open_data(job: JobSpec) -> tuple[Dataset | OwnDataset, HeldOut | None]:
+def _open_data(
+    job: JobSpec, loaders: Mapping[str, Loaders]
+) -> tuple[Dataset | OwnDataset, HeldOut | None]:
     """What is trained on, and what is evaluated, if anything. Raises DataError, JobError."""
     evaluation = job.evaluation
     share = (evaluation.fraction or 0.0) if evaluation else 0.0
-    dataset = open_dataset(job, job.data, held_out=share)
-    return dataset, HeldOut(job, evaluation, dataset) if evaluation else None
+    dataset = open_dataset(job, job.data, loaders, held_out=share)
+    return dataset, HeldOut(job, evaluation, dataset, loaders) if evaluation else None
 
 
 def _inputs(data: bytes, weights: bytes) -> bytes:

@@ -4,11 +4,13 @@ Must not know plans, programs or the model.
 """
 
 import hashlib
+from collections.abc import Mapping
 
 from oobleck.host.data.token_file import DataError
 from oobleck.planner.job.spec import EvaluationSpec, JobSpec
 from oobleck.worker.data.dataset import Dataset, Tokens
-from oobleck.worker.data.opening import open_dataset
+from oobleck.worker.data.loaders import Loaders
+from oobleck.worker.data.opening import DATA, EVALUATION, open_dataset
 from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.data.samples import Samples
 
@@ -17,14 +19,19 @@ class HeldOut:
     """The held-out rows of a job, in micro-batches."""
 
     def __init__(
-        self, job: JobSpec, evaluation: EvaluationSpec, training: Dataset | OwnDataset
+        self,
+        job: JobSpec,
+        evaluation: EvaluationSpec,
+        training: Dataset | OwnDataset,
+        loaders: Mapping[str, Loaders],
     ) -> None:
-        """`training`: the job's data. Raises DataError where there is not enough to evaluate."""
+        """`training`: the job's data; `loaders`: that were started. Raises DataError where there is
+        not enough to evaluate."""
         self._dataset = training
-        key = "data"
+        key = DATA
         if evaluation.data is not None:
-            key = "evaluation.data"
-            self._dataset = open_dataset(job, evaluation.data, held_out=1.0, key=key)
+            key = EVALUATION
+            self._dataset = open_dataset(job, evaluation.data, loaders, held_out=1.0, key=key)
         self._spec = evaluation
         self._steps = job.training.steps
         self._microbatch = job.training.microbatch

@@ -1,21 +1,25 @@
 """Processes that read samples of a data set of the user's, where one thread is too slow.
 
-They are forked, before the worker has threads of its own and torch's, and end with it however it
-ends. Each calls the job's function for itself: a file that was opened before the fork would have
-one position for all of them, and give the wrong bytes. One that dies is not replaced, since by then
-there are threads that a fork would cut off.
+They are forked, those of all data sets before the worker has threads of its own, torch's or the
+user's, and end with it however it ends. Each calls the job's function for itself: a file that was
+opened before the fork would have one position for all of them, and give the wrong bytes. One that
+dies is not replaced, since by then there are threads that a fork would cut off.
 
 Owns the processes, and the way of samples between them. Which ones are read is its owner's.
 """
 
 import os
+import pickle
+import queue
+import traceback
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from multiprocessing import active_children, get_context
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 import numpy as np
@@ -27,7 +31,7 @@ from oobleck.host.system.process import die_with_parent
 from oobleck.planner.job.code import Code
 from oobleck.worker.data.samples import Reader, Samples, joined
 from oobleck.worker.models.tree import flatten, structure, unflatten
-from oobleck.worker.runtime.errors import HelperLost
+from oobleck.worker.runtime.errors import HelperLost, JobError
 
 #: Between two looks at whether all processes live, while a result is waited for.
 _LOOK_S = 0.5
@@ -48,39 +52,43 @@ class Loaders:
     def __init__(self, code: Code, *, wide: bool, key: str, processes: int) -> None:
         """From the thread that lives as long as this process: they end with it."""
         self._key = key
-        self._processes = processes
-        self._pool = ProcessPoolExecutor(
-            processes,
-            mp_context=get_context("fork"),
-            initializer=_begin,
-            initargs=(os.getpid(), _Source(code=code, wide=wide, key=key)),
-        )
-        before = active_children()
-        with warnings.catch_warnings():
-            # Python's word on forks beside threads. The one that there is listens to the agent.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._pool.submit(_ready)  # the first task forks all of them, in this thread
-        self._children = [child for child in active_children() if child not in before]
+        source = _Source(code=code, wide=wide, key=key)
+        self._children = [_forked(source) for _ in range(processes)]
+        #: Those that read nothing now.
+        self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
+        for child in self._children:
+            self._idle.put(child)
+        #: One for each, which asks it and waits. They start with the first task.
+        self._threads = ThreadPoolExecutor(processes)
 
     def stacked(self, numbers: Sequence[int], form: str) -> Samples:
         """Those samples, in this order, which must look like `form`. From any thread. Raises
         DataError, JobError, HelperLost."""
-        count = min(self._processes, len(numbers))
+        count = min(len(self._children), len(numbers))
         cuts = [len(numbers) * part // count for part in range(count + 1)]
-        try:
-            loads = [
-                self._pool.submit(_load, numbers[begin:end], form) for begin, end in pairwise(cuts)
-            ]
-            return joined([_unpacked(self._result(load)) for load in loads])
-        except BrokenProcessPool as error:
-            raise self._lost() from error
+        loads = [
+            self._threads.submit(self._load, numbers[begin:end], form)
+            for begin, end in pairwise(cuts)
+        ]
+        return joined([_unpacked(load.result()) for load in loads])
 
-    def _result(self, load: "Future[_Packed]") -> "_Packed":
-        # The pool hears of no process that ended amid a result, which has others' pipe.
-        while not wait([load], _LOOK_S).done:
-            if not all(child.is_alive() for child in self._children):
-                raise self._lost()
-        return load.result()
+    def _load(self, numbers: Sequence[int], form: str) -> "_Packed":
+        """In a thread."""
+        child = self._idle.get()
+        try:
+            child.pipe.send((numbers, form))
+            while not child.pipe.poll(_LOOK_S):
+                if not child.process.is_alive():
+                    raise self._lost()
+            found = child.pipe.recv()
+        except (OSError, EOFError) as error:  # it ended, perhaps amid a result
+            raise self._lost() from error
+        finally:
+            self._idle.put(child)
+        if isinstance(found, _Raised):
+            raise found.error from _Remote(found.traceback)
+        assert isinstance(found, _Packed), "there are two kinds of result"
+        return found
 
     def _lost(self) -> HelperLost:
         return HelperLost(
@@ -89,31 +97,71 @@ class Loaders:
         )
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for child in self._children:
+            child.process.kill()
+            child.process.join()
+            child.pipe.close()
 
 
-#: In a process that loads: what it reads from, and that opened.
-_source: _Source
-_reader: Reader | None = None
+@dataclass(frozen=True, slots=True)
+class _Child:
+    process: ForkProcess
+    pipe: "Connection[Any, Any]"
 
 
-def _begin(parent_pid: int, source: _Source) -> None:
-    global _source
+def _forked(source: _Source) -> _Child:
+    """A process that reads samples for who has the other end of its pipe."""
+    context = get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(os.getpid(), source, there))
+    with warnings.catch_warnings():
+        # Python's word on forks beside threads. The one that there is listens to the agent.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    there.close()  # so that the pipe ends with the process, and the next one has no part in it
+    return _Child(process, here)
+
+
+def _serve(parent_pid: int, source: _Source, pipe: "Connection[Any, Any]") -> None:
+    """In the process."""
     die_with_parent(parent_pid)
     torch.set_num_threads(1)
-    _source = source
+    reader: Reader | None = None
+    while True:
+        numbers, form = pipe.recv()
+        try:
+            if reader is None:
+                reader = Reader(source.code, wide=source.wide, key=source.key)
+            reader.form = form
+            found: _Packed | _Raised = _packed(reader.stacked(numbers))
+        except Exception as error:  # noqa: BLE001  # it is raised where it was asked for
+            found = _raised(error)
+        pipe.send(found)
 
 
-def _ready() -> None:
-    pass
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """What a sample raised."""
+
+    error: Exception
+    traceback: str
 
 
-def _load(numbers: Sequence[int], form: str) -> "_Packed":
-    global _reader
-    if _reader is None:
-        _reader = Reader(_source.code, wide=_source.wide, key=_source.key)
-    _reader.form = form
-    return _packed(_reader.stacked(numbers))
+def _raised(error: Exception) -> _Raised:
+    told = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301  # our own
+    except Exception:  # noqa: BLE001  # a user's exception may be of any kind
+        error = JobError(f"{type(error).__name__}: {error}")
+    return _Raised(error, told)
+
+
+class _Remote(Exception):
+    """Shows where in the process an exception was raised."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,15 +28,12 @@ class OwnDataset:
         wide: bool,
         held_out: float = 0.0,
         key: str = "data",
-        processes: int = 0,
+        loaders: Loaders | None = None,
     ) -> None:
         """`wide`: floats become float64, as the weights are; `held_out`: share of the samples, one
-        at least, that are not for training; `key`: of the job file; `processes`: that read the
-        samples, 0: this one does. Raises DataError, JobError, NodeError."""
-        self._loaders: Loaders | None = None
-        if processes:
-            # First: what the user's code opens or starts here is not theirs.
-            self._loaders = Loaders(source, wide=wide, key=key, processes=processes)
+        at least, that are not for training; `key`: of the job file; `loaders`: processes that read
+        the samples, None: this one does. Raises DataError, JobError, NodeError."""
+        self._loaders = loaders
         self._reader = Reader(source, wide=wide, key=key)
         size = self._reader.size
         self._reader.read(0)

@@ -1,11 +1,14 @@
 """Samples that processes read are those that a thread would read, and the processes end with the
 worker."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +18,16 @@ import torch
 
 from oobleck.host.data.token_file import DataError
 from oobleck.planner.job.code import NO_ARGUMENTS, Code, Json
-from oobleck.planner.job.spec import DataSpec, TrainingSpec
+from oobleck.planner.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
+from oobleck.worker.data.loaders import Loaders
+from oobleck.worker.data.opening import start_loaders
 from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.data.prefetch import Prefetcher
 from oobleck.worker.data.samples import Samples
 from oobleck.worker.models.tree import flatten
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import HelperLost, JobError, NodeError
+from support.sketches import LAYER, model_of
 from support.waiting import all_gone
 
 CODE = '''
@@ -56,6 +62,11 @@ class Data:
 TRAINING = TrainingSpec(steps=6, global_batch=12, microbatch=3, seed=3)
 
 
+def opened(source: Code, processes: int, *, wide: bool = False) -> OwnDataset:
+    loaders = Loaders(source, wide=wide, key="data", processes=processes) if processes else None
+    return OwnDataset(source, wide=wide, loaders=loaders)
+
+
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Code]:
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -64,13 +75,15 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Code]:
     code.allow((code.ANY,))
     yield Code(name="loaded_samples:Data", group=None, path=str(tmp_path), arguments=NO_ARGUMENTS)
     code.allow(())
+    for left in multiprocessing.active_children():  # of a test that failed: pytest would wait
+        left.kill()
     sys.modules.pop("loaded_samples", None)
 
 
 def test_processes_give_the_samples_of_the_thread_in_order_on_any_plan(
     source: Code, tmp_path: Path
 ) -> None:
-    here, apart = (OwnDataset(source, wide=True, processes=n) for n in (0, 2))
+    here, apart = (opened(source, processes, wide=True) for processes in (0, 2))
     noted = tmp_path / "loaded_samples.py.readers"
 
     def check(found: Samples, expected: Samples) -> None:
@@ -99,13 +112,33 @@ def test_processes_give_the_samples_of_the_thread_in_order_on_any_plan(
         check(loaded.rows, here.rows(3, step, loaded.positions, 12))
 
 
+def test_all_processes_are_forked_before_any_of_them_has_a_thread(
+    source: Code, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor has the user's code been called by then."""
+    data = DataSpec(python=source.name, path=source.path, workers=2)
+    evaluation = EvaluationSpec(every=1, data=replace(data, workers=1))
+    job = JobSpec(
+        name="own", model=model_of(LAYER), data=data, evaluation=evaluation, training=TRAINING
+    )
+    fork, threads = os.fork, list[int]()
+    monkeypatch.setattr(os, "fork", lambda: threads.append(threading.active_count()) or fork())
+    before = threading.active_count()
+    loaders = start_loaders(job)
+    assert threads == [before] * 3
+    assert "loaded_samples" not in sys.modules
+    for own in loaders.values():
+        assert own.stacked([3, 1], opened(source, 0).form).targets.tolist() == [3, 1]
+        own.close()
+
+
 def test_what_a_sample_raises_is_told_as_by_the_thread_with_its_traceback(source: Code) -> None:
     told = []
     for processes in (0, 2):
         failing = Code(
             name=source.name, group=None, path=source.path, arguments=Json('{"fails": 20}')
         )
-        dataset = OwnDataset(failing, wide=False, processes=processes)
+        dataset = opened(failing, processes)
         with pytest.raises(JobError, match=r"sample 20: KeyError.*loaded_samples\.py") as caught:
             dataset.rows(3, 1, range(64), 64)
         told.append(str(caught.value))
@@ -119,7 +152,7 @@ def test_what_a_sample_raises_is_told_as_by_the_thread_with_its_traceback(source
 
 def test_a_process_that_dies_is_a_helpers_loss_and_none_waits_for_it(source: Code) -> None:
     dying = Code(name=source.name, group=None, path=source.path, arguments=Json('{"ends": 20}'))
-    dataset = OwnDataset(dying, wide=False, processes=2)
+    dataset = opened(dying, 2)
     for _ in range(2):  # nor later
         with pytest.raises(HelperLost, match=r"was killed on this node.*lower data\.workers"):
             dataset.rows(3, 1, range(64), 64)
@@ -132,14 +165,14 @@ import sys
 import time
 
 from oobleck.planner.job.code import NO_ARGUMENTS, Code
-from oobleck.worker.data.own import OwnDataset
+from oobleck.worker.data.loaders import Loaders
 from oobleck.worker.runtime import code
 
 code.allow((code.ANY,))
 source = Code(
     name="loaded_samples:Data", group=None, path=sys.argv[1], arguments=NO_ARGUMENTS
 )
-dataset = OwnDataset(source, wide=False, processes=3)
+loaders = Loaders(source, wide=False, key="data", processes=3)
 print(*(child.pid for child in multiprocessing.active_children()), flush=True)
 time.sleep(1000)
 """
@@ -165,4 +198,4 @@ def test_only_a_data_set_of_ones_own_has_processes() -> None:
 def test_data_that_is_gone_is_this_nodes_error(tmp_path: Path, source: Code) -> None:
     (tmp_path / "loaded_samples.bin").unlink()
     with pytest.raises((DataError, NodeError), match="No such file"):
-        OwnDataset(source, wide=False, processes=2)
+        opened(source, 2)

@@ -79,12 +79,12 @@ def test_the_samples_that_are_held_out(texts: Path, most: int) -> None:
     wanted = job(texts, evaluation)
     dataset = Dataset(wanted.data, LENGTH, 256, held_out=0.1)
     expected = Samples(corpus(texts), LENGTH, 0.1).evaluated(most, 3)
-    assert rows_of(HeldOut(wanted, evaluation, dataset)) == expected
+    assert rows_of(HeldOut(wanted, evaluation, dataset, {})) == expected
     assert len(expected) == (24 if most > 25 else 18)
 
 
 def test_the_samples_of_data_of_their_own(texts: Path) -> None:
     evaluation = EvaluationSpec(every=1, data=DataSpec(text=(f"{texts}/a.txt",)), samples=50)
     wanted = job(texts, evaluation)
-    found = rows_of(HeldOut(wanted, evaluation, Dataset(wanted.data, LENGTH, 256)))
+    found = rows_of(HeldOut(wanted, evaluation, Dataset(wanted.data, LENGTH, 256), {}))
     assert found == Samples(corpus(texts)[:600], LENGTH, 1.0).evaluated(50, 3)
