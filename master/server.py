@@ -132,7 +132,7 @@ def _show(config: MasterConfig, authority: "AuthorityFolder | None") -> tuple[st
     """The flags of a process of the master's own, which only reads. Raises OSError."""
     if authority is None:
         return ("--insecure",)
-    authority.make_viewer(config.viewer, config.certificate_life_s)
+    authority.make_viewer(config.viewer)
     return ("--credentials", str(config.viewer))
 
 

@@ -10,6 +10,7 @@ job's. Must not know what the programs are.
 import asyncio
 import importlib.util
 import logging
+import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -109,7 +110,8 @@ class Tracking:
                 if code == 0 and self._has_ended(job_id):
                     self._mark(job_id, name).touch()
                     break
-                reason = self._last_line(copy) or f"ended with exit code {code}"
+                said = await asyncio.to_thread(last_line, self._log(copy))
+                reason = said or f"ended with exit code {code}"
             except Exception as error:  # noqa: BLE001  # a copy must not end the master
                 reason = f"{type(error).__name__}: {error}"
             failures = failures + 1 if loop.time() - began < _QUICK_S else 1
@@ -158,9 +160,13 @@ class Tracking:
         job_id, name = copy
         return self._master.config.tracking / job_id / f"{name}.log"
 
-    def _last_line(self, copy: Copy) -> str:
-        lines = self._log(copy).read_bytes()[-_TAIL_BYTES:].decode("utf-8", "replace").splitlines()
-        return lines[-1] if lines else ""
+
+def last_line(path: Path) -> str:
+    """Of a file of any size. Raises OSError."""
+    with path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    return lines[-1] if lines else ""
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -1,4 +1,4 @@
-"""The folder of one job's copy, which one process writes at a time."""
+"""The folder of one job's copies, each of which one process writes at a time."""
 
 import fcntl
 from pathlib import Path
@@ -6,6 +6,21 @@ from typing import BinaryIO
 
 from oobleck.cli.options import FAILED
 from oobleck.host.command import CommandFailed
+
+#: In the folder: when its job was submitted, Unix time.
+_OWNER = "submitted_at"
+
+
+def claim(folder: Path, submitted_at: float) -> None:
+    """Make the folder the job's that was submitted then. Two clusters may each have a job of one
+    id: the copy of the one must not go on where that of the other has ended. Raises CommandFailed,
+    OSError."""
+    path, own = folder / _OWNER, repr(submitted_at)
+    folder.mkdir(parents=True, exist_ok=True)
+    if (path.read_text() if path.exists() else "") not in ("", own):
+        text = f"{folder} is of another cluster's job of that id; name another --directory"
+        raise CommandFailed(text, FAILED)
+    path.write_text(own)
 
 
 def open_locked(path: Path) -> BinaryIO:

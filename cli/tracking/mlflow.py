@@ -27,6 +27,8 @@ from oobleck.cli.tracking.folder import open_locked
 #: The store, in the directory that all jobs share.
 STORE = "mlflow"
 _EVENTS = "artifacts/events.txt"
+#: What is written to take another file's place.
+_NEW = ".new"
 #: Events that a run's description has; all of them are in the file.
 _TOLD = 20
 #: Lines that wait to be written together.
@@ -37,6 +39,8 @@ _ENDS = {"succeeded": 3, "failed": 4, "cancelled": 5}
 #: What MLflow takes no name of a metric with.
 _UNNAMED = re.compile(r"[^\w.\- ]")
 _LONGEST_NAME = 60
+#: Of a name's hash, where its file cannot be called so.
+_DIGITS = 8
 
 
 class _Progress(msgspec.Struct, kw_only=True):
@@ -102,7 +106,7 @@ class MLflow:
             with path.open("ab") as file:
                 file.write("".join(lines).encode())
                 progress.sizes[name] = file.tell()
-        _replace(self._run / "oobleck.json", msgspec.json.encode(progress))
+        self._replace("oobleck.json", msgspec.json.encode(progress))
         if _EVENTS in self._waiting or not self._made:
             self._describe()
         self._waiting.clear()
@@ -130,29 +134,35 @@ class MLflow:
     def _describe(self) -> None:
         """What MLflow shows of the run beside its numbers."""
         progress = self._progress
-        _replace(self._run / "tags/mlflow.runName", self._name.encode())
+        self._replace("tags/mlflow.runName", self._name.encode())
         note = "".join(f"    {line}\n" for line in self._last)
-        _replace(self._run / "tags/mlflow.note.content", note.encode())
-        _write_yaml(
-            self._run / "meta.yaml",
-            {
-                "artifact_uri": (self._run / "artifacts").absolute().as_uri(),
-                "end_time": progress.end or None,
-                "entry_point_name": "",
-                "experiment_id": self._experiment.name,
-                "lifecycle_stage": "active",
-                "run_id": self._id,
-                "run_name": self._name,
-                "run_uuid": self._id,
-                "source_name": "",
-                "source_type": 4,
-                "source_version": "",
-                "start_time": progress.start,
-                "status": progress.status,
-                "tags": [],
-                "user_id": "",
-            },
+        self._replace("tags/mlflow.note.content", note.encode())
+        self._replace(
+            "meta.yaml",
+            _yaml(
+                {
+                    "artifact_uri": (self._run / "artifacts").absolute().as_uri(),
+                    "end_time": progress.end or None,
+                    "entry_point_name": "",
+                    "experiment_id": self._experiment.name,
+                    "lifecycle_stage": "active",
+                    "run_id": self._id,
+                    "run_name": self._name,
+                    "run_uuid": self._id,
+                    "source_name": "",
+                    "source_type": 4,
+                    "source_version": "",
+                    "start_time": progress.start,
+                    "status": progress.status,
+                    "tags": [],
+                    "user_id": "",
+                }
+            ),
         )
+
+    def _replace(self, name: str, content: bytes) -> None:
+        # MLflow takes whatever lies beside a tag for one, also what a killed process has left.
+        _replace(self._run / name, content, self._run / _NEW)
 
 
 def _make_experiment(store: Path, name: str) -> Path:
@@ -169,7 +179,7 @@ def _make_experiment(store: Path, name: str) -> Path:
             "lifecycle_stage": "active",
             "name": name,
         }
-        _write_yaml(folder / "meta.yaml", about)
+        _replace(folder / "meta.yaml", _yaml(about), folder / f"{_NEW}.{os.getpid()}")
     return folder
 
 
@@ -189,21 +199,24 @@ def _recover(run: Path) -> _Progress:
 
 
 def _file_name(metric: str) -> str:
-    """Of a job's metric: a user's may be called anything, and its file stays in the folder."""
+    """Of a job's metric: a user's may be called anything, and its file stays in the folder. What
+    cannot be called so has a part of its hash behind it, so that no two have one file."""
     parts = (_UNNAMED.sub("_", part).strip(". ") for part in metric.split("/", 2))
-    return "/".join(part[:_LONGEST_NAME] or "_" for part in parts)
+    name = "/".join(part[:_LONGEST_NAME] or "_" for part in parts)
+    if name == metric:
+        return name
+    return f"{name}-{hashlib.sha256(metric.encode()).hexdigest()[:_DIGITS]}"
 
 
 def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def _write_yaml(path: Path, content: dict[str, Any]) -> None:
-    _replace(path, yaml.safe_dump(content).encode())
+def _yaml(content: dict[str, Any]) -> bytes:
+    return yaml.safe_dump(content).encode()
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """At once; whoever reads it meanwhile finds the one or the other."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+def _replace(path: Path, content: bytes, new: Path) -> None:
+    """At once, by way of the file `new`; whoever reads it meanwhile finds the one or the other."""
     new.write_bytes(content)
     new.replace(path)

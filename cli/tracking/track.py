@@ -74,11 +74,13 @@ def track(job_id: str, name: str, directory: Path, master: Endpoint) -> None:
     """
     from oobleck.cli.client import MasterClient
     from oobleck.cli.tracking.feed import feed
+    from oobleck.cli.tracking.folder import claim
 
     made = _load(name)
     with MasterClient(master) as connection:
-        connection.job(job_id)  # before anything is made for one that there is not
+        job = connection.job(job_id)  # before anything is made for one that there is not
         try:
+            claim(directory / job_id, job.submitted_at)
             tracker = made(directory, job_id)
             try:
                 for item in feed(connection, job_id, tracker.written, _warn):

@@ -35,6 +35,9 @@ _RENEW_PART = 1 / 3
 
 #: By this name its own processes ask the master.
 _VIEWER = "master"
+#: Of what such a process shows. Each is given a new certificate; one that has to connect again
+#: later than this ends, and the next one goes on.
+_VIEWER_LIFE_S = 3600.0
 
 _FIX = (
     "restore it from a copy, or make a new authority in another folder with 'oobleck pki init', "
@@ -85,12 +88,12 @@ class AuthorityFolder:
             require_client_authentication=True,
         )
 
-    def make_viewer(self, folder: Path, life_s: float) -> None:
+    def make_viewer(self, folder: Path) -> None:
         """Put credentials into `folder`, for processes of the master's own that only read. It is
         nobody's but this process's, whose key for them is a new one. Raises OSError."""
         make_private(folder)
         identity = pki.Identity(role="viewer", name=_VIEWER)
-        certificate = self.authority.sign(self._viewer_key.public_key(), identity, life_s)
+        certificate = self.authority.sign(self._viewer_key.public_key(), identity, _VIEWER_LIFE_S)
         write_private(folder / AUTHORITY, self.authority.certificate)
         write_private(folder / KEY, pki.key_pem(self._viewer_key))
         write_private(folder / CERTIFICATE, certificate)

@@ -13,7 +13,7 @@ from oobleck.master.loop import Master
 from oobleck.master.state.apply import apply
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.storage.journal import Journal
-from oobleck.master.tracking import Tracking, wanted
+from oobleck.master.tracking import Tracking, last_line, wanted
 from oobleck.planner.ids import JobId
 from oobleck.planner.job.spec import JobSpec
 from support.scenario import job_spec
@@ -48,6 +48,17 @@ def test_a_master_that_listens_everywhere_is_asked_on_loopback() -> None:
     assert own_address("0.0.0.0", 4600) == "127.0.0.1:4600"
     assert own_address("[::]", 4600) == "[::1]:4600"
     assert own_address("10.0.0.1", 4600) == "10.0.0.1:4600"
+
+
+def test_of_a_log_of_any_size_the_end_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"")
+    assert last_line(path) == ""
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # a hole, which takes no room on the disk
+        file.seek(0, 2)
+        file.write(b"\nfirst\nlast\n")
+    assert last_line(path) == "last"
 
 
 def test_a_copy_that_cannot_be_written_is_told_and_tried_again(tmp_path: Path) -> None:

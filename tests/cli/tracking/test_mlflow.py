@@ -88,7 +88,7 @@ def test_what_mlflow_reads(tmp_path: Path) -> None:
     assert [at for at, _ in history(tmp_path, "train/tokens")] == [1, 2, 3]
     assert history(tmp_path, "evaluation/loss") == [(3, 0.25)]
     # A name that is made to lead out of the folder stays in it.
-    assert history(tmp_path, "evaluation/metrics/_.._r_") == [(3, 0.5)]
+    assert history(tmp_path, "evaluation/metrics/_.._r_-8ab41211") == [(3, 0.5)]
     _, run = found(tmp_path)
     assert (run.info.run_name, run.info.status) == ("a.b-1", "FAILED")
     assert (run.info.start_time, run.info.end_time) == (1000500, 1004500)
@@ -96,6 +96,41 @@ def test_what_mlflow_reads(tmp_path: Path) -> None:
     assert [line.strip() for line in run.data.tags["mlflow.note.content"].splitlines()] == told
     artifacts = Path(urlsplit(run.info.artifact_uri).path)
     assert (artifacts / "events.txt").read_text().splitlines() == told
+
+
+def test_no_two_metrics_have_one_file(tmp_path: Path) -> None:
+    names = {"a b!": 1.0, "a b?": 2.0, "a b_": 3.0, "x" * 60 + "1": 4.0, "x" * 60 + "2": 5.0}
+    record = {"step": 3, "metrics": names, "time": 1003.5}
+    write(tmp_path, [step(3), Item("evaluation", record, 3)])
+    _, run = found(tmp_path)
+    told = {name: value for name, value in run.data.metrics.items() if "/metrics/" in name}
+    assert sorted(told.values()) == sorted(names.values())
+    assert told["evaluation/metrics/a b_"] == 3.0, "a name that will do stays"
+
+
+def test_a_writer_that_dies_before_a_file_is_in_place_leaves_no_tag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaces, left = Path.replace, 0
+
+    def dies(path: Path, target: Path) -> Path:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise InterruptedError
+        return replaces(path, target)
+
+    for writes in count():
+        left, torn = writes, tmp_path / str(writes)
+        tracker = MLflow(torn, "a.b-1")
+        monkeypatch.setattr(Path, "replace", dies)
+        done = ends_whole(tracker)
+        monkeypatch.setattr(Path, "replace", replaces)
+        tags = {path.name for path in torn.glob(f"{STORE}/*/*/tags/*")}
+        assert tags <= {"mlflow.runName", "mlflow.note.content"}
+        if done:
+            break
+    assert writes > 5
 
 
 def test_files_that_were_cut_or_written_to_become_the_same(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from oobleck.cli.tracking import values
 from oobleck.cli.tracking.feed import Item, Written
+from oobleck.cli.tracking.folder import claim
 from oobleck.cli.tracking.tensorboard import FILE, TensorBoard
 from oobleck.host.command import CommandFailed
 from support.commands import end, refused, run, start_agent, start_master
@@ -101,6 +102,13 @@ def test_a_file_has_one_writer(tmp_path: Path) -> None:
     with pytest.raises(CommandFailed, match="is written by another process"):
         TensorBoard(tmp_path, "demo-1")
     tracker.close()
+
+
+def test_a_folder_is_of_one_clusters_job(tmp_path: Path) -> None:
+    for _ in range(2):
+        claim(tmp_path / "demo-1", 1000.25)
+    with pytest.raises(CommandFailed, match=r"demo-1 is of another cluster's job of that id; name"):
+        claim(tmp_path / "demo-1", 1000.5)
 
 
 def test_numbers_of_an_evaluation_have_names() -> None:
