@@ -34,6 +34,7 @@ from oobleck.host.system.process import die_with_parent, end_signals
 from oobleck.host.versions import installed
 from oobleck.planner.codec import decode
 from oobleck.planner.ids import NodeName, nearest_name
+from oobleck.planner.profile.memory import gpu_reserve_bytes
 from oobleck.planner.units import parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -41,9 +42,6 @@ logger = logging.getLogger(__name__)
 #: For the last reports, when everything has ended.
 FAREWELL_S = 1.0
 _MOST_FAULT_BYTES = 1 << 20
-#: Of a GPU, per worker: CUDA's context, the code of its kernels, and NCCL's communicators, of which
-#: one of two GPUs took 544 MB on an A100 (NVIDIA/nccl#964).
-GPU_RESERVED_BYTES = 2 << 30
 
 ROOT = (
     "the agent runs as root, and its workers too: jobs can read and write whatever root can; start "
@@ -150,11 +148,11 @@ def read_faults(path: Path) -> tuple[FaultRule, ...]:
 
 def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
     """Bytes for each of `workers` where they share the host's RAM, or what is left of the smallest
-    GPU beside what no plan counts."""
+    GPU beside what CUDA and NCCL take."""
     if not gpus:
         return total_memory() // max(1, workers)
     share = min(gpu.memory_bytes for gpu in gpus) // max(1, -(-workers // len(gpus)))
-    return max(share - GPU_RESERVED_BYTES, share // 2)
+    return max(share - gpu_reserve_bytes(workers), share // 2)
 
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})

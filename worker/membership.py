@@ -10,15 +10,13 @@ from contextlib import ExitStack
 
 from oobleck.host.ipc.messages import Assign, PeerLost
 from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.programs.own import OwnProgram
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError, Unreached
-from oobleck.worker.transport.connect import owner_groups, ways_of
+from oobleck.worker.transport.connect import NO_WIRING, Wiring, wiring_of
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.meeting import epoch_of, secret_of
-from oobleck.worker.transport.nccl.transport import NcclLink
-from oobleck.worker.transport.transport import Group, Transport
+from oobleck.worker.transport.transport import Transport
 from oobleck.worker.transport.tree import HANDS
 from oobleck.worker.transport.words import joined, parts
 
@@ -40,22 +38,17 @@ def join_handover(context: WorkerContext, assign: Assign, standing: bytes) -> "M
     return _join(context, assign, handover_members(assign), standing, suffix="/handover")
 
 
-def join(
-    context: WorkerContext,
-    assign: Assign,
-    own: OwnProgram,
-    standing: bytes,
-) -> "Membership":
-    """Join the plan's workers, to run `own`. `standing`: what this one tells them as it comes.
+def join(context: WorkerContext, assign: Assign, standing: bytes) -> "Membership":
+    """Join the plan's workers. `standing`: what this one tells them as it comes.
 
     Raises TransportError when one is lost or not to be reached, Superseded when a newer generation
     is wanted.
     """
     plan = assign.plan
     _probe(context, "before:rendezvous", assign)
-    groups = owner_groups(own.program, plan)
-    ways = ways_of(context.worker, own.program, plan)
-    return _join(context, assign, plan.workers, standing, groups=groups, ways=ways)
+    ties, gpu = context.job.model.ties, context.connector.has_gpu
+    wiring = wiring_of(plan, context.worker, tied=ties, ordered=gpu)
+    return _join(context, assign, plan.workers, standing, wiring=wiring)
 
 
 def _join(
@@ -64,12 +57,11 @@ def _join(
     members: Sequence[WorkerId],
     standing: bytes,
     *,
-    groups: Sequence[Group] = (),
-    ways: Sequence[NcclLink] = (),
+    wiring: Wiring = NO_WIRING,
     suffix: str = "",
 ) -> "Membership":
     try:
-        return Membership(context, assign, members, standing, groups, ways, suffix)
+        return Membership(context, assign, members, standing, wiring, suffix)
     except Unreached as error:
         raise error.of(members) from None
 
@@ -111,8 +103,7 @@ class Membership:
         assign: Assign,
         members: Sequence[WorkerId],
         standing: bytes,
-        groups: Sequence[Group],
-        ways: Sequence[NcclLink],
+        wiring: Wiring,
         suffix: str,
     ) -> None:
         """Returns when all `members` have joined. `suffix`: tells apart the meetings of one
@@ -145,7 +136,7 @@ class Membership:
             #: An abrupt change and the loss of a peer call it: whatever waits for others ends.
             self._release = self._host.abort
             control.on_abrupt(self._release)
-            self.transport = self._connect(assign, standing, groups, ways)
+            self.transport = self._connect(assign, standing, wiring)
             undo.pop_all()
         self._release = self.transport.abort
         control.on_abrupt(self._release)
@@ -156,31 +147,25 @@ class Membership:
                 raise TransportError("a peer was lost while groups were built")
             undo.pop_all()
 
-    def _connect(
-        self,
-        assign: Assign,
-        standing: bytes,
-        groups: Sequence[Group],
-        ways: Sequence[NcclLink],
-    ) -> Transport:
+    def _connect(self, assign: Assign, standing: bytes, wiring: Wiring) -> Transport:
         """Wait for all members, and connect to those that are near."""
         context, generation, host = self._context, self._generation, self._host
         connector = context.connector
-        near = connector.near(host.rank, host.size, groups, ways)
+        near = connector.near(host.rank, host.size, wiring)
 
         def check_newest() -> None:
             context.control.check_newest(generation)
 
         try:
             at = Card.read(assign.rendezvous.host)
-            word = joined([connector.announced(groups, ways), standing])
+            word = joined([connector.announced(wiring), standing])
             cards = self._cards_of_all(assign)
             told = [parts(each) for each in host.meet(at, near, word, check_newest, cards)]
         except CalledOff:
             raise Superseded(Generation(generation + 1)) from None
         devices, self.standings = zip(*told, strict=True)
         _probe(context, "before:connect", assign)
-        return connector.equip(host, devices, groups=groups, ways=ways)
+        return connector.equip(host, devices, wiring)
 
     def _cards_of_all(self, assign: Assign) -> Mapping[int, Card] | None:
         """By rank, as far as the master knew them; None: they are not needed, or others than the

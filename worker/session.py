@@ -161,7 +161,7 @@ class Session:
             with timeline.phase("rendezvous"):
                 own = self._preparing.own_program(assign.plan)
                 standing = self._recovery.standing(assign.plan)
-                membership = join(context, assign, own, standing)
+                membership = join(context, assign, standing)
             if not assign.boundary and not context.state.layers:
                 self._memory.begin()
             more, standings = self._take_over(assign, membership)

@@ -21,6 +21,55 @@ MARGIN_SHARE = 10
 LEAST_MARGIN_BYTES = 256 << 20
 
 
+#: Of a GPU, per worker: CUDA's context, the code of all kernels, workspaces of its libraries and
+#: what a process's first communicator brings. An estimate until a GPU is measured: an H100's
+#: context alone takes some 500 MB.
+GPU_CONTEXT_BYTES = 1 << 30
+#: NCCL's buffers for one peer and channel, one for each of its protocols (its defaults of
+#: NCCL_LL_BUFFSIZE, NCCL_LL128_BUFFSIZE and NCCL_BUFFSIZE).
+_BUFFERS_BYTES = (512 << 10) + 120 * 640 * 8 * 8 + (4 << 20)
+#: Beside its buffers, a communicator's tables. An estimate.
+_TABLES_BYTES = 4 << 20
+#: How many of a GPU's multiprocessors an operation of NCCL takes at most, which is also the number
+#: of its channels. Its own choice, 24 between two A100s, took 544 MB there (NVIDIA/nccl#964: 24
+#: channels of a ring and a tree with the buffers of above are 462). Sums go over the network.
+LINK_CTAS = 4
+SUM_CTAS = 8
+#: What the workers of a usual plan are in: sums for the cuts of four kinds of pipelines, and links
+#: to the stages before and after.
+_USUAL_SUMS = 4
+_USUAL_LINKS = 4
+
+
+def sum_bytes() -> int:
+    """Of a GPU, for a communicator of sums: in each channel a ring and a tree."""
+    return _TABLES_BYTES + SUM_CTAS * 2 * _BUFFERS_BYTES
+
+
+def link_bytes(*, receives: bool, same_node: bool) -> int:
+    """Of the GPU at one end of a link: within a node the sender writes into the receiver's buffers;
+    over the network both have their own."""
+    return _TABLES_BYTES + (LINK_CTAS * _BUFFERS_BYTES if receives or not same_node else 0)
+
+
+def gpu_reserve_bytes(workers_per_node: int) -> int:
+    """Of each GPU, what no plan may use: for CUDA, and for the communicators of a usual plan whose
+    stages have all workers of a node. Plans that need more have it from the margin."""
+    others = max(0, workers_per_node - 1)
+    links = _USUAL_LINKS * link_bytes(receives=True, same_node=False) + others * (
+        link_bytes(receives=True, same_node=True) + link_bytes(receives=False, same_node=True)
+    )
+    return GPU_CONTEXT_BYTES + _USUAL_SUMS * sum_bytes() + links
+
+
+def allocator_share(gpu_bytes: int, communicator_bytes: int) -> float:
+    """Which part of a GPU torch's allocator may take, so that CUDA and communicators of so many
+    bytes find theirs: NCCL takes memory from the driver, and torch gives none back by itself. At
+    least half."""
+    left = gpu_bytes - GPU_CONTEXT_BYTES - communicator_bytes
+    return max(left / gpu_bytes, 0.5)
+
+
 #: On a CPU, blocks from this size on are taken from the kernel and given back one by one; what
 #: smaller ones once took stays with the heap (`worker/runtime/heap.py`).
 MAPPED_BYTES = 4 << 20

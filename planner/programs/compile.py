@@ -249,13 +249,13 @@ class _Neighbours:
         around = (None, *route.hops, None)  # so that `hop` is at position + 1
         member = hop.workers.index(worker)
         before, after = (
-            () if other is None else tuple(_peers(hop, other, member))
+            () if other is None else tuple(rows_in_common(hop, other, member))
             for other in (around[position], around[position + 2])
         )
         return cls(hop, before, after)
 
 
-def _peers(hop: Hop, neighbour: Hop, member: int) -> Iterator[tuple[WorkerId, Share]]:
+def rows_in_common(hop: Hop, neighbour: Hop, member: int) -> Iterator[tuple[WorkerId, Share]]:
     """Who of `neighbour` has rows that worker `member` of `hop` has, and which."""
     workers, own = neighbour.workers, len(hop.workers)
     if own == len(workers):

@@ -7,7 +7,9 @@ from typing import Any
 from oobleck.planner.cost.estimate import KindEstimate, StepEstimate
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.job.spec import RecoveryPolicy
+from oobleck.planner.profile.memory import GPU_CONTEXT_BYTES, gpu_reserve_bytes
 from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.communicators import MOST_COMMUNICATORS, Needed, needed
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import runs
 from oobleck.planner.programs.template import PipelineTemplate
@@ -42,6 +44,13 @@ class Outcome:
     #: Nodes that the plan has no use for.
     idle: tuple[NodeName, ...] = ()
     choice: ScheduleChoice
+    #: The head shares layer 0's token embedding.
+    tied: bool = False
+
+    @property
+    def needs(self) -> Needed:
+        """Of GPUs."""
+        return needed(self.plan, tied=self.tied)
 
     @property
     def estimate(self) -> StepEstimate:
@@ -123,7 +132,7 @@ def make_report(
         shadows=shadows,
     )
     offer = made.offer
-    first = Outcome(plan=made.plan, idle=_unused(made.plan, names), choice=made.choice)
+    first = Outcome(plan=made.plan, idle=_unused(made.plan, names), choice=made.choice, tied=tied)
     asked = _change(
         first.plan,
         names,
@@ -196,7 +205,7 @@ def _outcome(loss: Loss, profile: Profile, *, tied: bool) -> Outcome | None:
         return None
     plan = loss.taken.found.plan
     choice = choose_schedule(plan, profile, tied=tied, wanted=plan.schedule)
-    return Outcome(plan=plan, idle=_unused(plan, loss.live), choice=choice)
+    return Outcome(plan=plan, idle=_unused(plan, loss.live), choice=choice, tied=tied)
 
 
 def draw(outcome: Outcome, profile: Profile, width: int = WIDTH) -> str:
@@ -216,9 +225,27 @@ def draw(outcome: Outcome, profile: Profile, width: int = WIDTH) -> str:
         f"of which GPUs idle {100 * estimate.bubble:.1f}%\n"
         f"peak memory: {format_bytes(estimate.peak_bytes)} of "
         f"{format_bytes(profile.gpu_memory_bytes)} per GPU\n"
+        f"{_nccl(outcome.needs, profile)}"
         f"can lose: {_can_lose(plan)}"
     )
     return "\n\n".join(parts) + "\n"
+
+
+def _nccl(needs: Needed, profile: Profile) -> str:
+    """What GPUs need beside the peak; nothing where no two workers talk."""
+    if not needs.communicators:
+        return ""
+    many = count(needs.communicators, "communicator")
+    if needs.communicators > MOST_COMMUNICATORS:
+        return (
+            f"NCCL: a GPU would be in {many}, and {MOST_COMMUNICATORS} work;\n"
+            "  messages would go through host memory, which is slow\n"
+        )
+    kept = gpu_reserve_bytes(profile.gpus_per_node) - GPU_CONTEXT_BYTES
+    return (
+        f"NCCL per GPU: {many}, {format_bytes(needs.device_bytes)} beside the peak; "
+        f"{format_bytes(kept)} are kept\n"
+    )
 
 
 def _can_lose(plan: Plan) -> str:
@@ -284,6 +311,11 @@ def _plan(outcome: Outcome, profile: Profile) -> dict[str, Any]:
         ],
         "peak_bytes": estimate.peak_bytes,
         "gpu_memory_bytes": profile.gpu_memory_bytes,
+        "nccl": {
+            "communicators": outcome.needs.communicators,
+            "bytes": outcome.needs.device_bytes,
+            "rounds": outcome.needs.rounds,
+        },
         "kinds": [_kind(kind) for kind in estimate.kinds],
     }
 

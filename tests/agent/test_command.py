@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from oobleck.agent.__main__ import (
-    GPU_RESERVED_BYTES,
     default_memory,
     default_name,
     read_code,
@@ -22,6 +21,7 @@ from oobleck.agent.__main__ import (
 )
 from oobleck.agent.connection.address import local_address
 from oobleck.host.device import Gpu
+from oobleck.planner.profile.memory import gpu_reserve_bytes
 from support.commands import end, start_master
 from support.folders import SUPPORT
 from support.forked import run_forked
@@ -202,7 +202,7 @@ def wait_for_line(stream: IO[str], pattern: str) -> str:
 
 @pytest.mark.parametrize(
     ("workers", "gpus", "expected"),
-    [(2, 2, (80 << 30) - GPU_RESERVED_BYTES), (4, 2, (40 << 30) - GPU_RESERVED_BYTES)],
+    [(2, 2, (80 << 30) - gpu_reserve_bytes(2)), (4, 2, (40 << 30) - gpu_reserve_bytes(4))],
 )
 def test_plans_do_not_count_on_all_of_a_gpus_memory(workers: int, gpus: int, expected: int) -> None:
     found = [Gpu(name="H100", uuid=str(number), memory_bytes=80 << 30) for number in range(gpus)]

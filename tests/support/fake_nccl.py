@@ -255,7 +255,9 @@ class RankOfFabric:
         self.groups: list[FakeGroup] = []
         self._fabric = fabric
 
-    def make_group(self, identifiers: Identifiers, rank: int, size: int) -> FakeGroup:
+    def make_group(
+        self, identifiers: Identifiers, rank: int, size: int, most_ctas: int
+    ) -> FakeGroup:
         group = FakeGroup(self._fabric, self.device, identifiers, rank, size)
         self.groups.append(group)
         return group

@@ -26,7 +26,7 @@ from oobleck.worker.preparation.items import ACKNOWLEDGED, REFUSED, Over
 from oobleck.worker.preparation.sink import Sink
 from oobleck.worker.preparation.source import Source
 from oobleck.worker.state.layout import layer_sizes
-from oobleck.worker.transport.connect import owner_groups, ways_of
+from oobleck.worker.transport.connect import wiring_of
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.frame import Label
@@ -106,7 +106,7 @@ class _Coming:
         try:
             if self._context.worker in self.plan.workers:
                 own = compile_own(self.plan)
-                self._connect(own)
+                self._connect()
                 self.own = own
             sources = self._make_sources()
         except Exception:
@@ -132,15 +132,13 @@ class _Coming:
             )
         return sources
 
-    def _connect(self, own: OwnProgram) -> None:
+    def _connect(self) -> None:
         """To those that the plan needs. Of two, the larger identity calls."""
         context, workers = self._context, self.plan.workers
-        ranks = context.connector.near(
-            workers.index(context.worker),
-            len(workers),
-            owner_groups(own.program, self.plan),
-            ways_of(context.worker, own.program, self.plan),
-        )
+        tied = context.job.model.ties
+        wiring = wiring_of(self.plan, context.worker, tied=tied, ordered=False)
+        rank = workers.index(context.worker)
+        ranks = context.connector.near(rank, len(workers), wiring)
         near = [self._cards[workers[rank]] for rank in ranks if workers[rank] in self._cards]
         identity = context.links.identity
         context.links.connect([card for card in near if identity > card.identity], self.epoch)

@@ -16,6 +16,7 @@ from oobleck.worker.context import WorkerContext
 from oobleck.worker.profiling.measure_layers import measure_alone, measure_layers
 from oobleck.worker.profiling.measure_link import measure_link
 from oobleck.worker.runtime.errors import JobError, Superseded, TransportError
+from oobleck.worker.transport.connect import Wiring
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.meeting import epoch_of, secret_of
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 #: Nothing is entered yet.
 _BEFORE = Generation(0)
 _MEMBERS = 2
-_BOTH_WAYS = ((0, 1), (1, 0))
+_BOTH_WAYS = Wiring((("link", (0, 1)), ("link", (1, 0))))
 _SCOPES: Sequence[Scope] = ("intra_node", "inter_node")
 #: Those before are a generation's own.
 _FIRST_MEETING = 2
@@ -108,9 +109,9 @@ class Measuring:
             host = LinkTransport(links, epoch, secret, rank, _MEMBERS)
             undo.callback(host.abort)
             self._control.on_abrupt(host.abort)
-            at, word = Card.read(where.host), connector.announced((), _BOTH_WAYS)
+            at, word = Card.read(where.host), connector.announced(_BOTH_WAYS)
             words = host.meet(at, {1 - rank}, word, self._check)
-            transport = connector.equip(host, words, groups=(), ways=_BOTH_WAYS)
+            transport = connector.equip(host, words, _BOTH_WAYS)
             undo.pop_all()
         self._control.on_abrupt(transport.abort)
         try:

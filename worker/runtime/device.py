@@ -13,6 +13,7 @@ import torch
 
 from oobleck.host.device import Gpu, GpuReport
 from oobleck.host.timeline import boot_id
+from oobleck.planner.profile.memory import allocator_share
 from oobleck.worker.runtime.errors import NodeError
 
 
@@ -41,6 +42,17 @@ def nccl_version() -> str:
     if not torch.distributed.is_nccl_available():
         return ""
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # no types
+
+
+def limit_allocator(device: torch.device, communicator_bytes: int) -> None:
+    """Have torch give back what it keeps of the GPU and take no more than leaves CUDA and
+    communicators of so many bytes theirs, which they have from the driver."""
+    if device.type != "cuda":
+        return
+    torch.cuda.empty_cache()
+    found = torch.cuda.get_device_properties(device)
+    share = allocator_share(found.total_memory, communicator_bytes)
+    torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def _board(device: torch.device) -> str:

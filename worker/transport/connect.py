@@ -6,6 +6,7 @@ devices when they meet. Must not know how messages travel.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -15,20 +16,19 @@ from oobleck.host.ipc.messages import Launch
 from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.job.spec import TransportName
-from oobleck.planner.programs.instructions import (
-    Message,
-    Program,
-    SendActivation,
-    SendGradient,
-    SyncGradient,
+from oobleck.planner.programs.communicators import (
+    MOST_COMMUNICATORS,
+    communicators,
+    in_rounds,
 )
 from oobleck.planner.programs.plan import Plan
-from oobleck.worker.runtime.device import nccl_version, open_device
+from oobleck.worker.runtime.device import limit_allocator, nccl_version, open_device
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.aborts import Aborts
-from oobleck.worker.transport.nccl.transport import NcclLink, NcclTransport
+from oobleck.worker.transport.nccl.lines import Name
+from oobleck.worker.transport.nccl.transport import NcclTransport
 from oobleck.worker.transport.staged import StagedTransport
-from oobleck.worker.transport.transport import Group, Transport
+from oobleck.worker.transport.transport import Transport
 from oobleck.worker.transport.tree import (
     MOST_MESHED,
     ring_neighbours,
@@ -39,9 +39,6 @@ from oobleck.worker.transport.tree import (
 Choice = Literal["links", "staged", "nccl"]
 
 log = logging.getLogger(__name__)
-
-#: torch has 32 streams of a priority; the transport itself uses one.
-MOST_GROUPS = 31
 
 
 def choose(device: torch.device, wanted: TransportName, told: Sequence["Announced"]) -> Choice:
@@ -66,43 +63,38 @@ def choose(device: torch.device, wanted: TransportName, told: Sequence["Announce
     why = ""
     if len(versions) > 1:
         why = f"nodes have NCCL {' and '.join(versions)}; install one torch on all"
-    elif most > MOST_GROUPS:
-        why = f"a worker would be in {most} groups of NCCL's, and {MOST_GROUPS} work"
+    elif most > MOST_COMMUNICATORS:
+        why = f"a worker would be in {most} groups of NCCL's, and {MOST_COMMUNICATORS} work"
     if why:
         log.warning("staged through host memory, which is slow", extra={"why": why})
     return "staged" if why else "nccl"
 
 
-def ways_of(worker: WorkerId, program: Program, plan: Plan) -> list[NcclLink]:
-    """Sender and receiver, as ranks, of all messages that `worker` sends and receives in a step.
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """The communicators that one worker is in, where there are GPUs."""
 
-    Workers that hold layers together exchange weights and gradients, each with each.
-    """
-    rank = {worker: index for index, worker in enumerate(plan.workers)}
-    own = rank[worker]
-    ways = {
-        (own, rank[step.peer])
-        if isinstance(step, SendActivation | SendGradient)
-        else (rank[step.peer], own)
-        for step in program
-        if isinstance(step, Message)
-    }
-    for hold in plan.holds:
-        if worker in hold.workers:
-            others = [rank[other] for other in hold.workers if other != worker]
-            ways.update(way for other in others for way in ((own, other), (other, own)))
-    return sorted(ways)
+    #: By ranks; where that was asked for in the order of their first use, which all have in common.
+    names: tuple[Name, ...] = ()
+    #: What they take of its GPU.
+    device_bytes: int = 0
 
 
-def owner_groups(program: Program, plan: Plan) -> list[Group]:
-    """The distinct owner sets of the program, as ranks."""
-    rank = {worker: index for index, worker in enumerate(plan.workers)}
-    return sorted(
-        {
-            tuple(sorted(rank[owner] for owner in step.owners))
-            for step in program
-            if isinstance(step, SyncGradient)
-        }
+#: Of meetings in which all goes through the host.
+NO_WIRING = Wiring()
+
+
+def wiring_of(plan: Plan, worker: WorkerId, *, tied: bool, ordered: bool) -> Wiring:
+    """`ordered`: in the order of their first use, which all of the plan decide."""
+    rank = {each: index for index, each in enumerate(plan.workers)}
+    if ordered:
+        rounds = in_rounds(communicators(plan, tied=tied))
+        own = [one for each in rounds for one in each if worker in one.members]
+    else:
+        own = list(communicators(plan, tied=tied, worker=worker))
+    return Wiring(
+        tuple((one.purpose, tuple(rank[member] for member in one.members)) for one in own),
+        sum(one.bytes_on(worker) for one in own),
     )
 
 
@@ -127,37 +119,34 @@ class Connector:
         self._stage_everything = launch.stage_everything
         self._aborts = Aborts(self.device)
 
-    def announced(self, groups: Sequence[Group], ways: Sequence[NcclLink]) -> bytes:
-        """What the others must know of this device. `groups`, `ways`: of this worker."""
+    @property
+    def has_gpu(self) -> bool:
+        return bool(self._board)
+
+    def announced(self, wiring: Wiring) -> bytes:
+        """What the others must know of this device."""
         if not self._board:
             return encode(Announced())
-        count = sum(len(group) > 1 for group in groups) + len(ways)
+        count = len(wiring.names)
         return encode(Announced(board=self._board, nccl=nccl_version(), groups=count))
 
-    def near(
-        self, rank: int, size: int, groups: Sequence[Group], ways: Sequence[NcclLink]
-    ) -> set[int]:
+    def near(self, rank: int, size: int, wiring: Wiring) -> set[int]:
         """Ranks that a worker has links to from the begin: few workers to all, so that whoever
         dies is missed at once; many to those before and behind it, those that the gatherings and
         votes go by, and those it exchanges messages and sums with."""
         if size <= MOST_MESHED:
             return set(range(size)) - {rank}
         near = tree_neighbours(rank, size) | ring_neighbours(rank, size)
-        near.update(peer for way in ways for peer in way)
-        for group in groups:
-            found = sum_neighbours(group.index(rank), len(group))
+        for purpose, members in wiring.names:
             # NCCL's sums begin when all owners have said that they are ready.
-            near.update(group if self._board else (group[index] for index in found))
+            if purpose == "link" or self._board:
+                near.update(members)
+            else:
+                found = sum_neighbours(members.index(rank), len(members))
+                near.update(members[index] for index in found)
         return near - {rank}
 
-    def equip(
-        self,
-        host: LinkTransport,
-        words: Sequence[bytes],
-        *,
-        groups: Sequence[Group],
-        ways: Sequence[NcclLink],
-    ) -> Transport:
+    def equip(self, host: LinkTransport, words: Sequence[bytes], wiring: Wiring) -> Transport:
         """The transport of those who have met, whose host tensors go over `host`.
 
         `words`: what each has announced. Raises TransportError when it cannot be built, or `host`
@@ -170,4 +159,5 @@ class Connector:
             below = StagedTransport(host, everything=self._stage_everything)
         if choice != "nccl":
             return below
-        return NcclTransport(host, below, self.device, self._aborts, groups=groups, ways=ways)
+        limit_allocator(self.device, wiring.device_bytes)
+        return NcclTransport(host, below, self.device, self._aborts, wiring.names)

@@ -143,8 +143,18 @@ def test_the_drawing_shows_stages_memory_and_the_timeline() -> None:
         "schedule: zb-h1: 7.2% faster than 1f1b, 7.2% faster than gpipe\n"
         "estimated step: 8.905 s, of which GPUs idle 13.8%\n"
         "peak memory: 4.0 KiB of 4.9 KiB per GPU\n"
+        "NCCL per GPU: 6 communicators, 465.0 MiB beside the peak; 767.0 MiB are kept\n"
         "can lose: 1 node at a time, whichever it is\n"
     )
+
+
+def test_more_communicators_than_work_are_told() -> None:
+    """A stage of 17 workers, each with a link to and from each other."""
+    plan = plan_of_cuts(([(2, 17)], 17))
+    profile = profile_of([1.0] * 2, gpus=(17,))
+    outcome = Outcome(plan=plan, choice=choose_schedule(plan, profile))
+    assert "NCCL: a GPU would be in 32 communicators, and 31 work" in draw(outcome, profile)
+    assert outcome.needs.communicators == 32
 
 
 def test_gpus_of_a_node_stand_together_and_equal_pipelines_are_drawn_once() -> None:

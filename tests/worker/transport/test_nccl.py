@@ -30,15 +30,13 @@ from oobleck.planner.programs.instructions import (
     ReceiveGradient,
     SyncGradient,
 )
-from oobleck.planner.programs.own import compile_own
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.runtime.errors import NodeError, TransportError
 from oobleck.worker.step.mailbox import AHEAD
-from oobleck.worker.transport.connect import owner_groups, ways_of
+from oobleck.worker.transport.connect import wiring_of
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.aborts import Aborts
-from oobleck.worker.transport.nccl.group import Identifiers
-from oobleck.worker.transport.nccl.lines import Line
+from oobleck.worker.transport.nccl.lines import Line, Name
 from oobleck.worker.transport.nccl.transport import NcclTransport
 from oobleck.worker.transport.transport import Pending
 from support.fake_nccl import Device, Fabric, FakeWork, RankOfFabric
@@ -71,6 +69,14 @@ class Cluster:
         ways: Sequence[tuple[int, int]] = (),
         limit_s: float = 20,
     ) -> list[NcclTransport]:
+        names = [*(("owners", group) for group in groups), *(("link", way) for way in ways)]
+        return self.connect_by([names] * len(self.ranks), limit_s)
+
+    def connect_by(
+        self, names: Sequence[Sequence[Name]], limit_s: float = 20
+    ) -> list[NcclTransport]:
+        """`names`: of each rank."""
+
         def join(links: LinkTransport) -> NcclTransport:
             rank = links.rank
             return NcclTransport(
@@ -78,8 +84,7 @@ class Cluster:
                 links,
                 CPU,
                 self.aborts[rank],
-                groups=groups,
-                ways=ways,
+                names[rank],
                 make_group=self.ranks[rank].make_group,
                 limit_s=limit_s,
             )
@@ -173,13 +178,9 @@ class Interpreter:
 
 
 def run_program(cluster: Cluster, plan: Plan) -> None:
-    programs = compile_programs(plan, tied=False)
-    groups, ways = set[tuple[int, ...]](), set[tuple[int, int]]()
-    for worker, program in programs.items():
-        groups.update(owner_groups(program, plan))
-        ways.update(ways_of(worker, compile_own(plan, worker, tied=False).program, plan))
-    by_rank = list(programs.values())
-    cluster.connect(sorted(groups), sorted(ways))
+    by_rank = list(compile_programs(plan, tied=False).values())
+    wirings = [wiring_of(plan, worker, tied=False, ordered=True) for worker in plan.workers]
+    cluster.connect_by([wiring.names for wiring in wirings])
 
     def run(links: LinkTransport) -> None:
         rank = links.rank
@@ -358,13 +359,10 @@ def test_whoever_never_comes_is_not_waited_for(cluster):
             here.party.links[2].close()
             return "gone"
 
-        def make(identifiers: Identifiers, index: int, size: int):
-            return here.ranks[rank].make_group(identifiers, index, size)
-
+        names: list[Name] = [("owners", (0, 1, 2))]
+        make = here.ranks[rank].make_group
         with pytest.raises(TransportError):
-            NcclTransport(
-                links, links, CPU, here.aborts[rank], groups=[(0, 1, 2)], ways=[], make_group=make
-            )
+            NcclTransport(links, links, CPU, here.aborts[rank], names, make_group=make)
         return "released"
 
     assert here.party.everywhere(join) == ["released", "released", "gone"]

@@ -25,6 +25,7 @@ from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.meeting import secret_of
 from oobleck.worker.transport.nccl.aborts import Aborts
 from oobleck.worker.transport.nccl.group import Identifiers, make_nccl_group
+from oobleck.worker.transport.nccl.lines import Name
 from oobleck.worker.transport.nccl.transport import NcclTransport
 from oobleck.worker.transport.staged import StagedTransport
 from oobleck.worker.transport.tell_all import tell_all
@@ -34,8 +35,10 @@ from support.devices import device
 from support.fake_nccl import Fabric, RankOfFabric
 
 SIZE = 3
-GROUPS = ((0, 1), (0, 1, 2), (1, 2))
-WAYS = ((0, 1), (1, 0), (1, 2))
+NAMES: list[Name] = [
+    *(("owners", group) for group in ((0, 1), (0, 1, 2), (1, 2))),
+    *(("link", way) for way in ((0, 1), (1, 0), (1, 2))),
+]
 CPU = torch.device("cpu")
 
 
@@ -62,8 +65,7 @@ class Rank:
                 self.transport,
                 CPU,
                 Aborts(CPU),
-                groups=GROUPS,
-                ways=WAYS,
+                NAMES,
                 make_group=self.nccl.make_group,
             )
         return self.transport
@@ -217,7 +219,7 @@ def test_a_group_comes_up_again_after_every_abort_and_leaves_nothing(
         monkeypatch.setenv(name, value)
     threads = []
     for _ in range(20):
-        group = make_nccl_group(Identifiers(), 0, 1)
+        group = make_nccl_group(Identifiers(), 0, 1, 1)
         group.eager_connect_single_device(device())
         tensor = torch.full((1000,), 3.0, device=device())
         group.allreduce([tensor], AllreduceOptions()).wait()

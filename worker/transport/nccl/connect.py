@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import torch
 
+from oobleck.planner.profile.memory import LINK_CTAS, SUM_CTAS
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
@@ -46,22 +47,23 @@ def begin_groups(
         members = name[1]
         if members[0] == rank:
             identifiers = Identifiers()
-            made[name] = _begin(make_group, identifiers, 0, len(members), device)
+            made[name] = _begin(make_group, identifiers, 0, name, device)
             word = _packed(identifiers.written)
             told += [links.send(word, member, key_of(name)) for member in members[1:]]
     for name, room, pending in arriving:
         pending.wait()
         members = name[1]
         identifiers = Identifiers(_unpacked(room))
-        made[name] = _begin(make_group, identifiers, members.index(rank), len(members), device)
+        made[name] = _begin(make_group, identifiers, members.index(rank), name, device)
     for sent in told:
         sent.wait()
 
 
 def _begin(
-    make_group: MakeGroup, identifiers: Identifiers, index: int, size: int, device: torch.device
+    make_group: MakeGroup, identifiers: Identifiers, index: int, name: Name, device: torch.device
 ) -> ProcessGroup:
-    group = make_group(identifiers, index, size)
+    most_ctas = LINK_CTAS if name[0] == "link" else SUM_CTAS
+    group = make_group(identifiers, index, len(name[1]), most_ctas)
     group.eager_connect_single_device(device)
     return group
 

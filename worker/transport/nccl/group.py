@@ -54,17 +54,20 @@ class Identifiers(Store):
             raise KeyError(f"nothing is known as {', '.join(keys)}")
 
 
-#: Makes a process group from its identifiers, this member's number and the number of members.
-MakeGroup = Callable[[Identifiers, int, int], ProcessGroup]
+#: Makes a process group from its identifiers, this member's number, the number of members, and how
+#: many multiprocessors an operation may take.
+MakeGroup = Callable[[Identifiers, int, int, int], ProcessGroup]
 
 
-def make_nccl_group(identifiers: Identifiers, rank: int, size: int) -> ProcessGroup:
+def make_nccl_group(identifiers: Identifiers, rank: int, size: int, most_ctas: int) -> ProcessGroup:
     """A group whose communicator is made without waiting for the other members."""
     from torch._C._distributed_c10d import ProcessGroupNCCL  # builds of torch for CPUs lack it
 
     options = ProcessGroupNCCL.Options()
     options._timeout = OPERATION_TIMEOUT
     options.config.blocking = 0
+    # Channels and their buffers follow from it: many groups must fit beside each other.
+    options.config.max_ctas = most_ctas
     # Streams of a pool that nothing else takes from: no two groups share one, up to 32.
     options.is_high_priority_stream = True
     return ProcessGroupNCCL(identifiers, rank, size, options)  # type: ignore[return-value]  # stubs

@@ -39,9 +39,6 @@ from oobleck.worker.transport.nccl.group import MakeGroup, ProcessGroup, make_nc
 from oobleck.worker.transport.nccl.lines import Line, Name, Part
 from oobleck.worker.transport.transport import Group, Pending, Transport
 
-#: From one rank to another.
-NcclLink = tuple[int, int]
-
 #: A wait looks without a pause for so long, and then now and then.
 _EAGER_S = 0.0005
 _PAUSE_S = 0.0001
@@ -118,15 +115,14 @@ class NcclTransport:
         host: Transport,
         device: torch.device,
         aborts: Aborts,
+        names: Sequence[Name],
         *,
-        groups: Sequence[Group],
-        ways: Sequence[NcclLink],
         make_group: MakeGroup = make_nccl_group,
         limit_s: float = LIMIT_S,
     ) -> None:
-        """`groups` and `ways`: those that have this rank are connected here, so that the first
-        message of a step need not wait until its peer comes to it. `links`: those of the host;
-        `host`: what carries everything else over them.
+        """`names`: those that have this rank are connected here and used once in this order, which
+        all have in common, so that the first message of a step need not wait until its peer comes
+        to it. `links`: those of the host; `host`: what carries everything else over them.
 
         Raises TransportError when a group cannot be connected within `limit_s`, or the meeting of
         `links` is over meanwhile; then `host` is the caller's to end.
@@ -152,13 +148,9 @@ class NcclTransport:
         self._under_way: deque[_Operation] = deque()
         #: By which operations of a group come behind what was queued when they were asked for.
         self._streams: dict[Name, torch.cuda.Stream] = {}
-        names: list[Name] = [("owners", group) for group in groups if len(group) > 1]
-        names += [("link", way) for way in ways]
-        names = sorted(name for name in names if self.rank in name[1])
+        names = [name for name in names if self.rank in name[1]]
         members = {rank for _, group in names for rank in group} - {self.rank}
         try:
-            if device.type == "cuda":
-                torch.cuda.empty_cache()  # NCCL takes its memory from the driver, not from torch
             with links.links.lock:
                 links.links.press(+1)  # what peers say is read while this one does something else
             for name in names:

@@ -9,7 +9,7 @@ import torch
 
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport import connect, tree
-from oobleck.worker.transport.connect import Connector
+from oobleck.worker.transport.connect import NO_WIRING, Connector, Wiring
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.tree import ring_neighbours, sum_neighbours, tree_neighbours
 from support.meeting import Party
@@ -88,9 +88,10 @@ def test_neighbours_in_sums_are_near(group: tuple[int, ...]) -> None:
     connector._board = ""  # nothing else is wanted of its device
     for at, rank in enumerate(group):
         found = {group[other] for other in sum_neighbours(at, len(group))}
-        assert connector.near(rank, COUNT, [group], []) == near(rank, COUNT) | found
-        assert connector.near(rank, COUNT, [], []) == near(rank, COUNT)
-        assert connector.near(0, MESHED, [group], []) == {1, 2}
+        wiring = Wiring((("owners", group),))
+        assert connector.near(rank, COUNT, wiring) == near(rank, COUNT) | found
+        assert connector.near(rank, COUNT, NO_WIRING) == near(rank, COUNT)
+        assert connector.near(0, MESHED, wiring) == {1, 2}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 13, 40])

@@ -1,0 +1,110 @@
+"""Which communicators of NCCL a plan needs, and in which order they are used first.
+
+One for each set of owners whose gradients are summed, and one for each link, which is a sender and
+a receiver of the step's messages. Workers make exactly these, and `oobleck plan` tells how many
+they are and what they take (`oobleck.planner.profile.memory` has the bytes). Must not know NCCL.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise, permutations
+from typing import Literal
+
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.profile.memory import link_bytes, sum_bytes
+from oobleck.planner.programs.compile import rows_in_common
+from oobleck.planner.programs.gradients import gradient_buckets
+from oobleck.planner.programs.plan import Plan
+
+#: A worker can be in so many: torch has 32 streams of a priority, beyond which two share one, where
+#: operations of the one wait behind those of the other, in another order than at their peers
+#: perhaps. Workers use one themselves.
+MOST_COMMUNICATORS = 31
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Communicator:
+    """What one is for, and who is in it: of a link the sender and the receiver, in this order."""
+
+    purpose: Literal["owners", "link"]
+    members: tuple[WorkerId, ...]
+
+    def bytes_on(self, worker: WorkerId) -> int:
+        """What it takes of the GPU of `worker`, a member."""
+        if self.purpose == "owners":
+            return sum_bytes()
+        sender, receiver = self.members
+        return link_bytes(receives=worker == receiver, same_node=sender.node == receiver.node)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needed:
+    """What the communicators of a plan ask of a GPU: the most of any worker."""
+
+    communicators: int
+    device_bytes: int
+    #: So many are used for the first time one after the other, before the first step.
+    rounds: int
+
+
+def communicators(
+    plan: Plan, *, tied: bool, worker: WorkerId | None = None
+) -> tuple[Communicator, ...]:
+    """Those of `worker`, by default all; sorted. `tied`: the head shares layer 0's embedding."""
+    found = {Communicator("link", way) for way in _ways(plan, worker)}
+    for bucket in gradient_buckets(plan, tied=tied):
+        if len(bucket.owners) > 1 and (worker is None or worker in bucket.owners):
+            found.add(Communicator("owners", bucket.owners))
+    return tuple(sorted(found))
+
+
+def _ways(plan: Plan, worker: WorkerId | None) -> Iterator[tuple[WorkerId, WorkerId]]:
+    """Sender and receiver of all messages. Workers that hold layers together exchange weights and
+    gradients, each with each."""
+    for route in plan.routes:
+        for before, after in pairwise(route.hops):
+            for member, one in enumerate(before.workers):
+                if worker is None or worker == one or worker in after.workers:
+                    for peer, _ in rows_in_common(before, after, member):
+                        if worker is None or worker in (one, peer):
+                            yield one, peer
+                            yield peer, one
+    for hold in plan.holds:
+        if worker is None or worker in hold.workers:
+            for way in permutations(hold.workers, 2):
+                if worker is None or worker in way:
+                    yield way
+
+
+def in_rounds(found: Iterable[Communicator]) -> list[list[Communicator]]:
+    """In the order in which they are used first: in a round each worker is in one at most, so the
+    longest row of workers that wait for each other is the number of rounds. `found`: all of a plan,
+    for all of its workers come to the same."""
+    rounds: list[list[Communicator]] = []
+    taken: dict[WorkerId, set[int]] = defaultdict(set)
+    # The largest are the hardest to place.
+    for one in sorted(found, key=lambda one: (-len(one.members), one)):
+        busy = set[int]().union(*(taken[member] for member in one.members))
+        number = next(n for n in range(len(rounds) + 1) if n not in busy)
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(one)
+        for member in one.members:
+            taken[member].add(number)
+    return rounds
+
+
+def needed(plan: Plan, *, tied: bool) -> Needed:
+    """By the plan's workers, each with a GPU to itself."""
+    found = communicators(plan, tied=tied)
+    count, size = Counter[WorkerId](), Counter[WorkerId]()
+    for one in found:
+        for member in one.members:
+            count[member] += 1
+            size[member] += one.bytes_on(member)
+    return Needed(
+        communicators=max(count.values(), default=0),
+        device_bytes=max(size.values(), default=0),
+        rounds=len(in_rounds(found)),
+    )

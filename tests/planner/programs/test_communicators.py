@@ -1,0 +1,141 @@
+"""The communicators of a plan: those that its programs use, in few rounds and of known size."""
+
+import random
+from itertools import chain
+
+import pytest
+
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.profile.memory import (
+    GPU_CONTEXT_BYTES,
+    allocator_share,
+    gpu_reserve_bytes,
+    link_bytes,
+    sum_bytes,
+)
+from oobleck.planner.programs.communicators import (
+    MOST_COMMUNICATORS,
+    Communicator,
+    communicators,
+    in_rounds,
+    needed,
+)
+from oobleck.planner.programs.compile import compile_programs
+from oobleck.planner.programs.instructions import (
+    Message,
+    SendActivation,
+    SendGradient,
+    SyncGradient,
+)
+from oobleck.planner.programs.plan import Plan
+from support.plans import plan_of_cuts, worker
+from support.routes import random_listed, random_pipelines
+
+#: Pipelines, stages, workers of a stage.
+SHAPES = {
+    "4x8x1": plan_of_cuts(*[([1] * 8, 4)] * 4),
+    "(8,7,6,5)x1": plan_of_cuts(
+        ([1] * 8, 4), ([1] * 6 + [2], 4), ([1] * 4 + [2] * 2, 4), ([1] * 2 + [2] * 3, 4)
+    ),
+    "4x8x2": plan_of_cuts(*[([(1, 2)] * 8, 4)] * 4),
+    "2x4x8": plan_of_cuts(*[([(1, 8)] * 4, 4)] * 2),
+}
+
+
+def of_programs(plan: Plan, *, tied: bool) -> set[Communicator]:
+    """What the instructions of all workers, and the stages that share layers, need."""
+    found = set()
+    for own, program in compile_programs(plan, tied=tied).items():
+        for step in program:
+            if isinstance(step, SyncGradient) and len(step.owners) > 1:
+                found.add(Communicator("owners", step.owners))
+            elif isinstance(step, SendActivation | SendGradient):
+                found.add(Communicator("link", (own, step.peer)))
+            elif isinstance(step, Message):
+                found.add(Communicator("link", (step.peer, own)))
+    for hold in plan.holds:
+        found.update(
+            Communicator("link", (one, other))
+            for one in hold.workers
+            for other in hold.workers
+            if one != other
+        )
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_they_are_what_the_programs_use(seed: int) -> None:
+    rng = random.Random(seed)
+    for plan in (random_pipelines(rng), random_listed(rng)):
+        tied = rng.random() < 0.5
+        whole = communicators(plan, tied=tied)
+        assert set(whole) == of_programs(plan, tied=tied)
+        assert list(whole) == sorted(set(whole))
+        for one in plan.workers:
+            own = tuple(each for each in whole if one in each.members)
+            assert communicators(plan, tied=tied, worker=one) == own
+
+
+@pytest.mark.parametrize("plan", SHAPES.values(), ids=SHAPES)
+def test_in_a_round_nobody_is_in_two(plan: Plan) -> None:
+    found = communicators(plan, tied=False)
+    rounds = in_rounds(reversed(found))
+    assert sorted(chain(*rounds)) == list(found)
+    assert rounds == in_rounds(found), "all workers come to the same"
+    for one in rounds:
+        members = list(chain(*(each.members for each in one)))
+        assert len(members) == len(set(members))
+
+
+@pytest.mark.parametrize(
+    ("shape", "most", "rounds"),
+    [("4x8x1", 5, 6), ("(8,7,6,5)x1", 6, 9), ("4x8x2", 7, 8), ("2x4x8", 19, 24)],
+)
+def test_how_many_a_worker_is_in_and_how_long_the_first_uses_take(
+    shape: str, most: int, rounds: int
+) -> None:
+    """Not more rounds than a few beyond those that one worker alone has."""
+    found = needed(SHAPES[shape], tied=False)
+    assert found.communicators == most <= MOST_COMMUNICATORS
+    assert most <= found.rounds <= rounds
+
+
+def test_the_bytes_of_a_worker_are_those_of_its_sums_and_links() -> None:
+    """Of two shared stages: what a receiver has within its node, and both ends have beyond it."""
+    plan = plan_of_cuts(([(1, 2), (1, 2)], 1), ([(1, 2), (1, 2)], 1))
+    size = (
+        sum_bytes()
+        + link_bytes(receives=True, same_node=True)
+        + link_bytes(receives=False, same_node=True)
+        + 2 * link_bytes(receives=True, same_node=False)
+    )
+    assert needed(plan, tied=False).device_bytes == size
+    own = communicators(plan, tied=False, worker=worker(0, 1))
+    assert sum(one.bytes_on(worker(0, 1)) for one in own) == size
+    assert link_bytes(receives=False, same_node=True) < link_bytes(receives=True, same_node=True)
+
+
+def test_a_worker_alone_needs_none() -> None:
+    plan = plan_of_cuts(([2], 1))
+    assert communicators(plan, tied=True) == ()
+    assert needed(plan, tied=True).communicators == needed(plan, tied=True).rounds == 0
+
+
+@pytest.mark.parametrize(("shape", "gpus"), [("4x8x1", 1), ("4x8x2", 2), ("2x4x8", 8)])
+def test_plans_of_equal_stages_need_no_more_than_agents_keep(shape: str, gpus: int) -> None:
+    bytes_needed = needed(SHAPES[shape], tied=True).device_bytes
+    assert bytes_needed <= gpu_reserve_bytes(gpus) - GPU_CONTEXT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("total", "taken", "share"), [(80 << 30, 3 << 30, 0.95), (2 << 30, 1 << 30, 0.5)]
+)
+def test_torch_gets_what_is_left_of_a_gpu(total: int, taken: int, share: float) -> None:
+    assert allocator_share(total, taken) == share
+
+
+def test_members_are_in_the_order_of_their_ranks() -> None:
+    plan = SHAPES["2x4x8"]
+    rank: dict[WorkerId, int] = {one: number for number, one in enumerate(plan.workers)}
+    sums = [one for one in communicators(plan, tied=False) if one.purpose == "owners"]
+    assert all(list(one.members) == sorted(one.members, key=rank.__getitem__) for one in sums)
