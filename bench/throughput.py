@@ -1,15 +1,16 @@
 """How fast the engine trains while nothing fails, beside what torch itself offers.
 
-    python -m bench.throughput [--sizes small,medium] [--shapes 2x2,4x1,1x4,2+3] [--json FILE]
+    python -m bench.throughput [--sizes small,medium] [--shapes 2x2,4x1,1x4,2+3]
+                               [--precision fp32|bf16|fp64] [--json FILE]
     python -m bench.throughput --planes    # what it costs to seal the links between workers
     python -m bench.throughput --own       # what it costs that a model is the user's
 
 Everybody trains the same model on the same global batch in the same micro-batches, with one
-thread per process and the same optimizer, in turns: a few steps each, round after round. Speeds
-are ratios of one round's times, and of them the median (with the range) over the rounds. The
-engine does more than the others in a step: it reads its samples from files, hashes them, takes
-the gradient's norm and ends every step with a vote. Threads, open files and own memory are those of
-the process of a contender that has most of them.
+thread per process and the same optimizer, in turns: a few steps each, round after round. In bf16
+torch runs the layers under autocast. Speeds are ratios of one round's times, and of them the median
+(with the range) over the rounds. The engine does more than the others in a step: it reads its
+samples from files, hashes them, takes the gradient's norm and ends every step with a vote. Threads,
+open files and own memory are those of the process of a contender that has most of them.
 
 With --planes the engine is compared with itself, likewise in turns: each of its plans over links
 that are sealed, and in the clear. With --own likewise: the built-in model, and the same layers as a
@@ -28,6 +29,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -38,7 +40,7 @@ from oobleck.cli.jobs.own_model import with_description
 from oobleck.planner.job.code import Json
 from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import DataPlane, DataSpec, JobSpec, TrainingSpec
+from oobleck.planner.job.spec import DataPlane, DataSpec, JobSpec, Precision, TrainingSpec
 from oobleck.planner.programs.plan import Plan
 
 BLOCKS = 8
@@ -62,6 +64,11 @@ def job(hidden: int, sequence_length: int, global_batch: int) -> JobSpec:
         data=DataSpec(text=(TEXT,)),
         training=TrainingSpec(steps=ENDLESS, global_batch=global_batch, microbatch=2, clip=None),
     )
+
+
+def in_precision(size: Size, precision: Precision) -> Size:
+    training = replace(size.job.training, precision=precision)
+    return replace(size, job=replace(size.job, training=training))
 
 
 SIZES = {
@@ -250,6 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--shapes", default="2x2,4x1,1x4,2+3")
+    parser.add_argument("--precision", choices=get_args(Precision), default="fp32")
     parser.add_argument("--planes", action="store_true", help="sealed links against open ones")
     parser.add_argument("--own", action="store_true", help="a user's model against the built-in")
     parser.add_argument("--rounds", type=int, help="instead of what each size has")
@@ -260,13 +268,13 @@ def main() -> None:
     torch.set_num_threads(1)
     results = []
     for size_name in arguments.sizes.split(","):
-        size = SIZES[size_name]
+        size = in_precision(SIZES[size_name], arguments.precision)
         model, training = size.job.model, size.job.training
         assert isinstance(model, ModelSpec)
         print(
             f"{size_name}: hidden {model.hidden}, {model.layers} blocks, sequences of "
             f"{model.sequence_length}, global batch {training.global_batch} in micro-batches of "
-            f"{training.microbatch}"
+            f"{training.microbatch}, {training.precision}"
         )
         for shape_name in arguments.shapes.split(","):
             shape = shapes(size.job)[shape_name]

@@ -49,7 +49,8 @@ from oobleck.worker.runtime.stopwatch import Stopwatch
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state import own_optimizer
 from oobleck.worker.state.layout import check_no_decay, layer_sizes
-from oobleck.worker.state.model_state import ModelState, state_dtype
+from oobleck.worker.state.model_state import ModelState
+from oobleck.worker.state.precision import state_dtype
 from oobleck.worker.state.progress import TrainingProgress
 from oobleck.worker.step.commit import check_skipped
 from oobleck.worker.step.evaluator import Evaluator

@@ -1,9 +1,10 @@
 """Training with torch alone, as contenders of `bench.throughput`: one process, DDP, pipelining.
 
 The layers, the loss and the optimizer are the engine's own; everything around them (schedules,
-messages, gradient sums) is torch.distributed's. Each contender's processes live for the whole
-benchmark and sleep in a pipe while others have their turn. Batches are drawn once and kept in
-memory, gradients are not clipped and nothing is logged: what a step does is what it must do.
+messages, gradient sums, autocast where the job is in bf16) is torch's. Each contender's processes
+live for the whole benchmark and sleep in a pipe while others have their turn. Batches are drawn
+once and kept in memory, gradients are not clipped and nothing is logged: what a step does is what
+it must do.
 """
 
 import contextlib
@@ -66,6 +67,7 @@ class Layers(nn.Module):
     def __init__(self, job: JobSpec, numbers: range) -> None:
         super().__init__()
         training = job.training
+        self._autocasts = training.precision == "bf16"
         self._rows = RowKeys(
             seed=training.seed, step=1, positions=tuple(range(training.microbatch))
         )
@@ -74,8 +76,9 @@ class Layers(nn.Module):
             initialise_parameters(layer, job.model, training.seed)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, self._rows)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._autocasts):
+            for layer in self.layers:
+                x = layer(x, self._rows)
         return x
 
 

@@ -17,6 +17,7 @@ from oobleck.planner.profile.memory import (
     STATE_ITEM_BYTES,
     budget_bytes,
     heap_and_mapped,
+    narrow_bytes,
     state_bytes,
     with_holes,
 )
@@ -154,15 +155,14 @@ def _counts(model: ModelSpec) -> Counts:
             parameters=matrices + 4 * hidden,
             flops=2.0 * matrices + 4.0 * length * hidden,
             # qkv, attention output, MLP (up, GELU); norms and residuals
-            kept=12 * hidden,
-            kept_wide=4 * hidden,
+            kept=16 * hidden,
             masks=2 * hidden if model.dropout else 0,
         ),
         head=LayerCount(
             parameters=2 * hidden + vocabulary * hidden,
             flops=2.0 * hidden * vocabulary,
-            kept=hidden,
-            kept_wide=hidden + vocabulary,
+            kept=2 * hidden,
+            kept_wide=vocabulary,
         ),
     )
 
@@ -175,15 +175,16 @@ def _embedding(job: JobSpec) -> LayerProfile:
         counted,
         activation_bytes=_rows(job) * _TOKEN_BYTES + _kept_bytes(job, counted),
         # Messages of both directions, and the gradient of all embeddings, used or not.
-        blocks=[*[_hidden_bytes(job)] * 5, _gradient_bytes(job, counted)],
+        blocks=[*[_hidden_bytes(job)] * 5, _wide_bytes(job, counted.parameters)],
         output_bytes=_hidden_bytes(job),
         tied_bytes=_tied_bytes(job),
+        wide=True,
     )
 
 
 def _block(job: JobSpec, name: str) -> LayerProfile:
     counted = _counts(_built_in(job)).block
-    kept_bytes = _kept_bytes(job, counted) + _cast_bytes(job, counted)
+    kept_bytes = _kept_bytes(job, counted)
     return _layer(
         job,
         name,
@@ -194,7 +195,7 @@ def _block(job: JobSpec, name: str) -> LayerProfile:
         blocks=[
             *[_hidden_bytes(job)] * 4,
             *_hidden_blocks(job, 2 * kept_bytes // 5),
-            _gradient_bytes(job, counted) // 3,
+            _narrow_bytes(job, counted.parameters) // 3,
         ],
         output_bytes=_hidden_bytes(job),
     )
@@ -202,14 +203,14 @@ def _block(job: JobSpec, name: str) -> LayerProfile:
 
 def _head(job: JobSpec) -> LayerProfile:
     counted = _counts(_built_in(job)).head
-    logits_bytes = _rows(job) * counted.kept_wide * STATE_ITEM_BYTES[job.training.precision]
+    logits_bytes = _wide_bytes(job, _rows(job) * counted.kept_wide)
     return _layer(
         job,
         "head",
         counted,
-        activation_bytes=_kept_bytes(job, counted) + _cast_bytes(job, counted),
+        activation_bytes=_kept_bytes(job, counted),
         # The logits' gradient is there with the logits, then with the weight's.
-        blocks=[logits_bytes, max(logits_bytes, _gradient_bytes(job, counted))],
+        blocks=[logits_bytes, max(logits_bytes, _narrow_bytes(job, counted.parameters))],
         output_bytes=0,
         tied_bytes=_tied_bytes(job),
     )
@@ -217,15 +218,19 @@ def _head(job: JobSpec) -> LayerProfile:
 
 def _kept_bytes(job: JobSpec, counted: LayerCount) -> int:
     """Of a micro-batch, from a layer's forward to its backward."""
-    precision = job.training.precision
-    narrow, wide = ACTIVATION_ITEM_BYTES[precision], STATE_ITEM_BYTES[precision]
-    return _rows(job) * (counted.kept * narrow + counted.kept_wide * wide + counted.masks)
+    rows = _rows(job)
+    narrow, wide = _narrow_bytes(job, counted.kept), _wide_bytes(job, counted.kept_wide)
+    return rows * (narrow + wide + counted.masks)
 
 
-def _cast_bytes(job: JobSpec, counted: LayerCount) -> int:
-    """The layer's matrices as autocast leaves them to the backward, for every micro-batch."""
-    precision = job.training.precision
-    return counted.parameters * ACTIVATION_ITEM_BYTES[precision] if precision == "bf16" else 0
+def _narrow_bytes(job: JobSpec, numbers: int) -> int:
+    """In the type that layers compute in."""
+    return numbers * ACTIVATION_ITEM_BYTES[job.training.precision]
+
+
+def _wide_bytes(job: JobSpec, numbers: int) -> int:
+    """In the type of what is trained."""
+    return numbers * STATE_ITEM_BYTES[job.training.precision]
 
 
 def _hidden_blocks(job: JobSpec, size: int) -> list[int]:
@@ -234,20 +239,15 @@ def _hidden_blocks(job: JobSpec, size: int) -> list[int]:
     return [_hidden_bytes(job)] * count + [rest]
 
 
-def _gradient_bytes(job: JobSpec, counted: LayerCount) -> int:
-    return counted.parameters * STATE_ITEM_BYTES[job.training.precision]
-
-
 def _tied_bytes(job: JobSpec) -> int:
     """Of the token embedding, where the head shares it."""
     model = _built_in(job)
-    item = STATE_ITEM_BYTES[job.training.precision]
-    return model.vocabulary * model.hidden * item if model.tied else 0
+    return _wide_bytes(job, model.vocabulary * model.hidden) if model.tied else 0
 
 
 def _hidden_bytes(job: JobSpec) -> int:
-    """Between stages everything travels in the precision of the weights."""
-    return _rows(job) * _built_in(job).hidden * STATE_ITEM_BYTES[job.training.precision]
+    """What a layer hands to the next one."""
+    return _narrow_bytes(job, _rows(job) * _built_in(job).hidden)
 
 
 def _layer(
@@ -259,8 +259,10 @@ def _layer(
     blocks: Sequence[int],
     output_bytes: int,
     tied_bytes: int = 0,
+    wide: bool = False,
 ) -> LayerProfile:
-    precision = job.training.precision
+    """`wide`: it computes with the weights as they are trained."""
+    narrow = 0 if wide else narrow_bytes(counted.parameters, job.training.precision)
     forward_s = _rows(job) * counted.flops / FLOPS_PER_S
     again = job.training.recompute == "layer"
     if again:
@@ -273,9 +275,9 @@ def _layer(
         name=name,
         forward_s={1: forward_s},
         backward_s={1: (2 + again) * forward_s},
-        parameter_bytes=counted.parameters * STATE_ITEM_BYTES[precision],
-        state_bytes=state_bytes(counted.parameters, job.training),
-        sum_bytes=counted.parameters * STATE_ITEM_BYTES[precision],
+        parameter_bytes=_wide_bytes(job, counted.parameters),
+        state_bytes=state_bytes(counted.parameters, job.training) + narrow,
+        sum_bytes=_wide_bytes(job, counted.parameters),
         tied_bytes=tied_bytes,
         activation_bytes=activation_bytes,
         working_bytes=with_holes(heap, kept),

@@ -26,7 +26,7 @@ from oobleck.planner.units import count
 Scope = Literal["intra_node", "inter_node"]
 
 #: Part of the key: measurements of another way of measuring do not stand for one of this.
-_METHOD = 4
+_METHOD = 5
 _TIMES = ("forward_s", "backward_s", "backward_input_s", "update_s")
 #: What follows from the model alone, and how far off a profile may be.
 _COMPARED = ("parameter_bytes", "output_bytes")

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 
 from oobleck.planner.job.spec import Precision, TrainingSpec
 
-#: Weights, gradients and moments are kept in the precision of the weights: bf16 is autocast,
-#: which casts on the way into a layer and keeps 32-bit master weights.
+#: Of weights as they are trained, gradients and moments.
 STATE_ITEM_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 4, "fp64": 8}
-#: Of a number that a layer keeps for its backward.
+#: Of a number that a layer computes with: a weight, or what it keeps for its backward.
 ACTIVATION_ITEM_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp64": 8}
 
 #: One part in so many is left free: caching allocators hold 5 to 8% that no tensor of a fitting
@@ -115,3 +114,8 @@ def budget_bytes(limit_bytes: int | None, physical_bytes: int) -> int:
 def state_bytes(parameters: int, training: TrainingSpec) -> int:
     """Weights, gradients and the optimizer's moments of so many parameters."""
     return (2 + training.optimizer.moments) * parameters * STATE_ITEM_BYTES[training.precision]
+
+
+def narrow_bytes(parameters: int, precision: Precision) -> int:
+    """The copy of so many weights that a layer computes with, where that is of another type."""
+    return parameters * ACTIVATION_ITEM_BYTES[precision] if precision == "bf16" else 0

@@ -78,9 +78,8 @@ def _unwritable(directory: str | Path, error: OSError) -> JobError:
 def write_layers(directory: str | Path, state: ModelState, layers: Iterable[int]) -> None:
     """Write the weights of `layers`, which `state` holds, under the names of their parameters."""
     for layer in layers:
-        module, version = state.module(layer), state.layers[layer].version
-        tensors = {name: p.detach().cpu().numpy() for name, p in module.trained()}
-        metadata = {"layer": str(layer), "step": str(version)}
+        tensors = {name: weight.cpu().numpy() for name, weight in state.weights(layer)}
+        metadata = {"layer": str(layer), "step": str(state.layers[layer].version)}
         _write(directory, layer_file(layer), save(tensors, metadata=metadata))
 
 

@@ -33,7 +33,7 @@ from oobleck.worker.checkpoint.location import CheckpointLocation
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.state.layer_file import unpack
 from oobleck.worker.state.layout import layout
-from oobleck.worker.state.model_state import state_dtype
+from oobleck.worker.state.precision import state_dtype
 from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)

@@ -34,8 +34,9 @@ from oobleck.worker.preparation.items import (
 )
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.state.layer_state import LayerState
-from oobleck.worker.state.model_state import ModelState, state_dtype
+from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.optimizer import Slice, update
+from oobleck.worker.state.precision import state_dtype
 from oobleck.worker.transport.links.frame import Label, bytes_of
 from oobleck.worker.transport.links.hub import Feeding, Links
 from oobleck.worker.transport.links.link import Incoming

@@ -174,7 +174,7 @@ def _measure(
         backward_input_s={1: min(backward_s, median(seconds.backward_input))},
         update_s={1: median(seconds.update)},
         parameter_bytes=state.gradient.nbytes,
-        state_bytes=state.storage.nbytes + state.gradient.nbytes + constant_bytes(state.module),
+        state_bytes=sum(tensor.nbytes for tensor in state.tensors) + constant_bytes(state.module),
         sum_bytes=state.gradient.nbytes,
         tied_bytes=state.layout.tied * state.gradient.itemsize,
         activation_bytes=sum(kept),
@@ -239,7 +239,7 @@ class _Bench:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             runner.forward(0, self._input, self._rows, self._targets)
         hook.remove()
-        for held in (self.state.layers[layer].storage, *constants(self.state.module(layer))):
+        for held in (*self.state.layers[layer].tensors, *constants(self.state.module(layer))):
             kept.pop(held.untyped_storage().data_ptr(), None)
         runner.settle()
         return [tensor.untyped_storage().nbytes() for tensor in kept.values()]
@@ -316,6 +316,8 @@ class _Bench:
             if self.state.gradient_part(LayerPart(layer=layer, part=part)).numel()
         )
         self.state.apply(self._step, scale=1.0)
+        for layer in self._layers:
+            self.state.module(layer)  # with the copy that it computes with
         self.state.zero_gradients()
 
     def _now(self) -> float:

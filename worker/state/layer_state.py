@@ -29,6 +29,8 @@ class LayerState:
     #: (1 + moments, n): weights, then the optimizer's moments: AdamW's exp_avg and exp_avg_sq,
     #: SGD's momentum_buffer, if it has momentum. n numbers: of the tied part, then of the own one.
     storage: Tensor
+    #: (n): the weights in the type that the layer computes with; None: that of `storage`.
+    narrow: Tensor | None = None
     #: (n): the sum over micro-batches.
     gradient: Tensor
     #: The micro-batches of the step that are wholly in `gradient`.
@@ -39,9 +41,35 @@ class LayerState:
     version: int
     #: Which of the layer's numbers are here, of the tied part and of the own one.
     numbers: tuple[range, range] = field(init=False)
+    #: The version that `narrow` is of; None: it has not been made.
+    _narrowed: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.numbers = self.layout.shard(self.shard)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of its memory."""
+        narrow = () if self.narrow is None else (self.narrow,)
+        return (self.storage, self.gradient, *narrow)
+
+    def computed(self) -> Tensor:
+        """(n): the weights to compute with. Where they are a copy it is made anew once per version;
+        what is held is changed by updates alone."""
+        if self.narrow is None:
+            return self.storage[0]
+        if self._narrowed != self.version:
+            self.narrow.copy_(self.storage[0])
+            self._narrowed = self.version
+        return self.narrow
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See `ModelState.weights`."""
+        spans = {span.name: span for span in self.layout.parameters}
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        for told, parameter in self.module.trained():
+            span = spans[names[id(parameter)]]
+            yield told, self.storage[0, span.offset : span.end].view(span.shape)
 
     def columns(self, numbers: range) -> slice:
         """Where those of `numbers`, all of one part, that are here stand in `storage` and

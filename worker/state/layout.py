@@ -159,6 +159,8 @@ def point_parameters(
     for span in flat.parameters:
         aliases = names[id(module.get_parameter(span.name))]
         parameter = nn.Parameter(weights[span.offset : span.end].view(span.shape))
+        # Autograd adds a gradient of another type as it is, without a copy in that of the sum.
+        parameter.grad_dtype = None
         if gradient is not None:
             parameter.grad = gradient[span.offset : span.end].view(span.shape)
         for alias in aliases:

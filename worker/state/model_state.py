@@ -4,13 +4,13 @@ Owns which layers, or shares of them, are held or on their way, and the update; 
 one layer's numbers. Must not know stages, peers or plans.
 """
 
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable, Iterator
 from fractions import Fraction
 
 import torch
 from torch import Tensor
 
-from oobleck.planner.job.spec import JobSpec, Precision
+from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.instructions import LayerPart
 from oobleck.planner.programs.shards import Shard
 from oobleck.worker.models import (
@@ -24,6 +24,7 @@ from oobleck.worker.runtime.errors import InvariantViolation
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import Layout, layout, point_parameters
 from oobleck.worker.state.optimizer import update
+from oobleck.worker.state.precision import state_dtype, weights_dtype
 
 #: Numbers of a gradient whose norm is taken at once.
 _NORM_PIECE = 1 << 18
@@ -31,11 +32,6 @@ _NORM_PIECE = 1 << 18
 
 class StateError(InvariantViolation):
     """A layer is not in the state that the caller relies on."""
-
-
-def state_dtype(precision: Precision) -> torch.dtype:
-    """Type of weights, moments, gradients and of what passes between stages."""
-    return torch.float64 if precision == "fp64" else torch.float32
 
 
 class ModelState:
@@ -60,7 +56,7 @@ class ModelState:
         for row, initial in enumerate(self._job.training.optimizer.initial, 1):
             state.storage[row] = initial
         spec, seed = self._job.model, self._job.training.seed
-        if parts == 1:
+        if parts == 1 and state.narrow is None:
             initialise_parameters(module, spec, seed, begun)
         else:
             whole = torch.zeros(state.layout.size, dtype=self._dtype, device=self._device)
@@ -97,13 +93,17 @@ class ModelState:
         rows = 1 + self._job.training.optimizer.moments
         storage = torch.empty(rows, size, dtype=self._dtype, device=self._device)
         gradient = torch.zeros(size, dtype=self._dtype, device=self._device)
+        narrow = None
+        if (computed := weights_dtype(self._job, layer)) != self._dtype:
+            narrow = torch.empty(size, dtype=computed, device=self._device)
         if parts == 1:
-            point_parameters(module, flat, storage[0], gradient)
+            point_parameters(module, flat, storage[0] if narrow is None else narrow, gradient)
         return LayerState(
             shard=shard,
             layout=flat,
             module=module,
             storage=storage,
+            narrow=narrow,
             gradient=gradient,
             version=version,
         )
@@ -206,8 +206,15 @@ class ModelState:
                 held[layer].copy_to(state.numbers, state.storage)
 
     def module(self, layer: int) -> Layer:
-        """The module of `layer`, which must be whole or gathered."""
-        return self._held(layer).module
+        """The module of `layer`, which must be whole or gathered, to compute with."""
+        state = self._held(layer)
+        state.computed()
+        return state.module
+
+    def weights(self, layer: int) -> Iterator[tuple[str, Tensor]]:
+        """Those of `layer`, which must be whole, as they are trained, by the names that an output
+        has them under."""
+        return self._held(layer).weights()
 
     def _held(self, layer: int) -> LayerState:
         state = self.layers.get(layer)

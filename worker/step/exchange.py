@@ -133,8 +133,8 @@ class _SharedLayer:
             flat.shard(Shard(shard.layer, part, shard.parts)) for part in range(len(ranks))
         ]
         self._tag = _FIRST_TAG + shard.layer * _KINDS
-        storage = state.storage
-        weights = torch.empty(flat.size, dtype=storage.dtype, device=storage.device)
+        own = state.computed()
+        weights = torch.empty(flat.size, dtype=own.dtype, device=own.device)
         self._memory = weights.untyped_storage()
         self._bytes = self._memory.nbytes()
         point_parameters(state.module, flat, weights)
@@ -153,13 +153,14 @@ class _SharedLayer:
         self._gathered = True
         self._memory.resize_(self._bytes)
         state, own = self._state, self._cuts[self._part]
+        weights = state.computed()
         for numbers in own:
-            self._weights[numbers.start : numbers.stop] = state.storage[0, state.columns(numbers)]
+            self._weights[numbers.start : numbers.stop] = weights[state.columns(numbers)]
         for part, theirs in self._others():
             for kind in range(len(own)):
                 into = self._weights[theirs[kind].start : theirs[kind].stop]
                 self._receive(into, part, _GATHER + kind)
-                self._send(state.storage[0, state.columns(own[kind])], part, _GATHER + kind)
+                self._send(weights[state.columns(own[kind])], part, _GATHER + kind)
 
     def finish_gathering(self) -> None:
         while self._pending:
@@ -175,7 +176,7 @@ class _SharedLayer:
         """Have a backward add to the gradients of the whole layer."""
         if self._gradient is None:
             flat, weights = self._state.layout, self._weights
-            self._gradient = torch.zeros_like(weights)
+            self._gradient = torch.zeros_like(weights, dtype=self._state.gradient.dtype)
             named = dict(self._state.module.named_parameters())
             for span in flat.parameters:
                 view = self._gradient[span.offset : span.end].view(span.shape)

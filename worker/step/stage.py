@@ -23,7 +23,8 @@ from oobleck.worker.runtime.code import described
 from oobleck.worker.runtime.errors import JobError, for_want_of_memory
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.runtime.timeline import Timeline
-from oobleck.worker.state.model_state import ModelState, state_dtype
+from oobleck.worker.state.model_state import ModelState
+from oobleck.worker.state.precision import autocasts, state_dtype, stream_dtype
 from oobleck.worker.step.exchange import Exchange
 from oobleck.worker.step.segment import Gradients, Segment
 from oobleck.worker.step.wire import wire
@@ -60,14 +61,14 @@ class StageRunner:
         self._wires = {layer: wire(job, layer) for layer in boundaries}
         #: A model of the user's says itself of what type a layer's results are.
         self._own = not isinstance(job.model, ModelSpec)
+        self._autocasts = autocasts(job)
+        #: Of what passes between the layers of a built-in model, and of a loss.
+        self.activation_dtype = stream_dtype(job)
+        self._loss_dtype = state_dtype(job.training.precision)
         #: By micro-batch, lowest layer first.
         self._in_flight: dict[int, list[Segment]] = {}
         #: Micro-batches between the two parts of their backward: layers, highest first.
         self._deferred: dict[int, deque[tuple[int, DeferredGradients]]] = {}
-
-    @property
-    def activation_dtype(self) -> torch.dtype:
-        return state_dtype(self._job.training.precision)
 
     def forward(
         self,
@@ -145,7 +146,7 @@ class StageRunner:
         """The output as it travels, cut off from autograd."""
         if self.last:
             if not rows:
-                return torch.zeros((), dtype=self.activation_dtype, device=self.device)
+                return torch.zeros((), dtype=self._loss_dtype, device=self.device)
             assert isinstance(x, Tensor)
             return x.detach()
         above = self._wires[self._layers[-1]]
@@ -165,26 +166,23 @@ class StageRunner:
         metrics: Counter[str] | None,
     ) -> Tree:
         """The layer's output; again the same, bit for bit: what is random follows from `rows`."""
-        autocasts = self._job.training.precision == "bf16"
         with (
-            torch.autocast(self.device.type, torch.bfloat16, enabled=autocasts),
+            torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocasts),
             deferring(deferred),
         ):
             module = self._state.module(layer)
             x = module(x, rows)
-            if self._own and autocasts:
-                # After each layer, so that a result does not depend on where stages end.
+            # After each layer, so that a result does not depend on where stages end.
+            if self._autocasts:
                 x = map_tensors(_widened, x)
-            if layer != self._layers[-1]:
+            elif not self._own:
+                assert isinstance(x, Tensor)
+                x = x.to(self.activation_dtype)
+            if layer != self._layers[-1] or targets is None:
                 return x
-            if targets is not None:
-                if metrics is not None:
-                    metrics.update(module.metric_sums(x, targets))
-                x = self._loss(module, x, targets, len(rows.positions))
-            elif self._own:
-                return x
-            assert isinstance(x, Tensor)
-            return x.to(self.activation_dtype)
+            if metrics is not None:
+                metrics.update(module.metric_sums(x, targets))
+            return self._loss(module, x, targets, len(rows.positions)).to(self._loss_dtype)
 
     def _loss(self, module: Layer, output: Tree, targets: Tree, rows: int) -> Tensor:
         whole, of_rows = self._job.training.microbatch, module.row_losses(output, targets)

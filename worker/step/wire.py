@@ -22,7 +22,7 @@ from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.models.tree import TENSOR, Tree, flatten, structure, unflatten
 from oobleck.worker.runtime.errors import JobError
-from oobleck.worker.state.model_state import state_dtype
+from oobleck.worker.state.precision import stream_dtype
 
 
 class Packing:
@@ -159,6 +159,6 @@ def _sketch(job: JobSpec, boundary: int) -> TreeSketch:
     if isinstance(model, OwnModelSpec):
         return model.description.input_of(boundary + 1)
     assert isinstance(model, ModelSpec), "there are two kinds"
-    name = str(state_dtype(job.training.precision)).removeprefix("torch.")
+    name = str(stream_dtype(job)).removeprefix("torch.")
     hidden = TensorSketch(shape=(model.sequence_length, model.hidden), dtype=name, gradient=True)
     return TreeSketch(tensors=(hidden,), structure=TENSOR)

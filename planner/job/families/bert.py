@@ -51,15 +51,15 @@ def _count(config: Config, length: int) -> Counts:
         block=LayerCount(
             parameters=matrices + 9 * hidden + inner,
             flops=2.0 * matrices + 4.0 * length * hidden,
-            kept=2 * hidden + 2 * inner + scores,
-            kept_wide=6 * hidden + scores,
+            kept=8 * hidden + 2 * inner + scores,
+            kept_wide=scores,
             masks=scores + (2 * hidden if dropout else 0),
         ),
         head=LayerCount(
             parameters=hidden * hidden + 3 * hidden + vocabulary * hidden + vocabulary,
             flops=2.0 * hidden * (hidden + vocabulary),
-            kept=2 * hidden,
-            kept_wide=2 * hidden + vocabulary,
+            kept=4 * hidden,
+            kept_wide=vocabulary,
         ),
     )
 

@@ -11,7 +11,7 @@ class LayerCount:
     #: Multiplications and additions of one token's forward.
     flops: float
     #: Numbers per token that the forward leaves to the backward, in the precision of computing,
-    #: and those that autocast leaves in the weights' precision: norms, residuals, losses.
+    #: and those that are in float32 under bf16 too: some norms, softmax, losses.
     kept: int = 0
     kept_wide: int = 0
     #: Bytes per token of dropout's masks.

@@ -21,15 +21,15 @@ def _count(config: Config, length: int) -> Counts:
         block=LayerCount(
             parameters=matrices + 9 * hidden + inner,
             flops=2.0 * matrices + 4.0 * length * hidden,
-            kept=4 * hidden + 2 * inner + scores,
-            kept_wide=4 * hidden + scores,
+            kept=8 * hidden + 2 * inner + scores,
+            kept_wide=scores,
             masks=scores + (2 * hidden if config["resid_pdrop"] else 0),
         ),
         head=LayerCount(
             parameters=2 * hidden + vocabulary * hidden,
             flops=2.0 * hidden * vocabulary,
-            kept=hidden,
-            kept_wide=hidden + vocabulary,
+            kept=2 * hidden,
+            kept_wide=vocabulary,
         ),
     )
 

@@ -62,15 +62,15 @@ def _count(config: Config, length: int) -> Counts:
         block=LayerCount(
             parameters=matrices + biases + 2 * hidden,
             flops=2.0 * matrices + 4.0 * length * width * heads,
-            kept=2 * width * (heads + shared) + 3 * inner + scores,
-            kept_wide=6 * hidden + inner + scores,
+            kept=2 * width * (heads + shared) + 4 * inner + 4 * hidden + scores,
+            kept_wide=2 * hidden + scores,
             masks=scores,
         ),
         head=LayerCount(
             parameters=hidden + vocabulary * hidden,
             flops=2.0 * hidden * vocabulary,
-            kept=hidden,
-            kept_wide=2 * hidden + vocabulary,
+            kept=2 * hidden,
+            kept_wide=hidden + vocabulary,
         ),
     )
 

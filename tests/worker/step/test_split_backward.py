@@ -207,12 +207,11 @@ def test_layer_by_layer_makes_what_one_backward_of_the_whole_stage_makes(
 
         x = whole.tokens[m] if whole.stage.first else whole.hidden[m].clone().requires_grad_()
         hidden = x
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
-            for layer in layers:
-                rows = RowKeys(seed=0, step=1, positions=(2 * m, 2 * m + 1))
-                hidden = whole.state.module(layer)(hidden, rows)
-            if whole.stage.last:
-                hidden = loss(hidden, whole.tokens[m].flip(1))
+        for layer in layers:
+            rows = RowKeys(seed=0, step=1, positions=(2 * m, 2 * m + 1))
+            hidden = whole.state.module(layer)(hidden, rows).to(whole.stage.activation_dtype)
+        if whole.stage.last:
+            hidden = loss(hidden, whole.tokens[m].flip(1))
         torch.autograd.backward(hidden, whole.gradient(m))
         assert made is None or torch.equal(made, x.grad)
     expected = whole.gradients()

@@ -172,14 +172,18 @@ def test_what_a_layer_was_not_described_with_is_refused(change, why):
 
 
 def test_the_built_in_models_send_what_they_make(make_job):
-    for precision, dtype in (("fp64", torch.float64), ("fp32", torch.float32), ("bf16", None)):
+    for precision, dtype in (
+        ("fp64", torch.float64),
+        ("fp32", torch.float32),
+        ("bf16", torch.bfloat16),
+    ):
         job = make_job(precision=precision)
         for boundary in range(4):
             between = wire(job, boundary)
             for packing in (between.values, between.gradients):
                 assert packing.plain
                 assert packing.shape == (8, 16)
-                assert packing.dtype == (dtype or torch.float32)
+                assert packing.dtype == dtype
 
 
 def test_a_sketch_without_gradients_sends_something_back():

@@ -1,0 +1,35 @@
+"""In which type a job's numbers are: what is trained, what layers compute with, what they pass on.
+
+What is trained is in float32 at least. In a bf16 job the blocks and the head of a built-in model
+compute with a copy of their weights in bfloat16, made once per step, and pass bfloat16 on; norms,
+softmax and the loss take their sums in float32. The embedding keeps float32: it looks rows up,
+which no type makes faster, and its gradient is a sum of many rows. A model of the user's runs under
+autocast instead, which rounds what each operation takes: nobody knows which of its weights bear to
+be rounded.
+"""
+
+import torch
+
+from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.spec import JobSpec, Precision
+
+
+def state_dtype(precision: Precision) -> torch.dtype:
+    """Of weights as they are trained, moments and gradients."""
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+def autocasts(job: JobSpec) -> bool:
+    """Whether layers run under autocast."""
+    return job.training.precision == "bf16" and not isinstance(job.model, ModelSpec)
+
+
+def stream_dtype(job: JobSpec) -> torch.dtype:
+    """Of what passes between the layers of a built-in model."""
+    narrow = job.training.precision == "bf16" and isinstance(job.model, ModelSpec)
+    return torch.bfloat16 if narrow else state_dtype(job.training.precision)
+
+
+def weights_dtype(job: JobSpec, layer: int) -> torch.dtype:
+    """Of the weights that a layer computes with."""
+    return state_dtype(job.training.precision) if layer == 0 else stream_dtype(job)
