@@ -9,6 +9,8 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from oobleck.host.address import is_loopback
 from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.messages import (
@@ -75,6 +77,7 @@ class Session:
         code.allow(launch.allow_code)
         loaders = start_loaders(job)  # first: a fork beside threads may hang
         connector = Connector(launch)
+        torch.set_float32_matmul_precision(job.training.float32_matmul)
         if job.output is not None:
             check_writable(job.output)
         if job.checkpoint is not None:

@@ -15,6 +15,7 @@ from oobleck.planner.redact import redact
 from oobleck.planner.schedules import Schedule
 
 Precision = Literal["fp32", "bf16", "fp64"]
+Products = Literal["highest", "high", "medium"]
 Recompute = Literal["none", "layer"]
 OnStateLost = Literal["fail", "restart"]
 RecoveryPolicy = Literal["auto", "templates", "reroute", "uneven"]
@@ -96,6 +97,8 @@ class TrainingSpec:
     microbatch: int = 1
     seed: int = 0
     precision: Precision = "fp32"
+    #: How exactly float32 matrices are multiplied, in torch's words.
+    float32_matmul: Products = "highest"
     #: layer: keep each layer's input alone between forward and backward, and compute it twice.
     recompute: Recompute = "none"
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)

@@ -76,6 +76,7 @@ def profile_key(
         "model": _without_weights(job.model),
         "microbatch": training.microbatch,
         "precision": training.precision,
+        "float32_matmul": training.float32_matmul,
         "recompute": training.recompute,
         "optimizer": (training.optimizer.label, training.optimizer.moments),
         "devices": sorted(set(devices)),

@@ -71,7 +71,7 @@ def refusal(text: str, *overrides: str) -> str:
             "  steps: 200\n",
             "  qqqq: 200\n",
             "job.yaml:5: unknown key 'qqqq' in training; known keys: steps, global_batch, "
-            "microbatch, seed, precision, recompute, optimizer, schedule, "
+            "microbatch, seed, precision, float32_matmul, recompute, optimizer, schedule, "
             "pipeline_schedule, clip, max_skipped_steps",
         ),
         (
@@ -416,6 +416,7 @@ jobs = st.builds(
         microbatch=st.sampled_from([1, 2, 4]),
         seed=st.integers(0, 2**63 - 1),
         precision=st.sampled_from(["fp32", "bf16", "fp64"]),
+        float32_matmul=st.sampled_from(["highest", "high", "medium"]),
         optimizer=st.builds(
             OptimizerSpec, lr=st.floats(0, 1e3), eps=st.floats(0, 1), beta1=st.floats(0, 0.999)
         ),
