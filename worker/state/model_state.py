@@ -4,7 +4,7 @@ Owns which layers, or shares of them, are held or on their way, and the update; 
 one layer's numbers. Must not know stages, peers or plans.
 """
 
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from fractions import Fraction
 
 import torch
@@ -26,12 +26,30 @@ from oobleck.worker.state.layout import Layout, layout, point_parameters
 from oobleck.worker.state.optimizer import update
 from oobleck.worker.state.precision import state_dtype, weights_dtype
 
-#: Numbers of a gradient whose norm is taken at once.
+#: Numbers of a gradient whose norm is taken at once, where they are copied for it.
 _NORM_PIECE = 1 << 18
 
 
 class StateError(InvariantViolation):
     """A layer is not in the state that the caller relies on."""
+
+
+def norms_of(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Norms in float64 of all pieces of `tensors`.
+
+    A GPU takes those of many tensors in a few kernels, which add in float64 what they read. On a
+    CPU a norm in another type makes a copy of the whole tensor first, so it is taken piece by piece
+    through one that stays in the cache. Pieces differ from one plan to the next on either, since
+    shares do: it is the vote that gives all workers the same norm.
+    """
+    if device.type == "cuda":
+        return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)) if tensors else []
+    wide = torch.empty(_NORM_PIECE, dtype=torch.float64, device=device)
+    return [
+        torch.linalg.vector_norm(wide[: piece.numel()].copy_(piece))
+        for tensor in tensors
+        for piece in torch.split(tensor, _NORM_PIECE)
+    ]
 
 
 class ModelState:
@@ -268,14 +286,8 @@ class ModelState:
         self.layers[part.layer].reduced[part] = reduced
 
     def squared_norm(self, parts: Iterable[LayerPart]) -> float:
-        """Sum of the squares of the reduced gradients of `parts`, in float64: piece by piece, since
-        a norm in another type makes a copy of the whole tensor first."""
-        wide = torch.empty(_NORM_PIECE, dtype=torch.float64, device=self._device)
-        norms = [
-            torch.linalg.vector_norm(wide[: piece.numel()].copy_(piece))
-            for part in parts
-            for piece in torch.split(self.reduced_part(part), _NORM_PIECE)
-        ]
+        """Sum of the squares of the reduced gradients of `parts`, in float64."""
+        norms = norms_of([self.reduced_part(part) for part in parts], self._device)
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
     def apply(self, step: int, *, scale: float) -> None:

@@ -11,7 +11,7 @@ from oobleck.planner.programs.instructions import LayerPart
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.layout import check_no_decay, layout
-from oobleck.worker.state.model_state import ModelState, StateError
+from oobleck.worker.state.model_state import ModelState, StateError, norms_of
 from oobleck.worker.step.stage import StageRunner
 
 CPU = torch.device("cpu")
@@ -295,3 +295,19 @@ def test_transfers_that_broke_off_are_forgotten(make_job):
     state.allocate(2, version=1)
     state.drop_partial()
     assert list(state.layers) == [1]
+
+
+def test_a_gpus_norms_are_those_of_the_pieces():
+    """One call for all of them, in float64, of numbers that float32 would add up wrongly."""
+    draw = torch.Generator().manual_seed(0)
+    given = [torch.randn(size, generator=draw) * 10.0**size for size in (1, 5)]
+    given += [torch.randn(700_000, generator=draw)]
+    pieces, whole = (
+        torch.stack(norms_of(given, torch.device(kind))).square().sum().item()
+        for kind in ("cpu", "cuda")
+    )
+    exact = sum(one.double().square().sum().item() for one in given)
+    assert pieces == pytest.approx(exact, rel=1e-14)
+    assert whole == pytest.approx(exact, rel=1e-14)
+    assert len(norms_of(given, torch.device("cuda"))) == len(given)
+    assert norms_of([], torch.device("cuda")) == []
