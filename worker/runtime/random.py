@@ -48,19 +48,21 @@ def keep_mask(
     """True where a value is kept, (rows, width): a keyed 32-bit integer hash of the index.
 
     The mixing steps and constants are those of the `lowbias32` hash, with half of the key going
-    in before each of its two multiplications.
+    in before each of its two multiplications. A row's key is an argument of the operations on that
+    row: a tensor of keys would be copied to the device for every mask.
     """
     keys = [
         derive(rows.seed, "dropout", rows.step, position, layer, site)
         for position in rows.positions
     ]
-    first = [[_signed(key & 0xFFFFFFFF)] for key in keys]
-    second = [[_signed(key >> 32)] for key in keys]
     index = torch.arange(width, dtype=torch.int32, device=device)
-    x = index ^ torch.tensor(first, dtype=torch.int32, device=device)
+    x = torch.empty(len(keys), width, dtype=torch.int32, device=device)
+    for row, key in zip(x, keys, strict=True):
+        torch.bitwise_xor(index, _signed(key & 0xFFFFFFFF), out=row)
     _fold(x, 16)
     x.mul_(_signed(0x7FEB352D))
-    x.bitwise_xor_(torch.tensor(second, dtype=torch.int32, device=device))
+    for row, key in zip(x, keys, strict=True):
+        row.bitwise_xor_(_signed(key >> 32))
     _fold(x, 15)
     x.mul_(_signed(0x846CA68B))
     _fold(x, 16)

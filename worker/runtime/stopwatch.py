@@ -1,7 +1,8 @@
 """How long a worker computes in a step, without what it waits for.
 
 By the wall clock on a CPU, so that a core which is throttled or shared shows. On a GPU by events
-between what is queued there, which are read when the step is over. One thread uses it.
+between what is queued there, which are read when the step is over; they also keep the host from
+queueing a whole step, whose progress nobody could tell. One thread uses it.
 """
 
 import time
@@ -12,14 +13,20 @@ import torch
 
 #: A moment: seconds, or an event of the device.
 _Mark = float | torch.cuda.Event
+#: A GPU has begun with all forwards and backwards but so many that were queued last.
+AHEAD = 4
 
 
 class Stopwatch:
     """Of one worker, step after step."""
 
-    def __init__(self, mark: Callable[[], _Mark]) -> None:
-        """`mark`: gives the moment that it is called at."""
+    def __init__(
+        self, mark: Callable[[], _Mark], wait: Callable[[_Mark], None] = lambda mark: None
+    ) -> None:
+        """`mark`: gives the moment that it is called at; `wait`: until that moment is past, where
+        what is done is only queued when it is called."""
         self._mark = mark
+        self._wait = wait
         #: Begin and end of everything that was computed in the step.
         self._spans: list[tuple[_Mark, _Mark]] = []
         #: None: nothing is computed.
@@ -27,7 +34,7 @@ class Stopwatch:
 
     @classmethod
     def on(cls, device: torch.device) -> "Stopwatch":
-        return cls(_event if device.type == "cuda" else time.monotonic)
+        return cls(_event, _passed) if device.type == "cuda" else cls(time.monotonic)
 
     def begin(self) -> None:
         """Begin a step. The one before may have been left in the middle."""
@@ -55,6 +62,8 @@ class Stopwatch:
         assert self._began is not None, "it runs"
         self._spans.append((self._began, self._mark()))
         self._began = None
+        if len(self._spans) > AHEAD:
+            self._wait(self._spans[-AHEAD - 1][0])
 
     def seconds(self) -> float:
         """Of the step, whose computation is over."""
@@ -65,6 +74,11 @@ def _event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
     event.record()
     return event
+
+
+def _passed(mark: _Mark) -> None:
+    assert isinstance(mark, torch.cuda.Event), "a GPU's moments are events"
+    mark.synchronize()
 
 
 def _between(began: _Mark, ended: _Mark) -> float:

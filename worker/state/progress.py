@@ -43,12 +43,17 @@ class TrainingProgress(Position):
     #: When `begun` was (monotonic seconds).
     begun_at: float = 0.0
     #: What this worker has of that step: losses by micro-batch, what it has of losses that it knows
-    #: in part, and digests of token rows by position.
-    losses: dict[int, float] = field(default_factory=dict)
-    loss_parts: float = 0.0
+    #: in part, and digests of token rows by position. Losses stay on the device until the vote.
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    loss_parts: list[torch.Tensor] = field(default_factory=list)
     row_digests: dict[int, bytes] = field(default_factory=dict)
     #: The vector of the vote on `voted`, for those who have not seen it.
     ballot: torch.Tensor | None = None
+
+    def loss_sum(self) -> float:
+        """Of all losses, read from the device at once: waits for what it computes."""
+        known = [*self.losses.values(), *self.loss_parts]
+        return float(torch.stack(known).double().sum()) if known else 0.0
 
     def restart(self, step: int, lineage: int) -> None:
         """All layers held are those of a checkpoint: what is known of other steps is void."""
@@ -78,6 +83,6 @@ class TrainingProgress(Position):
         losses of the micro-batches `losses` and the digests of the rows at `positions`."""
         self.begun, self.begun_at = step, time.monotonic()
         self.reduced = 0
-        self.loss_parts = 0.0
+        self.loss_parts = []
         self.losses = {m: loss for m, loss in self.losses.items() if m in losses}
         self.row_digests = {p: digest for p, digest in self.row_digests.items() if p in positions}

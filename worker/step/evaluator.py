@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import msgspec
+import torch
 
 from oobleck.host.ipc.messages import Evaluated, EvaluationRecord
 from oobleck.planner.ids import Generation
@@ -37,12 +38,14 @@ _NO_STEP = 0
 class _Sums:
     """Of one worker: the losses of its micro-batches, and the model's metrics over its rows."""
 
-    loss: float = 0.0
+    losses: list[torch.Tensor] = field(default_factory=list)
     metrics: Counter[str] = field(default_factory=Counter)
 
     def told(self) -> "_Told":
+        # All read from the device at once.
+        loss = float(torch.stack(self.losses).double().sum()) if self.losses else 0.0
         metrics = {name: _finite(total) for name, total in self.metrics.items()}
-        return _Told(loss=_finite(self.loss), metrics=metrics)
+        return _Told(loss=_finite(loss), metrics=metrics)
 
 
 class _Told(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +152,7 @@ class Evaluator:
                         m, x, self._keys(m, own), targets, lowest=lowest, metrics=sums.metrics
                     )
                     if hops.is_last(instruction):
-                        sums.loss += output.item()
+                        sums.losses.append(output)
                     else:
                         microbatches.keep_output(instruction, output)
                 case ops.SendActivation():

@@ -231,9 +231,9 @@ class Executor:
         if not self.hops.is_last(instruction):
             step.microbatches.keep_output(instruction, output)
         elif len(self.hops.rows(instruction)) == self._training.microbatch:
-            progress.losses[m] = output.item()
+            progress.losses[m] = output
         else:
-            progress.loss_parts += output.item()
+            progress.loss_parts.append(output)
 
     def _added(self, layer: int) -> None:
         """Start the sum of the layer, beside the backward of those below it."""
@@ -259,7 +259,7 @@ class Executor:
         with timeline.span("ballot"):
             vector = vote.ballot(
                 global_batch=self._training.global_batch,
-                loss_sum=sum(progress.losses.values(), progress.loss_parts),
+                loss_sum=progress.loss_sum(),
                 squared_norm=state.squared_norm(norm_parts),
                 pending=self._preparing.ready_for(step.number),
                 row_digests=progress.row_digests,

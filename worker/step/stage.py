@@ -154,7 +154,11 @@ class StageRunner:
         return above.pack(x, rows, self.device) if rows else above.values.zeros(0, self.device)
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device)
+        """On the device. What comes from the host goes through pinned memory, so that the copy is
+        queued like all else and nobody waits for it."""
+        if self.device.type == "cuda" and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
 
     def _run(
         self,

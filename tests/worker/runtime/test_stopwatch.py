@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from oobleck.worker.runtime.stopwatch import Stopwatch
+from oobleck.worker.runtime.stopwatch import AHEAD, Stopwatch
 
 
 class Clock:
@@ -101,6 +101,19 @@ def test_a_step_that_is_left_in_the_middle_leaves_nothing_behind(
     with stopwatch.running():
         clock.go(3)
     assert stopwatch.seconds() == 3
+
+
+def test_the_host_does_not_queue_a_whole_step(clock: Clock) -> None:
+    """It waits until the device has come to all but the last few."""
+    waited: list[float] = []
+    stopwatch = Stopwatch(clock, lambda mark: waited.append(float(mark)))
+    for _ in range(2):
+        stopwatch.begin()
+        for _ in range(AHEAD + 3):
+            with stopwatch.running():
+                clock.go(1)
+    began = 1000.0
+    assert waited == [began, began + 1, began + 2, *(began + AHEAD + 3 + n for n in range(3))]
 
 
 def test_every_step_counts_by_itself(clock: Clock, stopwatch: Stopwatch) -> None:

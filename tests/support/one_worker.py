@@ -1,0 +1,71 @@
+"""The training steps of a single worker, in this process: the real executor over real links."""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import torch
+
+from oobleck.host.ipc.channel import Channel
+from oobleck.host.ipc.messages import Launch, ToWorker
+from oobleck.planner.ids import JobId
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.programs.own import compile_own
+from oobleck.worker.checkpoint.saver import Saver
+from oobleck.worker.context import WorkerContext
+from oobleck.worker.data.dataset import Dataset
+from oobleck.worker.data.prefetch import Prefetcher
+from oobleck.worker.preparation.preparing import Preparing
+from oobleck.worker.runtime.control import Control
+from oobleck.worker.runtime.faults import FaultInjector
+from oobleck.worker.runtime.stopwatch import Stopwatch
+from oobleck.worker.runtime.timeline import Timeline
+from oobleck.worker.state.model_state import ModelState
+from oobleck.worker.state.progress import TrainingProgress
+from oobleck.worker.step.executor import Executor
+from oobleck.worker.transport.connect import Connector
+from support.director import make_plan, worker_named
+from support.meeting import Party
+
+
+@contextlib.contextmanager
+def training(job: JobSpec) -> Iterator[Executor]:
+    """Holds all layers, before the first step."""
+    worker = worker_named("a")
+    plan = make_plan(1, [[("a", job.model.layer_count)]], [job.training.microbatches])
+    launch = Launch(
+        worker=worker,
+        job_id=JobId("job-1"),
+        job=job,
+        address="127.0.0.1",
+        agent_pid=0,
+        device_kind="cpu",
+    )
+    data = Dataset(job.data, job.model.sequence_length, job.model.vocabulary)
+    prefetcher = Prefetcher(data, job.training)
+    own, agents = socket.socketpair()
+    with own, agents, Party(1) as party:
+        (transport,) = party.meet()
+        control = Control(Channel(own, ToWorker))
+        connector = Connector(launch)
+        context = WorkerContext(
+            worker=worker,
+            job=job,
+            job_id=launch.job_id,
+            control=control,
+            faults=FaultInjector(launch, control),
+            timeline=Timeline(),
+            stopwatch=Stopwatch.on(connector.device),
+            connector=connector,
+            links=party.links[0],
+            state=ModelState(job, torch.device("cpu")),
+            progress=TrainingProgress(),
+            data=data.fingerprint,
+            inputs=b"",
+        )
+        for layer in range(job.model.layer_count):
+            context.state.initialise(layer)
+        program = compile_own(plan, worker, tied=job.model.ties)
+        preparing = Preparing(context, lambda plan: compile_own(plan, worker, tied=job.model.ties))
+        yield Executor(context, plan, program, transport, prefetcher, Saver(context), preparing)
+    prefetcher.close()
