@@ -6,6 +6,7 @@ makes. More of any is a regression; fewer is a reason to lower a budget.
 """
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oobleck.planner.job.spec import JobSpec
+from support import foreign
 from support.one_worker import training
 
 #: Change no number and start no kernel.
@@ -149,3 +151,20 @@ def test_weights_are_rounded_once_per_step(make_job):
     with training(job(make_job, blocks=FEW, microbatches=FEW)) as executor:
         layers = executor._context.state.layers
         assert rounded == sum(state.layout.size for layer, state in layers.items() if layer)
+
+
+def test_heads_that_share_keys_copy_none(make_job):
+    """Keys and values go to the kernel as they are, not repeated for each head."""
+
+    def kernels(heads: int) -> Counter[str]:
+        spec = foreign.spec(
+            "llama",
+            sequence_length=8,
+            vocab_size=256,
+            num_attention_heads=4,
+            num_key_value_heads=heads,
+        )
+        made = job(make_job, blocks=FEW, microbatches=FEW)
+        return step_of(replace(made, model=spec)).kernels
+
+    assert kernels(2) == kernels(4)

@@ -112,6 +112,12 @@ def zero_row(weight: Tensor, row: int) -> None:
     weight[row] = 0.0
 
 
+def _kernels_take_groups(query: Tensor) -> bool:
+    """Whether fused attention reads keys and values of fewer heads as they are. GPUs' kernels for
+    wide numbers do not, and torch would fall back on whole matrices of scores."""
+    return query.device.type == "cpu" or query.dtype in (torch.bfloat16, torch.float16)
+
+
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -127,11 +133,15 @@ def attend(
     values may have fewer heads than queries, each for a group of these."""
     assert attention_mask is None, "all rows are full"
     groups = query.shape[1] // key.shape[1]
-    if groups > 1:
+    fused = not drops(dropout)
+    grouped = fused and groups > 1 and _kernels_take_groups(query)
+    if groups > 1 and not grouped:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     causal = bool(module.is_causal)
-    if not drops(dropout):
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling)
+    if fused:
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=causal, scale=scaling, enable_gqa=grouped
+        )
         return mixed.transpose(1, 2), None
     scores = query.mul(query.shape[-1] ** -0.5 if scaling is None else scaling) @ key.mT
     if causal:
