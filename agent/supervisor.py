@@ -213,7 +213,7 @@ class Supervisor:
                 if isinstance(message, Failed):
                     fields = {"slot": worker.slot, "kind": message.kind, "reason": message.message}
                     logger.error("worker failed", extra=fields)
-                self._outbox.report(report_of(worker, message))
+                self._outbox.report(report_of(worker, message), self._now())
         self._handle(WorkerSaid(incarnation=incarnation, message=message))
 
     def printed(self, incarnation: Incarnation, lines: list[str]) -> None:
@@ -254,8 +254,8 @@ class Supervisor:
             log_tail=process.tail.last_lines(),
             out_of_memory=signum == signal.SIGKILL and self._memory_ran_out(),
         )
-        self._outbox.report(report_of(worker, exited))
-        self._outbox.hurry_log()
+        self._outbox.report(report_of(worker, exited), self._now())
+        self._outbox.hurry(self._now())
         self._handle(WorkerExited(incarnation=worker.incarnation, end=exited))
         wait_s = self._state.slots[worker.slot].budget.not_before - self._now()
         if wait_s > 0 and self._state.desired.job_id is not None:
@@ -293,7 +293,7 @@ class Supervisor:
             self._timer = asyncio.get_running_loop().call_later(
                 max(0.0, agenda.wake_at - self._now()) + 0.001, self._settle
             )
-        self._outbox.status(status_of(self._state), has_rank_0=has_rank_0(self._state))
+        self._outbox.status(status_of(self._state), self._now(), has_rank_0=has_rank_0(self._state))
         if agenda.done:
             self._done.set()
 
@@ -303,4 +303,4 @@ class Supervisor:
             # At once: what hangs in the kernel does not end when it is killed.
             worker = self._state.workers[action.incarnation]
             assert worker.hung is not None
-            self._outbox.report(report_of(worker, worker.hung))
+            self._outbox.report(report_of(worker, worker.hung), self._now())

@@ -13,7 +13,7 @@ import msgspec
 
 from oobleck.agent.connection.records import RecordBuffer
 from oobleck.agent.processes.output import LogQueue
-from oobleck.host.ipc.messages import StepRecord
+from oobleck.host.ipc.messages import PhaseReached, StepRecord
 from oobleck.host.timeline import Recording, boot_id
 from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.proto import control_pb2 as pb
@@ -28,6 +28,10 @@ REPORT_LIMIT = 1024
 #: Answers to operators' questions; whoever asked gives up, so old ones are of no use.
 ANSWER_LIMIT = 64
 LINES_PER_MESSAGE = 100
+#: So long may a word wait for others that changes nothing of what the master does next: on the way
+#: into a plan each worker has three of them, and each would wake the master and its agent while all
+#: wait for the first step.
+GATHER_WORDS_S = 0.25
 #: Lines wait so long for others. When a peer is lost each worker prints some, and to send each of
 #: them at once would take from what brings training back.
 GATHER_LINES_S = 0.2
@@ -42,8 +46,10 @@ class Outbox:
         #: The newest one, and whether it is to be sent.
         self._status = NodeStatus()
         self._status_due = False
-        #: Not sent yet, oldest first; at most REPORT_LIMIT.
-        self._reports: deque[WorkerReport] = deque()
+        #: Not sent yet, oldest first, and since when; at most REPORT_LIMIT.
+        self._reports: deque[tuple[WorkerReport, float]] = deque()
+        #: When reports and status are sent, whatever else is; None: there are none.
+        self._words_due_at: float | None = None
         #: Kept until the master has acknowledged them.
         self._records = RecordBuffer()
         #: To operators' questions.
@@ -69,10 +75,14 @@ class Outbox:
         self._status_due = False
         return self._status
 
-    def status(self, status: NodeStatus, *, has_rank_0: bool) -> None:
-        """The newest status; sent at once if more than the progress in it has changed."""
-        if _without_progress(status) != _without_progress(self._status):
-            self.want_status()
+    def status(self, status: NodeStatus, now: float, *, has_rank_0: bool) -> None:
+        """The newest status; sent soon where the plan in it has changed, and at once where more
+        than that and the progress has."""
+        before, after = _without_progress(self._status), _without_progress(status)
+        if before != after:
+            alone = _without_plan(before) == _without_plan(after)
+            self._status_due = True
+            self._words_due(now + GATHER_WORDS_S if alone else now)
         self._status = status
         if has_rank_0:
             self._rank_0_until = None
@@ -83,18 +93,24 @@ class Outbox:
             # Steps before a boundary may be known to nobody who is in the plan after it.
             self._rank_0_until = status.generation
 
-    def want_status(self) -> None:
+    def want_status(self, now: float) -> None:
         """Have the status sent though nothing in it has changed."""
         self._status_due = True
-        self.wake.set()
+        self._words_due(now)
 
-    def report(self, report: WorkerReport) -> None:
+    def report(self, report: WorkerReport, now: float) -> None:
         """Send it once; where too many wait, the oldest goes."""
         if len(self._reports) >= REPORT_LIMIT:
             self._reports.popleft()
             logger.warning("report dropped, too many wait for the master")
-        self._reports.append(report)
-        self.wake.set()
+        self._reports.append((report, now))
+        phase = isinstance(report.what, PhaseReached)
+        self._words_due(now + GATHER_WORDS_S if phase else now)
+
+    def _words_due(self, at: float) -> None:
+        if self._words_due_at is None or at < self._words_due_at:
+            self._words_due_at = at
+            self.wake.set()
 
     def record(self, job_id: JobId, record: StepRecord, now: float) -> None:
         if self._rank_0_until is not None and record.generation >= self._rank_0_until:
@@ -129,18 +145,22 @@ class Outbox:
             self._log_due_at = now + GATHER_LINES_S
             self.wake.set()
         if len(self._logs) >= LINES_PER_MESSAGE:
-            self.hurry_log()
+            self.hurry(now)
 
-    def hurry_log(self) -> None:
-        """Have the lines that wait sent now."""
-        if self._log_due_at:
-            self._log_due_at = 0.0
+    def hurry(self, now: float) -> None:
+        """Have all that waits for others sent now."""
+        if self._log_due_at is not None:
+            self._log_due_at = now
             self.wake.set()
+        if self._words_due_at is not None:
+            self._words_due(now)
 
     def session_began(self, standing: list[WorkerReport], now: float) -> None:
         """Repeat all that an earlier session may have lost: records and `standing` reports."""
-        waiting = [report for report in self._reports if report not in standing]
-        self._reports = deque([*standing, *waiting])
+        waiting = [(report, at) for report, at in self._reports if report not in standing]
+        self._reports = deque([*((report, now) for report in standing), *waiting])
+        if self._reports:
+            self._words_due(now)
         self._records.session_began(now)
 
     def take(self, now: float) -> list[pb.AgentMessage]:
@@ -149,14 +169,20 @@ class Outbox:
         A phase comes before the steps that follow it, the last step before the news that the
         worker has finished.
         """
-        texts = [_text_of(report) for report in self._reports]
-        found = [pb.AgentMessage(report=text) for text in texts if text is not None]
-        self._reports.clear()
-        while records := self._records.due(now, first=self._has_rank_0):
+        found: list[pb.AgentMessage] = []
+        words_due = self._words_due_at is not None and now >= self._words_due_at
+        records = self._records.due(now, first=self._has_rank_0)
+        if words_due or records:
+            texts = [_text_of(_aged(report, now - at)) for report, at in self._reports]
+            found += [pb.AgentMessage(report=text) for text in texts if text is not None]
+            self._reports.clear()
+            self._words_due_at = None
+        while records:
             assert self._records.job_id is not None
             batch = records_message(self._records.job_id, records)
             found.append(pb.AgentMessage(records=batch))
-        if self._status_due:
+            records = self._records.due(now, first=self._has_rank_0)
+        if self._status_due and self._words_due_at is None:
             self._status_due = False
             found.append(pb.AgentMessage(status=status_message(self._status)))
         found += self._answers
@@ -173,7 +199,8 @@ class Outbox:
 
     def next_due(self, now: float) -> float | None:
         """When `take` will have something though nothing new comes."""
-        due = (self._records.next_due(now, first=self._has_rank_0), self._log_due_at)
+        records_due_at = self._records.next_due(now, first=self._has_rank_0)
+        due = (self._words_due_at, records_due_at, self._log_due_at)
         return min((at for at in due if at is not None), default=None)
 
 
@@ -189,6 +216,19 @@ def _text_of(report: WorkerReport) -> bytes | None:
         )
         return None
     return data
+
+
+def _aged(report: WorkerReport, seconds: float) -> WorkerReport:
+    """As it is told so long after it was heard."""
+    if not isinstance(report.what, PhaseReached):
+        return report
+    what = msgspec.structs.replace(report.what, seconds_ago=max(0.0, seconds))
+    return msgspec.structs.replace(report, what=what)
+
+
+def _without_plan(status: NodeStatus) -> NodeStatus:
+    workers = tuple(msgspec.structs.replace(w, generation=Generation(0)) for w in status.workers)
+    return msgspec.structs.replace(status, generation=Generation(0), workers=workers)
 
 
 def _without_progress(status: NodeStatus) -> NodeStatus:

@@ -139,7 +139,7 @@ class Session:
     def close(self) -> None:
         """Send what waits, then end."""
         self._closing = True
-        self._outbox.hurry_log()
+        self._outbox.hurry(self._now())
         self._outbox.wake.set()
 
     def _is_over(self) -> bool:
@@ -231,7 +231,7 @@ class Session:
             self._outbox.wake.clear()
             now = self._now()
             if now >= heartbeat_at:
-                self._outbox.want_status()
+                self._outbox.want_status(now)
             messages = self._outbox.take(now)
             for message in messages:
                 if message.WhichOneof("body") == "status":

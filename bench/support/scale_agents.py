@@ -202,7 +202,7 @@ class Agent:
         reached = PhaseReached(
             generation=generation, phase=phase, committed_step=self._step, redo=False
         )
-        self._outbox.report(self._report(reached))
+        self._outbox.report(self._report(reached), self._environment.now())
         if phase == "transferred":
             self._entered = generation
             self._tell()
@@ -220,7 +220,7 @@ class Agent:
     def lose_peer(self) -> None:
         lost = PeerLost(generation=self._entered, step=self._step + 1, detail="closed")
         self._lost = self._report(lost)
-        self._outbox.report(self._lost)
+        self._outbox.report(self._lost, self._environment.now())
 
     def _report(self, what: PhaseReached | PeerLost) -> WorkerReport:
         assert self._job_id is not None
@@ -245,7 +245,7 @@ class Agent:
             )
             workers = (worker,)
         status = NodeStatus(job_id=self._job_id, generation=self._told, workers=workers)
-        self._outbox.status(status, has_rank_0=self.has_rank_0)
+        self._outbox.status(status, self._environment.now(), has_rank_0=self.has_rank_0)
 
 
 class Hosts:

@@ -208,6 +208,8 @@ class PhaseReached(msgspec.Struct, frozen=True, kw_only=True, tag="phase"):
     #: With `transferred`: bytes this worker received, and how many of them while training went on.
     received_bytes: int = 0
     fed_bytes: int = 0
+    #: Since the agent heard it, when the master is told.
+    seconds_ago: float = 0.0
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -207,6 +207,7 @@ def note_entered(job: Job, process: Incarnation, generation: Generation) -> None
 
 def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -> None:
     process = job.current.processes().get(worker)
+    now -= reached.seconds_ago
     if reached.phase == "transferred" and process is not None:
         note_entered(job, process, reached.generation)
     timeline = job.seen.timeline
@@ -216,17 +217,18 @@ def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -
     match reached.phase:
         case "aborted":
             if job.current.made is None or worker not in job.current.made.starting:
-                timeline.aborted_at = now  # others have nothing to leave
+                # Others have nothing to leave.
+                timeline.aborted_at = max(now, timeline.aborted_at or now)
             timeline.answered.add(worker)
         case "joined":
-            timeline.joined_at = now
+            timeline.joined_at = max(now, timeline.joined_at or now)
             timeline.joined.add(worker)
             timeline.committed_step = reached.committed_step
             timeline.redo = timeline.redo or reached.redo
             timeline.rolled_forward = timeline.rolled_forward or reached.rolled_forward
             timeline.salvaged_microbatches = reached.salvaged_microbatches
         case "transferred":
-            timeline.transferred_at = now
+            timeline.transferred_at = max(now, timeline.transferred_at or now)
             timeline.entered.add(worker)
             timeline.received_bytes += reached.received_bytes
             timeline.fed_bytes += reached.fed_bytes

@@ -4,14 +4,19 @@ import logging
 
 import pytest
 
-from oobleck.agent.connection.outbox import GATHER_LINES_S, LINES_PER_MESSAGE, Outbox
-from oobleck.host.ipc.messages import CheckpointSaved, Restored
+from oobleck.agent.connection.outbox import (
+    GATHER_LINES_S,
+    GATHER_WORDS_S,
+    LINES_PER_MESSAGE,
+    Outbox,
+)
+from oobleck.host.ipc.messages import CheckpointSaved, PeerLost, PhaseReached, Restored
 from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.planner.job.spec import CheckpointSpec
 from oobleck.planner.recovery.checkpoint import folder_name
 from oobleck.proto.control_pb2 import AgentMessage
 from oobleck.proto.reports import read_report
-from oobleck.proto.types import WorkerReport
+from oobleck.proto.types import NodeStatus, WorkerReport
 
 
 def saved(path: str) -> WorkerReport:
@@ -23,7 +28,7 @@ def sent(*reports: WorkerReport) -> list[WorkerReport]:
     """What the master reads of them, in two sessions."""
     outbox = Outbox(Incarnation("0123"))
     for report in reports:
-        outbox.report(report)
+        outbox.report(report, 0.0)
     first = outbox.take(0.0)
     outbox.session_began(list(reports), 0.0)
     assert outbox.take(0.0) == first
@@ -74,9 +79,55 @@ def test_lines_wait_for_others_unless_they_are_many_or_the_last() -> None:
     assert outbox.next_due(due) is None
 
     outbox.log(job, 0, ["three"], now=20.0)
-    outbox.hurry_log()
+    outbox.hurry(20.0)
     assert lines_of(outbox.take(20.0)) == ["three"]
 
     many = [str(number) for number in range(LINES_PER_MESSAGE)]
     outbox.log(job, 0, many, now=30.0)
     assert lines_of(outbox.take(30.0)) == many
+
+
+def reported(what: PhaseReached | PeerLost) -> WorkerReport:
+    return WorkerReport(job_id=JobId("demo-1"), slot=0, incarnation=Incarnation("abcd"), what=what)
+
+
+def test_phases_wait_for_others_and_tell_for_how_long() -> None:
+    outbox = Outbox(Incarnation("0123"))
+    generation = Generation(2)
+    outbox.report(reported(PhaseReached(generation=generation, phase="aborted")), 10.0)
+    outbox.report(reported(PhaseReached(generation=generation, phase="joined")), 10.125)
+    assert outbox.take(10.125) == []
+    assert outbox.next_due(10.125) == 10.0 + GATHER_WORDS_S
+    told = [read_report(message.report).what for message in outbox.take(10.25)]
+    assert [(what.phase, what.seconds_ago) for what in told if isinstance(what, PhaseReached)] == [
+        ("aborted", 0.25),
+        ("joined", 0.125),
+    ]
+    assert outbox.next_due(10.25) is None
+
+
+def test_what_the_master_acts_on_takes_what_waits_along() -> None:
+    outbox = Outbox(Incarnation("0123"))
+    generation = Generation(2)
+    outbox.report(reported(PhaseReached(generation=generation, phase="transferred")), 10.0)
+    outbox.status(NodeStatus(generation=generation), 10.0, has_rank_0=False)
+    assert outbox.take(10.0) == []
+    outbox.report(reported(PeerLost(generation=generation, step=3, detail="closed")), 10.0)
+    assert [message.WhichOneof("body") for message in outbox.take(10.0)] == [
+        "report",
+        "report",
+        "status",
+    ]
+
+
+def test_a_status_with_more_than_the_plan_in_it_is_sent_at_once() -> None:
+    outbox = Outbox(Incarnation("0123"))
+    outbox.status(NodeStatus(leaving=True), 10.0, has_rank_0=False)
+    assert [message.WhichOneof("body") for message in outbox.take(10.0)] == ["status"]
+
+
+def test_an_agent_that_ends_sends_what_waits() -> None:
+    outbox = Outbox(Incarnation("0123"))
+    outbox.report(reported(PhaseReached(generation=Generation(2), phase="joined")), 10.0)
+    outbox.hurry(10.0)
+    assert len(outbox.take(10.0)) == 1

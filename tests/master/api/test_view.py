@@ -249,7 +249,7 @@ def test_workers_that_cannot_meet_are_told_with_the_time_of_their_next_meeting()
     player.play("13.1 peer_lost n1/0 2\n")
     reason = job_status(player.state, job, CONFIG, 13.1).reason
     assert reason == f"{lost} 3 s, meeting 2 since the last step"
-    player.play("17.0 steps 6 6 3\n")
+    player.play("16.9 enter 3 n1 n2 n3 n4\n17.0 steps 6 6 3\n")
     assert job_status(player.state, job, CONFIG, 17.0).reason == ""
 
 
