@@ -20,7 +20,8 @@ from oobleck.master.events.reports import Tick
 from oobleck.master.inbox import Changes, Inbox
 from oobleck.master.planning.requests import Planner
 from oobleck.master.planning.solve import AtOnce
-from oobleck.master.rules.decision import Decision
+from oobleck.master.rules.decision import Context, Decision
+from oobleck.master.rules.foresight import Foresight
 from oobleck.master.rules.reconcile import reconcile
 from oobleck.master.storage.disk import StorageFailed
 from oobleck.master.storage.journal import Journal
@@ -71,6 +72,7 @@ class Master:
         self.sessions = Sessions(config, self._ledger, self._inbox, self.changes)
         self.requests = Requests(config, self._ledger, self._inbox, self.sessions)
         self.timelines = Timelines(lambda: list(self.sessions))
+        self._foresight = Foresight()
         self._wake_at: float | None = None
         self._reason = ""
 
@@ -158,6 +160,8 @@ class Master:
             self._wake_at = decision.wake_at
             if not decision.actions:
                 self._planner.want(decision.awaits)
+                if decision.awaits is None:
+                    self._planner.foresee(self._foresight.look(self._context(now)))
                 if self.state.job is not None:
                     self._planner.prepare()
                 if decision.reason != self._reason:
@@ -175,6 +179,11 @@ class Master:
             self._wake_at = arrived_at
 
         self._inbox.post(handle)
+
+    def _context(self, now: float) -> Context:
+        return Context(
+            state=self.state, now=now, timing=self.config.timing, nonce="", planner=self._planner
+        )
 
     def _reconcile(self, now: float) -> Decision:
         nonce = self._environment.token(16)

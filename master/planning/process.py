@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -26,6 +27,9 @@ _MOST_ENDS = 3
 _RESTART_S = 0.5
 #: The largest first plan takes a slow machine a minute; a process that takes this long hangs.
 _LONGEST_S = 600.0
+#: Nothing more is made ahead once a plan has taken longer: one that is waited for waits for the one
+#: at work too.
+_LONGEST_AHEAD_S = 1.0
 
 _reply: msgspec.json.Decoder[PlanReply] = msgspec.json.Decoder(PlanReply)
 
@@ -34,13 +38,21 @@ class PlanningProcess:
     """The `Planner` that asks another process, one request at a time."""
 
     def __init__(self) -> None:
-        #: A reply takes no longer.
+        #: A reply takes no longer,
         self.longest_s = _LONGEST_S
+        #: and what is made ahead none longer than this.
+        self.longest_ahead_s = _LONGEST_AHEAD_S
         self._replies = Replies()
         self._wanted: PlanRequest | None = None
-        #: What the process works at, and how often one has ended over it.
+        #: What may be wanted next, and what is still to be worked out of that.
+        self._foreseen: tuple[PlanRequest, ...] = ()
+        self._ahead: deque[PlanRequest] = deque()
+        #: What the process works at, whether nobody has wanted that, and how often one has ended
+        #: over it.
         self._at_work: PlanRequest | None = None
+        self._unasked = False
         self._ends = 0
+        self._sent_at = 0.0
         self._writer: asyncio.StreamWriter | None = None
         #: To kill it by: asyncio's own way may reap it too, and then its exit code is lost.
         self._handle: int | None = None
@@ -67,16 +79,29 @@ class PlanningProcess:
         self._replies.forget_unused()
         self._wanted = request
         if request is not None:
+            self._unasked = self._unasked and request != self._at_work
             self.prepare()
             self._send()
 
-    def _send(self) -> None:
-        request = self._wanted
-        if self._writer is None or self._at_work is not None or request is None:
+    def foresee(self, requests: tuple[PlanRequest, ...]) -> None:
+        """Work them out while nothing is waited for."""
+        if requests is self._foreseen:
             return
-        if request in self._replies:
+        self._foreseen, self._ahead = requests, deque(requests)
+        self._replies.forget_ahead()
+        self._send()
+
+    def _send(self) -> None:
+        if self._writer is None or self._at_work is not None:
+            return
+        request = self._wanted
+        self._unasked = request is None or request in self._replies
+        if self._unasked:
+            request = self._ahead.popleft() if self._ahead else None
+        if request is None:
             return
         self._at_work, self._ends = request, 0
+        self._sent_at = asyncio.get_running_loop().time()
         self._put(self._writer, request)
 
     def _put(self, writer: asyncio.StreamWriter, request: PlanRequest) -> None:
@@ -105,10 +130,16 @@ class PlanningProcess:
     def _take(self, reply: PlanReply) -> None:
         self._stop_limit()
         request, self._at_work = self._at_work, None
-        if request is not None:
+        unasked = self._unasked
+        if request is not None and not unasked:
             self._replies.add(request, reply)
+        elif request in self._foreseen and not isinstance(reply, Broken):
+            self._replies.add_ahead(request, reply)
+        if asyncio.get_running_loop().time() - self._sent_at > self.longest_ahead_s:
+            self._ahead.clear()
         self._send()
-        self._tell()
+        if not unasked:
+            self._tell()
 
     # ---- the process
 

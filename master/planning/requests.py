@@ -116,6 +116,10 @@ class Planner(Protocol):
     def want(self, request: PlanRequest | None) -> None:
         """What the newest decision waits for; None: nothing."""
 
+    def foresee(self, requests: tuple[PlanRequest, ...]) -> None:
+        """What may be asked for next: to be worked out while nothing is waited for. Those of before
+        that are not among them never will be."""
+
     def listen(self, tell: Callable[[], None]) -> None:
         """Call `tell` with each reply that comes."""
 
@@ -129,13 +133,15 @@ class Replies:
         self._known: dict[PlanRequest, PlanReply] = {}
         #: How many were asked for since the last decision.
         self._used = 0
+        #: Those that nobody has asked for.
+        self._ahead: dict[PlanRequest, PlanReply] = {}
 
     def __contains__(self, request: PlanRequest) -> bool:
-        return request in self._known
+        return request in self._known or request in self._ahead
 
     def reply(self, request: PlanRequest) -> PlanReply:
         """Raises StillPlanning."""
-        reply = self._known.pop(request, None)
+        reply = self._known.pop(request, None) or self._ahead.pop(request, None)
         if reply is None:
             raise StillPlanning(request)
         self._known[request] = reply
@@ -144,6 +150,13 @@ class Replies:
 
     def add(self, request: PlanRequest, reply: PlanReply) -> None:
         self._known[request] = reply
+
+    def add_ahead(self, request: PlanRequest, reply: PlanReply) -> None:
+        """One that nobody has asked for yet."""
+        self._ahead[request] = reply
+
+    def forget_ahead(self) -> None:
+        self._ahead.clear()
 
     def forget_unused(self) -> None:
         """A decision has been made: what it did not ask for, but for the newest, is let go. One

@@ -58,6 +58,9 @@ class AtOnce:
     def want(self, request: PlanRequest | None) -> None:
         assert request is None, "nothing is ever waited for"
 
+    def foresee(self, requests: tuple[PlanRequest, ...]) -> None:
+        """Nothing is made ahead."""
+
     def listen(self, tell: Callable[[], None]) -> None:
         """Nothing comes later."""
 

@@ -377,6 +377,9 @@ class SlowPlanner:
     def reply(self, request: PlanRequest) -> PlanReply:
         return self._replies.reply(request)
 
+    def foresee(self, requests: tuple[PlanRequest, ...]) -> None:
+        """Nothing is made ahead."""
+
     def listen(self, tell: Callable[[], None]) -> None:
         self._tell = tell
 

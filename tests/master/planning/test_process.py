@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from oobleck.master.planning import client
 from oobleck.master.planning.machines import Machines
@@ -135,5 +136,37 @@ def test_a_question_that_no_process_survives_is_answered_as_broken(
         async with planner() as process:
             found = await reply(process, first(6))
             assert found == Broken(error="the planning process ended with exit code 1")
+
+    asyncio.run(play())
+
+
+def test_what_is_foreseen_is_there_when_it_is_asked_for_and_tells_nobody() -> None:
+    async def play() -> None:
+        async with planner() as process:
+            told = asyncio.Event()
+            assert await reply(process, first(6)) == work_out(first(6))
+            process.listen(told.set)
+            process.longest_ahead_s = LIMIT_S
+            foreseen = (first(5), first(4))
+            process.foresee(foreseen)
+            for request in foreseen:
+                async with asyncio.timeout(LIMIT_S):
+                    while True:
+                        with contextlib.suppress(StillPlanning):
+                            assert process.reply(request) == work_out(request)
+                            break
+                        await asyncio.sleep(0.01)
+            assert not told.is_set()
+            process.foresee((first(3),))
+            # What is wanted goes before what is foreseen, and is told.
+            assert await reply(process, first(2)) == work_out(first(2))
+            # One that takes too long is the last.
+            process.longest_ahead_s = 0.0
+            later = tuple(replace(one, generation=Generation(2)) for one in foreseen)
+            process.foresee(later)
+            assert await reply(process, first(1)) == work_out(first(1))
+            assert process.reply(later[0]) == work_out(later[0])
+            with pytest.raises(StillPlanning):
+                process.reply(later[1])
 
     asyncio.run(play())

@@ -57,6 +57,9 @@ class Slow:
         if request is not None:
             self.asked.set()
 
+    def foresee(self, requests: tuple[PlanRequest, ...]) -> None:
+        """Nothing is made ahead."""
+
     def listen(self, tell: Callable[[], None]) -> None:
         self._tell = tell
 
