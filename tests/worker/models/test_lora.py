@@ -54,7 +54,7 @@ def saved(name: str, folder: Path) -> Any:
 
 
 def job_of(folder: Path, name: str, **lora: Any) -> JobSpec:
-    spec = LoraSpec(**{"target_modules": MODELS[name], "r": 4, "lora_alpha": 16, **lora})
+    spec = LoraSpec(**{"target_modules": MODELS.get(name, ()), "r": 4, "lora_alpha": 16, **lora})
     return exports.job_of(architecture=name, weights=str(folder), lora=spec)
 
 
@@ -199,6 +199,23 @@ def test_what_is_no_linear_layer_is_refused_with_those_that_there_are(
     saved("Qwen3ForCausalLM", tmp_path)
     with pytest.raises(JobError, match=f"^model.lora.target_modules: Qwen3ForCausalLM has {why}"):
         job_of(tmp_path, "Qwen3ForCausalLM", target_modules=("q_proj", target))
+
+
+def test_a_router_that_is_a_linear_layer_by_its_class_alone_is_refused(tmp_path: Path) -> None:
+    saved("PhimoeForCausalLM", tmp_path)
+    with pytest.raises(
+        JobError,
+        match=r"router means model\.layers\.0\.mlp\.router, a PhimoeTopKRouter, .*; leave it out",
+    ):
+        job_of(tmp_path, "PhimoeForCausalLM", target_modules=("router",))
+    assert job_of(tmp_path, "PhimoeForCausalLM", target_modules=("q_proj",))
+
+
+def test_a_linear_layer_with_a_forward_of_its_own_is_one(tmp_path: Path) -> None:
+    saved("FalconForCausalLM", tmp_path)  # FalconLinear
+    job = job_of(tmp_path, "FalconForCausalLM", target_modules=("query_key_value",))
+    assert isinstance(job.model, OwnModelSpec)
+    assert [layer.parameters > 0 for layer in job.model.description.layers][1:-1] == [True] * 3
 
 
 def test_a_node_without_peft_says_what_to_install(

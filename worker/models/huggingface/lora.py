@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from oobleck.host.command import nearest
 from oobleck.planner.job.code import Json
 from oobleck.planner.job.lora import LoraSpec
 from oobleck.worker.models.huggingface.architecture import Architecture
-from oobleck.worker.models.huggingface.unsplit import take_apart
+from oobleck.worker.models.huggingface.unsplit import REFUSALS, take_apart
 from oobleck.worker.runtime.errors import JobError, NodeError
 
 _PART = "part."
@@ -30,8 +30,14 @@ def choose_adapters(architecture: Architecture, keys: Mapping[str, Any]) -> Lora
     modules = dict(_modules(architecture))
     linear = sorted({name.rpartition(".")[2] for name, one in modules.items() if _is_linear(one)})
     for target in lora.target_modules:
-        meant = [one for name, one in modules.items() if _fits(name, target)]
-        if not meant or not all(map(_is_linear, meant)):
+        meant = {name: one for name, one in modules.items() if _fits(name, target)}
+        for name, one in meant.items():
+            if isinstance(one, nn.Linear | Conv1D) and not _is_linear(one):
+                raise JobError(
+                    f"model.lora.target_modules: {target} means {name}, a {type(one).__name__}, "
+                    "which does more than a linear layer, so that no adapter fits it; leave it out"
+                )
+        if not meant or not all(map(_is_linear, meant.values())):
             near = nearest(target, linear)
             hint = f" (did you mean {near}?)" if near else ""
             raise JobError(
@@ -105,4 +111,18 @@ def _fits(name: str, target: str) -> bool:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | Conv1D)
+    """Whether it gives what an adapter's result can be added to: some routers are linear layers by
+    their class alone."""
+    if not isinstance(module, nn.Linear | Conv1D):
+        return False
+    if type(module).forward in (nn.Linear.forward, Conv1D.forward):
+        return True
+    width, made = (
+        (module.nx, module.nf) if isinstance(module, Conv1D) else module.weight.shape[::-1]
+    )
+    try:
+        with torch.no_grad():
+            given = module(module.weight.new_empty(1, 2, width))
+    except REFUSALS:
+        return False
+    return isinstance(given, Tensor) and given.shape == (1, 2, made)

@@ -31,7 +31,7 @@ _FEW = 4
 #: Parameters beside token embedding and decoder layers, which the proof makes: a norm, positions.
 _MOST = 1 << 26
 #: What is raised by code of transformers that was made for another config or another use.
-_REFUSALS = (
+REFUSALS = (
     ValueError,
     TypeError,
     LookupError,
@@ -148,7 +148,7 @@ def _whole(architecture: Architecture, dtype: torch.dtype) -> Any:
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             return architecture.model_class(config)
-    except _REFUSALS as error:
+    except REFUSALS as error:
         raise JobError(
             f"model.config: {architecture.name} cannot be built with it: {_line(error)}; correct it"
         ) from error
@@ -259,7 +259,7 @@ def _call(
                 return calls, base(input_ids=ids, use_cache=False, **options)[0]
         except JobError:
             raise
-        except _REFUSALS as error:
+        except REFUSALS as error:
             raise _unfit(
                 architecture,
                 f"its base model does not run with layers that give hidden states ({_line(error)})",
