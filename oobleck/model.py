@@ -51,8 +51,9 @@ class Model:
     #: global batch is what is trained.
     loss: Callable[[Tensors, Tensors], Tensor]
     #: Pairs of parameters that are one and the same, each by layer and name, such as
-    #: ("0.weight", "5.projection.weight"): one in the first layer and one in the last. Both are
-    #: trained by the sum of their gradients. Those within one layer need no word.
+    #: ("0.weight", "5.projection.weight"): matrices of any two layers. All that are one are trained
+    #: by the sum of their gradients. A layer shares with one set of layers alone; what is shared
+    #: within a layer needs no word.
     tied: Sequence[tuple[str, str]] = ()
     #: (output, targets) to named numbers per row, (rows,) each: their means over the samples are
     #: told with every evaluation, beside the loss.
@@ -71,10 +72,51 @@ def initial(make: Callable[[], Model], seed: int) -> nn.Sequential:
         for number, build in enumerate(model.layers):
             with drawing(seed, number):
                 whole.append(build())
-    for first, last in model.tied:
-        owner, _, name = last.rpartition(".")
-        setattr(whole.get_submodule(owner), name, whole.get_parameter(first))
+    for (layer, name), *others in same_parameters(model.tied, len(whole)):
+        parameter = whole.get_parameter(f"{layer}.{name}")
+        for other, alias in others:
+            owner, _, last = f"{other}.{alias}".rpartition(".")
+            setattr(whole.get_submodule(owner), last, parameter)
     return whole
+
+
+def same_parameters(
+    tied: Sequence[tuple[str, str]], layers: int
+) -> list[tuple[tuple[int, str], ...]]:
+    """The places, layer and name, of each parameter that several of so many layers have; ascending.
+    Raises ValueError where `tied` does not say that."""
+    found: list[set[tuple[int, str]]] = []
+    for pair in tied:
+        places = {_place(path, layers) for path in pair}
+        if len(pair) != 2 or len({layer for layer, _ in places}) != 2:
+            raise ValueError(
+                f"tied has {pair}; a pair is a parameter of one layer and one of another, such as "
+                f'("0.weight", "{layers - 1}.weight"); within a layer share the parameter itself'
+            )
+        joined = [one for one in found if one & places]
+        found = [one for one in found if one not in joined] + [places.union(*joined)]
+    for one in found:
+        for layer in {layer for layer, _ in one}:
+            names = sorted(name for other, name in one if other == layer)
+            if len(names) > 1:
+                raise ValueError(
+                    f"tied makes {names[0]} and {names[1]} of layer {layer} one parameter; share "
+                    "it in the layer"
+                )
+    return sorted(tuple(sorted(one)) for one in found)
+
+
+def _place(path: str, layers: int) -> tuple[int, str]:
+    number, _, name = str(path).partition(".")
+    try:
+        layer = int(number)
+    except ValueError:
+        raise ValueError(
+            f"tied names {path!r}; begin with the layer's number, as in 0.weight"
+        ) from None
+    if not -layers <= layer < layers:
+        raise ValueError(f"tied names {path!r}, and there are layers 0 to {layers - 1}")
+    return layer % layers, name
 
 
 @contextmanager

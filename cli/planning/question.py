@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oobleck.planner.ties import Ties
 from oobleck.planner.units import count, parse_bytes
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Question:
     #: None: the best one.
     schedule: "Schedule | None" = None
     #: The head shares the embedding's weight.
-    tied: bool = False
+    tied: Ties = False
     #: Nodes may hold layers that they do not run.
     shadows: bool = False
     #: What losses are answered by.

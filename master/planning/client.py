@@ -36,6 +36,7 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.rates import WorkerRate
 from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.pipelines import pipelines_within
+from oobleck.planner.ties import Ties
 from oobleck.planner.units import count
 
 
@@ -49,7 +50,7 @@ def predicted_bytes(job: Job, nodes: Sequence[Node]) -> Mapping[WorkerId, int]:
 
 
 @lru_cache(maxsize=32)
-def _predicted_bytes(plan: Plan, profile: Profile, *, tied: bool) -> Mapping[WorkerId, int]:
+def _predicted_bytes(plan: Plan, profile: Profile, *, tied: Ties) -> Mapping[WorkerId, int]:
     if plan.listing is not None:
         return estimate_listed(plan, profile, tied=tied).worker_bytes
     return worker_peak_bytes(plan, profile)

@@ -32,6 +32,7 @@ from oobleck.planner.recovery.policies import answer, behind
 from oobleck.planner.recovery.uneven.answer import uneven
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import make_first_plan
+from oobleck.planner.ties import Ties
 
 
 def work_out(request: PlanRequest) -> PlanReply:
@@ -69,7 +70,7 @@ _remembered = lru_cache(maxsize=32)(work_out)
 
 
 @lru_cache(maxsize=8)
-def _catalogue(profile_of_any_memory: Profile, tied: bool) -> Catalogue:
+def _catalogue(profile_of_any_memory: Profile, tied: Ties) -> Catalogue:
     return Catalogue(tied=tied)
 
 

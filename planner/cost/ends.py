@@ -11,13 +11,14 @@ from oobleck.planner.profile.links import all_reduce_s
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.gradients import gradient_buckets
 from oobleck.planner.programs.plan import Plan
+from oobleck.planner.ties import Ties
 
 #: Loss, norm and flags of a vote.
 _VOTE_BYTES = 64
 
 
 def plan_end_s(
-    plan: Plan, ends_s: Mapping[WorkerId, float], profile: Profile, *, tied: bool
+    plan: Plan, ends_s: Mapping[WorkerId, float], profile: Profile, *, tied: Ties
 ) -> float:
     """When the step is over on all workers, from when each has computed its last: after the sums,
     which each worker's link passes on one after the other as they become ready, the vote and the

@@ -28,6 +28,7 @@ from oobleck.planner.programs.pipeline import Pipeline
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.schedule import in_flight
 from oobleck.planner.schedules import Schedule
+from oobleck.planner.ties import Ties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class Replays:
     `tied`: the head shares layer 0's token embedding.
     """
 
-    def __init__(self, profile: Profile, *, tied: bool) -> None:
+    def __init__(self, profile: Profile, *, tied: Ties) -> None:
         self.profile, self._tied = profile, tied
         self._computed: dict[Question, Ends] = {}
         self._cuts: dict[tuple[Place, ...], Cut] = {}
@@ -197,7 +198,7 @@ def _ends_s(plan: Plan, kinds: Iterable[KindEstimate]) -> dict[WorkerId, float]:
 
 
 def estimate_step(
-    plan: Plan, profile: Profile, *, tied: bool = False, schedule: Schedule | None = None
+    plan: Plan, profile: Profile, *, tied: Ties = False, schedule: Schedule | None = None
 ) -> StepEstimate:
     """`Replays.estimates` of one plan; `schedule` in place of the plan's own."""
     wanted = schedule or plan.schedule

@@ -29,6 +29,7 @@ from oobleck.planner.programs.pipeline import Pipeline
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hop, Route
 from oobleck.planner.programs.ticks import HopTicks, Listing
+from oobleck.planner.ties import Ties
 
 #: The longest forward or backward of any hop has so many ticks.
 _FINENESS = 1024
@@ -62,7 +63,7 @@ def with_listing(plan: Plan, profile: Profile, *, split: bool = True) -> Plan:
     return replace(plan, listing=Listing(hops=hops, room=room, split=split))
 
 
-def estimate_listed(plan: Plan, profile: Profile, *, tied: bool) -> ListedEstimate:
+def estimate_listed(plan: Plan, profile: Profile, *, tied: Ties) -> ListedEstimate:
     """What a step takes of `plan`, which has a listing by `profile`. Raises PlanInfeasible."""
     schedule = planned(plan)
     assert schedule is not None, "workers stand in several hops"

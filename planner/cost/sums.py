@@ -13,6 +13,7 @@ from oobleck.planner.cost.kinds import Kind, Place
 from oobleck.planner.profile.links import all_reduce_s
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.instructions import Share
+from oobleck.planner.ties import Ties, groups
 
 #: Loss, norm and flags of a vote.
 _VOTE_BYTES = 64
@@ -36,12 +37,12 @@ class Computed:
         return self.kind.cut.places
 
 
-def step_end_s(kinds: Sequence[Computed], profile: Profile, *, tied: bool) -> float:
+def step_end_s(kinds: Sequence[Computed], profile: Profile, *, tied: Ties) -> float:
     """When the step is over on all workers.
 
     Runs of layers that every pipeline has in one stage are summed, in pieces where stages of
-    different numbers of workers share the layers; so is the weight that head and embedding share,
-    if they are `tied`, over both. A sum is ready when its last owner is; each worker's link passes
+    different numbers of workers share the layers; so is what `tied` layers share, over all of
+    them. A sum is ready when its last owner is; each worker's link passes
     its sums on one after the other, as they become ready. All of a kind come to each sum at the
     same time.
     """
@@ -71,22 +72,28 @@ def _in_turn(sums: Iterable[_Sum]) -> float:
 
 
 def _summed(
-    kinds: Sequence[Computed], profile: Profile, *, tied: bool
+    kinds: Sequence[Computed], profile: Profile, *, tied: Ties
 ) -> Iterator[tuple[list[tuple[int, int]], list[int], int]]:
     """What is summed in one go: the (kind, stage) that hold it, the bytes of each layer's own
-    parameters, and those of the tied weight, if it is of them."""
+    parameters, and those of what layers share, if it is of them."""
     own = [layer.parameter_bytes for layer in profile.layers]
-    weight = min(own[0], own[-1]) if tied else 0
-    if tied:
-        for end in {0, len(own) - 1}:
-            own[end] -= weight
+    shared = {places: min(own[layer] for layer in places) for places in groups(tied, len(own))}
+    for places, weight in shared.items():
+        for layer in places:
+            own[layer] -= weight
     whole = all(len(kind.places) == 1 for kind in kinds)
     for layers, at in _runs(kinds):
-        # Where every pipeline is one stage, the tied weight has the owners of all the rest.
-        yield list(enumerate(at)), [own[layer] for layer in layers], weight if whole else 0
-    if tied and not whole:
-        ends = {(n, p) for n, kind in enumerate(kinds) for p in (0, len(kind.places) - 1)}
-        yield sorted(ends), [], weight
+        # Where every pipeline is one stage, what is shared has the owners of all the rest.
+        weight = sum(shared.values()) if whole else 0
+        yield list(enumerate(at)), [own[layer] for layer in layers], weight
+    for places, weight in () if whole else shared.items():
+        holders = {
+            (number, position)
+            for number, kind in enumerate(kinds)
+            for position, place in enumerate(kind.places)
+            if any(place.first_layer <= layer <= place.last_layer for layer in places)
+        }
+        yield sorted(holders), [], weight
 
 
 def _runs(kinds: Sequence[Computed]) -> Iterator[tuple[range, list[int]]]:

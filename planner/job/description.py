@@ -5,7 +5,7 @@ with the job, since planning knows no torch. Owns the types; what makes them is 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -126,6 +126,22 @@ class Foreign:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tie:
+    """Layers that share parameters; each shares with these alone."""
+
+    #: Ascending.
+    layers: tuple[int, ...]
+    #: What each layer calls them: the first names are of one parameter, and so on.
+    names: tuple[tuple[str, ...], ...]
+
+    def __post_init__(self) -> None:
+        if len(self.layers) < 2 or list(self.layers) != sorted(set(self.layers)):
+            raise ValueError(f"{self.layers} are no layers in ascending order")
+        if len(self.names) != len(self.layers) or len(set(map(len, self.names))) != 1:
+            raise ValueError(f"layers {self.layers} share different numbers of parameters")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
     """A model of the user's, with what its data gives it."""
 
@@ -135,8 +151,8 @@ class Description:
     #: Of the data.
     inputs: TreeSketch
     targets: TreeSketch
-    #: Names of the parameters of the first and of the last layer that are the same.
-    tied: tuple[tuple[str, str], ...]
+    #: No layer is in two.
+    tied: tuple[Tie, ...]
     #: Fingerprint of the code that it was made from.
     code: str
     #: None: transformers does not know the model.
@@ -147,10 +163,25 @@ class Description:
             raise ValueError("a model has at least one layer")
         if any(not 0 <= kind < len(self.kinds) for kind in self.order):
             raise ValueError("a layer has a kind that there is not")
+        tied = [layer for tie in self.tied for layer in tie.layers]
+        if len(set(tied)) != len(tied) or any(not 0 <= n < len(self.order) for n in tied):
+            raise ValueError(f"layers {tied} are tied, which are not layers of one group each")
 
     @property
     def layers(self) -> tuple[LayerSketch, ...]:
         return tuple(self.kinds[kind] for kind in self.order)
+
+    def shared(self, layer: int) -> Mapping[str, tuple[int, str]]:
+        """The parameters of `layer` that others have too, with the first layer that has them and
+        its name for them."""
+        for tie in self.tied:
+            if layer in tie.layers:
+                own = tie.names[tie.layers.index(layer)]
+                return {
+                    name: (tie.layers[0], first)
+                    for name, first in zip(own, tie.names[0], strict=True)
+                }
+        return {}
 
     def input_of(self, layer: int) -> TreeSketch:
         """What `layer` takes."""

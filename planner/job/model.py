@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from oobleck.planner.job.checks import at_least, at_most, check_paths
 from oobleck.planner.job.families import FAMILIES, Kind, Objective, decode_config, family_of
+from oobleck.planner.ties import Ties
 
 
 class AnyModel:
@@ -42,8 +43,8 @@ class AnyModel:
         raise NotImplementedError
 
     @property
-    def ties(self) -> bool:
-        """Whether the last layer shares parameters with the first one."""
+    def ties(self) -> Ties:
+        """The layers that share parameters."""
         raise NotImplementedError
 
     @property

@@ -12,6 +12,7 @@ from oobleck.planner.job.code import NO_ARGUMENTS, NOT_DESCRIBED, Code, Json, ch
 from oobleck.planner.job.description import Description, read_description
 from oobleck.planner.job.lora import LoraSpec
 from oobleck.planner.job.model import AnyModel, ModelSpec
+from oobleck.planner.ties import Ties
 
 #: Layers of a model at most.
 MOST_LAYERS = 514
@@ -140,8 +141,8 @@ class OwnModelSpec(AnyModel):
         return not self.description.layers[layer].draws
 
     @property
-    def ties(self) -> bool:
-        return bool(self.description.tied)
+    def ties(self) -> Ties:
+        return tuple(tie.layers for tie in self.description.tied)
 
     @property
     def row_tokens(self) -> int:

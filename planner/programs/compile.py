@@ -42,6 +42,7 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hop, Route
 from oobleck.planner.programs.schedule import compute_order
 from oobleck.planner.programs.work import Work
+from oobleck.planner.ties import Ties
 
 A = TypeVar("A", bound=Action)
 M = TypeVar("M", ReceiveActivation, SendActivation, ReceiveGradient, SendGradient)
@@ -52,7 +53,7 @@ EVALUATION_ROUND = 8
 def compile_programs(
     plan: Plan,
     *,
-    tied: bool,
+    tied: Ties,
     layer_bytes: Sequence[int] | None = None,
     work: Work | None = None,
 ) -> Mapping[WorkerId, Program]:
@@ -292,7 +293,7 @@ def add_sync(
     norm: list[LayerPart] = []
     for sync in syncs:
         # One counts for all, in turns: everybody waits for the last. The own parts are the same on
-        # all owners; the two places of tied are one part.
+        # all owners; all places of tied are one part.
         own = [part for part in sync.parts if part.part == "own"]
         norm += own[sync.owners.index(worker) :: len(sync.owners)]
         if worker == sync.owners[0]:

@@ -17,6 +17,7 @@ from oobleck.planner.programs.instructions import LayerPart, Share, SyncGradient
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold
 from oobleck.planner.programs.shards import Shard
+from oobleck.planner.ties import Ties, groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ BUCKET_BYTES = 25 << 20
 
 
 def gradient_buckets(
-    plan: Plan, *, tied: bool, layer_bytes: Sequence[int] | None = None
+    plan: Plan, *, tied: Ties, layer_bytes: Sequence[int] | None = None
 ) -> tuple[Bucket, ...]:
     """The buckets, highest layers first; the index is the number.
 
@@ -41,8 +42,8 @@ def gradient_buckets(
     their layers, the tied part last: owners that hold both of its ends have it with layer 0.
 
     A part is in a bucket exactly when its owners are the bucket's, so every owner holds every
-    `own` part of it. The tied part is one part with two places: its owners are the holders of
-    layer 0 and of the head, and each syncs what it holds of it.
+    `own` part of it. What layers share is one part with several places: its owners are the holders
+    of all these layers, and each syncs what it holds of it. No bucket has two such parts.
     """
     by_owners: dict[tuple[WorkerId, ...], list[LayerPart]] = defaultdict(list)
     for layers, holds in _runs(plan):
@@ -50,20 +51,22 @@ def gradient_buckets(
             by_owners[owners].extend(
                 LayerPart(layer=layer, part="own", share=share) for layer in layers
             )
-    if tied:
-        ends = sorted({0, plan.layer_count - 1})
-        holds = [hold for hold in plan.holds if any(layer in hold.layers for layer in ends)]
+    further: list[tuple[tuple[WorkerId, ...], list[LayerPart]]] = []
+    for places in groups(tied, plan.layer_count):
+        holds = [hold for hold in plan.holds if any(layer in hold.layers for layer in places)]
         for share, owners in _pieces(holds):
-            by_owners[owners].extend(
-                LayerPart(layer=layer, part="tied", share=share) for layer in ends
-            )
+            shared = [LayerPart(layer=layer, part="tied", share=share) for layer in places]
+            if any(part.part == "tied" for part in by_owners[owners]):
+                further.append((owners, shared))
+            else:
+                by_owners[owners].extend(shared)
     buckets = [
         Bucket(owners=owners, parts=tuple(parts))
-        for owners, held in by_owners.items()
+        for owners, held in [*by_owners.items(), *further]
         for parts in (_filled(held, layer_bytes) if layer_bytes is not None else [held])
     ]
     # No two buckets share an own part's layer, except where it is cut into pieces; only those
-    # and the tied bucket can need the tie-break.
+    # and the tied buckets can need the tie-break.
     return tuple(sorted(buckets, key=lambda bucket: (-_highest(bucket), bucket.owners)))
 
 

@@ -133,7 +133,7 @@ class LayerPart:
     """A piece of a layer's parameters that is reduced over one set of workers.
 
     `own` is everything that no other layer shares; `tied` is the part that the layer shares with
-    others (the token embedding of layer 0 and of a tied head).
+    others (such as the token embedding of layer 0 and of a tied head).
     """
 
     layer: int

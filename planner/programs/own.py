@@ -14,6 +14,7 @@ from oobleck.planner.programs.gradients import gradient_buckets, syncs_by_worker
 from oobleck.planner.programs.instructions import Instruction, Message, Program
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.work import Work
+from oobleck.planner.ties import Ties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ def compile_own(
     plan: Plan,
     worker: WorkerId,
     *,
-    tied: bool,
+    tied: Ties,
     layer_bytes: Sequence[int] | None = None,
     work: Work | None = None,
 ) -> OwnProgram:

@@ -13,6 +13,7 @@ from oobleck.planner.recovery.rules import Next
 from oobleck.planner.recovery.uneven.candidates import Situation
 from oobleck.planner.search.demand import Costs
 from oobleck.planner.search.instantiate import Judge, by_formula
+from oobleck.planner.ties import Ties
 
 Policy = Literal["templates", "reroute", "uneven", "shadow", "normalise"]
 
@@ -31,7 +32,7 @@ class Change:
     profile: Profile
     fault_tolerance: int
     #: The head shares layer 0's token embedding.
-    tied: bool
+    tied: Ties
     #: The job names the plan's schedule.
     schedule_named: bool = False
     #: Whether nodes may hold layers that they do not run.

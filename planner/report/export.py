@@ -78,7 +78,8 @@ def exported(spec: AnyModel, layer: int, tensors: Mapping[str, Array]) -> dict[s
     foreign, last = spec.description.foreign, spec.layer_count - 1
     if foreign is None:
         return by_layer(layer, tensors)
-    tied = {f"module.{theirs}" for _, theirs in spec.description.tied if layer == last}
+    shared = spec.description.shared(layer)
+    tied = {f"module.{name}" for name, (first, _) in shared.items() if layer != first}
     prefix = f"{foreign.blocks}{layer - 1}." if 0 < layer < last else ""
     found = {
         prefix + name.removeprefix(_PART): value

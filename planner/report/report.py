@@ -29,6 +29,7 @@ from oobleck.planner.search.catalogue import Catalogue, Offer
 from oobleck.planner.search.choose import ScheduleChoice, choose_schedule
 from oobleck.planner.search.firstplan import make_first_plan
 from oobleck.planner.search.specification import node_specification
+from oobleck.planner.ties import Ties
 from oobleck.planner.units import count, format_bytes
 
 #: Planning for more takes too long to be of use.
@@ -96,7 +97,7 @@ def make_report(
     global_batch: int,
     min_nodes: int = 1,
     lost: int = 0,
-    tied: bool = False,
+    tied: Ties = False,
     wanted: Schedule | None = None,
     policy: RecoveryPolicy = "templates",
     slow: Sequence[str] = (),
@@ -178,7 +179,7 @@ def _change(
     offer: Offer,
     fault_tolerance: int,
     *,
-    tied: bool,
+    tied: Ties,
     schedule_named: bool,
     shadows: bool,
 ) -> Change:
@@ -199,7 +200,7 @@ def _change(
     )
 
 
-def _outcome(loss: Loss, profile: Profile, *, tied: bool) -> Outcome | None:
+def _outcome(loss: Loss, profile: Profile, *, tied: Ties) -> Outcome | None:
     """The plan that is taken, if it is one of templates."""
     if loss.taken is None or loss.taken.policy != "templates":
         return None

@@ -20,6 +20,7 @@ from oobleck.planner.programs.template import PipelineTemplate
 from oobleck.planner.search.instantiate import Instantiation
 from oobleck.planner.search.shortlist import Costed, Shortlist
 from oobleck.planner.search.templates import shortlisted_templates
+from oobleck.planner.ties import Ties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ class Offer:
 class Catalogue:
     """Grows with the sizes that are asked for. `tied`: the head shares layer 0's embedding."""
 
-    def __init__(self, *, tied: bool) -> None:
+    def __init__(self, *, tied: Ties) -> None:
         self._tied = tied
         self._shortlists: dict[int, Shortlist] = {}
         self._replays: Replays | None = None

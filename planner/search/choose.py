@@ -19,6 +19,7 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.proof import prove
 from oobleck.planner.programs.schedule import in_flight
 from oobleck.planner.schedules import SCHEDULES, Schedule
+from oobleck.planner.ties import Ties
 from oobleck.planner.units import format_bytes
 
 #: A schedule that is faster by less than this share of the step is not worth leaving 1F1B for:
@@ -44,7 +45,7 @@ def choose_schedule(
     plan: Plan,
     profile: Profile,
     *,
-    tied: bool = False,
+    tied: Ties = False,
     wanted: Schedule | None = None,
 ) -> ScheduleChoice:
     """The schedule of least step time among those whose peak memory fits on every worker.

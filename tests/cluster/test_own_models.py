@@ -3,23 +3,20 @@ whatever fails."""
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from bench.support.client import Record, read_lines
 from bench.support.cluster import LocalCluster
 from bench.support.preloaded import Preloaded
-from oobleck.model import Model, initial, seed_all
 from oobleck.worker.checkpoint.output import read_output
-from oobleck.worker.data.order import Order
 from support import own_models
 from support.clusters import PATIENT, make_whole
+from support.plain_loop import BATCH, MICROBATCH, RATE, SEED, STEPS, plain_loop
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -29,8 +26,6 @@ SUPPORT = ROOT / "tests" / "support"
 sys.path.append(str(EXAMPLES))
 
 import tagger  # noqa: E402  # an example is no package
-
-BATCH, MICROBATCH, STEPS, RATE, SEED = 16, 2, 14, 1.0e-3, 7
 
 KILLED = {
     "tagger": ("after:Forward", 8),
@@ -84,47 +79,6 @@ def job_of(
 
 def own(function: str, path: Path, **arguments: object) -> dict[str, object]:
     return {"python": function, "path": str(path), "arguments": arguments}
-
-
-def plain_loop(
-    make: Callable[[], Model], data: Any, dtype: torch.dtype, *, drawing: bool = False
-) -> tuple[list[float], nn.Sequential]:
-    """Trains all layers in one process; the losses. `drawing`: layers are seeded as workers do."""
-    net = initial(make, SEED).to(dtype)
-    loss, order = make().loss, Order.of(len(data), 0.0)
-    parameters = list(net.parameters())
-    decayed = [p for p in parameters if p.dim() > 1]
-    rest = [p for p in parameters if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8)
-    found = []
-    size = MICROBATCH if drawing else BATCH
-    for step in range(1, STEPS + 1):
-        rows = [data[int(i)] for i in order.of_step(SEED, step, range(BATCH), BATCH)]
-        optimizer.zero_grad()
-        total = 0.0
-        for first in range(0, BATCH, size):
-            inputs, targets = (
-                stacked([row[side] for row in rows[first : first + size]], dtype) for side in (0, 1)
-            )
-            for number, layer in enumerate(net):
-                if drawing:
-                    seed_all(SEED, "forward", step, first, number)
-                inputs = layer(inputs)
-            mean = loss(inputs, targets).mean() * (size / BATCH)
-            mean.backward()
-            total += mean.item()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        found.append(total)
-    return found, net
-
-
-def stacked(rows: list[Any], dtype: torch.dtype) -> Any:
-    if isinstance(rows[0], dict):
-        return {key: stacked([row[key] for row in rows], dtype) for key in rows[0]}
-    tensor = torch.stack([torch.as_tensor(row) for row in rows])
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def train(cluster: LocalCluster, job: dict[str, object]) -> tuple[str, list[Record]]:

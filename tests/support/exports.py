@@ -42,10 +42,11 @@ def held(job: JobSpec) -> ModelState:
         weights = state.initialise(layer).storage[0]
         source = torch.Generator().manual_seed(layer)
         weights.add_(torch.randn(weights.shape, generator=source), alpha=0.1)
-    for ours, theirs in job.model.description.tied:  # type: ignore[attr-defined]  # of its kind
-        front, last = state.module(0), state.module(job.model.layer_count - 1)
-        front_weight = front.get_parameter(f"module.{ours}").detach()
-        last.get_parameter(f"module.{theirs}").data.copy_(front_weight)
+    for layer in state.layers:
+        shared = job.model.description.shared(layer)  # type: ignore[attr-defined]  # of its kind
+        for name, (first, theirs) in shared.items():
+            front = state.module(first).get_parameter(f"module.{theirs}").detach()
+            state.module(layer).get_parameter(f"module.{name}").data.copy_(front)
     return state
 
 

@@ -84,6 +84,34 @@ def pairs(dropout: float = 0.0) -> Model:
     )
 
 
+def crossed() -> Model:
+    """Four sets of parameters that layers share: the ends, three layers two of them, two layers."""
+    return Model(
+        layers=[Take, *[Mix] * 5, Pool, Score],
+        loss=loss,
+        tied=[
+            ("7.words", "0.embedding.weight"),
+            ("1.inner.0.weight", "3.inner.0.weight"),
+            ("5.inner.0.weight", "3.inner.0.weight"),
+            ("5.inner.2.weight", "1.inner.2.weight"),
+            ("-5.inner.2.weight", "5.inner.2.weight"),
+            ("4.inner.0.weight", "2.inner.0.weight"),
+        ],
+    )
+
+
+def both_ways() -> Model:
+    """One layer shares with two others, another parameter with each."""
+    return Model(
+        layers=[Take, Mix, Mix, Mix, Pool, Score],
+        loss=loss,
+        tied=[
+            ("1.inner.0.weight", "2.inner.0.weight"),
+            ("1.inner.2.weight", "3.inner.2.weight"),
+        ],
+    )
+
+
 def sequence() -> Model:
     """As an nn.Sequential, for `Pairs` without its mask."""
     return Model(

@@ -249,14 +249,14 @@ def values(layer: OwnLayer) -> dict[str, Tensor]:
 def initialise(
     module: OwnLayer, spec: OwnModelSpec, seed: int, begun: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Give the parameters of `module` their initial values: those of a tied one are the first
-    layer's. `begun`: its `values`, so that it need not be built again."""
+    """Give the parameters of `module` their initial values: those of a tied one are of the first
+    layer that has it. `begun`: its `values`, so that it need not be built again."""
     fresh: dict[str, Tensor] = dict(
         begun or build_real(spec, seed, module.layer).named_parameters()
     )
-    if module.layer and module.layer == spec.layer_count - 1 and spec.description.tied:
-        first = dict(build_real(spec, seed, 0).named_parameters())
-        fresh |= {last: first[name] for name, last in spec.description.tied}
+    for name, (layer, there) in spec.description.shared(module.layer).items():
+        if layer != module.layer:
+            fresh[name] = build_real(spec, seed, layer).get_parameter(there)
     for name, parameter in module.trained():
         parameter.copy_(fresh[name])
 

@@ -65,11 +65,9 @@ def empty_layer(spec: AnyModel, seed: int, layer: int) -> Layer:
 
 
 def tied_parameters(spec: AnyModel, layer: int) -> tuple[str, ...]:
-    """Names of the parameters that `layer` shares with another one, in one order for both."""
-    if not spec.ties or 0 < layer < spec.layer_count - 1:
-        return ()
+    """Names of the parameters that `layer` shares with others, in one order for all."""
     if isinstance(spec, OwnModelSpec):
-        return tuple(f"module.{pair[bool(layer)]}" for pair in spec.description.tied)
+        return tuple(f"module.{name}" for name in spec.description.shared(layer))
     assert isinstance(spec, ModelSpec), "there are two kinds"
     found = tied_parameter(spec, layer)
     return () if found is None else (found,)

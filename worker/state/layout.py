@@ -21,6 +21,7 @@ from oobleck.planner.job.model import AnyModel
 from oobleck.planner.programs.instructions import LayerPart
 from oobleck.planner.programs.shards import Shard
 from oobleck.planner.programs.transfer import CUT_NUMBERS, cut
+from oobleck.planner.ties import groups
 from oobleck.worker.models import Layer, build_layer, tied_parameters
 from oobleck.worker.runtime.errors import JobError
 
@@ -76,7 +77,7 @@ def layout(spec: AnyModel, layer: int, no_decay: tuple[str, ...] = ()) -> Layout
     """The flat layout of `layer`: a function of the job alone, the same for all holders. What is
     not decayed begins at a multiple of `CUT_NUMBERS`, as shares do; the gap before it stays
     zero. `no_decay`: the job's patterns; tied parameters are decayed if none has any of them, by
-    its name in either layer."""
+    its name in any layer."""
     with torch.device("meta"):
         module = build_layer(spec, layer)
     shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad}
@@ -103,7 +104,7 @@ def layout(spec: AnyModel, layer: int, no_decay: tuple[str, ...] = ()) -> Layout
         tied=tied_end,
         decayed=decayed_end,
         size=size,
-        tied_decayed=not _spares_tied(spec, no_decay),
+        tied_decayed=not _spares_tied(spec, no_decay, layer),
         gap=range(gap, decayed_end),
     )
 
@@ -118,13 +119,15 @@ def _matching(names: Mapping[str, str], patterns: tuple[str, ...]) -> set[str]:
     return {n for n, told in names.items() if any(fnmatchcase(told, one) for one in patterns)}
 
 
-@lru_cache(maxsize=16)
-def _spares_tied(spec: AnyModel, no_decay: tuple[str, ...]) -> bool:
-    """Whether a pattern has any of the tied parameters."""
-    for layer in {0, spec.layer_count - 1} if no_decay else ():
+@lru_cache(maxsize=1024)
+def _spares_tied(spec: AnyModel, no_decay: tuple[str, ...], layer: int) -> bool:
+    """Whether a pattern has any of the parameters that `layer` shares, by its name in any of the
+    layers that have it."""
+    shared = [places for places in groups(spec.ties, spec.layer_count) if layer in places]
+    for place in shared[0] if no_decay and shared else ():
         with torch.device("meta"):
-            names = _names(build_layer(spec, layer))
-        if _matching(names, no_decay).intersection(tied_parameters(spec, layer)):
+            names = _names(build_layer(spec, place))
+        if _matching(names, no_decay).intersection(tied_parameters(spec, place)):
             return True
     return False
 

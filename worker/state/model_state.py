@@ -294,7 +294,7 @@ class ModelState:
         """Take every held layer from version `step` - 1 to `step` with its reduced gradient times
         `scale`; one that is at `step` already stays as it is."""
         due = self._due(step)
-        # Two places of the tied weight on one worker have one reduced gradient.
+        # All places of a tied weight on one worker have one reduced gradient.
         reduced = {
             gradient.data_ptr(): gradient for state in due for _, gradient in state.applied()
         }

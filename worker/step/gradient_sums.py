@@ -18,7 +18,8 @@ from oobleck.worker.transport.transport import Group, Pending, Transport
 
 
 class _Bucket:
-    """One sum: a slice of the buffer for each part, one slice for all places of the tied part."""
+    """One sum: a slice of the buffer for each part, one slice for all places of the tied
+    part, of which there is one at most."""
 
     def __init__(self, sync: SyncGradient, group: Group) -> None:
         self.sync = sync

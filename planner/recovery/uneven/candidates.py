@@ -33,6 +33,7 @@ from oobleck.planner.recovery.uneven.shares import reshared
 from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.choose import keep_schedule, settled
 from oobleck.planner.search.shadows import with_shadows
+from oobleck.planner.ties import Ties
 from oobleck.planner.units import format_bytes
 
 #: Micro-batches times hops that are list-scheduled: a second and a half, on all workers. As many of
@@ -65,7 +66,7 @@ class Situation:
     rates: Mapping[WorkerId, float]
     profile: Profile
     #: The head shares layer 0's token embedding.
-    tied: bool
+    tied: Ties
     schedule_named: bool = False
     #: As many nodes at a time shall be lost at no cost, by shadows where need be.
     shadows_for: int = 0

@@ -1,11 +1,14 @@
 """Which gradients are summed over whom."""
 
+import pytest
+
 from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.programs.gradients import gradient_buckets, syncs_by_worker
-from oobleck.planner.programs.instructions import LayerPart, Share
+from oobleck.planner.programs.instructions import LayerPart, Share, Vote
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold, Hop, Route
-from support.plans import worker
+from support.plans import plan_of_cuts, worker
 
 
 def hold(first: int, last: int, *workers: WorkerId) -> Hold:
@@ -35,3 +38,30 @@ def test_a_worker_sums_of_tied_layers_what_it_holds_of_each() -> None:
         two: {((one, two), tied(0, 1))},
         other: set(),
     }
+
+
+@pytest.mark.parametrize("cuts", [[5], [2, 3], [1, 1, 3]])
+def test_what_layers_share_is_summed_over_all_who_hold_one_of_them_and_counts_once(
+    cuts: list[int],
+) -> None:
+    """Also where two sets of layers have the same holders: each is a sum of its own."""
+    ties = ((0, 2, 4), (1, 3))
+    plan = plan_of_cuts(([5], 2), (cuts, 2))
+    found = {}
+    for bucket in gradient_buckets(plan, tied=ties):
+        shared = tuple(sorted(part.layer for part in bucket.parts if part.part == "tied"))
+        if shared:
+            assert shared not in found
+            found[shared] = set(bucket.owners)
+    assert found == {
+        places: {w for w in plan.workers if set(places) & set(plan.held[w])} for places in ties
+    }
+    votes = [program[-2] for program in compile_programs(plan, tied=ties).values()]
+    counted = [
+        part.layer
+        for vote in votes
+        if isinstance(vote, Vote)
+        for part in vote.norm_parts
+        if part.part == "tied"
+    ]
+    assert sorted(counted) == [0, 1]

@@ -56,7 +56,7 @@ BAD = {
     ],
     "same_child": [
         "layer 1 (Residual): has norm.weight, and so has layer 2 (Residual) as norm.weight, but "
-        "layers may be on different workers; only the first and the last layer may be tied"
+        "layers may be on different workers; only matrices may be tied: give each its own"
     ],
     "untied": [
         "layer 0 (Linear): has weight, and so has layer 2 (Linear) as weight, but layers may be on "

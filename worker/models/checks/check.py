@@ -149,23 +149,22 @@ def _ids(module: nn.Module) -> set[int]:
 
 def _shared(spec: OwnModelSpec, modules: list[nn.Module]) -> Iterator[Problem]:
     """A line for each pair of layers with a parameter that both have and no word says so."""
-    owners: dict[int, list[tuple[int, str]]] = defaultdict(list)
+    owners: dict[nn.Parameter, list[tuple[int, str]]] = defaultdict(list)
     for layer, module in enumerate(modules):
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                owners[id(parameter)].append((layer, name))
-    last = len(modules) - 1
+                owners[parameter].append((layer, name))
     told = set()
-    for places in owners.values():
+    for parameter, places in owners.items():
         for (low, first), (high, second) in combinations(places, 2):
-            ends = (low, high) == (0, last)
-            if (low, high) in told or (ends and (first, second) in spec.description.tied):
+            known = spec.description.shared(low).get(first, low)
+            if (low, high) in told or known == spec.description.shared(high).get(second):
                 continue
             told.add((low, high))
             fix = (
                 f'tied=[("{low}.{first}", "{high}.{second}")] has both trained as one'
-                if ends
-                else "only the first and the last layer may be tied: give each its own"
+                if parameter.dim() > 1
+                else "only matrices may be tied: give each its own"
             )
             sentence = (
                 f"has {first}, and so has {_named(high, modules[high])} as {second}, but layers "

@@ -5,8 +5,10 @@ as a mixture of experts may, and small ones run for real in host memory. Owns th
 may pass between layers; `oobleck.worker.models.checks.check` looks for what only real runs show.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from oobleck.model import same_parameters
 from oobleck.planner.codec import encode
 from oobleck.planner.job.code import Json
 from oobleck.planner.job.description import (
@@ -23,6 +26,7 @@ from oobleck.planner.job.description import (
     Foreign,
     LayerSketch,
     TensorSketch,
+    Tie,
     TreeSketch,
 )
 from oobleck.planner.job.own import MOST_LAYERS, OwnModelSpec
@@ -71,14 +75,18 @@ def describe(job: JobSpec, sample: tuple[Any, Any]) -> Json:
     #: What makes a layer alike to another one: what it takes, and what it is.
     found: list[tuple[TreeSketch, _Shapes, LayerSketch]] = []
     for number in range(count):
-        ends = [first for first, _ in tied] if number == 0 else []
-        ends += [last for _, last in tied] if number == count - 1 else []
+        shared = [
+            name
+            for tie in tied
+            if number in tie.layers
+            for name in tie.names[tie.layers.index(number)]
+        ]
         shapes, layer = _Layer(
-            spec, number, incoming, giver, ends, job.training.seed, dtype, precision == "bf16"
+            spec, number, incoming, giver, shared, job.training.seed, dtype, precision == "bf16"
         ).describe(targets if number == count - 1 else None)
         found.append((incoming, shapes, layer))
         incoming, giver = layer.output, f"layer {number} ({layer.name})"
-    _check_alike(tied, dict(found[0][1]), dict(found[-1][1]), count - 1)
+    _check_alike(tied, [dict(shapes) for _, shapes, _ in found])
     kinds = list(dict.fromkeys(found))
     description = Description(
         kinds=tuple(layer for _, _, layer in kinds),
@@ -313,45 +321,38 @@ def _output(few: Any, more: Any, where: str) -> TreeSketch:
     return TreeSketch(tensors=tuple(found), structure=form)
 
 
-def _tied(spec: OwnModelSpec, count: int) -> tuple[tuple[str, str], ...]:
-    """The names of tied parameters, in the first layer and in the last. Raises JobError."""
-    pairs = []
-    for pair in own.user_model(spec).tied:
-        ends = dict(_end(path, count) for path in pair)
-        if len(pair) != 2 or set(ends) != {0, count - 1}:
-            raise JobError(
-                f"model: tied has {pair}; a pair is a parameter of the first layer and one of the "
-                f'last, such as ("0.weight", "{count - 1}.weight")'
-            )
-        pairs.append((ends[0], ends[count - 1]))
-    if pairs and count == 1:
-        raise JobError("model: tied has pairs, and there is one layer; share the parameter in it")
-    if len({first for first, _ in pairs}) != len(pairs) or len({b for _, b in pairs}) != len(pairs):
-        raise JobError("model: tied names a parameter twice; each may be in one pair")
-    return tuple(pairs)
-
-
-def _check_alike(
-    tied: Sequence[tuple[str, str]],
-    first: Mapping[str, tuple[int, ...]],
-    last: Mapping[str, tuple[int, ...]],
-    number: int,
-) -> None:
-    """Raise JobError where a pair has two shapes. `number`: of the last layer."""
-    for ours, theirs in tied:
-        if first[ours] != last[theirs]:
-            raise JobError(
-                f"model: tied pairs 0.{ours} of shape {list(first[ours])} with {number}.{theirs} "
-                f"of shape {list(last[theirs])}; both must have one shape"
-            )
-
-
-def _end(path: str, count: int) -> tuple[int, str]:
-    number, _, name = str(path).partition(".")
+def _tied(spec: OwnModelSpec, count: int) -> tuple[Tie, ...]:
+    """Which layers share what. Raises JobError."""
     try:
-        layer = int(number)
-    except ValueError:
-        raise JobError(
-            f"model: tied names {path!r}; begin with the layer's number, as in 0.weight"
-        ) from None
-    return layer + count if layer < 0 else layer, name
+        same = same_parameters(own.user_model(spec).tied, count)
+    except ValueError as error:
+        raise JobError(f"model: {error}") from error
+    by_layers: dict[tuple[int, ...], list[tuple[str, ...]]] = defaultdict(list)
+    for places in same:
+        layers, names = zip(*places, strict=True)
+        by_layers[layers].append(names)
+    for one, other in combinations(by_layers, 2):
+        for layer in sorted(set(one) & set(other)):
+            raise JobError(
+                f"model: tied has layer {layer} share {by_layers[one][0][one.index(layer)]} in the "
+                f"layers {list(one)}, and {by_layers[other][0][other.index(layer)]} in "
+                f"{list(other)}; a layer may share with one set of layers alone: give all of them "
+                "the same, or put two layers into one"
+            )
+    return tuple(
+        Tie(layers=layers, names=tuple(zip(*names, strict=True)))
+        for layers, names in by_layers.items()
+    )
+
+
+def _check_alike(tied: Sequence[Tie], shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
+    """Raise JobError where one parameter has two shapes. `shapes`: by layer."""
+    for tie in tied:
+        for layer, names in zip(tie.layers, tie.names, strict=True):
+            for first, name in zip(tie.names[0], names, strict=True):
+                there, here = shapes[tie.layers[0]][first], shapes[layer][name]
+                if here != there:
+                    raise JobError(
+                        f"model: tied pairs {tie.layers[0]}.{first} of shape {list(there)} with "
+                        f"{layer}.{name} of shape {list(here)}; both must have one shape"
+                    )
