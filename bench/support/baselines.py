@@ -1,6 +1,6 @@
 """Training with torch alone, as contenders of `bench.throughput`: one process, DDP, pipelining.
 
-The layers, the loss and the optimizer are the engine's own; everything around them (schedules,
+The layers and the optimizer are the engine's own; everything around them (the loss, schedules,
 messages, gradient sums, autocast where the job is in bf16) is torch's. Each contender's processes
 live for the whole benchmark and sleep in a pipe while others have their turn. Batches are drawn
 once and kept in memory, gradients are not clipped and nothing is logged: what a step does is what
@@ -20,6 +20,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import (
@@ -30,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.support.turns import Turn, footprint
 from oobleck.planner.job.spec import JobSpec
-from oobleck.worker.data.objective import loss
 from oobleck.worker.models import build_layer, initialise_parameters
 from oobleck.worker.runtime.random import RowKeys
 
@@ -80,6 +80,12 @@ class Layers(nn.Module):
             for layer in self.layers:
                 x = layer(x, self._rows)
         return x
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """As torch has it, in float32 at least."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, 1), targets.flatten())
 
 
 def optimizer_of(job: JobSpec, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:

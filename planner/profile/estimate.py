@@ -14,6 +14,7 @@ from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.memory import (
     ACTIVATION_ITEM_BYTES,
+    LOSS_CHUNK,
     STATE_ITEM_BYTES,
     budget_bytes,
     heap_and_mapped,
@@ -161,8 +162,7 @@ def _counts(model: ModelSpec) -> Counts:
         head=LayerCount(
             parameters=2 * hidden + vocabulary * hidden,
             flops=2.0 * hidden * vocabulary,
-            kept=2 * hidden,
-            kept_wide=vocabulary,
+            kept=2 * hidden + vocabulary,
         ),
     )
 
@@ -202,15 +202,16 @@ def _block(job: JobSpec, name: str) -> LayerProfile:
 
 
 def _head(job: JobSpec) -> LayerProfile:
-    counted = _counts(_built_in(job)).head
-    logits_bytes = _wide_bytes(job, _rows(job) * counted.kept_wide)
+    model = _built_in(job)
+    counted = _counts(model).head
+    chunk_bytes = _wide_bytes(job, min(LOSS_CHUNK, _rows(job) * model.vocabulary))
     return _layer(
         job,
         "head",
         counted,
         activation_bytes=_kept_bytes(job, counted),
-        # The logits' gradient is there with the logits, then with the weight's.
-        blocks=[logits_bytes, max(logits_bytes, _narrow_bytes(job, counted.parameters))],
+        # A piece of the loss is there with the logits, then their gradient with the weight's.
+        blocks=[max(chunk_bytes, _narrow_bytes(job, counted.parameters))],
         output_bytes=0,
         tied_bytes=_tied_bytes(job),
     )

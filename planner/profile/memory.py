@@ -79,6 +79,10 @@ MAPPED_BYTES = 4 << 20
 HOLES_PER_BYTE = 1
 
 
+#: Logits of which the loss is taken at once, in float32.
+LOSS_CHUNK = 1 << 24
+
+
 def with_holes(working_bytes: int, kept_bytes: int) -> int:
     """`working_bytes` in smaller blocks of a layer that keeps `kept_bytes` in such, and what the
     heap holds beside."""

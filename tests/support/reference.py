@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import lr_scheduler
@@ -21,9 +22,15 @@ from torch.optim import lr_scheduler
 from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.data.dataset import Dataset, row_digest, samples_digest
-from oobleck.worker.data.objective import inputs_and_targets, loss
+from oobleck.worker.data.objective import IGNORED, inputs_and_targets
 from oobleck.worker.models import Layer, build_layer, initialise_parameters
 from oobleck.worker.runtime.random import RowKeys
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy over a micro-batch's targets, as torch computes it."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

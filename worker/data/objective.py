@@ -6,11 +6,11 @@ worker.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from oobleck.planner.job.families import decode_config, mask_token
 from oobleck.planner.job.model import AnyModel, ModelSpec
+from oobleck.worker.models.cross_entropy import cross_entropy
 from oobleck.worker.runtime.random import RowKeys, generator
 
 #: Share of a row's tokens that are learned, and what becomes of these in the input.
@@ -46,6 +46,6 @@ def _masked(spec: ModelSpec, tokens: Tensor, rows: RowKeys) -> tuple[Tensor, Ten
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy over the micro-batch's targets, in float32 at least."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    """Mean cross entropy over the micro-batch's targets, in float32 at least. Uses the logits up:
+    see `cross_entropy`."""
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignored=IGNORED)

@@ -58,8 +58,7 @@ def _count(config: Config, length: int) -> Counts:
         head=LayerCount(
             parameters=hidden * hidden + 3 * hidden + vocabulary * hidden + vocabulary,
             flops=2.0 * hidden * (hidden + vocabulary),
-            kept=4 * hidden,
-            kept_wide=vocabulary,
+            kept=4 * hidden + vocabulary,
         ),
     )
 

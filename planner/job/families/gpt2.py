@@ -28,8 +28,7 @@ def _count(config: Config, length: int) -> Counts:
         head=LayerCount(
             parameters=2 * hidden + vocabulary * hidden,
             flops=2.0 * hidden * vocabulary,
-            kept=2 * hidden,
-            kept_wide=vocabulary,
+            kept=2 * hidden + vocabulary,
         ),
     )
 

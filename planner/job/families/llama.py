@@ -69,8 +69,8 @@ def _count(config: Config, length: int) -> Counts:
         head=LayerCount(
             parameters=hidden + vocabulary * hidden,
             flops=2.0 * hidden * vocabulary,
-            kept=2 * hidden,
-            kept_wide=hidden + vocabulary,
+            kept=hidden + vocabulary,
+            kept_wide=2 * hidden,
         ),
     )
 

@@ -6,7 +6,9 @@ import torch
 from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.model_file import family_model
 from oobleck.worker.data.objective import IGNORED, inputs_and_targets, loss
+from oobleck.worker.profiling.footprint import peak_bytes
 from oobleck.worker.runtime.random import RowKeys
+from support.reference import loss as plain_loss
 
 MASK = 299
 
@@ -79,3 +81,59 @@ def test_the_loss_of_a_micro_batch_is_the_mean_of_its_rows() -> None:
     logits = torch.randn(3, 64, 300, generator=torch.Generator().manual_seed(0)).double()
     each = [loss(logits[i : i + 1], targets[i : i + 1]) for i in range(3)]
     torch.testing.assert_close(loss(logits, targets), torch.stack(each).mean())
+
+
+@pytest.mark.parametrize("ignoring", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 1e-6)]
+)
+@pytest.mark.parametrize("chunk", [1, 7 * 50, 1 << 20], ids=["a row", "seven", "all"])
+def test_chunks_make_the_loss_and_the_gradient_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, dtype: torch.dtype, rtol: float, ignoring: bool
+) -> None:
+    monkeypatch.setattr("oobleck.worker.models.cross_entropy.LOSS_CHUNK", chunk)
+    source = torch.Generator().manual_seed(1)
+    given = (3 * torch.randn(2, 20, 50, generator=source, dtype=torch.float64)).to(dtype)
+    targets = torch.randint(50, (2, 20), generator=source)
+    if ignoring:
+        targets[:, ::3] = IGNORED
+    found = []
+    for function in (plain_loss, loss):
+        logits = given.clone().requires_grad_()
+        mean = function(logits * 1, targets)
+        (mean * 0.75).backward()
+        assert logits.grad is not None
+        found.append((mean.detach(), logits.grad))
+    (expected, gradient), (mean, other) = found
+    assert mean.dtype == expected.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(mean, expected, rtol=rtol, atol=0)
+    least = 1e-2 if dtype == torch.bfloat16 else rtol
+    torch.testing.assert_close(other, gradient, rtol=10 * least, atol=least * 1e-2)
+
+
+def test_without_a_gradient_the_logits_stay() -> None:
+    logits = torch.randn(2, 5, 9)
+    before = logits.clone()
+    loss(logits, torch.zeros(2, 5, dtype=torch.int64))
+    with torch.no_grad():
+        loss(logits.requires_grad_(), torch.zeros(2, 5, dtype=torch.int64))
+    assert torch.equal(logits, before)
+
+
+def test_logits_are_never_whole_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor a second time in bfloat16."""
+    rows, classes, chunk = 4096, 2048, 64
+    monkeypatch.setattr("oobleck.worker.models.cross_entropy.LOSS_CHUNK", chunk * classes)
+    logits = torch.randn(2, rows // 2, classes, dtype=torch.bfloat16)
+    targets = torch.randint(classes, (2, rows // 2))
+    peaks = {}
+    for name, function in (("plain", plain_loss), ("chunks", loss)):
+        made = logits.clone().requires_grad_()
+
+        def run(function=function, made=made) -> None:
+            function(made, targets).backward()
+
+        peaks[name] = sum(peak_bytes(run, torch.device("cpu")))
+    # The gradient is where the logits are; beside them are a few chunks in float32.
+    assert peaks["chunks"] < 4 * chunk * classes * 4
+    assert peaks["plain"] > 2 * rows * classes * 4
