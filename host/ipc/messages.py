@@ -80,6 +80,9 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
     faults: tuple[FaultRule, ...] = ()
     #: For drills: copy tensors through buffers as between GPUs without NCCL.
     stage_everything: bool = False
+    #: For drills: who stands in NCCL's place between CPUs: module and name of a function, and what
+    #: it is given to return what makes groups.
+    nccl: tuple[str, str, str] | None = None
 
 
 class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, Literal
 
 import msgspec
 
@@ -55,8 +55,12 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold
 from oobleck.planner.schedules import Schedule
 from support import devices
+from support.fake_switch import Switch
+from support.folders import SUPPORT
 from support.waiting import PATIENCE_S, is_stopped
 
+#: What goes between workers on CPUs.
+Transport = Literal["links", "staged", "nccl"]
 DEADLINE_S = 120.0
 
 
@@ -134,7 +138,12 @@ class WarmWorkers:
         self._process = subprocess.Popen(
             [*within, sys.executable, "-m", "oobleck.worker.warm"],
             stdin=theirs,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "TORCH_CPP_LOG_LEVEL": "ERROR",
+                "PYTHONPATH": str(SUPPORT.parent),
+            },
             start_new_session=True,
         )
         theirs.close()
@@ -165,14 +174,17 @@ class Director:
         job: JobSpec,
         faults: Sequence[FaultRule] = (),
         *,
-        stage_everything: bool = False,
+        transport: Transport = "links",
         device: str | None = None,
         address: str = "127.0.0.1",
     ) -> None:
-        """`device`: what all workers compute on; None: what tests do. `address`: of this host."""
+        """`transport`: what goes between the workers on CPUs; a fake stands in NCCL's place
+        (support.fake_nccl). `device`: what all workers compute on; None: what tests do.
+        `address`: of this host."""
         self.job = job
         self._device = device or str(devices.device())
-        self._stage_everything = stage_everything
+        self._transport = transport
+        self.switch = Switch() if transport == "nccl" else None
         self.faults = tuple(faults)
         self.records: dict[int, list[StepRecord]] = {}
         self.evaluations: dict[int, list[EvaluationRecord]] = {}
@@ -193,6 +205,11 @@ class Director:
                 with contextlib.suppress(ProcessLookupError):  # it ended, and was not listened to
                     os.kill(live.pid, signal.SIGKILL)
             live.close()
+        if self.switch is not None:
+            self.switch.__exit__()
+
+    def _fake(self) -> tuple[str, str, str] | None:
+        return ("support.fake_switch", "maker", self.switch.path) if self.switch else None
 
     def start(self, *nodes: str, at: tuple[WarmWorkers, str] | None = None) -> None:
         """Fork one worker per node and wait until they are ready; `at` another host's warm process
@@ -222,7 +239,8 @@ class Director:
                     device_kind=self._device,
                     allow_code=("*",),
                     faults=self.faults,
-                    stage_everything=self._stage_everything,
+                    stage_everything=self._transport == "staged",
+                    nccl=self._fake(),
                 )
             )
         self.wait(lambda: all(self.workers[name].card for name in names), "workers ready")

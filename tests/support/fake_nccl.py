@@ -6,8 +6,10 @@ receive until something comes, a sum until all are there. Few kernels fit on a d
 that the device must be free for (`Device.synchronize`: the first use of a kernel, memory that is
 freed) waits for all kernels that run. A group is connected when all its members have come. An abort
 marks the group, which ends its kernels and leaves garbage where a message should be, and then
-frees memory, and so waits for the kernels of all other groups. What real NCCL does not promise is
-not done here: nothing is buffered, and nothing ends by itself.
+frees memory, and so waits for the kernels of all other groups; whoever asks about the group then
+would wait for that, and Python with it. The first use of each operation of a group waits for all
+kernels of the device. What real NCCL does not promise is not done here: nothing is buffered, and
+nothing ends by itself.
 """
 
 import queue
@@ -118,19 +120,27 @@ class Communicator:
 class FakeWork:
     """An operation that was queued."""
 
-    def __init__(self) -> None:
+    def __init__(self, aborting: threading.Event | None = None) -> None:
+        """`aborting`: an abort of its group is under way."""
         self._ended = threading.Event()
         self._error: BaseException | None = None
+        self._aborting = aborting
 
     def end(self, error: BaseException | None = None) -> None:
         self._error = error
         self._ended.set()
 
     def is_completed(self) -> bool:
+        """Raises AssertionError where torch would hold Python's lock until an abort is over."""
+        assert self._aborting is None or not self._aborting.is_set(), "asked during an abort"
         return self._ended.is_set()
 
     def exception(self) -> BaseException | None:
         return self._error
+
+    def wait_for(self, seconds: float) -> bool:
+        """Whether it has ended by then."""
+        return self._ended.wait(seconds)
 
     def wait(self) -> bool:
         """Host memory has no queue in whose order it could be put."""
@@ -145,7 +155,7 @@ class FakeGroup:
     def __init__(
         self, fabric: Fabric, device: Device, identifiers: Identifiers, rank: int, size: int
     ) -> None:
-        if rank == 0:
+        if not identifiers.check([_KEY]):
             identifiers.set(_KEY, fabric.identifier())
         self.communicator = fabric.communicator(identifiers.get(_KEY), size)
         self.rank = rank
@@ -153,6 +163,9 @@ class FakeGroup:
         self._device = device
         self._sums = 0
         self._aborted = False
+        #: While an abort is under way.
+        self.aborting = threading.Event()
+        self._used: set[str] = set()
         #: For tests: raised by the next operation's end.
         self.fault: BaseException | None = None
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -171,7 +184,7 @@ class FakeGroup:
                 self._fabric.lock.notify_all()
                 self._until(lambda: way not in offered)
 
-        return self._enqueue(kernel)
+        return self._enqueue("send", kernel)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
         (tensor,), way = tensors, (peer, self.rank)
@@ -186,7 +199,7 @@ class FakeGroup:
                     tensor.copy_(offered.pop(way))
                 self._fabric.lock.notify_all()
 
-        return self._enqueue(kernel)
+        return self._enqueue("recv", kernel)
 
     def allreduce(self, tensors: list[Tensor], options: AllreduceOptions) -> FakeWork:
         (tensor,), number = tensors, self._sums
@@ -204,20 +217,25 @@ class FakeGroup:
                 else:
                     tensor.copy_(sum(mine[rank] for rank in sorted(mine)))
 
-        return self._enqueue(kernel)
+        return self._enqueue("allreduce", kernel)
 
     def abort(self) -> None:
         self._aborted = True
         with self._fabric.lock:
             self._fabric.lock.notify_all()
         self._queue.put(None)
+        self.aborting.set()
         self._device.synchronize()
+        self.aborting.clear()
 
-    def _enqueue(self, kernel: Callable[[], None]) -> FakeWork:
+    def _enqueue(self, what: str, kernel: Callable[[], None]) -> FakeWork:
         if self._aborted:
             raise RuntimeError("NCCL communicator was aborted")
         self._until_connected()
-        work = FakeWork()
+        if what not in self._used:
+            self._used.add(what)
+            self._device.synchronize()
+        work = FakeWork(self.aborting)
 
         def run() -> None:
             self._device.enter(work, lambda: self._aborted)

@@ -4,13 +4,13 @@ All workers must choose the same: the choice follows from the job, and from what
 devices when they meet. Must not know how messages travel.
 """
 
+import importlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
-import torch
 
 from oobleck.host.ipc.messages import Launch
 from oobleck.planner.codec import decode, encode
@@ -25,6 +25,7 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.worker.runtime.device import limit_allocator, nccl_version, open_device
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.aborts import Aborts
+from oobleck.worker.transport.nccl.group import MakeGroup, make_nccl_group
 from oobleck.worker.transport.nccl.lines import Name
 from oobleck.worker.transport.nccl.transport import NcclTransport
 from oobleck.worker.transport.staged import StagedTransport
@@ -41,7 +42,7 @@ Choice = Literal["links", "staged", "nccl"]
 log = logging.getLogger(__name__)
 
 
-def choose(device: torch.device, wanted: TransportName, told: Sequence["Announced"]) -> Choice:
+def choose(has_gpu: bool, wanted: TransportName, told: Sequence["Announced"]) -> Choice:
     """NCCL where the job leaves the choice, every worker has a GPU that it shares with none, all
     have the same NCCL, and none is in too many groups. `told`: by rank.
 
@@ -50,7 +51,7 @@ def choose(device: torch.device, wanted: TransportName, told: Sequence["Announce
     share one, where operations of the one wait behind those of the other, in another order than at
     their peers perhaps.
     """
-    if device.type == "cpu":
+    if not has_gpu:
         return "links"
     if wanted != "auto":
         return "staged"
@@ -117,6 +118,11 @@ class Connector:
         self.device, self._board = open_device(launch.device)
         self._wanted = launch.job.resources.transport
         self._stage_everything = launch.stage_everything
+        self._make_group: MakeGroup = make_nccl_group
+        if launch.nccl is not None:
+            module, name, given = launch.nccl
+            self._make_group = getattr(importlib.import_module(module), name)(given)
+            self._board = str(launch.worker)
         self._aborts = Aborts(self.device)
 
     @property
@@ -153,11 +159,13 @@ class Connector:
         is aborted meanwhile; NodeError where this node's GPU cannot be used any more.
         """
         self._aborts.settle(host.check)
-        choice = choose(self.device, self._wanted, [decode(Announced, word) for word in words])
+        choice = choose(self.has_gpu, self._wanted, [decode(Announced, word) for word in words])
         below: Transport = host
         if choice != "links" or self._stage_everything:
             below = StagedTransport(host, everything=self._stage_everything)
         if choice != "nccl":
             return below
         limit_allocator(self.device, wiring.device_bytes)
-        return NcclTransport(host, below, self.device, self._aborts, wiring.names)
+        return NcclTransport(
+            host, below, self.device, self._aborts, wiring.names, make_group=self._make_group
+        )

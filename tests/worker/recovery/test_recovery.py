@@ -19,7 +19,7 @@ from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.spec import CheckpointSpec, DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
-from support.director import Director, WarmWorkers, make_plan
+from support.director import Director, Transport, WarmWorkers, make_plan
 from support.folders import TEXT
 
 STEPS = 6
@@ -100,27 +100,37 @@ def check(cluster: Director, undisturbed: dict[int, float | None]) -> None:
     assert list(losses.values()) == pytest.approx(list(undisturbed.values()), rel=1e-12)
 
 
+POINTS = (
+    "before:LoadTokens",
+    "after:Forward",
+    "before:Backward",
+    "before:SyncGradient",
+    "after:SyncGradient",
+    "reduced",
+)
+
+
 @pytest.mark.parametrize(
-    "point",
+    ("victim", "point", "transport"),
     [
-        "before:LoadTokens",
-        "after:Forward",
-        "before:Backward",
-        "before:SyncGradient",
-        "after:SyncGradient",
-        "reduced",
+        *(("e", point, "links") for point in POINTS),
+        *(("c", point, "links") for point in POINTS),
+        *(("c", point, "nccl") for point in ("after:Forward", "before:SyncGradient", "reduced")),
     ],
 )
-@pytest.mark.parametrize("victim", ["e", "c"])
 def test_killed_within_a_step_rolls_back_and_redoes_it(
-    warm: WarmWorkers, undisturbed: dict[int, float | None], victim: str, point: str
+    warm: WarmWorkers,
+    undisturbed: dict[int, float | None],
+    victim: str,
+    point: str,
+    transport: Transport,
 ) -> None:
     after = (
         WITHOUT_E
         if victim == "e"
         else make_plan(2, [[("a", 2), ("b", 3)], [("d", 3), ("e", 2)]], [5, 3])
     )
-    with Director(warm, job(), [fault(victim, point)]) as cluster:
+    with Director(warm, job(), [fault(victim, point)], transport=transport) as cluster:
         cluster.start("a", "b", "c", "d", "e")
         before = {worker: live.pid for worker, live in cluster.workers.items()}
         cluster.assign(FIVE)
@@ -213,12 +223,21 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("phase", "transport"),
+    [
+        *((phase, "links") for phase in PHASES),
+        ("building of groups", "nccl"),
+        ("as the source, in mid-copy", "nccl"),
+        ("first vote, given", "nccl"),
+    ],
+)
 def test_loss_during_the_recovery_from_another(
-    warm: WarmWorkers, undisturbed: dict[int, float | None], phase: str
+    warm: WarmWorkers, undisturbed: dict[int, float | None], phase: str, transport: Transport
 ) -> None:
     second = fault("d", PHASES[phase], step=None, generation=2)
-    with Director(warm, job(), [fault("e", "after:Forward"), second]) as cluster:
+    faults = [fault("e", "after:Forward"), second]
+    with Director(warm, job(), faults, transport=transport) as cluster:
         cluster.start("a", "b", "c", "d", "e")
         cluster.assign(FIVE)
         cluster.wait(lambda: is_gone(cluster, "e"), "the first kill")

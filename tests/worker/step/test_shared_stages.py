@@ -17,7 +17,7 @@ from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.spec import CheckpointSpec, DataSpec, EvaluationSpec, JobSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.checkpoint.output import read_output
-from support.director import Cut, Director, WarmWorkers, make_plan, worker_named
+from support.director import Cut, Director, Transport, WarmWorkers, make_plan, worker_named
 from support.folders import TEXT
 from support.reference import ReferenceRun, assert_same_weights, train_reference
 
@@ -82,30 +82,30 @@ SPLIT = make_plan(
 
 
 @pytest.mark.parametrize(
-    ("plan", "tied", "training", "staged"),
+    ("plan", "tied", "training", "transport"),
     [
-        (SIDE_BY_SIDE, True, {}, False),
+        (SIDE_BY_SIDE, True, {}, "nccl"),
         (
             make_plan(1, [[("a", 5, 2)], [("b", 5, 2)]], [3, 3], resident=True),
             False,
             {},
-            False,
+            "links",
         ),
         # What frees and refills weights goes with recomputation, and through pinned buffers.
-        (IN_A_ROW, False, {"recompute": "layer"}, False),
-        (UNEVEN, True, {}, False),
-        (SPLIT, True, {}, True),
+        (IN_A_ROW, False, {"recompute": "layer"}, "links"),
+        (UNEVEN, True, {}, "links"),
+        (SPLIT, True, {}, "staged"),
         (
             make_plan(1, [[("a", 2, 2), ("b", 3, 3)]], [4], resident=True),
             True,
             {"microbatch": 3},
-            False,
+            "nccl",
         ),
         (
             make_plan(1, [[("a", 2, 2), ("b", 3, 3)], [("c", 5)]], [6, 6]),
             False,
             {"microbatch": 1},
-            False,
+            "links",
         ),
     ],
     ids=["2+2", "2+2 resident", "2 > 2 again", "uneven", "split", "2 > 3 of 3 rows", "of one row"],
@@ -116,9 +116,9 @@ def test_equals_one_process(
     plan: Plan,
     tied: bool,
     training: dict[str, object],
-    staged: bool,
+    transport: Transport,
 ) -> None:
-    with Director(warm, job(tmp_path, tied=tied, **training), stage_everything=staged) as cluster:
+    with Director(warm, job(tmp_path, tied=tied, **training), transport=transport) as cluster:
         cluster.start(*workers_of(plan))
         cluster.assign(plan)
         cluster.wait_finished(plan)

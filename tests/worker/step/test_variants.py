@@ -9,7 +9,7 @@ from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.job.spec import DataPlane, DataSpec, JobSpec, TrainingSpec
-from support.director import Director, WarmWorkers, make_plan
+from support.director import Director, Transport, WarmWorkers, make_plan
 from support.folders import TEXT
 from support.reference import train_reference
 
@@ -29,24 +29,25 @@ def job(**training: object) -> JobSpec:
 
 
 @pytest.mark.parametrize(
-    ("training", "staged"),
+    ("training", "transport"),
     [
         pytest.param(
             {"optimizer": NESTEROV, "schedule": ScheduleSpec(name="linear", warmup=1)},
-            True,
+            "staged",
             id="momentum that moves with its layer, through staging buffers",
         ),
-        pytest.param({"recompute": "layer"}, False, id="recomputation"),
+        pytest.param({"recompute": "layer"}, "links", id="recomputation"),
+        pytest.param({"schedule": ScheduleSpec(name="cosine")}, "nccl", id="in NCCL's wiring"),
     ],
 )
 @pytest.mark.parametrize("data_plane", ["sealed", "clear"])
 def test_losses_are_those_of_one_process(
-    warm: WarmWorkers, training: dict[str, object], staged: bool, data_plane: DataPlane
+    warm: WarmWorkers, training: dict[str, object], transport: Transport, data_plane: DataPlane
 ) -> None:
     trained = replace(job(**training), data_plane=data_plane)
     victim = WorkerId(NodeName("e"), 0)
     fault = FaultRule(worker=victim, point="before:Backward", step=3, action="kill_worker")
-    with Director(warm, trained, [fault], stage_everything=staged) as cluster:
+    with Director(warm, trained, [fault], transport=transport) as cluster:
         cluster.start("a", "b", "c", "d", "e")
         cluster.assign(BEFORE)
         cluster.wait(lambda: cluster.workers[victim].gone, "the scripted kill")

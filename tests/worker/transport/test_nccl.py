@@ -312,6 +312,27 @@ def test_an_error_of_the_device_is_no_lost_peer(cluster):
         first.complete()
 
 
+def test_nobody_asks_about_a_group_while_it_is_aborted(cluster):
+    """In torch that would hold Python's lock, and so all threads, until the abort is over."""
+    here = cluster(2)
+    first, _ = here.connect([(0, 1)], PAIR)
+    first.receive(torch.zeros(1), 1, 0)
+    pending = first.all_reduce(torch.ones(1), (0, 1))
+    to_second, owners, _ = here.ranks[0].groups
+    held = owners.allreduce([torch.ones(1)], AllreduceOptions())
+    until(lambda: here.ranks[0].device.running == 1, "a kernel")
+    ended = threading.Thread(target=to_second.abort, daemon=True)
+    ended.start()
+    until(to_second.aborting.is_set, "the abort")
+    with pytest.raises(AssertionError, match="asked during an abort"):
+        FakeWork(to_second.aborting).is_completed()
+    first.abort()
+    with pytest.raises(TransportError, match="aborted"):
+        pending.wait()
+    ended.join(30)
+    assert held.wait_for(30)
+
+
 def test_a_peer_that_counts_in_another_way_is_at_fault(cluster):
     here = cluster(2)
     here.party.meet()

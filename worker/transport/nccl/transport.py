@@ -89,6 +89,7 @@ class _Operation:
         assert self._work is not None, "it is launched"
         with peers_may_fail():
             self._work.wait()
+        self._transport.check()  # it ends by an abort, too, where no device has a queue
 
 
 class _Arriving:

@@ -1,0 +1,212 @@
+"""The fake of NCCL for ranks that are processes: a thread of the test's process connects them.
+
+A worker's group asks it, over a socket, to do its operations one after the other. They run on a
+device of `support.fake_nccl` that all groups of a process have in common, as if the ranks were
+threads. A process that is killed does nothing any more, and those who wait for it wait for ever.
+"""
+
+import os
+import queue
+import secrets
+import tempfile
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions
+
+from oobleck.worker.transport.nccl.group import Identifiers
+from support.fake_nccl import Device, Fabric, FakeGroup, FakeWork
+
+_POLL_S = 0.002
+_KEY = "0"
+#: What a message is sent as: type, shape and bytes.
+_Packed = tuple[str, tuple[int, ...], bytes]
+
+
+def _packed(tensor: Tensor) -> _Packed:
+    # A copy, since what numpy has seen cannot be resized any more.
+    content = tensor.clone().view(-1).view(torch.uint8).numpy().tobytes()
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), content
+
+
+def _unpacked(packed: _Packed) -> Tensor:
+    dtype, shape, content = packed
+    if not content:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype)).reshape(shape)
+
+
+class Switch:
+    """Connects the processes of one cluster. A context manager."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self.path = str(Path(self._folder.name, "switch"))
+        self._fabric = Fabric()
+        self._devices: dict[int, Device] = {}
+        self._listener = Listener(self.path, "AF_UNIX", backlog=256)
+        self._members: list[threading.Thread] = []
+        self._ended = threading.Event()
+        #: Operations that were done.
+        self.done = 0
+        self._accepting = threading.Thread(target=self._accept, name="switch")
+        self._accepting.start()
+
+    def __enter__(self) -> "Switch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        Client(self.path, "AF_UNIX").close()  # ends the wait for the next one
+        self._accepting.join()
+        for member in self._members:
+            member.join()
+        self._listener.close()
+        self._folder.cleanup()
+
+    def _accept(self) -> None:
+        while True:
+            connection = self._listener.accept()
+            if self._ended.is_set():
+                connection.close()
+                return
+            member = threading.Thread(target=self._serve, args=(connection,), name="switch member")
+            member.start()
+            self._members.append(member)
+
+    def _serve(self, connection: Connection) -> None:
+        """One member of a group, until it or the test ends."""
+        group: FakeGroup | None = None
+        try:
+            identifier, rank, size, pid = connection.recv()
+            device = self._devices.setdefault(pid, Device())
+            group = FakeGroup(self._fabric, device, Identifiers({_KEY: identifier}), rank, size)
+            group.eager_connect_single_device(None)
+            while self._until(lambda: connection.poll(_POLL_S)):
+                connection.send(self._carry_out(group, connection, *connection.recv()))
+        except (EOFError, OSError):
+            pass  # the process, or its group, has ended
+        finally:
+            if group is not None:
+                group.abort()
+            connection.close()
+
+    def _until(self, done: Callable[[], bool]) -> bool:
+        while not self._ended.is_set():
+            if done():
+                return True
+        return False
+
+    def _carry_out(
+        self, group: FakeGroup, connection: Connection, what: str, packed: _Packed
+    ) -> _Packed | None:
+        """Returns the result where there is one. Raises EOFError when the member has ended."""
+        if what == "connect":
+            if not self._until(lambda: group.communicator.is_connected or _ended(connection)):
+                raise EOFError
+            return None
+        tensor = _unpacked(packed)
+        if what == "send":
+            work = group.send([tensor], 1, 0)
+        elif what == "receive":
+            work = group.recv([tensor], 0, 0)
+        else:
+            work = group.allreduce([tensor], AllreduceOptions())
+        if not self._until(lambda: work.wait_for(_POLL_S) or _ended(connection)):
+            raise EOFError
+        self.done += 1
+        return None if what == "send" else _packed(tensor)
+
+
+def _ended(connection: Connection) -> bool:
+    """Raises EOFError where it has; a member asks nothing while it waits."""
+    if connection.poll():
+        raise EOFError
+    return False
+
+
+class RemoteGroup:
+    """One member of a group, within a worker."""
+
+    def __init__(self, path: str, identifiers: Identifiers, rank: int, size: int) -> None:
+        if rank == 0:
+            identifiers.set(_KEY, secrets.token_bytes(8))
+        self._hello = identifiers.get(_KEY), rank, size, os.getpid()
+        self._path = path
+        self._connected = False
+        self._aborted = threading.Event()
+        self._asking = threading.Lock()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def eager_connect_single_device(self, device: torch.device | None) -> None:
+        self._connection = Client(self._path, "AF_UNIX")
+        self._connection.send(self._hello)
+        threading.Thread(target=self._run, name="fake NCCL", daemon=True).start()
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
+        return self._enqueue("send", tensors[0])
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
+        return self._enqueue("receive", tensors[0])
+
+    def allreduce(self, tensors: list[Tensor], options: AllreduceOptions) -> FakeWork:
+        return self._enqueue("sum", tensors[0])
+
+    def abort(self) -> None:
+        self._aborted.set()
+        self._queue.put(None)
+        with self._asking:  # whoever waits for an answer has it by now, or looks again
+            self._connection.close()
+
+    def _enqueue(self, what: str, tensor: Tensor) -> FakeWork:
+        if self._aborted.is_set():
+            raise RuntimeError("NCCL communicator was aborted")
+        if not self._connected:
+            self._connected = True
+            self._ask("connect", tensor[:0])
+        work = FakeWork()
+
+        def kernel() -> None:
+            try:
+                result = self._ask(what, tensor)
+                if result is not None:
+                    tensor.copy_(_unpacked(result))
+            except (RuntimeError, EOFError, OSError):
+                if what != "send":
+                    tensor.fill_(float("nan"))
+            work.end()
+
+        self._queue.put(kernel)
+        return work
+
+    def _ask(self, what: str, tensor: Tensor) -> _Packed | None:
+        packed = _packed(tensor)
+        with self._asking:
+            if self._aborted.is_set():
+                raise RuntimeError("NCCL communicator was aborted")
+            self._connection.send((what, packed))
+        while True:
+            with self._asking:
+                if self._aborted.is_set():
+                    raise RuntimeError("NCCL communicator was aborted")
+                if self._connection.poll():
+                    answer: _Packed | None = self._connection.recv()
+                    return answer
+            self._aborted.wait(_POLL_S / 4)
+
+    def _run(self) -> None:
+        while (kernel := self._queue.get()) is not None:
+            kernel()
+
+
+def maker(path: str) -> Callable[[Identifiers, int, int, int], RemoteGroup]:
+    """What workers call in NCCL's place; `path`: of the switch."""
+
+    def make(identifiers: Identifiers, rank: int, size: int, most_ctas: int) -> RemoteGroup:
+        return RemoteGroup(path, identifiers, rank, size)
+
+    return make
