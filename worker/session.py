@@ -49,7 +49,7 @@ from oobleck.worker.runtime.faults import FaultInjector
 from oobleck.worker.runtime.memory import MemoryMeter
 from oobleck.worker.runtime.stopwatch import Stopwatch
 from oobleck.worker.runtime.timeline import Timeline
-from oobleck.worker.state import own_optimizer
+from oobleck.worker.state import own_optimizer, precision
 from oobleck.worker.state.layout import check_no_decay, layer_sizes
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.precision import state_dtype
@@ -82,6 +82,7 @@ class Session:
             check_writable(job.output)
         if job.checkpoint is not None:
             check_place(job.checkpoint)
+        precision.check(job)
         check_code(job)
         own_optimizer.check(job.training.optimizer)
         check_no_decay(job.model, job.training.optimizer.no_decay)

@@ -16,6 +16,7 @@ from oobleck.planner.profile.memory import link_bytes, sum_bytes
 from oobleck.planner.programs.compile import rows_in_common
 from oobleck.planner.programs.gradients import gradient_buckets
 from oobleck.planner.programs.plan import Plan
+from oobleck.planner.ties import Ties
 
 #: A worker can be in so many: torch has 32 streams of a priority, beyond which two share one, where
 #: operations of the one wait behind those of the other, in another order than at their peers
@@ -49,9 +50,9 @@ class Needed:
 
 
 def communicators(
-    plan: Plan, *, tied: bool, worker: WorkerId | None = None
+    plan: Plan, *, tied: Ties, worker: WorkerId | None = None
 ) -> tuple[Communicator, ...]:
-    """Those of `worker`, by default all; sorted. `tied`: the head shares layer 0's embedding."""
+    """Those of `worker`, by default all; sorted. `tied`: which layers share parameters."""
     found = {Communicator("link", way) for way in _ways(plan, worker)}
     for bucket in gradient_buckets(plan, tied=tied):
         if len(bucket.owners) > 1 and (worker is None or worker in bucket.owners):
@@ -95,7 +96,7 @@ def in_rounds(found: Iterable[Communicator]) -> list[list[Communicator]]:
     return rounds
 
 
-def needed(plan: Plan, *, tied: bool) -> Needed:
+def needed(plan: Plan, *, tied: Ties) -> Needed:
     """By the plan's workers, each with a GPU to itself."""
     found = communicators(plan, tied=tied)
     count, size = Counter[WorkerId](), Counter[WorkerId]()

@@ -46,7 +46,7 @@ class Outcome:
     idle: tuple[NodeName, ...] = ()
     choice: ScheduleChoice
     #: The head shares layer 0's token embedding.
-    tied: bool = False
+    tied: Ties = False
 
     @property
     def needs(self) -> Needed:

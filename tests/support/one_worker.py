@@ -61,6 +61,7 @@ def training(job: JobSpec) -> Iterator[Executor]:
             state=ModelState(job, torch.device("cpu")),
             progress=TrainingProgress(),
             data=data.fingerprint,
+            base=b"",
             inputs=b"",
         )
         for layer in range(job.model.layer_count):

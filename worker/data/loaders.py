@@ -9,7 +9,6 @@ Owns the processes, and the way of samples between them. Which ones are read is 
 """
 
 import os
-import pickle
 import queue
 import traceback
 import warnings
@@ -27,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from oobleck.host.data.token_file import DataError
 from oobleck.host.system.process import die_with_parent
 from oobleck.planner.job.code import Code
 from oobleck.worker.data.samples import Reader, Samples, joined
@@ -150,9 +150,7 @@ class _Raised:
 
 def _raised(error: Exception) -> _Raised:
     told = "".join(traceback.format_exception(error))
-    try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301  # our own
-    except Exception:  # noqa: BLE001  # a user's exception may be of any kind
+    if not isinstance(error, DataError | JobError):  # others may not pass through a pipe
         error = JobError(f"{type(error).__name__}: {error}")
     return _Raised(error, told)
 

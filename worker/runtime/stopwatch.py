@@ -13,7 +13,8 @@ import torch
 
 #: A moment: seconds, or an event of the device.
 _Mark = float | torch.cuda.Event
-#: A GPU has begun with all forwards and backwards but so many that were queued last.
+#: A GPU has begun with all that was queued but so many spans: forwards and backwards, or parts of
+#: them where a stage is shared.
 AHEAD = 4
 
 

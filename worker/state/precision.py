@@ -12,6 +12,7 @@ import torch
 
 from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.spec import JobSpec, Precision
+from oobleck.worker.runtime.errors import NodeError
 
 
 def state_dtype(precision: Precision) -> torch.dtype:
@@ -22,6 +23,15 @@ def state_dtype(precision: Precision) -> torch.dtype:
 def autocasts(job: JobSpec) -> bool:
     """Whether layers run under autocast."""
     return job.training.precision == "bf16" and not isinstance(job.model, ModelSpec)
+
+
+def check(job: JobSpec) -> None:
+    """Raises NodeError where this torch adds no gradient to a sum of another type."""
+    if stream_dtype(job) == torch.bfloat16 and not hasattr(torch.Tensor, "grad_dtype"):
+        raise NodeError(
+            f"training.precision: bf16 of a built-in model needs a torch whose tensors have "
+            f"grad_dtype, and this node has {torch.__version__}: install a newer one"
+        )
 
 
 def stream_dtype(job: JobSpec) -> torch.dtype:

@@ -93,6 +93,7 @@ class Evaluator:
     ) -> EvaluationRecord:
         began = time.monotonic()
         own = _Sums()
+        self._context.stopwatch.begin()
         hops.begin({})
         worker = self._context.worker
         for part in compile_own_evaluation(plan, self._held_out.microbatches, worker):
@@ -148,9 +149,10 @@ class Evaluator:
                     # No layer wants a backward, so nothing is kept for one.
                     lowest = context.job.model.layer_count
                     runner = hops.runner(instruction)
-                    output = runner.forward(
-                        m, x, self._keys(m, own), targets, lowest=lowest, metrics=sums.metrics
-                    )
+                    with context.stopwatch.running():  # a GPU is not to be queued full
+                        output = runner.forward(
+                            m, x, self._keys(m, own), targets, lowest=lowest, metrics=sums.metrics
+                        )
                     if hops.is_last(instruction):
                         sums.losses.append(output)
                     else:

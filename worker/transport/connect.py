@@ -22,6 +22,7 @@ from oobleck.planner.programs.communicators import (
     in_rounds,
 )
 from oobleck.planner.programs.plan import Plan
+from oobleck.planner.ties import Ties
 from oobleck.worker.runtime.device import limit_allocator, nccl_version, open_device
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.aborts import Aborts
@@ -85,7 +86,7 @@ class Wiring:
 NO_WIRING = Wiring()
 
 
-def wiring_of(plan: Plan, worker: WorkerId, *, tied: bool, ordered: bool) -> Wiring:
+def wiring_of(plan: Plan, worker: WorkerId, *, tied: Ties, ordered: bool) -> Wiring:
     """`ordered`: in the order of their first use, which all of the plan decide."""
     rank = {each: index for index, each in enumerate(plan.workers)}
     if ordered:
@@ -164,6 +165,7 @@ class Connector:
         if choice != "links" or self._stage_everything:
             below = StagedTransport(host, everything=self._stage_everything)
         if choice != "nccl":
+            limit_allocator(self.device, 0)
             return below
         limit_allocator(self.device, wiring.device_bytes)
         return NcclTransport(
