@@ -40,6 +40,8 @@ FORK_TIMEOUT_S = 60.0
 WARM_TIMEOUT_S = 180.0
 #: From the fork to Ready (it opens the data and listens).
 READY_TIMEOUT_S = 120.0
+#: The same where layers are compiled before.
+COMPILED_TIMEOUT_S = 1800.0
 
 
 @dataclass(slots=True)
@@ -133,11 +135,14 @@ def _warm(state: NodeState, agenda: Agenda) -> None:
 def _worker(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
     if worker.killed or worker.pid is None:
         return
+    job = state.desired.job
+    compiles = job is not None and job.training.compile
+    ready_s = COMPILED_TIMEOUT_S if compiles else READY_TIMEOUT_S
     for since, grace_s, what in (
         (worker.closed_at, CLOSED_GRACE_S, "its channel closed"),
         (worker.failed_at, STOP_GRACE_S, "it reported a failure"),
         (worker.stop_sent_at, STOP_GRACE_S, "it was told to stop"),
-        (None if worker.card else worker.asked_at, READY_TIMEOUT_S, "it was forked, not ready"),
+        (None if worker.card else worker.asked_at, ready_s, "it was forked, not ready"),
     ):
         if since is not None:
             kill = KillWorker(

@@ -4,6 +4,7 @@ The names of CPUs come from the kernel, GPUs from a process of their own that lo
 alone knows which of them the environment shows to workers, and in which order.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,9 @@ import psutil
 
 _MODEL = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
 _SPACES = re.compile(r"\s+")
+#: What torch has compiled, below the home of the user whom the workers run as. Anything may be
+#: removed there at any time.
+COMPILED = "~/.cache/oobleck/compiled"
 #: Loading torch and the driver on a busy host.
 _PROBE_TIMEOUT_S = 120
 
@@ -95,6 +99,8 @@ def worker_environment(device: str, address: str = "") -> dict[str, str]:
     `address`: where others reach this host, by whose interface NCCL talks then."""
     common = {
         "OMP_NUM_THREADS": "1",
+        # What lies there is run, so it is not where torch has it, in /tmp.
+        "TORCHINDUCTOR_CACHE_DIR": os.path.expanduser(COMPILED),
         # torch warns twice for each look of a worker that waits for others to arrive.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         # torch's store looks up the name of each host that it talks to, for its log, which takes

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from oobleck.host.data.token_file import DataError
 from oobleck.planner.job.code import Json
-from oobleck.planner.job.description import LayerSketch
+from oobleck.planner.job.description import Description, LayerSketch, read_description
 from oobleck.planner.job.file import parse_job
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
@@ -78,6 +78,7 @@ def _look_at(job: JobSpec, spec: OwnModelSpec, found: Found, always: bool) -> No
     inputs, targets = (map_tensors(lambda tensor: tensor[0], side) for side in samples)
     text = found.descriptions["model"] = describe(job, (inputs, targets))
     found.problems += _evaluated(job, form)
+    found.problems += _not_compiled(read_description(text))
     known = replace(spec, described=text)
     if job.data.code is None:
         samples = _made_up(known, most=known.tokens)
@@ -102,6 +103,19 @@ def _evaluated(job: JobSpec, form: str) -> list[Problem]:
         sentence = f"has {size} samples, too few for one micro-batch of {microbatch}; give more"
         problems.append(Problem(where=key, sentence=sentence))
     return problems
+
+
+def _not_compiled(description: Description) -> list[Problem]:
+    """A line for each kind of layer that runs as it is, though the job wants all compiled."""
+    return [
+        Problem(
+            where=f"layer {description.order.index(number)} ({kind.name})",
+            sentence=f"is not compiled: {kind.not_compiled}; it runs as it is",
+            warning=True,
+        )
+        for number, kind in enumerate(description.kinds)
+        if kind.not_compiled
+    ]
 
 
 def _numbers(kind: LayerSketch) -> int:

@@ -40,6 +40,7 @@ from oobleck.worker.data.prefetch import Prefetcher
 from oobleck.worker.membership import Membership, join, join_handover, report_lost
 from oobleck.worker.models import check_code, check_weights
 from oobleck.worker.preparation.preparing import Preparing
+from oobleck.worker.profiling.compiling import compile_layers
 from oobleck.worker.profiling.measuring import Measuring
 from oobleck.worker.recovery.recover import Recovery
 from oobleck.worker.runtime import code, heap
@@ -87,6 +88,7 @@ class Session:
         own_optimizer.check(job.training.optimizer)
         check_no_decay(job.model, job.training.optimizer.no_decay)
         dataset, held_out = _open_data(job, loaders)
+        compile_layers(job, connector.device)
         data = held_out.fingerprint if held_out else dataset.fingerprint
         weights = check_weights(job.model)
         self._context = context = WorkerContext(

@@ -38,6 +38,7 @@ from oobleck.host.ipc.messages import (
 from oobleck.host.system.process import allow_open_files, die_with_parent
 from oobleck.worker import process
 from oobleck.worker.models import registry
+from oobleck.worker.models.compiled import load_compiler
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.heap import keep_freed_memory
 
@@ -122,6 +123,8 @@ class ForkServer:
         channel_fd, output_fd = self._agent.take_descriptors()
         warm_pid = os.getpid()
         load_for(fork.kind)
+        if fork.compiles and load_compiler():
+            keep_pages()
         answer: Forked | ForkFailed
         try:
             pid = os.fork()

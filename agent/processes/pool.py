@@ -120,8 +120,13 @@ class ProcessPool:
         slot = fork.slot
         process = self._start_worker(slot, new_incarnation(self._environment), self._listener)
         self.processes[process.incarnation] = process
-        kind = fork.job.model.family
-        self.warm.fork(Fork(slot=slot, incarnation=process.incarnation, kind=kind), process)
+        wanted = Fork(
+            slot=slot,
+            incarnation=process.incarnation,
+            kind=fork.job.model.family,
+            compiles=fork.job.training.compile,
+        )
+        self.warm.fork(wanted, process)
         launch = Launch(
             worker=WorkerId(self._config.name, slot),
             job_id=fork.job_id,

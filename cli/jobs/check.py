@@ -95,6 +95,7 @@ def _layers(job: "JobSpec") -> list[dict[str, Any]]:
                 "parameters": sketch.parameters,
                 "kept_bytes": sketch.kept_bytes,
                 "output": _shapes(sketch.output),
+                "compiled": sketch.compiled is not None,
             }
         )
     return found

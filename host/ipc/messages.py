@@ -421,6 +421,8 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):
     incarnation: Incarnation
     #: The job's kind of model: what it needs is loaded before, once for all workers.
     kind: str = "gpt"
+    #: Likewise torch's compiler.
+    compiles: bool = False
 
 
 class Warm(msgspec.Struct, frozen=True, kw_only=True, tag="warm"):

@@ -107,6 +107,11 @@ class LayerSketch:
     output: TreeSketch
     #: Whether it draws from torch's generator in training, as dropout does.
     draws: bool
+    #: Which of the model's compiled codes the layer runs, where the job wants them; None: it runs
+    #: as it is.
+    compiled: int | None = None
+    #: Why it runs as it is where the job wants it compiled.
+    not_compiled: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

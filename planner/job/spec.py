@@ -101,6 +101,8 @@ class TrainingSpec:
     float32_matmul: Products = "highest"
     #: layer: keep each layer's input alone between forward and backward, and compute it twice.
     recompute: Recompute = "none"
+    #: Layers of a model of the user's go through torch's compiler, as far as they can.
+    compile: bool = False
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     #: The order of compute in a pipeline; auto: the fastest whose memory fits.
@@ -292,6 +294,11 @@ class JobSpec:
                 "them; lower it"
             )
         self._check_data()
+        if self.training.compile and isinstance(self.model, ModelSpec):
+            raise ValueError(
+                "compile: goes with a model of your own, or one of transformers by "
+                "model.architecture; the layers of the model kinds gain nothing, so leave it out"
+            )
         evaluation = self.evaluation
         if evaluation is not None and evaluation.samples < self.training.microbatch:
             raise ValueError(

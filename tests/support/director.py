@@ -158,9 +158,15 @@ class WarmWorkers:
         self._process.wait(timeout=PATIENCE_S)
 
     def fork(
-        self, incarnation: Incarnation, channel: socket.socket, output: int, kind: str
+        self, incarnation: Incarnation, channel: socket.socket, output: int, job: JobSpec
     ) -> None:
-        body = msgspec.json.encode(Fork(slot=0, incarnation=incarnation, kind=kind))
+        wanted = Fork(
+            slot=0,
+            incarnation=incarnation,
+            kind=job.model.family,
+            compiles=job.training.compile,
+        )
+        body = msgspec.json.encode(wanted)
         frame = len(body).to_bytes(4, "big") + body
         socket.send_fds(self.socket, [frame], [channel.fileno(), output])
 
@@ -222,7 +228,7 @@ class Director:
             incarnation = Incarnation(os.urandom(4).hex())
             mine, theirs = socket.socketpair()
             log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the worker
-            warm.fork(incarnation, theirs, log.fileno(), self.job.model.family)
+            warm.fork(incarnation, theirs, log.fileno(), self.job)
             theirs.close()
             if worker in self.workers:
                 self.workers[worker].close()

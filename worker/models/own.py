@@ -20,6 +20,7 @@ from oobleck.planner.job.code import Code
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.models.base import Layer
+from oobleck.worker.models.compiled import run_compiled
 from oobleck.worker.models.linear import split_linear
 from oobleck.worker.models.tree import Tree, flatten, shown
 from oobleck.worker.runtime import code
@@ -63,6 +64,7 @@ class OwnLayer(Layer):
         self._spec = spec
         #: Whether it takes from torch's generator while it trains.
         self._draws = spec.known and spec.description.layers[layer].draws
+        self._compiled = is_compiled(spec, layer)
 
     def forward(self, x: Any, rows: RowKeys) -> Any:
         if self.module.training != rows.training:
@@ -76,7 +78,7 @@ class OwnLayer(Layer):
 
     def _called(self, x: Any) -> Any:
         try:
-            return self.module(x)
+            return run_compiled(self.module, x) if self._compiled else self.module(x)
         except Exception as error:
             if of_the_device(error):
                 raise
@@ -207,8 +209,13 @@ def empty_layer(spec: OwnModelSpec, seed: int, layer: int) -> OwnLayer:
     return made
 
 
+def is_compiled(spec: OwnModelSpec, layer: int) -> bool:
+    return spec.known and spec.description.layers[layer].compiled is not None
+
+
 def _wrapped(spec: OwnModelSpec, layer: int, module: nn.Module) -> OwnLayer:
-    split_linear(module)
+    if not is_compiled(spec, layer):  # there all gradients come in one piece
+        split_linear(module)
     return OwnLayer(spec, layer, module)
 
 

@@ -91,6 +91,15 @@ def measure_alone(job: JobSpec, device: torch.device, check: Check) -> tuple[flo
     return tuple(_alone_s(job, layer, device, check) for layer in job.model.examples)
 
 
+def pass_once(job: JobSpec, layer: int, device: torch.device) -> None:
+    """A micro-batch through one layer, as in training and, where the job has any, in an
+    evaluation."""
+    bench = _Bench(job, [layer], device, job.training.microbatch)
+    bench.pass_through()
+    if job.evaluation is not None:
+        bench.evaluate()
+
+
 def _alone_s(job: JobSpec, layer: int, device: torch.device, check: Check) -> float:
     """The mean, since a worker with a quota has its processor in spells. It rests as long as it
     computes, as workers wait for others in training: else its quota would be used up sooner."""
@@ -287,6 +296,12 @@ class _Bench:
         return sum(map(self._forward_s, self._runners)) + sum(
             map(self._backward_s, reversed(self._runners))
         )
+
+    def evaluate(self) -> None:
+        """Forward of all, as in an evaluation."""
+        rows, lowest = replace(self._rows, training=False), self._job.model.layer_count
+        for runner in self._runners:
+            runner.forward(0, self._input, rows, self._targets, lowest=lowest)
 
     def _forward_s(self, runner: StageRunner) -> float:
         started = self._now()

@@ -71,13 +71,18 @@ def refusal(text: str, *overrides: str) -> str:
             "  steps: 200\n",
             "  qqqq: 200\n",
             "job.yaml:5: unknown key 'qqqq' in training; known keys: steps, global_batch, "
-            "microbatch, seed, precision, float32_matmul, recompute, optimizer, schedule, "
+            "microbatch, seed, precision, float32_matmul, recompute, compile, optimizer, schedule, "
             "pipeline_schedule, clip, max_skipped_steps",
         ),
         (
             "  steps: 200\n",
             "",
             "job.yaml:5: missing key 'steps' in training; add it (an integer)",
+        ),
+        (
+            "  steps: 200\n",
+            "  steps: 200\n  compile: true\n",
+            "goes with a model of your own, or one",
         ),
         ("steps: 200", 'steps: "200"', "steps must be an integer, not the text"),
         ("steps: 200", 'steps: "200"', "remove the quotes"),

@@ -32,6 +32,8 @@ from oobleck.planner.job.description import (
 from oobleck.planner.job.own import MOST_LAYERS, OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.models import own
+from oobleck.worker.models.checks.compilation import Compilation
+from oobleck.worker.models.compiled import Prepared
 from oobleck.worker.models.tree import flatten, map_tensors, shown, structure, unflatten
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError
@@ -54,6 +56,7 @@ class _Run:
     #: Of what autograd keeps, without the layer's own tensors.
     kept_bytes: int
     draws: bool
+    device: str
 
 
 def describe(job: JobSpec, sample: tuple[Any, Any]) -> Json:
@@ -74,6 +77,7 @@ def describe(job: JobSpec, sample: tuple[Any, Any]) -> Json:
     incoming, giver = inputs, "the data"
     #: What makes a layer alike to another one: what it takes, and what it is.
     found: list[tuple[TreeSketch, _Shapes, LayerSketch]] = []
+    compilation = Compilation() if job.training.compile else None
     for number in range(count):
         shared = [
             name
@@ -83,7 +87,7 @@ def describe(job: JobSpec, sample: tuple[Any, Any]) -> Json:
         ]
         shapes, layer = _Layer(
             spec, number, incoming, giver, shared, job.training.seed, dtype, precision == "bf16"
-        ).describe(targets if number == count - 1 else None)
+        ).describe(targets if number == count - 1 else None, compilation)
         found.append((incoming, shapes, layer))
         incoming, giver = layer.output, f"layer {number} ({layer.name})"
     _check_alike(tied, [dict(shapes) for _, shapes, _ in found])
@@ -147,8 +151,11 @@ class _Layer:
     #: Whether training computes in bfloat16, which is float32 again behind each layer.
     autocasts: bool
 
-    def describe(self, targets: TreeSketch | None) -> tuple[_Shapes, LayerSketch]:
-        """`targets`: of the last layer, whose loss counts with it."""
+    def describe(
+        self, targets: TreeSketch | None, compilation: Compilation | None
+    ) -> tuple[_Shapes, LayerSketch]:
+        """`targets`: of the last layer, whose loss counts with it. `compilation`: of those before,
+        where the job wants it."""
         with torch.device("meta"), own.without_draws():
             module = own.in_precision(own.build(self.spec, self.number), self.dtype)
         where = f"layer {self.number} ({type(module).__name__})"
@@ -172,6 +179,10 @@ class _Layer:
                 )
         self._check_tied(trained, where)
         sizes = [parameter.numel() for parameter in trained.values()]
+        compiled, not_compiled = None, ""
+        if compilation is not None:
+            x = _made(self.incoming, _FEW, few.device)
+            compiled, not_compiled = compilation.look(module, x, draws=few.draws)
         return tuple((name, tuple(p.shape)) for name, p in trained.items()), LayerSketch(
             name=type(module).__name__,
             parameters=sum(sizes),
@@ -182,6 +193,8 @@ class _Layer:
             kept_bytes=-(-few.kept_bytes // _FEW),
             output=_output(few.output, more.output, where),
             draws=few.draws,
+            compiled=compiled,
+            not_compiled=not_compiled,
         )
 
     def _runs(
@@ -224,6 +237,9 @@ class _Layer:
         # A leaf cannot be written to, and torch's error would not say what to do.
         x = map_tensors(lambda tensor: tensor.clone(), leaves)
         versions = [tensor._version for tensor in flatten(x)]
+        if isinstance(module, Prepared):
+            module.prepare(x)  # what it makes once, for all that are alike, is not its own cost
+        made = None if targets is None else _made(targets, rows, device)
         flops = FlopCounterMode(display=False)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         with _Draws() as draws, flops, hooks:
@@ -234,8 +250,8 @@ class _Layer:
                     "given; make a new tensor, as x = x + y instead of x += y, and nn.ReLU() "
                     "instead of nn.ReLU(inplace=True)"
                 )
-            if targets is not None:
-                own.row_losses(self.spec, output, _made(targets, rows, device), rows)
+            if made is not None:
+                own.row_losses(self.spec, output, made, rows)
         if self.autocasts:
             output = map_tensors(_float_again, output)
         return _Run(
@@ -243,6 +259,7 @@ class _Layer:
             flops=flops.get_total_flops(),
             kept_bytes=sum(kept.values()),
             draws=draws.any,
+            device=device,
         )
 
 
@@ -276,8 +293,18 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.any |= torch.Tag.nondeterministic_seeded in func.tags
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.any |= not _drops_nothing(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+def _drops_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether it is an attention without dropout, which draws nothing."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(given == 0.0)
+    return False
 
 
 def _leave_the_compiler_out(mode: object) -> None:

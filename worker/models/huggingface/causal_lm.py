@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from oobleck.model import Model, Tensors
 from oobleck.planner.job.lora import LoraSpec
+from oobleck.worker.models.compiled import Prepared
 from oobleck.worker.models.huggingface import pretrained
 from oobleck.worker.models.huggingface.architecture import Architecture, choose, configuration
 from oobleck.worker.models.huggingface.balancing import (
@@ -133,7 +134,7 @@ class Embedding(nn.Module):
         return embedded
 
 
-class Block(nn.Module):
+class Block(Prepared):
     """One decoder layer: hidden states (b, T, hidden) to the same, or both with routing sums."""
 
     def __init__(self, architecture: Architecture, index: int) -> None:
@@ -146,13 +147,17 @@ class Block(nn.Module):
         self.part = copy.deepcopy(parts.layers[index])
         _fill(self, architecture, parts.base, foreign=f"{parts.prefix}{parts.name}.{index}.")
 
-    def forward(self, x: Tensors) -> Tensors:
+    def prepare(self, x: Tensors) -> Any:
         hidden, sums = x if isinstance(x, tuple) else (x, None)
         layers = handed(self._architecture, hidden.shape[1], hidden.device, hidden.dtype)
         extra = layers[self._index].to(len(hidden))
+        return hidden, sums, extra.positional, extra.named
+
+    def compute(self, prepared: Any) -> Tensors:
+        hidden, sums, positional, named = prepared
         logits: list[Tensor] = []
         with recorded(self.part, self._recorders, logits):
-            out = self.part(hidden, *extra.positional, **extra.named)
+            out = self.part(hidden, *positional, **named)
         out = out[0] if isinstance(out, tuple) else out
         for found in logits:
             added = routing_sums(found.view(len(hidden), -1, found.shape[-1]), self._chosen)

@@ -1,0 +1,160 @@
+"""Layers through torch's compiler: which ones are, and what they compute meanwhile and after."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch._inductor.config
+
+from oobleck.planner.job.code import Json
+from oobleck.planner.job.description import Description, read_description
+from oobleck.planner.job.file import parse_job
+from oobleck.planner.job.own import OwnModelSpec
+from oobleck.planner.job.spec import EvaluationSpec, JobSpec
+from oobleck.worker.describe import look_at
+from oobleck.worker.models import compiled
+from oobleck.worker.profiling.compiling import compile_layers
+from oobleck.worker.profiling.measure_layers import pass_once
+from oobleck.worker.runtime import code
+from oobleck.worker.runtime.errors import NodeError
+
+CPU = torch.device("cpu")
+JOB = """\
+name: compiled
+model: {{python: "support.compiled_models:{model}", arguments: {{{arguments}}}}}
+data: {{python: "support.compiled_models:Points"}}
+training: {{steps: 8, global_batch: 8, microbatch: 2, precision: {precision}, compile: true}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _allowed() -> Iterator[None]:
+    code.allow((code.ANY,))
+    yield
+    code.allow(())
+
+
+def looked_at(
+    model: str, precision: str = "fp64", arguments: str = ""
+) -> tuple[JobSpec, list[str], Description]:
+    """The job with its model described, and what is said of it."""
+    job = parse_job(JOB.format(model=model, precision=precision, arguments=arguments))
+    assert isinstance(job.model, OwnModelSpec)
+    found = look_at(job, always=False)
+    assert all(problem.warning for problem in found.problems), found.problems
+    known = replace(job.model, described=Json(found.descriptions["model"]))
+    return replace(job, model=known), list(map(str, found.problems)), known.description
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_layers_of_one_code_share_it_and_those_that_are_not_compiled_are_told(
+    precision: str,
+) -> None:
+    job, said, description = looked_at("kinds", precision)
+    assert [layer.compiled for layer in description.layers] == [0, 1, 2, 1, 3, None, None, None]
+    attends, chooses, last = said
+    drawing = "is not compiled: it draws random numbers, which are other ones in compiled code; "
+    assert attends == f"layer 5 (Attends): {drawing}it runs as it is"
+    assert chooses.startswith("layer 6 (Chooses): is not compiled: ")
+    assert chooses.endswith(f" (compiled_models.py:{line_of('if bool')}); it runs as it is")
+    assert last == f"layer 7 (Last): {drawing}it runs as it is"
+    # Compiled for the rows of a micro-batch; a draw follows from all of them.
+    assert [job.model.may_share(n) for n in range(8)] == [n == 6 for n in range(8)]
+
+
+def line_of(text: str) -> int:
+    source = Path(__file__).parents[2] / "support" / "compiled_models.py"
+    return next(n for n, line in enumerate(source.read_text().splitlines(), 1) if text in line)
+
+
+def test_codes_without_end_are_not_compiled() -> None:
+    _, said, description = looked_at("numbered")
+    assert [layer.compiled for layer in description.layers[:-1]] == [*range(16), *[None] * 4]
+    assert "other layers have 16 codes already, and it fits none" in said[0]
+
+
+def test_a_job_that_does_not_want_it_has_nothing_compiled() -> None:
+    job = parse_job(JOB.format(model="kinds", precision="fp64", arguments=""))
+    plain = replace(job, training=replace(job.training, compile=False))
+    found = look_at(plain, always=False)
+    assert found.problems == []
+    known = read_description(Json(found.descriptions["model"]))
+    assert {(kind.compiled, kind.not_compiled) for kind in known.kinds} == {(None, "")}
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    """What would be compiled into machine code is traced alone; nothing is left behind."""
+    compiled._compiled.cache_clear()
+    torch.compiler.reset()
+    before = torch._inductor.config.compile_threads
+    with torch.compiler.set_stance("default"):
+        yield
+    torch._inductor.config.compile_threads = before
+    compiled._compiled.cache_clear()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+@pytest.mark.usefixtures("traced")
+def test_of_what_is_compiled_nothing_runs_as_it_is(
+    recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = tmp_path / "noted"
+    job, _, description = looked_at("mixed", "fp32", f"noted: {noted}")
+    assert [layer.compiled for layer in description.layers] == [0, 1, 2, 2, None, None]
+    evaluation = EvaluationSpec(every=1, fraction=0.5)
+    training = replace(job.training, recompute=recompute)
+    job = replace(job, training=training, evaluation=evaluation)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled, "compiled", partial(compiled.compiled, backend="aot_eager"))
+    compile_layers(job, CPU)
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+    noted.unlink()
+    for layer in (0, 3, 1):  # other modules of the same code
+        pass_once(job, layer, CPU)
+    assert not noted.exists()
+    # A micro-batch of other rows is not compiled for, and does not wait for that.
+    rows = replace(job, training=replace(training, microbatch=4))
+    pass_once(rows, 1, CPU)
+    assert noted.exists()
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_node_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    job, _, _ = looked_at("mixed")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    missing = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with (
+        missing,
+        pytest.raises(NodeError, match=r"no C\+\+ compiler .* apt-get install g\+\+, or leave"),
+    ):
+        compile_layers(job, CPU)
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_place_that_others_can_write_to_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job, _, _ = looked_at("mixed")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    tmp_path.chmod(0o777)
+    with pytest.raises(NodeError, match=r"is not a folder that only the agent's user can write"):
+        compile_layers(job, CPU)
+
+
+@pytest.mark.usefixtures("traced")
+def test_what_cannot_be_compiled_on_a_node_is_that_nodes_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fails(graph: object, inputs: object) -> None:
+        raise RuntimeError("the disk is full")
+
+    job, _, _ = looked_at("mixed")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled, "compiled", partial(compiled.compiled, backend=fails))
+    with pytest.raises(NodeError, match=r"layer 0 cannot be compiled on this node: .*disk is full"):
+        compile_layers(job, CPU)

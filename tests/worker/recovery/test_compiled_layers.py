@@ -1,0 +1,90 @@
+"""Training with layers through torch's compiler, over a loss and changes of the plan."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from oobleck.host.ipc.messages import FaultRule
+from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.job.code import Json
+from oobleck.planner.job.own import OwnModelSpec
+from oobleck.planner.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
+from oobleck.worker.describe import look_at
+from oobleck.worker.runtime import code
+from support.director import Director, WarmWorkers, make_plan
+from support.folders import ROOT
+
+SUPPORT = str(ROOT / "tests" / "support")
+PLANS = (
+    ([[("a", 2), ("b", 4)], [("c", 6)]], [2, 2]),
+    # b is lost
+    ([[("a", 6)], [("c", 6)]], [3, 1]),
+    ([[("c", 3), ("a", 3)]], [4]),
+)
+LOSS_AT, CHANGE_AFTER = 4, 6
+
+
+def described(noted: str) -> JobSpec:
+    """A job; `noted`: the file that layers which run as they are leave a line in; empty: it wants
+    none compiled."""
+    job = JobSpec(
+        name="compiled",
+        model=OwnModelSpec(
+            python="compiled_models:mixed",
+            path=SUPPORT,
+            arguments=Json(json.dumps({"noted": noted})),
+        ),
+        data=DataSpec(python="compiled_models:Points", path=SUPPORT),
+        training=TrainingSpec(
+            steps=10, global_batch=8, microbatch=2, precision="fp64", compile=bool(noted)
+        ),
+        evaluation=EvaluationSpec(every=4, fraction=0.25, samples=4),
+    )
+    found = look_at(job, always=False)
+    assert isinstance(job.model, OwnModelSpec)
+    return replace(job, model=replace(job.model, described=Json(found.descriptions["model"])))
+
+
+def trained(warm: WarmWorkers, job: JobSpec) -> tuple[dict[int, float | None], list[float | None]]:
+    """The losses, and those of the evaluations, with a node lost in the middle of a step and one
+    change of the plan without a loss."""
+    lost = WorkerId(NodeName("b"), 0)
+    fault = FaultRule(worker=lost, point="before:Backward", step=LOSS_AT, action="kill_worker")
+    first, second, third = (
+        make_plan(number, cuts, shares, schedule="zb-h1" if number == 3 else "1f1b")
+        for number, (cuts, shares) in enumerate(PLANS, 1)
+    )
+    with Director(warm, job, [fault]) as cluster:
+        cluster.start("a")  # what it compiles, the others read
+        cluster.start("b", "c")
+        cluster.assign(first)
+        cluster.wait(lambda: cluster.workers[lost].gone, "b is lost")
+        cluster.assign(second)
+        cluster.wait(lambda: CHANGE_AFTER in cluster.records, "steps without b")
+        cluster.assign(third, boundary=True)
+        cluster.wait_finished(third)
+        cluster.stop()
+        generations = {r.generation for records in cluster.records.values() for r in records}
+        assert generations == {1, 2, 3}
+        evaluated = [cluster.evaluations[step][0].loss for step in sorted(cluster.evaluations)]
+        return cluster.losses(), evaluated
+
+
+def test_losses_are_those_of_layers_as_they_are_and_no_step_runs_anything_else(
+    warm: WarmWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code.allow((code.ANY,))
+    noted = tmp_path / "noted"
+    monkeypatch.syspath_prepend(SUPPORT)
+    job = described(str(noted))
+    noted.unlink()  # it was looked at as it is
+    losses, evaluated = trained(warm, job)
+    lines = noted.read_text().splitlines() if noted.exists() else []
+    # Of a step that is done again, a layer may be the lowest one with a backward.
+    assert set(lines) <= {"True False"}
+    expected, expected_evaluated = trained(warm, described(""))
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert len(evaluated) == 3
+    assert evaluated == pytest.approx(expected_evaluated, rel=1e-12)

@@ -1,0 +1,163 @@
+"""Layers through torch's compiler, where the job wants it (`training.compile`).
+
+All layers go through one compiled function that has the module as an argument. So weights are
+inputs of what is compiled, and layers of the same code share it, however many there are and
+whichever a plan puts here. All of a model is compiled before its worker is ready
+(`oobleck.worker.profiling.compiling`), and nothing from then on: no step waits for the compiler,
+and what nothing compiled fits runs as it is. Must not know which layers are compiled.
+"""
+
+import fcntl
+import importlib
+import os
+import stat
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oobleck.worker.models.tree import Tree, map_tensors
+from oobleck.worker.runtime.errors import NodeError
+
+#: Codes that a model is compiled into at most: beyond that, code depends on numbers that are
+#: others in each layer. Each has variants: for training, for evaluation.
+MOST_CODES = 16
+_VARIANTS = 8
+_COMPILER = (
+    "torch._dynamo.convert_frame",
+    "torch._inductor.compile_fx",
+    "torch._inductor.codegen.cpp",
+)
+
+
+class Prepared(nn.Module):
+    """A layer with a part that is never compiled, and comes first."""
+
+    def forward(self, x: Any) -> Any:
+        return self.compute(self.prepare(x))
+
+    def prepare(self, x: Any) -> Any:
+        """What `compute` takes, from the layer's input."""
+        raise NotImplementedError
+
+    def compute(self, prepared: Any) -> Any:
+        raise NotImplementedError
+
+
+#: What a module gives for a tree.
+Call = Callable[[nn.Module, Tree], Tree]
+
+
+def compiled(**options: Any) -> Call:
+    """A function that calls a module by compiled code: one code for all that are alike. `options`:
+    of torch.compile."""
+
+    def whole(module: nn.Module, x: Any) -> Any:
+        return module.compute(x) if isinstance(module, Prepared) else module(x)
+
+    # Loads the compiler.
+    made: Call = torch.compile(whole, fullgraph=True, dynamic=False, **options)
+
+    def call(module: nn.Module, x: Tree) -> Tree:
+        x = map_tensors(_in_order, x)
+        return made(module, module.prepare(x) if isinstance(module, Prepared) else x)
+
+    return call
+
+
+@cache
+def _compiled() -> Call:
+    return compiled()
+
+
+def run_compiled(module: nn.Module, x: Tree) -> Tree:
+    """What `module` gives for `x`, by compiled code."""
+    return _compiled()(module, x)
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    """With the strides of a new tensor, as what has travelled has: code is compiled for strides."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            # Through one dimension: the strides of those of size 1 are any.
+            return tensor.reshape(-1).view(tensor.shape)
+        expected *= max(size, 1)
+    return tensor
+
+
+def load_compiler() -> bool:
+    """Import it, which takes 2 s and 150 MB where it is not there; whether it was not. It starts no
+    thread."""
+    new = any(name not in sys.modules for name in _COMPILER)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's modules about each other
+        for name in _COMPILER:
+            importlib.import_module(name)
+    settings: Any = importlib.import_module("torch._inductor.config")
+    # Otherwise processes of its own would outlive what they are wanted for.
+    settings.compile_threads = 1
+    return new
+
+
+@contextmanager
+def compiling(device: torch.device) -> Iterator[None]:
+    """Within, what is run for the first time is compiled; behind it, nothing is any more.
+
+    Workers of one host do this one after the other: what the first one has compiled, the others
+    read from the disk. Raises NodeError where this host lacks what that takes.
+    """
+    load_compiler()
+    dynamo: Any = importlib.import_module("torch._dynamo.config")
+    if device.type == "cpu":
+        _check_compiler()
+    variants = MOST_CODES * _VARIANTS
+    with (
+        _alone(_folder()),
+        dynamo.patch(recompile_limit=variants, accumulated_recompile_limit=variants),
+        torch.compiler.set_stance("default"),
+    ):
+        yield
+    torch.compiler.set_stance("eager_on_recompile")
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Of the processes of this host."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _check_compiler() -> None:
+    builder: Any = importlib.import_module("torch._inductor.cpp_builder")
+    errors: Any = importlib.import_module("torch._inductor.exc")
+    try:
+        builder.get_cpp_compiler()
+    except errors.InvalidCxxCompiler as error:
+        raise NodeError(
+            "training.compile: this node has no C++ compiler (the variable CXX names one, else it "
+            "is g++); install it on every node, as by apt-get install g++, or leave the key out"
+        ) from error
+
+
+def _folder() -> Path:
+    """Where torch keeps what it has compiled, which is made. Raises NodeError where others could
+    put code there."""
+    places: Any = importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    folder = Path(given or places.default_cache_dir())
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NodeError(
+            f"training.compile: {folder}, where torch keeps what it has compiled, is not a folder "
+            "that only the agent's user can write to; remove it on this node"
+        )
+    return folder
