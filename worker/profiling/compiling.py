@@ -43,7 +43,7 @@ def _compile(job: JobSpec, layer: int, device: torch.device) -> None:
         if not _is_of_the_compiler(error.__cause__):
             raise
         log.exception("a layer cannot be compiled")
-        reason = str(error.__cause__).strip().partition("\n")[0]
+        reason = " ".join(str(error.__cause__).split())[:200]
         raise NodeError(
             f"training.compile: layer {layer} cannot be compiled on this node: {reason}; the log "
             "has all of it; correct that, or leave the key out"
