@@ -54,7 +54,8 @@ def _show(found: Found, layers: list[dict[str, Any]]) -> None:
     from oobleck.planner.units import format_bytes
 
     if layers:
-        heads = ("LAYERS", "CLASS", "PARAMETERS", "KEPT PER ROW", "OUTPUT PER ROW")
+        compiled = any(layer["compiled"] for layer in layers)
+        heads: tuple[str, ...] = ("LAYERS", "CLASS", "PARAMETERS", "KEPT PER ROW", "OUTPUT PER ROW")
         rows = [
             (
                 _range(layer["first"], layer["last"]),
@@ -62,9 +63,11 @@ def _show(found: Found, layers: list[dict[str, Any]]) -> None:
                 f"{layer['parameters']:,}",
                 format_bytes(layer["kept_bytes"]),
                 ", ".join(layer["output"]),
+                *(["yes" if layer["compiled"] else "no"] if compiled else []),
             )
             for layer in layers
         ]
+        heads += ("COMPILED",) if compiled else ()
         click.echo(table(heads, rows, width=terminal_width()))
     for problem in found.problems:
         if problem.warning:

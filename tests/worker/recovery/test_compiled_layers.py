@@ -32,7 +32,7 @@ def described(noted: str) -> JobSpec:
     job = JobSpec(
         name="compiled",
         model=OwnModelSpec(
-            python="compiled_models:mixed",
+            python="compiled_models:alike",
             path=SUPPORT,
             arguments=Json(json.dumps({"noted": noted})),
         ),
