@@ -28,9 +28,9 @@ REPORT_LIMIT = 1024
 #: Answers to operators' questions; whoever asked gives up, so old ones are of no use.
 ANSWER_LIMIT = 64
 LINES_PER_MESSAGE = 100
-#: So long may a word wait for others that changes nothing of what the master does next: on the way
-#: into a plan each worker has three of them, and each would wake the master and its agent while all
-#: wait for the first step.
+#: So long may a word wait for others that changes nothing of what the master does next: that a
+#: worker has left its plan, or met the others, but not that it holds its layers. Each would wake
+#: the master while all wait for the first step.
 GATHER_WORDS_S = 0.25
 #: Lines wait so long for others. When a peer is lost each worker prints some, and to send each of
 #: them at once would take from what brings training back.
@@ -104,8 +104,8 @@ class Outbox:
             self._reports.popleft()
             logger.warning("report dropped, too many wait for the master")
         self._reports.append((report, now))
-        phase = isinstance(report.what, PhaseReached)
-        self._words_due(now + GATHER_WORDS_S if phase else now)
+        waits = isinstance(report.what, PhaseReached) and report.what.phase != "transferred"
+        self._words_due(now + GATHER_WORDS_S if waits else now)
 
     def _words_due(self, at: float) -> None:
         if self._words_due_at is None or at < self._words_due_at:

@@ -1,5 +1,6 @@
 """The folder of one job's copies, each of which one process writes at a time."""
 
+import contextlib
 import fcntl
 from pathlib import Path
 from typing import BinaryIO
@@ -17,10 +18,11 @@ def claim(folder: Path, submitted_at: float) -> None:
     OSError."""
     path, own = folder / _OWNER, repr(submitted_at)
     folder.mkdir(parents=True, exist_ok=True)
-    if (path.read_text() if path.exists() else "") not in ("", own):
+    with contextlib.suppress(FileExistsError), path.open("x") as file:
+        file.write(own)
+    if path.read_text() != own:
         text = f"{folder} is of another cluster's job of that id; name another --directory"
         raise CommandFailed(text, FAILED)
-    path.write_text(own)
 
 
 def open_locked(path: Path) -> BinaryIO:

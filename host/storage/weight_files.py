@@ -54,8 +54,9 @@ _NUMPY = {
 _BLOCK_BYTES = 4096
 #: Keys of a config that say where a model comes from or how it is stored, and not what it computes.
 _OF_NO_EFFECT = ("_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype")
-#: Inode, size and time of change of a file, in nanoseconds.
-_Stamp = tuple[int, int, int]
+#: Size and time of change of a file, in nanoseconds. Not the inode: file systems without any give
+#: one file several.
+_Stamp = tuple[int, int]
 
 
 class WeightsError(ValueError):
@@ -187,7 +188,7 @@ def _config(folder: Path) -> bytes:
 
 
 def _stamp(status: os.stat_result) -> _Stamp:
-    return status.st_ino, status.st_size, status.st_mtime_ns
+    return status.st_size, status.st_mtime_ns
 
 
 def _is_file_name(name: str) -> bool:

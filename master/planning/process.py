@@ -27,9 +27,11 @@ _MOST_ENDS = 3
 _RESTART_S = 0.5
 #: The largest first plan takes a slow machine a minute; a process that takes this long hangs.
 _LONGEST_S = 600.0
-#: Nothing more is made ahead once a plan has taken longer: one that is waited for waits for the one
-#: at work too.
+#: Nothing is made ahead where the last plan has taken longer: one that is waited for waits for the
+#: one at work too.
 _LONGEST_AHEAD_S = 1.0
+#: One that is made ahead and takes so many times as long hangs.
+_PATIENCE = 5
 
 _reply: msgspec.json.Decoder[PlanReply] = msgspec.json.Decoder(PlanReply)
 
@@ -40,8 +42,9 @@ class PlanningProcess:
     def __init__(self) -> None:
         #: A reply takes no longer,
         self.longest_s = _LONGEST_S
-        #: and what is made ahead none longer than this.
+        #: and nothing is made ahead where the last one took longer than this.
         self.longest_ahead_s = _LONGEST_AHEAD_S
+        self._took_s = 0.0
         self._replies = Replies()
         self._wanted: PlanRequest | None = None
         #: What may be wanted next, and what is still to be worked out of that.
@@ -97,7 +100,8 @@ class PlanningProcess:
         request = self._wanted
         self._unasked = request is None or request in self._replies
         if self._unasked:
-            request = self._ahead.popleft() if self._ahead else None
+            quick = self._took_s <= self.longest_ahead_s
+            request = self._ahead.popleft() if quick and self._ahead else None
         if request is None:
             return
         self._at_work, self._ends = request, 0
@@ -110,11 +114,12 @@ class PlanningProcess:
         except ValueError as error:  # beyond all bounds
             self._take(Broken(error=str(error)))
             return
-        loop = asyncio.get_running_loop()
-        self._limit = loop.call_later(self.longest_s, self._give_up, self.longest_s)
+        limit_s = _PATIENCE * self.longest_ahead_s if self._unasked else self.longest_s
+        self._limit = asyncio.get_running_loop().call_later(limit_s, self._give_up, limit_s)
 
     def _give_up(self, after_s: float) -> None:
         log.error("the planning process hangs", extra={"after_s": after_s})
+        self._took_s = max(self._took_s, after_s)
         self._kill()
 
     def _kill(self) -> None:
@@ -135,8 +140,7 @@ class PlanningProcess:
             self._replies.add(request, reply)
         elif request in self._foreseen and not isinstance(reply, Broken):
             self._replies.add_ahead(request, reply)
-        if asyncio.get_running_loop().time() - self._sent_at > self.longest_ahead_s:
-            self._ahead.clear()
+        self._took_s = asyncio.get_running_loop().time() - self._sent_at
         self._send()
         if not unasked:
             self._tell()

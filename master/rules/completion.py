@@ -25,9 +25,6 @@ from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import SaveReport
 from oobleck.planner.ids import NodeName
 
-#: More than agents hold such words back.
-_LAST_WORDS_S = 0.5
-
 
 def reconfiguration_stats(context: Context, job: Job) -> ReconfigurationStats | None:
     """How far the way into the newest generation has come; None: it is not on the way."""
@@ -84,8 +81,6 @@ def first_step(context: Context, job: Job) -> Decision | None:
     how = reconfiguration_stats(context, job)
     if step is None or how is None:
         return None
-    if (due := _words_due_at(context, job)) > context.now:
-        return Decision(wake_at=due, reason="workers have not told yet how they came here")
     older = (r for r in reversed(job.seen.steps.recent) if r.generation < job.current.generation)
     before = next(older, job.seen.steps.last_before)
     event = FirstStepCommitted(
@@ -99,19 +94,6 @@ def first_step(context: Context, job: Job) -> Decision | None:
     return Decision(
         actions=(event,), reason=f"generation {job.current.generation} has committed a step"
     )
-
-
-def _words_due_at(context: Context, job: Job) -> float:
-    """Until when to wait for what all have to tell of the way into the newest generation: agents
-    send that after the first step, which is what all wait for. 0: for nothing."""
-    made, timeline = job.current.made, job.seen.timeline
-    if made is None or timeline is None or timeline.first_step_at is None or job.current.losses:
-        return 0.0
-    nodes = context.state.nodes
-    late = (worker for worker in made.plan.workers if worker not in timeline.entered)
-    if all(not nodes[worker.node].connected for worker in late):
-        return 0.0
-    return timeline.first_step_at + _LAST_WORDS_S
 
 
 def caught_up(context: Context, job: Job) -> Decision | None:

@@ -4,6 +4,7 @@ Owns which they are: for the loss of any one node of a job that trains. Must not
 made, nor what becomes of them.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,6 +13,9 @@ from oobleck.master.rules import draining
 from oobleck.master.rules.boundary import undisturbed
 from oobleck.master.rules.decision import Context
 from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import Generation, JobId
+
+log = logging.getLogger(__name__)
 
 #: With more nodes each plan takes so long that there is not one for each before the next loss.
 _MOST_NODES = 64
@@ -40,6 +44,8 @@ class Foresight:
     """Looks again only where something has changed that such plans hang on."""
 
     def __init__(self) -> None:
+        #: Job and generation that they are of, and what else they hang on.
+        self._of: tuple[JobId, Generation] | None = None
         self._seen: object = None
         self._found: tuple[PlanRequest, ...] = ()
 
@@ -50,12 +56,15 @@ class Foresight:
         if job is None or job.current.made is None or len(job.current.members) > _MOST_NODES:
             return ()
         if job.current.losses or job.current.on_the_way or not undisturbed(state, job):
-            return self._found
+            return self._found if self._of == (job.id, job.newest_known) else ()
         live = [node for node in state.candidates(job) if state.is_ready(node, job)]
-        names = tuple(node.facts.node for node in live)
-        seen = (job.id, job.newest_known, names, tuple(sorted(job.rates.items())))
+        names = tuple((node.facts.node, node.facts.memory_per_worker_bytes) for node in live)
+        seen = (
+            (job.id, job.newest_known, names),
+            (job.profiling.chosen, job.current.base, tuple(sorted(job.rates.items()))),
+        )
         if seen != self._seen:
-            self._seen, self._found = seen, ()
+            self._of, self._seen, self._found = (job.id, job.newest_known), seen, ()
             asking = replace(context, planner=_Asked())
             for name in job.current.members:
                 left = [node for node in live if node.facts.node != name]
@@ -65,4 +74,7 @@ class Foresight:
                     self._found += (still.request,)
                 except PlanInfeasible:
                     pass  # that takes no time to find
+                except Exception:
+                    # Nothing hangs on it yet; where the loss comes, the rules meet it again.
+                    log.exception("what a loss would ask for is not known", extra={"node": name})
         return self._found

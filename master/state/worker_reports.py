@@ -237,4 +237,5 @@ def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -
 def note_progress(job: Job, generation: Generation, now: float) -> None:
     """What older generations still do is no way forward for a newer one that waits for them."""
     if generation >= job.current.generation:
-        job.seen.progressed_at = now
+        # A report may have waited for a session; what came meanwhile counts.
+        job.seen.progressed_at = max(now, job.seen.progressed_at or now)

@@ -106,13 +106,20 @@ def test_phases_wait_for_others_and_tell_for_how_long() -> None:
     assert outbox.next_due(10.25) is None
 
 
-def test_what_the_master_acts_on_takes_what_waits_along() -> None:
+@pytest.mark.parametrize(
+    "what",
+    [
+        PeerLost(generation=Generation(2), step=3, detail="closed"),
+        PhaseReached(generation=Generation(2), phase="transferred"),
+    ],
+)
+def test_what_the_master_acts_on_takes_what_waits_along(what: PhaseReached | PeerLost) -> None:
     outbox = Outbox(Incarnation("0123"))
     generation = Generation(2)
-    outbox.report(reported(PhaseReached(generation=generation, phase="transferred")), 10.0)
+    outbox.report(reported(PhaseReached(generation=generation, phase="joined")), 10.0)
     outbox.status(NodeStatus(generation=generation), 10.0, has_rank_0=False)
     assert outbox.take(10.0) == []
-    outbox.report(reported(PeerLost(generation=generation, step=3, detail="closed")), 10.0)
+    outbox.report(reported(what), 10.0)
     assert [message.WhichOneof("body") for message in outbox.take(10.0)] == [
         "report",
         "report",

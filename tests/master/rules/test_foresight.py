@@ -40,9 +40,10 @@ def test_a_loss_asks_for_what_was_foreseen(lost: str, monkeypatch: pytest.Monkey
             return super().reply(request)
 
     monkeypatch.setattr(rules, "AtOnce", Recording)
-    player.play(f"2.0 peer_lost {'n2' if lost == 'n1' else 'n1'}/0 1\n2.0 close {lost}\n")
+    player.play(f"2.0 peer_lost {'n2' if lost == 'n1' else 'n1'}/0 1\n")
     assert look(foresight, player, 2.0) is foreseen, "the first signs of a loss change nothing"
-    player.play("20.0 look\n")
+    player.play(f"2.0 close {lost}\n20.0 look\n")
+    assert look(foresight, player, 20.0) == (), "they are of a plan that is left"
     job = player.state.job
     assert job is not None
     assert lost not in job.current.members
