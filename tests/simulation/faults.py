@@ -8,6 +8,7 @@ did it to; '' where there is nothing to do it to. Must not know what must come o
 import random
 from collections import Counter
 from collections.abc import Callable
+from itertools import cycle
 
 from simulation.client import Operator
 from simulation.outages import Outages
@@ -85,6 +86,8 @@ class Faults:
             Upkeep(world, operator, draw, nodes, self.for_a_while, self.revive),
         )
         self.truth = Truth(world)
+        #: Of second strikes, in turn.
+        self._phases = cycle(draw.sample(_PHASES, len(_PHASES)))
         #: How often each kind has struck.
         self.struck: Counter[str] = Counter()
 
@@ -147,7 +150,7 @@ class Faults:
 
     def strike_twice(self) -> str:
         """The second one when the first worker tells that it has got to a phase."""
-        phase, seconds = self._draw.choice(_PHASES), self._draw.sample(_SECOND, len(_SECOND))
+        phase, seconds = next(self._phases), self._draw.sample(_SECOND, len(_SECOND))
 
         def strike() -> None:
             # Of some kinds there may be nothing to strike by then.

@@ -236,6 +236,8 @@ def test_all_groups_end_where_each_abort_waits_for_the_kernels_of_the_others(clu
     here = cluster(2)
     first, _ = here.connect([(0, 1)], PAIR)
     to_second, owners, _ = here.ranks[0].groups
+    # Neither for the first time, which would wait for the other.
+    to_second._used, owners._used = {"send"}, {"allreduce"}
     to_second.send([torch.ones(1)], 1, 0)
     owners.allreduce([torch.ones(1)], AllreduceOptions())
     until(lambda: here.ranks[0].device.running == 2, "two kernels")
