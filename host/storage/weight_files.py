@@ -54,8 +54,8 @@ _NUMPY = {
 _BLOCK_BYTES = 4096
 #: Keys of a config that say where a model comes from or how it is stored, and not what it computes.
 _OF_NO_EFFECT = ("_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype")
-#: Size and time of change of a file, in nanoseconds. Not the inode: file systems without any give
-#: one file several.
+#: Size and time of change of a file, in nanoseconds. Not the inode: file systems
+#: that have none make up another one now and then.
 _Stamp = tuple[int, int]
 
 

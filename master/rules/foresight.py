@@ -5,10 +5,10 @@ made, nor what becomes of them.
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 from oobleck.master.planning.requests import PlanReply, PlanRequest, StillPlanning
+from oobleck.master.planning.solve import AtOnce
 from oobleck.master.rules import draining
 from oobleck.master.rules.boundary import undisturbed
 from oobleck.master.rules.decision import Context
@@ -21,23 +21,11 @@ log = logging.getLogger(__name__)
 _MOST_NODES = 64
 
 
-class _Asked:
+class _Asked(AtOnce):
     """A planner that has no reply, so that the request is known."""
 
     def reply(self, request: PlanRequest) -> PlanReply:
         raise StillPlanning(request)
-
-    def prepare(self) -> None:
-        pass
-
-    def want(self, request: PlanRequest | None) -> None:
-        pass
-
-    def foresee(self, requests: tuple[PlanRequest, ...]) -> None:
-        pass
-
-    def listen(self, tell: Callable[[], None]) -> None:
-        pass
 
 
 class Foresight:
