@@ -40,6 +40,10 @@ WHILE_S = 3.0
 LOST_S = 0.8
 #: A slow worker's rate is told anew when it has changed by more.
 _CHANGE = 0.2
+#: For so many seconds a worker that is not well is told as no faster than its plan counts on. Who
+#: is held to a part of a processor saves up while it waits: with less to do it computes faster than
+#: it could with more. How fast that is shows by trying alone, which may cost a minute.
+TRIED_S = 600.0
 #: Who is measured alone may seem so many times as fast or as slow as it is in training.
 SURE = 1.5
 #: Rates are told in such steps, and none lower than one.
@@ -99,6 +103,7 @@ def _changed(context: Context, job: Job) -> Iterator[RateChanged]:
         return
     members = [context.state.nodes[name] for name in job.current.members]
     samples = _samples(made.plan, profile_on(job.spec, Machines.of(job, members)), pace.rounds)
+    planned = {one.worker: one.rate for one in made.plan.rates}
     for worker, now in samples[0].slowness.items():
         told = job.slow.get(worker)
         if told is None:
@@ -109,6 +114,8 @@ def _changed(context: Context, job: Job) -> Iterator[RateChanged]:
         else:
             run = _run(samples, worker, _differs(told.rate, now), SLOW_STEPS)
             rate = _rate(run, worker) if run else told.rate
+            if rate > told.rate and context.now < (job.seen.planned_at or 0.0) + TRIED_S:
+                rate = max(told.rate, min(rate, planned.get(worker, 1.0)))
         if rate != (1.0 if told is None else told.rate):
             yield _event(job, worker, rate, run)
 
@@ -247,8 +254,11 @@ def _rate(run: Sequence[_Sample], worker: WorkerId) -> float:
 
 
 def _rate_of(slowness: float) -> float:
-    steps = round(1 / slowness / _STEP)
-    return round(min(max(1, steps), round(1 / _STEP) - 1) * _STEP, 2)
+    return _in_steps(1 / slowness)
+
+
+def _in_steps(rate: float) -> float:
+    return round(min(max(1, round(rate / _STEP)), round(1 / _STEP) - 1) * _STEP, 2)
 
 
 def _event(job: Job, worker: WorkerId, rate: float, run: Sequence[_Sample]) -> RateChanged:
