@@ -19,6 +19,10 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 _DAY_S = 86_400.0
 #: So many of the longest usual steps without progress are a hang.
 HUNG_STEPS = 4.0
+#: Agents hold back for so long what workers tell of their way into a plan, or until the first step
+#: is committed in it, or something goes that the master acts on. Each such word would wake the
+#: master while all wait for that step.
+GATHER_WORDS_S = 0.25
 #: Another worker's host is asked for a sign of life every second, and where a link is full some
 #: of that gets lost.
 _LEAST_SILENCE_S = 5.0

@@ -13,6 +13,7 @@ import msgspec
 
 from oobleck.agent.connection.records import RecordBuffer
 from oobleck.agent.processes.output import LogQueue
+from oobleck.host.detection import GATHER_WORDS_S
 from oobleck.host.ipc.messages import PhaseReached, StepRecord
 from oobleck.host.timeline import Recording, boot_id
 from oobleck.planner.ids import Generation, Incarnation, JobId
@@ -28,10 +29,6 @@ REPORT_LIMIT = 1024
 #: Answers to operators' questions; whoever asked gives up, so old ones are of no use.
 ANSWER_LIMIT = 64
 LINES_PER_MESSAGE = 100
-#: So long may a word wait for others that changes nothing of what the master does next: that a
-#: worker has left its plan, or met the others, but not that it holds its layers. Each would wake
-#: the master while all wait for the first step.
-GATHER_WORDS_S = 0.25
 #: Lines wait so long for others. When a peer is lost each worker prints some, and to send each of
 #: them at once would take from what brings training back.
 GATHER_LINES_S = 0.2
@@ -104,7 +101,7 @@ class Outbox:
             self._reports.popleft()
             logger.warning("report dropped, too many wait for the master")
         self._reports.append((report, now))
-        waits = isinstance(report.what, PhaseReached) and report.what.phase != "transferred"
+        waits = isinstance(report.what, PhaseReached)
         self._words_due(now + GATHER_WORDS_S if waits else now)
 
     def _words_due(self, at: float) -> None:
@@ -113,6 +110,9 @@ class Outbox:
             self.wake.set()
 
     def record(self, job_id: JobId, record: StepRecord, now: float) -> None:
+        """Keep it for the master; the way into the plan, which may still wait, is told now."""
+        if self._words_due_at is not None:
+            self._words_due(now)
         if self._rank_0_until is not None and record.generation >= self._rank_0_until:
             self._has_rank_0, self._rank_0_until = False, None
         lost = self._records.lost

@@ -8,6 +8,7 @@ from statistics import median
 
 import msgspec
 
+from oobleck.host.detection import GATHER_WORDS_S
 from oobleck.host.ipc.messages import CheckpointSaved, Restored, SaveFailed
 from oobleck.master.events.jobs import (
     CheckpointPublished,
@@ -81,6 +82,8 @@ def first_step(context: Context, job: Job) -> Decision | None:
     how = reconfiguration_stats(context, job)
     if step is None or how is None:
         return None
+    if (due := _told_by(context, job)) > context.now:
+        return Decision(wake_at=due, reason="workers have not told yet how they came here")
     older = (r for r in reversed(job.seen.steps.recent) if r.generation < job.current.generation)
     before = next(older, job.seen.steps.last_before)
     event = FirstStepCommitted(
@@ -94,6 +97,20 @@ def first_step(context: Context, job: Job) -> Decision | None:
     return Decision(
         actions=(event,), reason=f"generation {job.current.generation} has committed a step"
     )
+
+
+def _told_by(context: Context, job: Job) -> float:
+    """Until when to wait for what all have to tell of the way into the newest generation, which
+    agents send with its first step. 0: for nothing."""
+    made, timeline = job.current.made, job.seen.timeline
+    if made is None or timeline is None or timeline.first_step_at is None:
+        return 0.0
+    if job.current.losses or job.seen.peers_lost:
+        return 0.0
+    late = (worker for worker in made.plan.workers if worker not in timeline.entered)
+    if not any(context.state.nodes[worker.node].connected for worker in late):
+        return 0.0
+    return timeline.first_step_at + GATHER_WORDS_S
 
 
 def caught_up(context: Context, job: Job) -> Decision | None:

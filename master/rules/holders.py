@@ -5,7 +5,7 @@ Must not know what is decided by it.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from oobleck.master.rules.decision import Context
 from oobleck.master.state.cluster import ClusterState
@@ -36,10 +36,44 @@ def lost_layers(
 def gone_for_good(context: Context, job: Job) -> LayerLost | None:
     """The layers of a model that has been trained whose state no worker has any more, in the plan
     or not, nor can any node that is away bring back."""
-    state = context.state
-    if not was_trained(state, job):
+    if not was_trained(context.state, job):
         return None
-    here = [
+    try:
+        held = _held_layers(context.state, job, _here(context.state, job))
+        require_holders(held | _held_away(context, job), job.spec.model.layer_count)
+    except LayerLost as lost:
+        return lost
+    return None
+
+
+def may_be_untold(state: ClusterState, job: Job) -> bool:
+    """Whether some of the state is with nobody who is here, as far as is known, and all of it is
+    with somebody if all who are here have entered the newest plan."""
+    if not was_trained(state, job) or job.current.made is None:
+        return False
+    here = _here(state, job)
+    known = _held_layers(state, job, here)
+    planned, members = job.current.made.plan.shards, job.current.processes()
+    supposed = dict(known)
+    for worker in here:
+        status = state.nodes[worker.node].seen.status.worker(worker.slot)
+        if status is not None and members.get(worker) == status.incarnation:
+            supposed[worker] = known.get(worker, frozenset()) | planned[worker]
+    layers = job.spec.model.layer_count
+    return not _is_whole(known, layers) and _is_whole(supposed, layers)
+
+
+def _is_whole(held: Mapping[WorkerId, frozenset[Shard]], layer_count: int) -> bool:
+    try:
+        require_holders(held, layer_count)
+    except LayerLost:
+        return False
+    return True
+
+
+def _here(state: ClusterState, job: Job) -> list[WorkerId]:
+    """All workers of the job that are connected, in the plan or not."""
+    return [
         WorkerId(name, worker.slot)
         for name, node in sorted(state.nodes.items())
         if node.connected and not node.stale_workers and name not in job.left_out
@@ -47,12 +81,6 @@ def gone_for_good(context: Context, job: Job) -> LayerLost | None:
         for worker in node.seen.status.workers
         if not job.seen.is_gone(worker.incarnation)
     ]
-    try:
-        held = _held_layers(state, job, here) | _held_away(context, job)
-        require_holders(held, job.spec.model.layer_count)
-    except LayerLost as lost:
-        return lost
-    return None
 
 
 def may_bring_back(context: Context, job: Job, layers: Iterable[int]) -> frozenset[NodeName]:

@@ -6,6 +6,7 @@ A job's first plan is `oobleck.master.rules.first_plan`'s. Must not know how pla
 from collections.abc import Sequence
 from dataclasses import replace
 
+from oobleck.host.detection import GATHER_WORDS_S
 from oobleck.master.events.nodes import NodeDrained, NodeLost, NodeReset, WorkerLost
 from oobleck.master.events.plans import Cause, FollowUpDropped
 from oobleck.master.planning.requests import PlanningFailed, PlanWanted
@@ -60,6 +61,8 @@ def replan(context: Context, job: Job) -> Decision | None:
     patience = _for_replacements(context, job, missing)
     if patience and not all(worker_losses.takes_longer(job, node) for node in missing):
         return patience
+    if (told := _for_words(context, job)) is not None:
+        return told
     live = [node for node in state.candidates(job) if state.is_ready(node, job) or node in coming]
     try:
         answer = draining.plan_without_drained(context, job, live)
@@ -117,6 +120,21 @@ def _for_replacements(context: Context, job: Job, missing: list[Node]) -> Decisi
     if context.now >= due:
         return None
     return Decision(wake_at=due, reason=f"{names(missing)}: replacement to come", holds_plans=True)
+
+
+def _for_words(context: Context, job: Job) -> Decision | None:
+    """For as long as agents may hold back that their workers have entered the newest plan, where
+    without that some of the state is with nobody."""
+    seen = job.seen
+    since = [at for at, _ in seen.peers_lost.values()]
+    since += [seen.loss.declared_at] if seen.loss is not None else []
+    due = max(since, default=0.0) + 2 * GATHER_WORDS_S
+    if context.now >= due or not job.current.on_the_way or job.state == "waiting for nodes":
+        return None
+    if not holders.may_be_untold(context.state, job):
+        return None
+    reason = "agents may have more to tell of the way into the plan"
+    return Decision(wake_at=due, reason=reason, holds_plans=True)
 
 
 def _way_back(job: Job) -> str:

@@ -209,6 +209,9 @@ def _take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None
             seen.steps.last_before = seen.steps.recent[-1]
         seen.steps.recent.append(record)
         _note_step(job, record.step, record.generation, now)
+        if record.generation == job.current.generation and job.current.on_the_way:
+            for process in job.current.processes().values():  # a step is committed by all
+                note_entered(job, process, record.generation)
         timeline = seen.timeline
         if (
             timeline is not None

@@ -304,7 +304,8 @@ class Job:
     @property
     def unentered(self) -> bool:
         """Whether the newest plan is for a step boundary and nobody has entered it, as far as is
-        known: workers hold what the plan says that is trained in."""
+        known: workers hold what the plan says that is trained in. So they do, too, where some have
+        entered it and their agents have not told: until a step is committed in it, which tells."""
         current = self.current
         return (
             current.made is not None

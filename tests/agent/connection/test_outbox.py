@@ -6,11 +6,17 @@ import pytest
 
 from oobleck.agent.connection.outbox import (
     GATHER_LINES_S,
-    GATHER_WORDS_S,
     LINES_PER_MESSAGE,
     Outbox,
 )
-from oobleck.host.ipc.messages import CheckpointSaved, PeerLost, PhaseReached, Restored
+from oobleck.host.detection import GATHER_WORDS_S
+from oobleck.host.ipc.messages import (
+    CheckpointSaved,
+    PeerLost,
+    PhaseReached,
+    Restored,
+    StepRecord,
+)
 from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.planner.job.spec import CheckpointSpec
 from oobleck.planner.recovery.checkpoint import folder_name
@@ -95,36 +101,51 @@ def test_phases_wait_for_others_and_tell_for_how_long() -> None:
     outbox = Outbox(Incarnation("0123"))
     generation = Generation(2)
     outbox.report(reported(PhaseReached(generation=generation, phase="aborted")), 10.0)
-    outbox.report(reported(PhaseReached(generation=generation, phase="joined")), 10.125)
+    outbox.report(reported(PhaseReached(generation=generation, phase="transferred")), 10.125)
     assert outbox.take(10.125) == []
     assert outbox.next_due(10.125) == 10.0 + GATHER_WORDS_S
     told = [read_report(message.report).what for message in outbox.take(10.25)]
     assert [(what.phase, what.seconds_ago) for what in told if isinstance(what, PhaseReached)] == [
         ("aborted", 0.25),
-        ("joined", 0.125),
+        ("transferred", 0.125),
     ]
     assert outbox.next_due(10.25) is None
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        PeerLost(generation=Generation(2), step=3, detail="closed"),
-        PhaseReached(generation=Generation(2), phase="transferred"),
-    ],
-)
-def test_what_the_master_acts_on_takes_what_waits_along(what: PhaseReached | PeerLost) -> None:
+def test_what_the_master_acts_on_takes_what_waits_along() -> None:
     outbox = Outbox(Incarnation("0123"))
     generation = Generation(2)
-    outbox.report(reported(PhaseReached(generation=generation, phase="joined")), 10.0)
+    outbox.report(reported(PhaseReached(generation=generation, phase="transferred")), 10.0)
     outbox.status(NodeStatus(generation=generation), 10.0, has_rank_0=False)
     assert outbox.take(10.0) == []
-    outbox.report(reported(what), 10.0)
+    outbox.report(reported(PeerLost(generation=generation, step=3, detail="closed")), 10.0)
     assert [message.WhichOneof("body") for message in outbox.take(10.0)] == [
         "report",
         "report",
         "status",
     ]
+
+
+@pytest.mark.parametrize("has_rank_0", [True, False])
+def test_the_way_into_a_plan_is_told_with_its_first_step(has_rank_0: bool) -> None:
+    outbox, generation = Outbox(Incarnation("0123")), Generation(2)
+    outbox.status(NodeStatus(), 9.0, has_rank_0=has_rank_0)
+    outbox.report(reported(PhaseReached(generation=generation, phase="transferred")), 10.0)
+    outbox.status(NodeStatus(generation=generation), 10.0, has_rank_0=has_rank_0)
+    assert outbox.take(10.0) == []
+    record = StepRecord(
+        step=5,
+        loss=1.0,
+        grad_norm=1.0,
+        tokens=256,
+        samples_digest="0",
+        generation=generation,
+        step_seconds=0.1,
+        time=1.0,
+    )
+    outbox.record(JobId("demo-1"), record, 10.1)
+    told = [message.WhichOneof("body") for message in outbox.take(10.1)]
+    assert told == ["report", *(["records"] if has_rank_0 else []), "status"]
 
 
 def test_a_status_with_more_than_the_plan_in_it_is_sent_at_once() -> None:
