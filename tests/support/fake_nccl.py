@@ -24,9 +24,28 @@ from torch._C._distributed_c10d import AllreduceOptions
 from oobleck.worker.transport.nccl.group import Identifiers
 
 #: A test that has come to a halt must not hold up the run.
-_PATIENCE_S = 30.0
+_PATIENCE_S = 10.0
 _POLL_S = 0.001
 _KEY = "0"
+
+#: What a test has a rank's next call of some kind do first: it may raise, or take its time. The
+#: calls: make, connect, send, recv, allreduce, end (of an operation), wait, abort.
+Faults = dict[str, Callable[[], None]]
+
+
+def raising(error: Exception) -> Callable[[], None]:
+    def strike() -> None:
+        raise error
+
+    return strike
+
+
+def nccl_error(result: str, words: str, last: str) -> RuntimeError:
+    """As torch words it: NCCL's result by its name and in words, and its last warning."""
+    return torch.distributed.DistBackendError(
+        f"NCCL error in: NCCLUtils.hpp:95, {words}, NCCL version 2.29.7\n{result}: "
+        f"\nLast error:\n{last}"
+    )
 
 
 class Device:
@@ -120,8 +139,11 @@ class Communicator:
 class FakeWork:
     """An operation that was queued."""
 
-    def __init__(self, aborting: threading.Event | None = None) -> None:
+    def __init__(
+        self, aborting: threading.Event | None = None, faults: Faults | None = None
+    ) -> None:
         """`aborting`: an abort of its group is under way."""
+        self._faults = {} if faults is None else faults
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._aborting = aborting
@@ -143,18 +165,32 @@ class FakeWork:
         return self._ended.wait(seconds)
 
     def wait(self) -> bool:
-        """Host memory has no queue in whose order it could be put."""
+        """Host memory has no queue in whose order it could be put: it ends with the operation,
+        which an abort ends, too. Raises TimeoutError where nothing does."""
+        self._faults.pop("wait", _nothing)()
         if not self._ended.wait(_PATIENCE_S):
             raise TimeoutError("an operation never ended")
         return True
+
+
+def _nothing() -> None:
+    pass
 
 
 class FakeGroup:
     """One member of a group."""
 
     def __init__(
-        self, fabric: Fabric, device: Device, identifiers: Identifiers, rank: int, size: int
+        self,
+        fabric: Fabric,
+        device: Device,
+        identifiers: Identifiers,
+        rank: int,
+        size: int,
+        faults: Faults | None = None,
     ) -> None:
+        self._faults = {} if faults is None else faults
+        self._strike("make")
         if not identifiers.check([_KEY]):
             identifiers.set(_KEY, fabric.identifier())
         self.communicator = fabric.communicator(identifiers.get(_KEY), size)
@@ -166,12 +202,14 @@ class FakeGroup:
         #: While an abort is under way.
         self.aborting = threading.Event()
         self._used: set[str] = set()
-        #: For tests: raised by the next operation's end.
-        self.fault: BaseException | None = None
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="fake NCCL", daemon=True).start()
 
+    def _strike(self, call: str) -> None:
+        self._faults.pop(call, _nothing)()
+
     def eager_connect_single_device(self, device: torch.device | None) -> None:
+        self._strike("connect")
         self.communicator.come(self.rank)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
@@ -220,6 +258,7 @@ class FakeGroup:
         return self._enqueue("allreduce", kernel)
 
     def abort(self) -> None:
+        self._strike("abort")
         self._aborted = True
         with self._fabric.lock:
             self._fabric.lock.notify_all()
@@ -229,22 +268,26 @@ class FakeGroup:
         self.aborting.clear()
 
     def _enqueue(self, what: str, kernel: Callable[[], None]) -> FakeWork:
+        self._strike(what)
         if self._aborted:
             raise RuntimeError("NCCL communicator was aborted")
         self._until_connected()
         if what not in self._used:
             self._used.add(what)
             self._device.synchronize()
-        work = FakeWork(self.aborting)
+        work = FakeWork(self.aborting, self._faults)
 
         def run() -> None:
             self._device.enter(work, lambda: self._aborted)
+            error: Exception | None = None
             try:
                 kernel()
+                self._strike("end")
+            except Exception as raised:  # noqa: BLE001  # what a test has it raise
+                error = raised
             finally:
                 self._device.leave(work)
-                fault, self.fault = self.fault, None
-                work.end(fault)
+                work.end(error)
 
         self._queue.put(run)
         return work
@@ -271,11 +314,12 @@ class RankOfFabric:
     def __init__(self, fabric: Fabric, device: Device | None = None) -> None:
         self.device = device or Device()
         self.groups: list[FakeGroup] = []
+        self.faults: Faults = {}
         self._fabric = fabric
 
     def make_group(
         self, identifiers: Identifiers, rank: int, size: int, most_ctas: int
     ) -> FakeGroup:
-        group = FakeGroup(self._fabric, self.device, identifiers, rank, size)
+        group = FakeGroup(self._fabric, self.device, identifiers, rank, size, self.faults)
         self.groups.append(group)
         return group

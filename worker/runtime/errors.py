@@ -1,16 +1,11 @@
 """How a worker's step can end early. Each is handled in one place: the session loop."""
 
-import contextlib
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
 from oobleck.planner.ids import Generation, WorkerId
-
-#: The C++ source position in front of one of torch's messages, and its advice behind.
-_DECORATION = re.compile(r"^\[[^]]*\.(?:cc|h):\d+\] |\. This is typically caused.*$")
 
 
 class TransportError(Exception):
@@ -86,15 +81,3 @@ def of_the_device(error: Exception) -> bool:
     if isinstance(error, torch.AcceleratorError):
         return whose_fault(error) == "node"
     return for_want_of_memory(error)
-
-
-@contextlib.contextmanager
-def peers_may_fail() -> Iterator[None]:
-    """Turn what NCCL raises for every failure of a peer or a connection. What the device itself
-    raises is none."""
-    try:
-        yield
-    except (torch.AcceleratorError, torch.OutOfMemoryError):
-        raise
-    except RuntimeError as error:
-        raise TransportError(_DECORATION.sub("", str(error).splitlines()[0])) from None

@@ -36,10 +36,11 @@ from oobleck.worker.step.mailbox import AHEAD
 from oobleck.worker.transport.connect import wiring_of
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.aborts import Aborts
+from oobleck.worker.transport.nccl.failures import peers_may_fail
 from oobleck.worker.transport.nccl.lines import Line, Name
 from oobleck.worker.transport.nccl.transport import NcclTransport
 from oobleck.worker.transport.transport import Pending
-from support.fake_nccl import Device, Fabric, FakeWork, RankOfFabric
+from support.fake_nccl import Device, Fabric, FakeWork, RankOfFabric, nccl_error, raising
 from support.meeting import Party
 from support.plans import plan_of_cuts
 from support.routes import random_listed
@@ -294,24 +295,58 @@ def test_what_an_abort_leaves_behind_is_no_message(cluster):
     assert torch.isnan(tensor).all(), "the fake leaves garbage, as NCCL may"
 
 
-def test_an_error_of_nccls_own_ends_the_wait(cluster):
+CUDA_FAILED = "ncclUnhandledCudaError", "unhandled cuda error (run with NCCL_DEBUG=INFO)"
+SYSTEM = "ncclSystemError", "unhandled system error (run with NCCL_DEBUG=INFO)"
+REMOTE = nccl_error(
+    "ncclRemoteError", "remote process exited or there was a network error", "Connection closed"
+)
+SICK = nccl_error(*CUDA_FAILED, "Cuda failure 719 'unspecified launch failure'")
+
+
+@pytest.mark.parametrize(
+    ("error", "becomes", "told"),
+    [
+        (REMOTE, TransportError, r"^NCCL: ncclRemoteError \(Connection closed\)$"),
+        (RuntimeError("[a/b.cc:7] aborted. This is typically caused by"), TransportError, "^abor"),
+        (nccl_error("ncclInternalError", "internal error", "proxy"), TransportError, "proxy"),
+        (SICK, torch.AcceleratorError, "Error \\(Cuda failure 719 'unspecified launch failure'"),
+        (RuntimeError("NCCL error: unhandled cuda error"), torch.AcceleratorError, "^NCCL error"),
+        (torch.AcceleratorError("CUDA error: ECC"), torch.AcceleratorError, "^CUDA error: ECC$"),
+        (nccl_error(*CUDA_FAILED, "Cuda failure 2 'out of memory'"), torch.OutOfMemoryError, "2"),
+        (nccl_error(*CUDA_FAILED, "Failed to CUDA calloc 8 bytes"), torch.OutOfMemoryError, "8"),
+        (
+            nccl_error(*CUDA_FAILED, "Cuda failure 400 'invalid resource handle'"),
+            TransportError,
+            "400",
+        ),
+        (nccl_error(*SYSTEM, "Call to connect failed"), TransportError, "Call to connect"),
+        (nccl_error(*SYSTEM, "shm: No space left on device (28)"), NodeError, "/dev/shm"),
+    ],
+)
+def test_whose_fault_it_is(error, becomes, told):
+    with pytest.raises(becomes, match=told), peers_may_fail():
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "becomes"), [(REMOTE, TransportError), (SICK, torch.AcceleratorError)]
+)
+def test_an_error_of_nccls_own_ends_the_wait(cluster, error, becomes):
     here = cluster(2)
     first, second = here.connect([(0, 1)])
-    here.ranks[0].groups[0].fault = RuntimeError("NCCL error: remote process exited")
+    here.ranks[0].faults["end"] = raising(error)
     first.all_reduce(torch.ones(1), (0, 1))
     second.all_reduce(torch.ones(1), (0, 1))
-    with pytest.raises(TransportError, match="remote process exited"):
+    with pytest.raises(becomes, match=r"ncclRemote|ncclUnhandledCuda"):
         first.complete()
 
 
-def test_an_error_of_the_device_is_no_lost_peer(cluster):
+@pytest.mark.parametrize("call", ["make", "connect"])
+def test_a_sick_gpu_is_no_lost_peer_while_groups_connect(cluster, call):
     here = cluster(2)
-    first, second = here.connect([(0, 1)])
-    here.ranks[0].groups[0].fault = torch.AcceleratorError("CUDA error: uncorrectable ECC error")
-    first.all_reduce(torch.ones(1), (0, 1))
-    second.all_reduce(torch.ones(1), (0, 1))
-    with pytest.raises(torch.AcceleratorError, match="uncorrectable ECC"):
-        first.complete()
+    here.ranks[0].faults[call] = raising(SICK)
+    with pytest.raises(torch.AcceleratorError, match="unspecified launch failure"):
+        here.connect([(0, 1)], limit_s=0.2)
 
 
 def test_nobody_asks_about_a_group_while_it_is_aborted(cluster):

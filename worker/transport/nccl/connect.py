@@ -18,6 +18,7 @@ from oobleck.planner.profile.memory import LINK_CTAS, SUM_CTAS
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
+from oobleck.worker.transport.nccl.failures import peers_may_fail
 from oobleck.worker.transport.nccl.group import Identifiers, MakeGroup, ProcessGroup
 from oobleck.worker.transport.nccl.lines import Name, key_of
 
@@ -63,8 +64,9 @@ def _begin(
     make_group: MakeGroup, identifiers: Identifiers, index: int, name: Name, device: torch.device
 ) -> ProcessGroup:
     most_ctas = LINK_CTAS if name[0] == "link" else SUM_CTAS
-    group = make_group(identifiers, index, len(name[1]), most_ctas)
-    group.eager_connect_single_device(device)
+    with peers_may_fail():
+        group = make_group(identifiers, index, len(name[1]), most_ctas)
+        group.eager_connect_single_device(device)
     return group
 
 

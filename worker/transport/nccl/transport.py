@@ -31,10 +31,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, Work
 
 from oobleck.worker.runtime import pulse
-from oobleck.worker.runtime.errors import TransportError, peers_may_fail
+from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.aborts import Aborts
 from oobleck.worker.transport.nccl.connect import LIMIT_S, abandonable, begin_groups
+from oobleck.worker.transport.nccl.failures import peers_may_fail
 from oobleck.worker.transport.nccl.group import MakeGroup, ProcessGroup, make_nccl_group, use_device
 from oobleck.worker.transport.nccl.lines import Line, Name, Part
 from oobleck.worker.transport.transport import Group, Pending, Transport

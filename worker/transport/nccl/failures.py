@@ -1,0 +1,70 @@
+"""Whose fault is what NCCL raises: a peer's, this GPU's, this host's, or want of memory.
+
+torch raises one type of exception for all. Its text has NCCL's result by name, and behind "Last
+error:" what NCCL warned of last, which may be of something else. So the result decides, and the
+warning only what the result leaves open:
+
+- ncclUnhandledCudaError: CUDA has failed in this process. The GPU is sick; or it has no memory
+  left; or the memory of a peer that has just ended could not be mapped.
+- ncclSystemError: a socket, and so a peer; or what this host is short of.
+- All else (ncclRemoteError, ncclInternalError, a call on what was aborted): a peer.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import torch
+
+from oobleck.worker.runtime.errors import NodeError, TransportError
+
+#: The C++ source position in front of one of torch's messages, and its advice behind.
+_DECORATION = re.compile(r"^\[[^]]*\.(?:cc|h):\d+\] |\. This is typically caused.*$")
+_RESULT = re.compile(r"\b(nccl[A-Z]\w+): ")
+_WARNING = re.compile(r"^Last error:\s*(\S.*?)\s*$", re.MULTILINE)
+_CUDA_FAILED = ("ncclUnhandledCudaError", "unhandled cuda error")
+_NO_MEMORY = re.compile(r"out of memory|CUDA \w*alloc")
+#: By what CUDA refuses to map memory that another process has shared and that is gone.
+_UNMAPPED = re.compile(
+    r"'(?:invalid argument|invalid resource handle|mapping of buffer object failed)'|peer access"
+)
+#: With what to do about it.
+_SHORT_OF = {
+    "No space left on device": "give /dev/shm more room",
+    "Too many open files": "raise the limit of open files (ulimit -n)",
+    "Cannot allocate memory": "raise the limit of locked memory (ulimit -l)",
+}
+
+
+@contextlib.contextmanager
+def peers_may_fail() -> Iterator[None]:
+    """Around a call of NCCL. What the device itself raises stays as it is; what NCCL raises becomes
+    TransportError where a peer is gone, torch.AcceleratorError where the GPU is sick, NodeError
+    where the host lacks something, torch.OutOfMemoryError where the GPU does."""
+    try:
+        yield
+    except (torch.AcceleratorError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        raise judged(error) from None
+
+
+def judged(
+    error: RuntimeError,
+) -> TransportError | NodeError | torch.AcceleratorError | torch.OutOfMemoryError:
+    """What is to be raised in the place of torch's error."""
+    text = str(error)
+    result, warning = _RESULT.search(text), _WARNING.search(text)
+    last = warning[1] if warning else ""
+    told = _DECORATION.sub("", text.partition("\n")[0])
+    if result:
+        told = f"NCCL: {result[1]}" + (f" ({last})" if last else "")
+    if any(words in text for words in _CUDA_FAILED):
+        if _NO_MEMORY.search(last):
+            return torch.OutOfMemoryError(told)
+        return TransportError(told) if _UNMAPPED.search(last) else torch.AcceleratorError(told)
+    if result and result[1] == "ncclSystemError":
+        for lack, fix in _SHORT_OF.items():
+            if lack in last:
+                return NodeError(f"{told}; {fix}")
+    return TransportError(told)
