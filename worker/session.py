@@ -45,7 +45,13 @@ from oobleck.worker.profiling.measuring import Measuring
 from oobleck.worker.recovery.recover import Recovery
 from oobleck.worker.runtime import code, heap
 from oobleck.worker.runtime.control import Control
-from oobleck.worker.runtime.errors import JobError, NodeError, Superseded, TransportError
+from oobleck.worker.runtime.errors import (
+    JobError,
+    NodeError,
+    Superseded,
+    TransportError,
+    for_want_of_memory,
+)
 from oobleck.worker.runtime.faults import FaultInjector
 from oobleck.worker.runtime.memory import MemoryMeter
 from oobleck.worker.runtime.stopwatch import Stopwatch
@@ -122,6 +128,8 @@ class Session:
         self._entered = Generation(0)
         #: Of the generation that this worker is in.
         self._executor: Executor | None = None
+        #: The step committed last when memory was short; the next one is tried once more.
+        self._short_after: int | None = None
 
     def run(self, pid: int) -> None:
         """Report ready and follow the assignments; only a Stop or a dead agent ends it."""
@@ -184,6 +192,11 @@ class Session:
         except TransportError as error:
             report_lost(context, generation, error, membership.silent() if membership else ())
             self._leave(membership, orderly=False)
+        except (MemoryError, RuntimeError) as error:
+            if not self._tries_again(error):
+                raise
+            report_lost(context, generation, TransportError(self._short_of_memory(error)))
+            self._leave(membership, orderly=False)
         except (DataError, JobError, NodeError):
             if membership is not None:
                 # Others may be about to find the same of themselves: this one's end is not their
@@ -202,6 +215,25 @@ class Session:
             self._executor = None
         with timeline.phase("wait for the plan"):
             return control.wait_next(generation)
+
+    def _tries_again(self, error: Exception) -> bool:
+        """Whether a step that has failed for want of memory is done once more, with the cache empty
+        then (`limit_allocator`): the others leave it, too, and all meet again. Not where it fails
+        in the update, which cannot be taken back."""
+        progress = self._context.progress
+        in_update = progress.voted > progress.committed
+        again = self._short_after == progress.committed
+        return for_want_of_memory(error) and self._executor is not None and not (in_update or again)
+
+    def _short_of_memory(self, error: Exception) -> str:
+        """Drop all that the step has left; returns what to tell of it."""
+        context, progress = self._context, self._context.progress
+        self._short_after = progress.committed
+        # A layer's gradient may have a part of a micro-batch: nothing of the step counts.
+        self._executor = None
+        progress.discard()
+        line = str(error).partition("\n")[0] or type(error).__name__
+        return f"{context.worker} was out of memory ({line}); the step is tried once more"
 
     def _take_over(self, assign: Assign, membership: Membership) -> tuple[int, Sequence[bytes]]:
         """Hold what has been fed, if anything; the bytes, and where all stand then."""

@@ -51,8 +51,9 @@ class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
     #: Only this micro-batch (global number); None: the first that comes.
     microbatch: int | None = None
     #: kill_worker, kill_node: SIGKILL (the node: agent and all its workers); hold: wait for a newer
-    #: generation; stop: SIGSTOP itself; hang: the training thread alone never goes on.
-    action: Literal["kill_worker", "kill_node", "hold", "stop", "hang"] = "kill_node"
+    #: generation; stop: SIGSTOP itself; hang: the training thread alone never goes on; no_memory:
+    #: what is done there fails for want of the device's memory.
+    action: Literal["kill_worker", "kill_node", "hold", "stop", "hang", "no_memory"] = "kill_node"
 
 
 # ---- agent to worker

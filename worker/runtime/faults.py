@@ -9,6 +9,8 @@ import signal
 import threading
 import time
 
+import torch
+
 from oobleck.host.ipc.messages import FaultRule, Launch
 from oobleck.planner.ids import Generation
 from oobleck.worker.runtime.control import Control
@@ -34,7 +36,8 @@ class FaultInjector:
     def reached(
         self, point: str, *, generation: Generation, step: int, microbatch: int | None = None
     ) -> None:
-        """Act if a rule names this point. May not return; a hold raises Superseded at its end."""
+        """Act if a rule names this point. May not return; a hold raises Superseded at its end, want
+        of memory torch.OutOfMemoryError."""
         if not self._rules:
             return
         for rule in self._rules:
@@ -63,3 +66,5 @@ class FaultInjector:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "hang":
                 threading.Event().wait()
+            case "no_memory":
+                raise torch.OutOfMemoryError("scripted: out of memory")

@@ -76,6 +76,10 @@ class TrainingProgress(Position):
         """The vote on `step` that was held in `generation` says `ballot`."""
         self.voted, self.voted_generation, self.ballot = step, generation, ballot
 
+    def discard(self) -> None:
+        """What this worker has computed of the step that it has begun counts for nothing."""
+        self.begun = self.committed
+
     def begin(
         self, step: int, *, losses: Container[int] = (), positions: Container[int] = ()
     ) -> None:

@@ -19,7 +19,7 @@ from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.spec import CheckpointSpec, DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
-from support.director import Director, Transport, WarmWorkers, make_plan
+from support.director import Director, Transport, WarmWorkers, make_plan, worker_named
 from support.folders import TEXT
 
 STEPS = 6
@@ -394,6 +394,36 @@ def test_replaced_worker_fetches_its_layers_with_moments(
         cluster.wait_finished(again)
         cluster.stop()
         check(cluster, undisturbed)
+
+
+def test_a_step_that_fails_for_want_of_memory_is_tried_once_more(
+    warm: WarmWorkers, undisturbed: dict[int, float | None]
+) -> None:
+    faults = [
+        fault("c", "after:Backward", action="no_memory"),
+        *[fault("d", "before:SyncGradient", step=5, action="no_memory")] * 2,
+    ]
+    second, third = replace(FIVE, generation=Generation(2)), replace(FIVE, generation=Generation(3))
+    with Director(warm, job(), faults, transport="nccl") as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        for plan in (FIVE, second):
+            cluster.assign(plan)
+            cluster.wait(lambda plan=plan: survivors_interrupted(cluster, plan, []), "all left it")  # type: ignore[misc]
+        told = [m for m in cluster.said(worker_named("c"), PeerLost) if isinstance(m, PeerLost)]
+        assert "c/0 was out of memory (scripted: out of memory); the step is" in told[0].detail
+        joined = {
+            str(worker): message.redo
+            for worker in FIVE.workers
+            for message in cluster.said(worker, PhaseReached, second.generation)
+            if isinstance(message, PhaseReached) and message.phase == "joined"
+        }
+        # A layer of c's may have a part of a micro-batch's gradient; those of the others count.
+        assert joined == {"a/0": True, "b/0": True, "c/0": False, "d/0": True, "e/0": True}
+        cluster.assign(third)
+        with pytest.raises(AssertionError, match=r"d/0 failed: d/0: out of memory .* lower train"):
+            cluster.wait(lambda: False, "the job's failure")
+        losses = list(cluster.losses().values())
+        assert losses == pytest.approx(list(undisturbed.values())[:4], rel=1e-12)
 
 
 def test_layers_that_nobody_has_any_more_are_told_of_and_come_back_with_who_has_them(
