@@ -208,6 +208,10 @@ class FakeGroup:
     def _strike(self, call: str) -> None:
         self._faults.pop(call, _nothing)()
 
+    @property
+    def is_aborted(self) -> bool:
+        return self._aborted
+
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         self._strike("connect")
         self.communicator.come(self.rank)

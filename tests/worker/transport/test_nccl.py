@@ -77,22 +77,25 @@ class Cluster:
         self, names: Sequence[Sequence[Name]], limit_s: float = 20
     ) -> list[NcclTransport]:
         """`names`: of each rank."""
-
-        def join(links: LinkTransport) -> NcclTransport:
-            rank = links.rank
-            return NcclTransport(
-                links,
-                links,
-                CPU,
-                self.aborts[rank],
-                names[rank],
-                make_group=self.ranks[rank].make_group,
-                limit_s=limit_s,
-            )
-
         self.party.meet()
-        self.transports = self.party.everywhere(join)
+        self.transports = self.party.everywhere(
+            lambda links: self.join(links, names[links.rank], limit_s)
+        )
         return self.transports
+
+    def join(
+        self, links: LinkTransport, names: Sequence[Name], limit_s: float = 20
+    ) -> NcclTransport:
+        """One rank's transport in the present meeting."""
+        return NcclTransport(
+            links,
+            links,
+            CPU,
+            self.aborts[links.rank],
+            names,
+            make_group=self.ranks[links.rank].make_group,
+            limit_s=limit_s,
+        )
 
     def close(self) -> None:
         for transport in self.transports:
@@ -424,6 +427,37 @@ def test_whoever_never_comes_is_not_waited_for(cluster):
         return "released"
 
     assert here.party.everywhere(join) == ["released", "released", "gone"]
+
+
+@pytest.mark.parametrize("call", ["make", "connect"])
+def test_a_call_that_never_returns_is_left_behind(cluster, call):
+    """The meeting's end, of which another thread tells, is the end of waiting for it."""
+    here = cluster(2)
+    here.aborts[0] = Aborts(CPU, limit_s=0.05)
+    hangs, returns = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        returns.wait(30)
+
+    here.ranks[0].faults[call] = hang
+    here.party.meet()
+    first = here.party.transports[0]
+
+    def end_meeting() -> None:
+        hangs.wait(30)
+        first.abort()
+
+    ending = threading.Thread(target=end_meeting)
+    ending.start()
+    with pytest.raises(TransportError, match="given up"):
+        here.join(first, [("owners", (0, 1))])
+    ending.join()
+    with pytest.raises(NodeError, match="did not end"):
+        here.aborts[0].settle(lambda: None)
+    returns.set()
+    groups = here.ranks[0].groups
+    until(lambda: [group.is_aborted for group in groups] == [True], "no group is left")
 
 
 def test_groups_that_never_connect_are_given_up(cluster):

@@ -43,6 +43,11 @@ class Aborts:
         with self._lock:
             self._threads = [each for each in (*self._threads, *started) if each.is_alive()]
 
+    def wait_for(self, thread: threading.Thread) -> None:
+        """One that was left in a call of NCCL's, whose group an abort is to end."""
+        with self._lock:
+            self._threads.append(thread)
+
     def settle(self, check: Callable[[], None]) -> None:
         """Wait until all have ended. Raises NodeError where one does not: the process must end, and
         its GPU with it, before anything else can be computed there. Raises what `check` raises,

@@ -5,6 +5,9 @@ tells the others what NCCL's identifier is; then it begins the others as their i
 the longest row of workers that wait for each other is two, however the groups overlap. Then each
 group is used once, so that the first step finds it ready: one after the other in an order that all
 workers have, since each use takes up a part of the GPU until the others come.
+
+No call of NCCL's is waited for in the thread that leaves a generation: each is made in one of its
+own, which is left behind where it does not return.
 """
 
 import threading
@@ -19,7 +22,7 @@ from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.failures import peers_may_fail
-from oobleck.worker.transport.nccl.group import Identifiers, MakeGroup, ProcessGroup
+from oobleck.worker.transport.nccl.group import Identifiers, MakeGroup, ProcessGroup, use_device
 from oobleck.worker.transport.nccl.lines import Name, key_of
 
 #: NCCL finds out about the machines' wires while it makes a communicator.
@@ -32,12 +35,11 @@ _ROOM = 1024
 def begin_groups(
     names: Sequence[Name],
     links: LinkTransport,
-    device: torch.device,
-    make_group: MakeGroup,
-    made: dict[Name, ProcessGroup],
+    make: Callable[[Name, Identifiers], None],
 ) -> None:
-    """Begin to connect the groups `names`, all of which this rank is in, and put them into `made`.
-    Raises TransportError when a member is lost."""
+    """Begin to connect the groups `names`, all of which this rank is in. `make`: begins one; what
+    its first member makes writes the identifiers, which the others are given. Raises TransportError
+    when a member is lost, and what `make` raises."""
     rank, told = links.rank, []
     arriving = []
     for name in names:
@@ -48,35 +50,44 @@ def begin_groups(
         members = name[1]
         if members[0] == rank:
             identifiers = Identifiers()
-            made[name] = _begin(make_group, identifiers, 0, name, device)
+            make(name, identifiers)
             word = _packed(identifiers.written)
             told += [links.send(word, member, key_of(name)) for member in members[1:]]
     for name, room, pending in arriving:
         pending.wait()
-        members = name[1]
-        identifiers = Identifiers(_unpacked(room))
-        made[name] = _begin(make_group, identifiers, members.index(rank), name, device)
+        make(name, Identifiers(_unpacked(room)))
     for sent in told:
         sent.wait()
 
 
-def _begin(
-    make_group: MakeGroup, identifiers: Identifiers, index: int, name: Name, device: torch.device
-) -> ProcessGroup:
+def connect_group(
+    make_group: MakeGroup,
+    name: Name,
+    rank: int,
+    identifiers: Identifiers,
+    device: torch.device,
+    keep: Callable[[ProcessGroup], None],
+) -> None:
+    """Make the group and begin to connect it. It is kept before: an abort is to end that, too.
+    Raises what NCCL's errors mean, and what `keep` raises."""
+    use_device(device)
     most_ctas = LINK_CTAS if name[0] == "link" else SUM_CTAS
     with peers_may_fail():
-        group = make_group(identifiers, index, len(name[1]), most_ctas)
+        group = make_group(identifiers, name[1].index(rank), len(name[1]), most_ctas)
+        keep(group)
         group.eager_connect_single_device(device)
-    return group
 
 
 def abandonable(
-    call: Callable[[], None], check: Callable[[], None], limit_s: float = LIMIT_S
+    call: Callable[[], None],
+    check: Callable[[], None],
+    leave: Callable[[threading.Thread], None],
+    limit_s: float = LIMIT_S,
 ) -> None:
     """Run `call` in a thread of its own, since NCCL may wait for ever for one who never comes.
 
     Raises what it raises, TransportError where it takes longer than `limit_s`, and what `check`
-    raises, which is asked meanwhile; the thread is left behind then.
+    raises, which is asked meanwhile; the thread is left to `leave` then.
     """
     errors: list[Exception] = []
 
@@ -90,12 +101,16 @@ def abandonable(
     thread = threading.Thread(target=run, name="connect", daemon=True)
     thread.start()
     end_at = time.monotonic() + limit_s
-    while thread.is_alive():
-        check()
-        if time.monotonic() > end_at:
-            raise TransportError(f"NCCL's groups did not connect in {limit_s:g} s")
-        with pulse.WAITING:
-            thread.join(_POLL_S)
+    try:
+        while thread.is_alive():
+            check()
+            if time.monotonic() > end_at:
+                raise TransportError(f"NCCL's groups did not connect in {limit_s:g} s")
+            with pulse.WAITING:
+                thread.join(_POLL_S)
+    except BaseException:
+        leave(thread)
+        raise
     if errors:
         raise errors[0]
 

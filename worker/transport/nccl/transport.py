@@ -34,9 +34,20 @@ from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.aborts import Aborts
-from oobleck.worker.transport.nccl.connect import LIMIT_S, abandonable, begin_groups
+from oobleck.worker.transport.nccl.connect import (
+    LIMIT_S,
+    abandonable,
+    begin_groups,
+    connect_group,
+)
 from oobleck.worker.transport.nccl.failures import peers_may_fail
-from oobleck.worker.transport.nccl.group import MakeGroup, ProcessGroup, make_nccl_group, use_device
+from oobleck.worker.transport.nccl.group import (
+    Identifiers,
+    MakeGroup,
+    ProcessGroup,
+    make_nccl_group,
+    use_device,
+)
 from oobleck.worker.transport.nccl.lines import Line, Name, Part
 from oobleck.worker.transport.transport import Group, Pending, Transport
 
@@ -157,14 +168,33 @@ class NcclTransport:
                 links.links.press(+1)  # what peers say is read while this one does something else
             for name in names:
                 self._lines[name] = Line(links, name, self._part(name), self._news.set)
-            begin_groups(names, links, device, make_group, self._groups)
+
+            def given_up(call: Callable[[], None]) -> None:
+                abandonable(call, partial(links.check_there, members), aborts.wait_for, limit_s)
+
+            def make(name: Name, identifiers: Identifiers) -> None:
+                keep = partial(self._keep, name)
+                given_up(
+                    partial(connect_group, make_group, name, self.rank, identifiers, device, keep)
+                )
+
+            begin_groups(names, links, make)
             # Only when all have come as far: nobody can give up a group that waits for another one.
             host.gather(b"")
-            abandonable(partial(self._try_all, names), partial(links.check_there, members), limit_s)
+            given_up(partial(self._try_all, names))
         except BaseException:
             self._abort_groups()
             raise
         threading.Thread(target=self._launch_all, name="nccl", daemon=True).start()
+
+    def _keep(self, name: Name, group: ProcessGroup) -> None:
+        """From the thread that makes it. Raises TransportError where it was given up before."""
+        with self._asking:
+            if not self._aborted:
+                self._groups[name] = group
+                return
+        self._aborts.begin([group])
+        raise TransportError("the groups were aborted")
 
     def _part(self, name: Name) -> Part:
         if name[0] == "owners":
