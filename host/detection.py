@@ -63,6 +63,8 @@ class Detection:
     lag_limit_s: float = 1.0
     #: How long the others wait for the process in a lost worker's place to be up.
     replacement_grace_s: float = 1.5
+    #: The same where it has a GPU to open, which takes some seconds.
+    gpu_grace_s: float = 6.0
     #: Nodes that become ready within this time of each other join together.
     join_settle_s: float = 1.0
     #: Files may keep a worker waiting for so long.
@@ -87,6 +89,11 @@ class Detection:
         """Without a sign of life for so long a worker's host is taken for unreachable by another
         worker: later than the master takes a host for lost that nobody reaches."""
         return max(self.lease_s + 1, _LEAST_SILENCE_S)
+
+    def grace_s(self, device: str) -> float:
+        """For a process on a `device`: cpu or cuda."""
+        cpu, gpu = self.replacement_grace_s, self.gpu_grace_s
+        return max(cpu, gpu) if device == "cuda" else cpu
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -128,6 +135,7 @@ _ORDER: tuple[tuple[str, float, str, str], ...] = (
     ("regroup_s", 1, "longest_regroup_s", "intervals grow"),
     ("longest_regroup_s", 2, "fruitless_s", "a job has more than one meeting before it fails"),
     ("replacement_grace_s", 1, "meeting_s", "the others wait in the meeting for the new process"),
+    ("gpu_grace_s", 1, "meeting_s", "the others wait in the meeting for the new process"),
     ("away_s", 1, "start_timeout_s", "nobody is away for longer than all are waited for"),
     ("stall_s", 1, "meeting_s", "groups take longer to build than operations in them"),
     ("stall_s", 1, "first_step_s", "the first step may take longer than others"),

@@ -279,7 +279,7 @@ class Welcome(_message.Message):
     def __init__(self, detection: _Optional[_Union[Detection, _Mapping]] = ...) -> None: ...
 
 class Detection(_message.Message):
-    __slots__ = ("heartbeat_s", "lease_s", "return_s", "ping_every_s", "ping_timeout_s", "answer_s", "longest_retry_s", "witness_window_s", "regroup_s", "longest_regroup_s", "hang_s", "stall_s", "lag_limit_s", "replacement_grace_s", "join_settle_s", "storage_s", "first_step_s", "fruitless_s", "start_timeout_s", "away_s", "profile_timeout_s", "meeting_s", "quarantine_s", "stand_by_s")
+    __slots__ = ("heartbeat_s", "lease_s", "return_s", "ping_every_s", "ping_timeout_s", "answer_s", "longest_retry_s", "witness_window_s", "regroup_s", "longest_regroup_s", "hang_s", "stall_s", "lag_limit_s", "replacement_grace_s", "join_settle_s", "storage_s", "first_step_s", "fruitless_s", "start_timeout_s", "away_s", "profile_timeout_s", "meeting_s", "quarantine_s", "stand_by_s", "gpu_grace_s")
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     RETURN_S_FIELD_NUMBER: _ClassVar[int]
@@ -304,6 +304,7 @@ class Detection(_message.Message):
     MEETING_S_FIELD_NUMBER: _ClassVar[int]
     QUARANTINE_S_FIELD_NUMBER: _ClassVar[int]
     STAND_BY_S_FIELD_NUMBER: _ClassVar[int]
+    GPU_GRACE_S_FIELD_NUMBER: _ClassVar[int]
     heartbeat_s: float
     lease_s: float
     return_s: float
@@ -328,7 +329,8 @@ class Detection(_message.Message):
     meeting_s: float
     quarantine_s: float
     stand_by_s: float
-    def __init__(self, heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., return_s: _Optional[float] = ..., ping_every_s: _Optional[float] = ..., ping_timeout_s: _Optional[float] = ..., answer_s: _Optional[float] = ..., longest_retry_s: _Optional[float] = ..., witness_window_s: _Optional[float] = ..., regroup_s: _Optional[float] = ..., longest_regroup_s: _Optional[float] = ..., hang_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., lag_limit_s: _Optional[float] = ..., replacement_grace_s: _Optional[float] = ..., join_settle_s: _Optional[float] = ..., storage_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., fruitless_s: _Optional[float] = ..., start_timeout_s: _Optional[float] = ..., away_s: _Optional[float] = ..., profile_timeout_s: _Optional[float] = ..., meeting_s: _Optional[float] = ..., quarantine_s: _Optional[float] = ..., stand_by_s: _Optional[float] = ...) -> None: ...
+    gpu_grace_s: float
+    def __init__(self, heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., return_s: _Optional[float] = ..., ping_every_s: _Optional[float] = ..., ping_timeout_s: _Optional[float] = ..., answer_s: _Optional[float] = ..., longest_retry_s: _Optional[float] = ..., witness_window_s: _Optional[float] = ..., regroup_s: _Optional[float] = ..., longest_regroup_s: _Optional[float] = ..., hang_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., lag_limit_s: _Optional[float] = ..., replacement_grace_s: _Optional[float] = ..., join_settle_s: _Optional[float] = ..., storage_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., fruitless_s: _Optional[float] = ..., start_timeout_s: _Optional[float] = ..., away_s: _Optional[float] = ..., profile_timeout_s: _Optional[float] = ..., meeting_s: _Optional[float] = ..., quarantine_s: _Optional[float] = ..., stand_by_s: _Optional[float] = ..., gpu_grace_s: _Optional[float] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("reason", "temporary")

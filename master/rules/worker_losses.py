@@ -128,12 +128,19 @@ def give_up_late(context: Context, job: Job) -> Decision | None:
     late = tuple(_not_up(context, job))
     if not late:
         return None
-    due = job.seen.planned_at + context.timing.replacement_grace_s
+    due = job.seen.planned_at + _grace_s(context, job)
     if context.now < due:
         return Decision(wake_at=due, reason=f"{_names(late)}: a process is being started")
     if not stalls.can_spare(context, job, {NodeName(loss.worker.node) for loss in late}):
         return Decision(reason=f"{_names(late)}: the others wait for a process to start")
     return Decision(actions=late, reason=f"{_names(late)}: {late[0].reason}")
+
+
+def _grace_s(context: Context, job: Job) -> float:
+    """Of those that are being started the longest."""
+    assert job.current.made is not None
+    nodes = [context.state.nodes[worker.node] for worker in job.current.made.starting]
+    return max(context.timing.grace_s(node.facts.device) for node in nodes)
 
 
 def _not_up(context: Context, job: Job) -> Iterator[WorkerLost]:
@@ -148,7 +155,7 @@ def _not_up(context: Context, job: Job) -> Iterator[WorkerLost]:
             job_id=job.id,
             worker=worker,
             incarnation=process.incarnation,
-            reason=f"its new process is not up after {context.timing.replacement_grace_s:g} s",
+            reason=f"its new process is not up after {_grace_s(context, job):g} s",
             detect_s=context.now - since,
             late=True,
         )

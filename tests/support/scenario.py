@@ -200,7 +200,7 @@ def measurement(forward_s: float) -> Measurement:
     return Measurement(kinds=kinds, device="abacus", torch="2")
 
 
-def facts_of(name: str, life: int, slots: int, torch: str = "") -> NodeFacts:
+def facts_of(name: str, life: int, slots: int, torch: str = "", device: str = "cpu") -> NodeFacts:
     return NodeFacts(
         node=NodeName(name),
         incarnation=Incarnation(f"{life:04x}"),
@@ -208,7 +208,7 @@ def facts_of(name: str, life: int, slots: int, torch: str = "") -> NodeFacts:
         address="10.0.0.1",
         pid=1000 + life,
         worker_slots=slots,
-        device="cpu",
+        device=device,
         memory_per_worker_bytes=1 << 30,
         versions=Versions(torch=torch),
     )
@@ -225,8 +225,8 @@ def check_desired(state: ClusterState, now: float, unix: float) -> None:
 class Agent:
     """What one agent would say of itself."""
 
-    def __init__(self, name: str, life: int, slots: int, torch: str) -> None:
-        self.facts = facts_of(name, life, slots, torch)
+    def __init__(self, facts: NodeFacts) -> None:
+        self.facts = facts
         self.status = NodeStatus()
         self.session = 0
         self.silent = False
@@ -379,12 +379,15 @@ class Player:
         self._journal(JobCancelRequested(job_id=JobId(job_id), request_id="cancel"))
 
     def do_register(self, *names: str) -> None:
-        """New agents; NAME:SLOTS for more than one worker, NAME@VERSION for one of torch."""
+        """New agents; NAME:SLOTS for more than one worker, NAME@VERSION for one of torch, NAME/cuda
+        for one with GPUs."""
         for word in names:
-            rest, _, torch = word.partition("@")
+            rest, _, device = word.partition("/")
+            rest, _, torch = rest.partition("@")
             name, _, slots = rest.partition(":")
             self.lives += 1
-            agent = Agent(name, self.lives, int(slots or 1), torch)
+            facts = facts_of(name, self.lives, int(slots or 1), torch, device or "cpu")
+            agent = Agent(facts)
             if self._admit(agent):
                 self.agents[name] = agent
             else:
