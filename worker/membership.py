@@ -5,6 +5,7 @@ loss. Must not know what members do.
 """
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
@@ -118,7 +119,7 @@ class Membership:
         self._context = context
         self._generation = generation
         self._members = members
-        self._lost = False
+        self._lost = threading.Event()
         #: What each has told as it came, by rank.
         self.standings: Sequence[bytes] = ()
         with ExitStack() as undo:
@@ -143,7 +144,7 @@ class Membership:
         with ExitStack() as undo:
             undo.callback(self.leave, orderly=False)
             control.check_wanted(generation)
-            if self._lost:
+            if self._lost.is_set():
                 raise TransportError("a peer was lost while groups were built")
             undo.pop_all()
 
@@ -177,8 +178,16 @@ class Membership:
 
     def _peer_lost(self, detail: str) -> None:
         report_lost(self._context, self._generation, TransportError(detail), self.silent())
-        self._lost = True
+        self._lost.set()
         self._release()
+
+    @property
+    def peers(self) -> Sequence[WorkerId]:
+        return [member for member in self._members if member != self._context.worker]
+
+    def is_lost(self, within_s: float) -> bool:
+        """Whether a peer is, by then."""
+        return self._lost.wait(within_s)
 
     def silent(self) -> Sequence[WorkerId]:
         """Peers whose hosts have not answered for about as long as makes a lost one."""

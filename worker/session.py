@@ -46,11 +46,13 @@ from oobleck.worker.recovery.recover import Recovery
 from oobleck.worker.runtime import code, heap
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import (
+    HelperLost,
     JobError,
     NodeError,
     Superseded,
     TransportError,
     for_want_of_memory,
+    whose_fault,
 )
 from oobleck.worker.runtime.faults import FaultInjector
 from oobleck.worker.runtime.memory import MemoryMeter
@@ -70,6 +72,9 @@ from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
+
+#: By then a worker hears of the end of another one on its node.
+_LOSS_TOLD_S = 1.0
 
 
 class Session:
@@ -130,6 +135,10 @@ class Session:
         self._executor: Executor | None = None
         #: The step committed last when memory was short; the next one is tried once more.
         self._short_after: int | None = None
+        #: Where other workers of this node are in the generation too: its membership, and the step
+        #: committed last when a peer was lost.
+        self._beside: Membership | None = None
+        self._lost_after: int | None = None
 
     def run(self, pid: int) -> None:
         """Report ready and follow the assignments; only a Stop or a dead agent ends it."""
@@ -137,8 +146,23 @@ class Session:
         ready = Ready(pid=pid, card=context.links.card.text, data=context.inputs.hex())
         context.control.report(ready)
         wish = context.control.wait_next(self._entered)
-        while True:
-            wish = self._measure(wish) if isinstance(wish, Measure) else self._enter(wish)
+        try:
+            while True:
+                wish = self._measure(wish) if isinstance(wish, Measure) else self._enter(wish)
+        except torch.AcceleratorError as error:
+            if whose_fault(error) == "node" and self._follows_a_loss():
+                raise HelperLost(
+                    f"{context.worker}: the GPU has failed at the loss of a worker ({error}), to "
+                    "whose memory it may have written; the process is replaced"
+                ) from error
+            raise
+
+    def _follows_a_loss(self) -> bool:
+        """Whether a worker that shares this one's node may have been lost since the step committed
+        last: then the device's failure may come of that, and says nothing of the device."""
+        if self._beside is not None and self._beside.is_lost(_LOSS_TOLD_S):
+            return True
+        return self._lost_after == self._context.progress.committed
 
     def _measure(self, wish: Measure) -> Assign | Measure:
         """In no generation; return what follows."""
@@ -177,6 +201,8 @@ class Session:
                 own = self._preparing.own_program(assign.plan)
                 standing = self._recovery.standing(assign.plan)
                 membership = join(context, assign, standing)
+            if any(peer.node == context.worker.node for peer in membership.peers):
+                self._beside = membership
             if not assign.boundary and not context.state.layers:
                 self._memory.begin()
             more, standings = self._take_over(assign, membership)
@@ -244,6 +270,9 @@ class Session:
         return fed, membership.transport.gather(standing)
 
     def _leave(self, membership: Membership | None, *, orderly: bool) -> None:
+        if self._beside is not None and not orderly:
+            self._lost_after = self._context.progress.committed
+        self._beside = None
         self._context.timeline.leave()
         with self._context.timeline.phase("leave"):
             if membership is not None:

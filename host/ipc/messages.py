@@ -52,8 +52,10 @@ class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
     microbatch: int | None = None
     #: kill_worker, kill_node: SIGKILL (the node: agent and all its workers); hold: wait for a newer
     #: generation; stop: SIGSTOP itself; hang: the training thread alone never goes on; no_memory:
-    #: what is done there fails for want of the device's memory.
-    action: Literal["kill_worker", "kill_node", "hold", "stop", "hang", "no_memory"] = "kill_node"
+    #: what is done there fails for want of the device's memory; device_fails: the device itself.
+    action: Literal[
+        "kill_worker", "kill_node", "hold", "stop", "hang", "no_memory", "device_fails"
+    ] = "kill_node"
 
 
 # ---- agent to worker

@@ -55,8 +55,8 @@ class NodeError(ValueError):
 
 
 class HelperLost(Exception):
-    """A process that works for this worker has ended. The worker ends too, and is replaced as one
-    that was killed itself."""
+    """A process that works for this worker has ended, or one whose end has spoilt its device. The
+    worker ends too, and is replaced as one that was killed itself."""
 
 
 class InvariantViolation(Exception):

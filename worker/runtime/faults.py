@@ -36,8 +36,8 @@ class FaultInjector:
     def reached(
         self, point: str, *, generation: Generation, step: int, microbatch: int | None = None
     ) -> None:
-        """Act if a rule names this point. May not return; a hold raises Superseded at its end, want
-        of memory torch.OutOfMemoryError."""
+        """Act if a rule names this point. May not return; a hold raises Superseded at its end, what
+        fails raises as the device would."""
         if not self._rules:
             return
         for rule in self._rules:
@@ -68,3 +68,5 @@ class FaultInjector:
                 threading.Event().wait()
             case "no_memory":
                 raise torch.OutOfMemoryError("scripted: out of memory")
+            case "device_fails":
+                raise torch.AcceleratorError("scripted: an illegal memory access")
