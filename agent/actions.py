@@ -29,6 +29,8 @@ class ForkWorker:
     slot: int
     job_id: JobId
     job: JobSpec
+    #: One of the slot was ready for this job before.
+    passed: bool
     #: Scripted ones that it shall have.
     faults: tuple[FaultRule, ...] = ()
     #: For so long another worker's host may be silent.

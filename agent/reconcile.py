@@ -88,6 +88,7 @@ def _fork(state: NodeState, agenda: Agenda) -> None:
                 slot=number,
                 job_id=desired.job_id,
                 job=desired.job,
+                passed=slot.passed,
                 faults=state.faults_for(number),
                 silence_s=state.detection.silence_s,
             )

@@ -30,7 +30,7 @@ from oobleck.agent.events import (
 )
 from oobleck.agent.worker import WorkerState
 from oobleck.host.detection import Detection
-from oobleck.host.ipc.messages import Committed, Failed, FaultRule
+from oobleck.host.ipc.messages import Committed, Failed, FaultRule, Ready
 from oobleck.planner.ids import Incarnation, NodeName, WorkerId
 from oobleck.proto import types
 
@@ -56,8 +56,9 @@ class Slot:
     budget: StartBudget = field(default_factory=StartBudget)
     #: The worker that said that no retry helps; the slot stays empty until the job changes.
     failed: WorkerState | None = None
-    #: How many processes were asked for.
+    #: How many processes were asked for, and whether any was ready.
     launches: int = 0
+    passed: bool = False
 
     @property
     def failure(self) -> Failed | None:
@@ -206,6 +207,8 @@ class NodeState:
                 if worker.stepped and record.step > self.timed_step:
                     self.timed_step = record.step
                     self.step_seconds.append(record.step_seconds)
+            case WorkerSaid(message=Ready()) if self._is_current_job(worker):
+                self.slots[worker.slot].passed = True
             case WorkerSaid(message=Failed(kind="user" | "node")) if self._is_current_job(worker):
                 self.slots[worker.slot].failed = worker
             case WorkerExited(end=end):

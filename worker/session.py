@@ -40,8 +40,8 @@ from oobleck.worker.data.prefetch import Prefetcher
 from oobleck.worker.membership import Membership, join, join_handover, report_lost
 from oobleck.worker.models import check_code, check_weights
 from oobleck.worker.preparation.preparing import Preparing
-from oobleck.worker.profiling.compiling import compile_layers
 from oobleck.worker.profiling.measuring import Measuring
+from oobleck.worker.profiling.preflight import MOST_S, on_this_node, preflight
 from oobleck.worker.recovery.recover import Recovery
 from oobleck.worker.runtime import code, heap
 from oobleck.worker.runtime.control import Control
@@ -95,11 +95,12 @@ class Session:
         if job.checkpoint is not None:
             check_place(job.checkpoint)
         precision.check(job)
-        check_code(job)
-        own_optimizer.check(job.training.optimizer)
+        with on_this_node(control, None if job.training.compile else MOST_S):
+            check_code(job)
+            own_optimizer.check(job.training.optimizer)
+            dataset, held_out = _open_data(job, loaders)
+            preflight(job, connector.device, passed=launch.passed, workers=launch.workers)
         check_no_decay(job.model, job.training.optimizer.no_decay)
-        dataset, held_out = _open_data(job, loaders)
-        compile_layers(job, connector.device)
         data = held_out.fingerprint if held_out else dataset.fingerprint
         weights = check_weights(job.model)
         self._context = context = WorkerContext(

@@ -137,6 +137,8 @@ class ProcessPool:
             device=self._config.device_of(slot),
             silence_s=fork.silence_s,
             allow_code=self._config.allow_code,
+            passed=fork.passed,
+            workers=self._config.worker_slots,
             faults=fork.faults,
         )
         if fork.job.code is None:

@@ -272,13 +272,17 @@ class LocalCluster(Cluster):
         if self.process.poll() is not None:
             raise ClusterError("oobleck local ended")
 
-    def start_node(self, name: str, *options: str) -> int:
-        """It knows the fault plan too."""
+    def start_node(self, name: str, *options: str, environment: Mapping[str, str] = {}) -> int:
+        """It knows the fault plan too. `environment`: what its has beside this process's."""
         command = [*with_parent("oobleck.agent"), "--master", self.address, "--name", name]
         command += [*self._faults, *options]
         with self.log.open("a") as log:
             agent = subprocess.Popen(
-                command, stdout=log, stderr=log, text=True, env=self._environment()
+                command,
+                stdout=log,
+                stderr=log,
+                text=True,
+                env={**self._environment(), **environment},
             )
         self._extra.append(agent)
         self.agents[name] = agent.pid

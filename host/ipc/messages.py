@@ -80,6 +80,10 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
     allow_code: tuple[str, ...] = ()
     #: Why the code that comes with the job is not on this node; empty: it is, or none comes.
     no_code: str = ""
+    #: A process of this slot was ready for this job before: its code need not be tried again.
+    passed: bool = False
+    #: Of the node, among which a layer may be shared.
+    workers: int = 1
     faults: tuple[FaultRule, ...] = ()
     #: For drills: copy tensors through buffers as between GPUs without NCCL.
     stage_everything: bool = False

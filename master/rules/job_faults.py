@@ -7,6 +7,8 @@ the others can do it, and the job fails where most nodes say the same, or proces
 second node without a step in between. A job that cannot do without the node waits for another one.
 """
 
+from collections import Counter
+
 from oobleck.master.rules import node_faults
 from oobleck.master.rules.completion import fail
 from oobleck.master.rules.decision import Context, Decision, decide
@@ -42,7 +44,16 @@ def _jobs_fault(context: Context, job: Job) -> str | None:
         return None
     if len(news) <= len(_others(context, job, suspects)):
         return None
-    return f"{next(iter(news.values()))} (on {comma_separated(sorted(news))})"
+    return _told(news)
+
+
+def _told(said: dict[NodeName, str]) -> str:
+    """What most nodes say, and which; the first one where several are said equally often."""
+    words = Counter(said.values()).most_common(1)[0][0]
+    same = {name for name in said if said[name] == words}
+    others = said.keys() - same
+    more = f"; something else on {comma_separated(others)}" if others else ""
+    return f"{words} (on {comma_separated(same)}{more})"
 
 
 def _lone_node(job: Job) -> NodeName | None:

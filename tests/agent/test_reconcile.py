@@ -368,6 +368,22 @@ def test_shutdown_ends_workers_then_the_warm_process_then_the_agent() -> None:
     assert decide(node.state, 0.0).done
 
 
+def test_code_that_a_slot_was_ready_for_is_not_tried_again_in_the_same_job() -> None:
+    def passed(node: Node) -> list[bool]:
+        return [fork.passed for fork in node.decide() if isinstance(fork, ForkWorker)]
+
+    node = Node()
+    node.after(StartWarm(), WarmReady(), Assigned(desired=desired()))
+    assert passed(node) == [False]
+    node.after(ForkAsked(slot=0, incarnation=A), WorkerExited(incarnation=A))
+    assert passed(node) == [False], "it was never ready"
+    node.with_worker()
+    node.after(WorkerExited(incarnation=A))
+    assert passed(node) == [True]
+    node.after(Assigned(desired=desired("demo-2")))
+    assert passed(node) == [False]
+
+
 def test_a_replacement_does_not_get_the_fault_that_ended_its_predecessor() -> None:
     mine = WorkerId(NodeName("n1"), 0)
     other = WorkerId(NodeName("n2"), 0)

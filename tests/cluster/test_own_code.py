@@ -1,5 +1,6 @@
-"""Code of the user's that fails on a worker, though it was looked at before: the job has failed,
-says where, and is not tried again."""
+"""Code of the user's that fails on a worker, though it was looked at before. In training the job
+has failed, says where, and is not tried again. Before, it is the node's fault, unless most nodes
+say the same."""
 
 import re
 
@@ -7,6 +8,7 @@ import pytest
 
 from bench.support.cluster import LocalCluster
 from support.folders import ROOT
+from support.unlike_nodes import WRONG
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -38,3 +40,60 @@ def test_what_fails_in_a_users_code_is_the_jobs_failure(small_cluster: LocalClus
         expected = rf"{begin}ValueError: tired \(bad_models\.py:\d+\)"
         assert re.fullmatch(expected, status["reason"]), status["reason"]
         assert status["generation"] == 1
+
+
+def test_what_is_missing_on_one_node_costs_that_node_and_on_all_the_job_before_a_step(
+    small_cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = small_cluster
+
+    def submit(everywhere: bool) -> str:
+        return cluster.submit(
+            {
+                "name": "unlike",
+                "model": {
+                    "python": "unlike_nodes:model",
+                    "path": SUPPORT,
+                    "arguments": {"everywhere": everywhere},
+                },
+                "data": {"python": "unlike_nodes:Points", "path": SUPPORT},
+                "training": {"steps": 100_000, "global_batch": 12, "microbatch": 2},
+                "fault_tolerance": 0,
+                "profile": "estimate",
+            }
+        )
+
+    no_tools = (
+        r"model: layer 1 \(Middle\) failed: ModuleNotFoundError: No module named "
+        r"'tools_of_a_node' \(unlike_nodes\.py:\d+\); install tools_of_a_node on every node"
+    )
+    no_samples = (
+        r"data: sample 0: KeyError: 0 \(unlike_nodes\.py:\d+\); give every node the same .*"
+    )
+    cluster.start_node("n4", "--pass-env", WRONG, environment={WRONG: "tools"})
+    cluster.wait(lambda: "n4" in cluster.live(), "n4 live", poll_s=0.1)
+    job_id = submit(everywhere=False)
+    cluster.wait_step(job_id, 1)
+    assert cluster.status(job_id)["generation"] == 1
+    assert cluster.planned(job_id) == {"n1", "n2", "n3"}
+    cluster.start_node("n5", "--pass-env", WRONG, environment={WRONG: "samples"})
+    cluster.wait(lambda: len(cluster.events(job_id, "node_left_out")) > 1, "n5 is left out")
+    told = {record["node"]: record["reason"] for record in cluster.events(job_id, "node_left_out")}
+    for node, reason in (("n4", no_tools), ("n5", no_samples)):
+        assert re.fullmatch(reason, told[node]), told
+        assert told[node] in cluster.nodes()[node]["reason"]
+    # What takes a worker's place has no need to try.
+    cluster.kill_worker("n2")
+    cluster.wait(
+        lambda: cluster.metrics(job_id)[-1]["generation"] > 1, "steps after a loss", poll_s=0.1
+    )
+    (log,) = (cluster.state_dir / "jobs" / job_id / "logs").glob("n2*")
+    assert log.read_text().count("tried layers") == 1
+    cluster.oobleck("cancel", job_id)
+
+    monkeypatch.setenv(WRONG, "nothing")  # where it is submitted
+    job_id = submit(everywhere=True)
+    assert cluster.wait_end(job_id) == "failed"
+    assert not cluster.metrics(job_id)
+    reason = cluster.status(job_id)["reason"]
+    assert re.fullmatch(rf"{no_tools} \(on n\d(, n\d)+(; something else on n5)?\)", reason), reason

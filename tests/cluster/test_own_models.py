@@ -3,7 +3,7 @@ whatever fails."""
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from bench.support.client import Record, read_lines
 from bench.support.cluster import LocalCluster
 from bench.support.preloaded import Preloaded
 from oobleck.worker.checkpoint.output import read_output
-from support import own_models
+from support import compiled_models, own_models
 from support.clusters import PATIENT, make_whole
 from support.plain_loop import BATCH, MICROBATCH, RATE, SEED, STEPS, plain_loop
 
@@ -27,10 +27,12 @@ sys.path.append(str(EXAMPLES))
 
 import tagger  # noqa: E402  # an example is no package
 
+ALL = frozenset({"n1", "n2", "n3", "n4"})
 KILLED = {
     "tagger": ("after:Forward", 8),
     "pairs": ("before:Backward", 8),
     "dropout": ("after:Backward", 8),
+    "compiled": ("before:Vote", 8),
 }
 FAULTS: list[dict[str, object]] = [
     {
@@ -81,9 +83,11 @@ def own(function: str, path: Path, **arguments: object) -> dict[str, object]:
     return {"python": function, "path": str(path), "arguments": arguments}
 
 
-def train(cluster: LocalCluster, job: dict[str, object]) -> tuple[str, list[Record]]:
+def train(
+    cluster: LocalCluster, job: dict[str, object], nodes: Set[str] = ALL
+) -> tuple[str, list[Record]]:
     """To its end, losing the node that the fault plan says; the metrics."""
-    make_whole(cluster, {"n1", "n2", "n3", "n4"})
+    make_whole(cluster, nodes)
     job_id = cluster.submit(job)
     assert cluster.wait_end(job_id) == "succeeded", cluster.end_of(job_id)
     told = cluster.events(job_id, "reconfigured")
@@ -164,7 +168,7 @@ def test_it_goes_on_from_a_checkpoint_on_three_nodes(cluster: LocalCluster, tmp_
     training = job["training"]
     assert isinstance(training, dict)
     training["steps"] = STEPS // 2
-    make_whole(cluster, {"n1", "n2", "n3", "n4"})
+    make_whole(cluster, ALL)
     job_id = cluster.submit(job)
     assert cluster.wait_end(job_id) == "succeeded", cluster.end_of(job_id)
     make_whole(cluster, {"n1", "n2", "n4"})
@@ -180,3 +184,24 @@ def test_it_goes_on_from_a_checkpoint_on_three_nodes(cluster: LocalCluster, tmp_
     assert [line["loss"] for line in metrics] == pytest.approx(
         losses[STEPS // 2 :], rel=1e-12, abs=0
     )
+
+
+def test_what_is_compiled_trains_as_what_is_not(cluster: LocalCluster) -> None:
+    job = job_of(
+        "compiled",
+        own("compiled_models:alike", SUPPORT),
+        own("compiled_models:Points", SUPPORT),
+        "fp64",
+    )
+    training = job["training"]
+    assert isinstance(training, dict)
+    training["compile"] = True
+    del job["resources"]
+    # Nodes of one host compile one after the other.
+    job_id, metrics = train(cluster, job, {"n1", "n3"})
+    losses, _ = plain_loop(
+        compiled_models.alike, compiled_models.Points(), torch.float64, drawing=True
+    )
+    assert [line["loss"] for line in metrics] == pytest.approx(losses, rel=1e-12, abs=0)
+    logs = (cluster.state_dir / "jobs" / job_id / "logs").glob("*.log")
+    assert all("kinds=4 compiled=2 " in log.read_text() for log in logs)

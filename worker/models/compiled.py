@@ -3,7 +3,7 @@
 All layers go through one compiled function that has the module as an argument. So weights are
 inputs of what is compiled, and layers of the same code share it, however many there are and
 whichever a plan puts here. All of a model is compiled before its worker is ready
-(`oobleck.worker.profiling.compiling`), and nothing from then on: no step waits for the compiler,
+(`oobleck.worker.profiling.preflight`), and nothing from then on: no step waits for the compiler,
 and what nothing compiled fits runs as it is. Must not know which layers are compiled.
 """
 

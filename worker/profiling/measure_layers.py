@@ -5,6 +5,7 @@ trains. Knows nothing of peers or plans, and leaves nothing behind that training
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
@@ -92,10 +93,11 @@ def measure_alone(job: JobSpec, device: torch.device, check: Check) -> tuple[flo
 
 
 def pass_once(job: JobSpec, layer: int, device: torch.device) -> None:
-    """A micro-batch through one layer, as in training and, where the job has any, in an
+    """A micro-batch through one layer, as in a step and, where the job has any, in an
     evaluation."""
     bench = _Bench(job, [layer], device, job.training.microbatch)
     bench.pass_through()
+    bench.update()
     if job.evaluation is not None:
         bench.evaluate()
 
@@ -286,9 +288,8 @@ class _Bench:
         self.seconds.forward.append(fmean(map(self._forward_s, self._runners)))
         self.seconds.backward.append(fmean(map(self._backward_s, reversed(self._runners))))
         self.seconds.backward_input.append(fmean(map(self._backward_input_s, self._runners)))
-        self._step += 1
         started = self._now()
-        self._update()
+        self.update()
         self.seconds.update.append((self._now() - started) / len(self._layers))
 
     def pass_through(self) -> float:
@@ -301,7 +302,8 @@ class _Bench:
         """Forward of all, as in an evaluation."""
         rows, lowest = replace(self._rows, training=False), self._job.model.layer_count
         for runner in self._runners:
-            runner.forward(0, self._input, rows, self._targets, lowest=lowest)
+            metrics = Counter[str]()
+            runner.forward(0, self._input, rows, self._targets, lowest=lowest, metrics=metrics)
 
     def _forward_s(self, runner: StageRunner) -> float:
         started = self._now()
@@ -322,8 +324,9 @@ class _Bench:
         runner.backward_weight(0)
         return taken_s
 
-    def _update(self) -> None:
+    def update(self) -> None:
         """All that a step does to a layer's state once: norm, update, and clearing gradients."""
+        self._step += 1
         self.state.squared_norm(
             LayerPart(layer=layer, part=part)
             for layer in self._layers

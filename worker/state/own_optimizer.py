@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from oobleck.planner.job.code import Code
 from oobleck.planner.job.optimization import OptimizerSketch, OptimizerSpec
 from oobleck.worker.runtime import code
-from oobleck.worker.runtime.errors import JobError, NodeError
+from oobleck.worker.runtime.errors import JobError, NodeError, of_the_device
 
 if TYPE_CHECKING:
     from oobleck.worker.state.optimizer import Slice
@@ -63,7 +63,14 @@ def _take(
         optimizer.state[parameter] = {
             name: held.get(name, value) for name, value in numbers.items()
         }
-    optimizer.step()
+    try:
+        optimizer.step()
+    except Exception as error:
+        if of_the_device(error):
+            raise
+        raise JobError(
+            f"optimizer: {type(optimizer).__name__} failed: {code.described(error)}"
+        ) from error
     after = optimizer.state[parameter]
     if set(after) != set(sketch.names):
         raise JobError(

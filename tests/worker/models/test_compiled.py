@@ -16,8 +16,8 @@ from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import EvaluationSpec, JobSpec
 from oobleck.worker.describe import look_at
 from oobleck.worker.models import compiled
-from oobleck.worker.profiling.compiling import compile_layers
 from oobleck.worker.profiling.measure_layers import pass_once
+from oobleck.worker.profiling.preflight import preflight
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import NodeError
 
@@ -111,7 +111,7 @@ def test_of_what_is_compiled_nothing_runs_as_it_is(
     job = replace(job, training=training, evaluation=evaluation)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(compiled, "compiled", partial(compiled.compiled, backend="aot_eager"))
-    compile_layers(job, CPU)
+    preflight(job, CPU)
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
     noted.unlink()
     for layer in (0, 3, 1):  # other modules of the same code
@@ -132,7 +132,7 @@ def test_a_node_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch, tmp_
         missing,
         pytest.raises(NodeError, match=r"no C\+\+ compiler .* apt-get install g\+\+, or leave"),
     ):
-        compile_layers(job, CPU)
+        preflight(job, CPU)
 
 
 @pytest.mark.usefixtures("traced")
@@ -143,7 +143,7 @@ def test_a_place_that_others_can_write_to_is_refused(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     tmp_path.chmod(0o777)
     with pytest.raises(NodeError, match=r"is not a folder that only the agent's user can write"):
-        compile_layers(job, CPU)
+        preflight(job, CPU)
 
 
 @pytest.mark.usefixtures("traced")
@@ -157,4 +157,4 @@ def test_what_cannot_be_compiled_on_a_node_is_that_nodes_fault(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(compiled, "compiled", partial(compiled.compiled, backend=fails))
     with pytest.raises(NodeError, match=r"layer 0 cannot be compiled on this node: .*disk is full"):
-        compile_layers(job, CPU)
+        preflight(job, CPU)

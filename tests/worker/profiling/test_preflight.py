@@ -1,0 +1,149 @@
+"""What is wrong on one node alone with the user's code is found before a step, and costs that node
+alone its part; each by what is really missing."""
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+import torch
+
+from oobleck.host.ipc.channel import Channel
+from oobleck.host.ipc.messages import Failed, FromWorker, ToWorker
+from oobleck.planner.job.file import parse_job
+from oobleck.planner.job.spec import JobSpec
+from oobleck.worker.data.own import OwnDataset
+from oobleck.worker.describe import look_at
+from oobleck.worker.profiling.preflight import on_this_node, preflight
+from oobleck.worker.runtime import code
+from oobleck.worker.runtime.control import Control
+from oobleck.worker.runtime.errors import JobError, NodeError
+from support.unlike_nodes import WRONG
+
+CPU = torch.device("cpu")
+JOB = """\
+name: unlike
+model: {python: "support.unlike_nodes:model"}
+data: {python: "support.unlike_nodes:Points"}
+training:
+  {steps: 8, global_batch: 8, microbatch: 4, optimizer: {python: "support.unlike_nodes:Rule"}}
+evaluation: {every: 4, fraction: 0.25, samples: 4}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _allowed() -> Iterator[None]:
+    code.allow((code.ANY,))
+    yield
+    code.allow(())
+
+
+@lru_cache
+def described() -> JobSpec:
+    """The job as it is submitted, where nothing is wrong."""
+    job = parse_job(JOB)
+    found = look_at(job, always=False)
+    assert not found.problems
+    optimizer = replace(job.training.optimizer, described=found.descriptions["optimizer"])
+    return replace(
+        job,
+        model=replace(job.model, described=found.descriptions["model"]),
+        training=replace(job.training, optimizer=optimizer),
+    )
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Control, Channel[FromWorker]]]:
+    """The worker's end of its channel, and the agent's."""
+    worker, agent = socket.socketpair()
+    with worker, agent:
+        yield Control(Channel(worker, ToWorker)), Channel(agent, FromWorker)
+
+
+def begin(job: JobSpec, control: Control, most_s: float | None = None) -> None:
+    """As a worker does before it is ready."""
+    with on_this_node(control, most_s):
+        assert job.data.code is not None
+        OwnDataset(job.data.code, wide=False)
+        preflight(job, CPU)
+
+
+def test_where_nothing_is_wrong_a_node_passes(ends) -> None:
+    begin(described(), ends[0], 60)
+
+
+LINE = r"\(unlike_nodes\.py:\d+\)"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            "tools",
+            rf"model: layer 1 \(Middle\) failed: ModuleNotFoundError: No module named "
+            rf"'tools_of_a_node' {LINE}; install tools_of_a_node on every node",
+        ),
+        (
+            "metrics",
+            rf"model: the metrics failed: ValueError: no scale here {LINE}; give every node the "
+            "same packages and files, or correct the code",
+        ),
+        (
+            "optimizer",
+            rf"optimizer: Rule failed: ValueError: no kernel for this device {LINE}; give .*",
+        ),
+        ("samples", rf"data: sample 0: KeyError: 0 {LINE}; give every node .*"),
+        (
+            "memory",
+            r"model: layer 1 alone has no room on this node's cpu \(.*\); free its memory, or "
+            r"lower training\.microbatch",
+        ),
+    ],
+)
+def test_it_is_the_nodes_fault_and_says_what_to_do(
+    wrong: str, said: str, ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = described()
+    monkeypatch.setenv(WRONG, wrong)
+    with pytest.raises(NodeError) as raised:
+        begin(job, ends[0])
+    assert re.fullmatch(said, str(raised.value)), raised.value
+
+
+def test_what_says_its_fix_itself_is_told_as_it_is(ends) -> None:
+    with pytest.raises(NodeError, match=r"^data: give more$"), on_this_node(ends[0], None):
+        raise JobError("data: give more")
+
+
+def test_a_layer_that_workers_may_share_need_not_have_room_on_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(WRONG, "memory")
+    job = described()
+    preflight(job, CPU, workers=2)
+
+
+def test_what_has_passed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a worker in the place of one that was killed."""
+    job = described()
+    monkeypatch.setenv(WRONG, "tools")
+    preflight(job, CPU, passed=True)
+
+
+def test_code_that_does_not_end_is_the_nodes_fault_too(
+    ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, agent = ends
+    job = described()
+    monkeypatch.setenv(WRONG, "time")
+    if (pid := os.fork()) == 0:
+        begin(job, worker, 0.1)
+        os._exit(0)  # not reached
+    failed = agent.receive()
+    assert isinstance(failed, Failed)
+    assert failed.kind == "node"
+    assert failed.message.startswith("the job's code has not ended on this node for 0.1 s")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
