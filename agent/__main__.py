@@ -18,23 +18,22 @@ from oobleck.agent.connection.code import fetch
 from oobleck.agent.connection.enrol import Denied, Holder, choose_way, join, read_join_token
 from oobleck.agent.connection.outbox import Outbox
 from oobleck.agent.connection.session import Session
+from oobleck.agent.gpus import default_memory, find, versions
 from oobleck.agent.processes.environment import passed_on, read_patterns
-from oobleck.agent.processes.memory import total_memory
 from oobleck.agent.processes.pool import new_incarnation
 from oobleck.agent.supervisor import Supervisor
 from oobleck.host import command, log
 from oobleck.host.address import own_hostname, split_address
-from oobleck.host.device import Gpu, find_gpus, worker_environment
+from oobleck.host.device import worker_environment
 from oobleck.host.display import inline
+from oobleck.host.gpu.choice import GpuReport, interface_address, network_environment
 from oobleck.host.ipc.messages import FaultRule
 from oobleck.host.security.credentials import Credentials
 from oobleck.host.system.environment import Environment
 from oobleck.host.system.files import read_regular
 from oobleck.host.system.process import die_with_parent, end_signals
-from oobleck.host.versions import installed
 from oobleck.planner.codec import decode
 from oobleck.planner.ids import NodeName, nearest_name
-from oobleck.planner.profile.memory import gpu_reserve_bytes
 from oobleck.planner.units import parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -146,15 +145,6 @@ def read_faults(path: Path) -> tuple[FaultRule, ...]:
         raise ValueError(f"--fault-plan {path}: give a JSON list of faults; {error}") from error
 
 
-def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
-    """Bytes for each of `workers` where they share the host's RAM, or what is left of the smallest
-    GPU beside what CUDA and NCCL take."""
-    if not gpus:
-        return total_memory() // max(1, workers)
-    share = min(gpu.memory_bytes for gpu in gpus) // max(1, -(-workers // len(gpus)))
-    return max(share - gpu_reserve_bytes(workers), share // 2)
-
-
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="oobleck-cluster", prog_name="oobleck-agent")
 @click.option("--master", required=True, metavar="HOST:PORT", help="Where oobleck-master listens.")
@@ -163,10 +153,9 @@ def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
     "--workers-per-node",
     "--workers",
     "workers",
-    default=1,
-    show_default=True,
+    type=int,
     metavar="G",
-    help="Workers on this node, one per GPU.",
+    help="Workers on this node, one per GPU.  [default: 1, or one for each of --gpus]",
 )
 @click.option(
     "--device",
@@ -176,10 +165,33 @@ def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
     help="What workers compute on; with cuda each gets the next of the host's GPUs.",
 )
 @click.option(
+    "--gpus",
+    metavar="GPU[,GPU...]",
+    help="Which GPUs, by number as nvidia-smi counts them, or by name (GPU-... or MIG-..., as "
+    "'nvidia-smi -L' shows).  [default: CUDA_VISIBLE_DEVICES, or all]",
+)
+@click.option(
+    "--share-gpus",
+    is_flag=True,
+    help="Start also where other processes compute on the GPUs.",
+)
+@click.option(
     "--address",
     metavar="ADDR",
-    help="Address that other nodes reach the workers by.  [default: the one that reaches the "
-    "master]",
+    help="Address that other nodes reach the workers by.  [default: that of --interface, or the "
+    "one that reaches the master]",
+)
+@click.option(
+    "--interface",
+    metavar="NAME",
+    help="Network interface that workers talk by, as eth0: its address is theirs unless --address "
+    "says another one, and NCCL uses it.  [default: the one that has the address]",
+)
+@click.option(
+    "--hca",
+    metavar="NAME[:PORT][,NAME...]",
+    help="InfiniBand or RoCE adapters that NCCL uses, as mlx5_0,mlx5_1; none: it uses sockets.  "
+    "[default: as NCCL chooses]",
 )
 @click.option(
     "--memory-per-worker",
@@ -248,9 +260,13 @@ def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
 def agent(
     master: str,
     name: str | None,
-    workers: int,
+    workers: int | None,
     device: str,
+    gpus: str | None,
+    share_gpus: bool,
     address: str | None,
+    interface: str | None,
+    hca: str | None,
     memory_per_worker: str | None,
     drain_grace: float,
     credentials: Path | None,
@@ -268,25 +284,32 @@ def agent(
     hostname = own_hostname()
     try:
         check_master(master)
+        if interface is not None:
+            address = address or interface_address(interface)
         if address is not None:
             check_own_address(address)
+        if gpus is not None and device != "cuda":
+            raise ValueError(f"--gpus {gpus}: is for workers on GPUs; give --device cuda too")
+        network = network_environment(interface, hca)
         token = read_join_token(token_file)
         more = read_patterns(pass_env)
         passed = passed_on(os.environ, more)
         withheld = len(os.environ) - len(passed)
-        environment = {**worker_environment(device, address or ""), **passed}
-        gpus = find_gpus(environment) if device == "cuda" else ()
+        environment = {**worker_environment(device, address or ""), **passed, **network}
+        found = find(environment, gpus, shared=share_gpus) if device == "cuda" else GpuReport()
+        if workers is None:
+            workers = 1 if gpus is None else len(found.gpus)
         config = AgentConfig(
             master=master,
             name=NodeName(name if name is not None else default_name(hostname)),
             hostname=hostname,
             worker_slots=workers,
-            gpus=gpus,
+            gpus=found.gpus,
             address=address,
             memory_per_worker_bytes=(
                 _parse_memory(memory_per_worker)
                 if memory_per_worker
-                else default_memory(workers, gpus)
+                else default_memory(workers, found.gpus)
             ),
             faults=read_faults(fault_plan) if fault_plan else (),
             warm_command=(
@@ -295,7 +318,7 @@ def agent(
                 "oobleck.worker.warm",
             ),
             environment=environment,
-            versions=installed(),
+            versions=versions(found),
             drain_grace_s=drain_grace,
         )
         holder = choose_way(master, config.name, credentials, token, insecure=insecure)

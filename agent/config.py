@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from oobleck.host.device import Gpu, device_kind
+from oobleck.host.device import device_kind
+from oobleck.host.gpu.choice import Gpu
 from oobleck.host.ipc.messages import FaultRule
 from oobleck.host.versions import Versions
 from oobleck.planner.ids import NodeName, check_name
@@ -72,6 +73,7 @@ class AgentConfig:
         """Name of what one worker computes on."""
         return device_kind(self.gpus, self.worker_slots, self.environment)
 
-    def device_of(self, slot: int) -> str:
-        """What the worker of `slot` computes on: cpu or cuda:N. More slots than GPUs share them."""
-        return f"cuda:{slot % len(self.gpus)}" if self.gpus else "cpu"
+    def gpu_of(self, slot: int) -> Gpu | None:
+        """What the worker of `slot` computes on, which sees no other; None: on CPUs. More slots
+        than GPUs share them."""
+        return self.gpus[slot % len(self.gpus)] if self.gpus else None

@@ -14,6 +14,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from oobleck.host.gpu.choice import Gpu, GpuReport
+
 _MODEL = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
 _SPACES = re.compile(r"\s+")
 #: What torch has compiled, below the home of the user whom the workers run as. Anything may be
@@ -26,6 +28,8 @@ _PROBE_TIMEOUT_S = 120
 #: the driver alone, which must not be in use in the process that workers are forked from.
 _FORK_ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _NCCL_ENVIRONMENT = {
+    # Numbers of GPUs are those of nvidia-smi.
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     # Every communicator has a stream. Streams beyond the number of connections share one, where
     # what is queued behind a receive that waits for its peer may hold up another stream's kernels.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
@@ -52,28 +56,12 @@ _NCCL_ENVIRONMENT = {
 }
 
 
-class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU that workers of this host may use."""
-
-    name: str
-    #: What no other GPU has.
-    uuid: str
-    memory_bytes: int
-
-
-class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPUs of a host, in the order of their numbers."""
-
-    gpus: tuple[Gpu, ...] = ()
-    #: Why there are none.
-    problem: str = ""
-
-
-def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """The GPUs that a process with `environment` sees; raises ValueError if it sees none."""
+def find_gpus(environment: Mapping[str, str], chosen: Sequence[str] = ()) -> GpuReport:
+    """The GPUs that processes with `environment` can use: those chosen, by their names to CUDA, or
+    all. Raises ValueError where there are none, or a chosen one cannot be used."""
     try:
         result = subprocess.run(
-            [sys.executable, "-m", "oobleck.worker.runtime.device"],
+            [sys.executable, "-m", "oobleck.worker.runtime.device", *chosen],
             env=dict(environment),
             capture_output=True,
             timeout=_PROBE_TIMEOUT_S,
@@ -85,13 +73,13 @@ def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
         report = GpuReport(problem=lines[-1] if lines else f"exit code {error.returncode}")
     except (OSError, subprocess.TimeoutExpired, msgspec.DecodeError) as error:
         report = GpuReport(problem=str(error))
-    if not report.gpus:
+    if report.problem or not report.gpus:
         raise ValueError(
             f"--device cuda: no GPU can be used here ({report.problem or 'none is visible'}); "
-            "check the driver, CUDA_VISIBLE_DEVICES and that torch is built for CUDA, or use "
-            "--device cpu"
+            "check the driver, --gpus or CUDA_VISIBLE_DEVICES, and that torch is built for CUDA, "
+            "or use --device cpu"
         )
-    return report.gpus
+    return report
 
 
 def worker_environment(device: str, address: str = "") -> dict[str, str]:

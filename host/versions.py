@@ -22,6 +22,10 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
     python: str = ""
     torch: str = ""
     transformers: str = ""
+    #: What torch was built with, and the driver of the GPUs that workers use.
+    cuda: str = ""
+    nccl: str = ""
+    driver: str = ""
 
 
 def installed() -> Versions:

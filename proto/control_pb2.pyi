@@ -113,16 +113,22 @@ class Register(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., device_kind: _Optional[str] = ..., running: _Optional[_Union[Assignment, _Mapping]] = ..., versions: _Optional[_Union[Versions, _Mapping]] = ...) -> None: ...
 
 class Versions(_message.Message):
-    __slots__ = ("oobleck", "python", "torch", "transformers")
+    __slots__ = ("oobleck", "python", "torch", "transformers", "cuda", "nccl", "driver")
     OOBLECK_FIELD_NUMBER: _ClassVar[int]
     PYTHON_FIELD_NUMBER: _ClassVar[int]
     TORCH_FIELD_NUMBER: _ClassVar[int]
     TRANSFORMERS_FIELD_NUMBER: _ClassVar[int]
+    CUDA_FIELD_NUMBER: _ClassVar[int]
+    NCCL_FIELD_NUMBER: _ClassVar[int]
+    DRIVER_FIELD_NUMBER: _ClassVar[int]
     oobleck: str
     python: str
     torch: str
     transformers: str
-    def __init__(self, oobleck: _Optional[str] = ..., python: _Optional[str] = ..., torch: _Optional[str] = ..., transformers: _Optional[str] = ...) -> None: ...
+    cuda: str
+    nccl: str
+    driver: str
+    def __init__(self, oobleck: _Optional[str] = ..., python: _Optional[str] = ..., torch: _Optional[str] = ..., transformers: _Optional[str] = ..., cuda: _Optional[str] = ..., nccl: _Optional[str] = ..., driver: _Optional[str] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
     __slots__ = ("job_id", "generation", "workers", "leaving", "trouble", "failed_starts", "ending")

@@ -12,6 +12,7 @@ from oobleck.host.ipc.messages import Failed, Launch
 from oobleck.planner.redact import redact
 from oobleck.worker.runtime.code import described
 from oobleck.worker.runtime.control import Control
+from oobleck.worker.runtime.device import take_place
 from oobleck.worker.runtime.errors import (
     HelperLost,
     InvariantViolation,
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 def run(launch: Launch, control: Control, pid: int) -> int:
     """The main thread of a worker process; returns its exit status."""
     try:
+        take_place(launch)
         Session(launch, control).run(pid)
     except InvariantViolation as error:
         log.exception("invariant violated")

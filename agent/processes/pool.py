@@ -127,6 +127,7 @@ class ProcessPool:
             compiles=fork.job.training.compile,
         )
         self.warm.fork(wanted, process)
+        gpu = self._config.gpu_of(slot)
         launch = Launch(
             worker=WorkerId(self._config.name, slot),
             job_id=fork.job_id,
@@ -134,7 +135,9 @@ class ProcessPool:
             address=self.address,
             agent_pid=os.getpid(),
             device_kind=self._config.device_kind,
-            device=self._config.device_of(slot),
+            device="cpu" if gpu is None else "cuda:0",
+            visible="" if gpu is None else gpu.visible,
+            cpus=() if gpu is None else gpu.cpus,
             silence_s=fork.silence_s,
             allow_code=self._config.allow_code,
             passed=fork.passed,

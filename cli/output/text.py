@@ -113,6 +113,18 @@ def _pace(node: pb.NodeInfo) -> str:
     return ", ".join(f"{worker.slot}: {worker.rate:.2f}" for worker in slow) or "-"
 
 
+def _versions(node: pb.NodeInfo) -> str:
+    """Of what computes; those of GPUs where it has some."""
+    versions = node.versions
+    named = {
+        "torch": versions.torch,
+        "CUDA": versions.cuda,
+        "NCCL": versions.nccl,
+        "driver": versions.driver,
+    }
+    return ", ".join(f"{name} {version}" for name, version in named.items() if version) or "-"
+
+
 _JOB_COLUMNS = (
     Column("JOB", lambda job: job.job_id),
     Column("STATE", lambda job: job.state),
@@ -132,6 +144,7 @@ _NODE_COLUMNS = (
     Column("DEVICE", lambda node: node.device, wide=True),
     Column("MEMORY/WORKER", lambda node: format_bytes(node.memory_per_worker_bytes), wide=True),
     Column("ADDRESS", lambda node: node.address, wide=True),
+    Column("VERSIONS", _versions, wide=True),
     Column("PID", lambda node: node.pid, wide=True),
     Column("JOB", lambda node: node.job_id or "-"),
     Column("GENERATION", lambda node: node.generation or "-", wide=True),

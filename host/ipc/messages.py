@@ -74,6 +74,10 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
     device_kind: str
     #: cpu, or cuda:N with the N-th GPU that the worker sees.
     device: str = "cpu"
+    #: The GPUs that it sees, as CUDA_VISIBLE_DEVICES; empty: as its environment says.
+    visible: str = ""
+    #: The CPUs that it runs on, of those that its agent may; none: on any.
+    cpus: tuple[int, ...] = ()
     #: After so long without a sign of life its kernel takes another one's host for gone.
     silence_s: float = 5.0
     #: Packages and directories whose functions the job may load; *: any.

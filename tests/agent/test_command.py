@@ -14,13 +14,13 @@ import psutil
 import pytest
 
 from oobleck.agent.__main__ import (
-    default_memory,
     default_name,
     read_code,
     read_faults,
 )
 from oobleck.agent.connection.address import local_address
-from oobleck.host.device import Gpu
+from oobleck.agent.gpus import default_memory
+from oobleck.host.gpu.choice import Gpu
 from oobleck.planner.profile.memory import gpu_reserve_bytes
 from support.commands import end, start_master
 from support.folders import SUPPORT
@@ -33,7 +33,13 @@ AGENT = [sys.executable, "-m", "oobleck.agent"]
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--master", "host:1", "--device", "cuda"], "no GPU can be used here (torch"),
+        (
+            ["--master", "host:1", "--device", "cuda", "--gpus", "0,1"],
+            "no GPU can be used here (0: torch",
+        ),
+        (["--master", "host:1", "--gpus", "0"], "give --device cuda too"),
+        (["--master", "host:1", "--interface", "nosuch0"], "this host has no such interface"),
+        (["--master", "host:1", "--hca", "nosuch0"], "this host has no adapter 'nosuch0'"),
         (["--master", "host"], "write it as HOST:PORT"),
         (["--master", "host:99999"], "write it as HOST:PORT"),
         (["--master", "http://host:1"], "write it as HOST:PORT"),

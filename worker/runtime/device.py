@@ -1,20 +1,32 @@
 """Opens a worker's device, and lists the GPUs that torch sees on this host.
 
-Agents, which load neither torch nor a driver, run this module: it prints the host's GPUs (or why
-there are none) as a line of JSON. A worker opens its device after it was forked, since a process
-that uses CUDA cannot be forked.
+Agents, which load neither torch nor a driver, run this module: it prints the host's GPUs, or those
+that CUDA knows by the names given to it, or why there are none, as a line of JSON. A worker opens
+its device after it was forked, since a process that uses CUDA cannot be forked.
 """
 
+import multiprocessing
+import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import torch
 
-from oobleck.host.device import Gpu, GpuReport
+from oobleck.host.gpu.choice import Gpu, GpuReport
+from oobleck.host.ipc.messages import Launch
 from oobleck.host.timeline import boot_id
 from oobleck.planner.profile.memory import allocator_share
 from oobleck.worker.runtime.errors import NodeError
+
+
+def take_place(launch: Launch) -> None:
+    """Before CUDA is used and threads begin: see the worker's own GPU alone, and run near it."""
+    if launch.visible:
+        os.environ["CUDA_VISIBLE_DEVICES"] = launch.visible
+    if cpus := os.sched_getaffinity(0).intersection(launch.cpus):
+        os.sched_setaffinity(0, cpus)
 
 
 def open_device(name: str) -> tuple[torch.device, str]:
@@ -56,26 +68,59 @@ def limit_allocator(device: torch.device, communicator_bytes: int) -> None:
 
 
 def _board(device: torch.device) -> str:
-    found: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack where it is
-    where = [found.pci_domain_id, found.pci_bus_id, found.pci_device_id]
-    return f"{boot_id()}/{':'.join(f'{number:x}' for number in where)}"
+    return f"{boot_id()}/{_bus(torch.cuda.get_device_properties(device))}"
+
+
+def _bus(found: Any) -> str:  # torch's stubs lack where it is
+    """As the kernel writes it; GPUs are the first function of their devices."""
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 def find_gpus() -> GpuReport:
     """The GPUs in torch's order. Makes a CUDA context."""
+    report = GpuReport(cuda=torch.version.cuda or "", nccl=nccl_version())
     if torch.version.cuda is None:
-        return GpuReport(problem=f"torch {torch.__version__} is built without CUDA")
+        problem = f"torch {torch.__version__} is built without CUDA"
+        return msgspec.structs.replace(report, problem=problem)
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # torch does not say
         found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     except (RuntimeError, AssertionError) as error:  # no driver, or one that is too old
-        return GpuReport(problem=str(error).partition("\n")[0])
-    return GpuReport(
-        gpus=tuple(
-            Gpu(name=gpu.name, uuid=str(gpu.uuid), memory_bytes=gpu.total_memory) for gpu in found
+        return msgspec.structs.replace(report, problem=str(error).partition("\n")[0])
+    gpus = tuple(
+        Gpu(
+            name=gpu.name,
+            uuid=str(gpu.uuid),
+            memory_bytes=gpu.total_memory,
+            bus=_bus(gpu),
+            visible=str(number),
         )
+        for number, gpu in enumerate(found)
     )
+    return msgspec.structs.replace(report, gpus=gpus)
+
+
+def find_chosen(names: Sequence[str]) -> GpuReport:
+    """The GPUs of these names to CUDA, each looked at by a process of its own, which sees no other:
+    CUDA shows one part of a divided GPU to a process, and nothing behind a name that it does not
+    know."""
+    report = GpuReport()
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        for name in names:
+            found = pool.apply(_find_one, (name,))
+            if not found.gpus:
+                problem = f"{name or 'an empty name'}: {found.problem or 'is not there'}"
+                return msgspec.structs.replace(found, gpus=(), problem=problem)
+            gpus = (*report.gpus, msgspec.structs.replace(found.gpus[0], visible=name))
+            report = msgspec.structs.replace(found, gpus=gpus)
+    return report
+
+
+def _find_one(name: str) -> GpuReport:
+    os.environ["CUDA_VISIBLE_DEVICES"] = name
+    return find_gpus()
 
 
 if __name__ == "__main__":
-    sys.stdout.write(msgspec.json.encode(find_gpus()).decode() + "\n")
+    report = find_chosen(sys.argv[1:]) if sys.argv[1:] else find_gpus()
+    sys.stdout.write(msgspec.json.encode(report).decode() + "\n")

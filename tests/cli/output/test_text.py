@@ -399,6 +399,18 @@ def test_what_workers_say_stays_in_its_line_and_moves_no_cursor() -> None:
     assert len(shown[3].splitlines()) == 1
 
 
+def test_a_wide_table_of_nodes_has_the_versions_of_what_computes() -> None:
+    versions = pb.Versions(torch="2.13.0", cuda="12.8", nccl="2.27.5", driver="570.86.15")
+    nodes = [
+        pb.NodeInfo(node="n1", state="live", versions=versions),
+        pb.NodeInfo(node="n2", state="live", versions=pb.Versions(torch="2.13.0")),
+    ]
+    head, first, second = text.nodes_table(nodes, wide=True).splitlines()
+    at = head.index("VERSIONS")
+    assert first[at:].startswith("torch 2.13.0, CUDA 12.8, NCCL 2.27.5, driver 570.86.15  ")
+    assert second[at:].startswith("torch 2.13.0  ")
+
+
 def test_a_data_plane_in_the_clear_is_shown_wherever_the_job_is() -> None:
     clear = job(data_plane="clear")
     assert "data plane  IN THE CLEAR" in text.job_text(clear)

@@ -1,0 +1,173 @@
+"""Reads the GPUs of this host by NVML, through the package nvidia-ml-py where that is installed.
+
+    python -m oobleck.host.gpu.nvml [SECONDS]
+
+prints a `Sample` as a line of JSON, and with SECONDS another one so often, and with each error that
+the driver reports. It is a process of its own because a call of a sick driver may never return.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from oobleck.host.gpu.sample import GpuProcess, GpuSample, Sample, Xid
+
+#: How often errors are asked for where NVML cannot wait for them.
+_LEAST_S = 0.5
+
+
+def read_forever(every_s: float | None) -> Iterator[Sample]:
+    """A sample at once, then one every so many seconds and with each error; None: one alone."""
+    try:
+        import pynvml as nvml
+    except ImportError:
+        yield Sample(problem="the package nvidia-ml-py is not installed: pip install nvidia-ml-py")
+        return
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        yield Sample(problem=f"NVML: {error}")
+        return
+    reader = _Reader(nvml)
+    yield reader.read(())
+    while every_s is not None:
+        yield reader.read(reader.wait(every_s))
+
+
+class _Reader:
+    def __init__(self, nvml: Any) -> None:
+        self._nvml = nvml
+        self._driver = _text(self._ask("nvmlSystemGetDriverVersion"))
+        #: Handles by place.
+        self._boards: dict[str, Any] = {}
+        for number in range(self._ask("nvmlDeviceGetCount") or 0):
+            # One that cannot be opened has no place that could be told; torch misses it too.
+            with suppress(nvml.NVMLError):
+                handle = nvml.nvmlDeviceGetHandleByIndex(number)
+                self._boards[self._bus(handle)] = handle
+        self._events = self._listen()
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        """None: the driver, the package or the board does not know that. Raises NVMLError where the
+        board is gone."""
+        nvml, call = self._nvml, getattr(self._nvml, name, None)
+        try:
+            return None if call is None else call(*arguments)
+        except nvml.NVMLError as error:
+            if error.value in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
+                raise
+            return None
+
+    def _bus(self, handle: Any) -> str:
+        domain, _, rest = _text(self._nvml.nvmlDeviceGetPciInfo(handle).busId).partition(":")
+        return f"{int(domain, 16):04x}:{rest.lower()}"
+
+    def _listen(self) -> Any:
+        """What to wait at for errors; None: this driver tells of none."""
+        nvml, listening = self._nvml, False
+        events = self._ask("nvmlEventSetCreate")
+        for handle in self._boards.values() if events is not None else ():
+            with suppress(nvml.NVMLError):
+                nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+                listening = True
+        return events if listening else None
+
+    def wait(self, timeout_s: float) -> tuple[Xid, ...]:
+        """The errors that come within the time; after the first, those that are there already."""
+        nvml, begun = self._nvml, time.monotonic()
+        found: list[Xid] = []
+        while self._events is not None:
+            try:
+                event = nvml.nvmlEventSetWait(self._events, 0 if found else int(1000 * timeout_s))
+            except nvml.NVMLError as error:
+                if error.value == nvml.NVML_ERROR_TIMEOUT:
+                    return tuple(found)
+                break  # a lost GPU, which the next sample tells
+            found.append(Xid(bus=self._place(event.device), code=int(event.eventData)))
+        if not found:
+            time.sleep(max(_LEAST_S, timeout_s - (time.monotonic() - begun)))
+        return tuple(found)
+
+    def _place(self, handle: Any) -> str:
+        """Empty: the board does not say."""
+        try:
+            return self._bus(handle)
+        except self._nvml.NVMLError:
+            return ""
+
+    def read(self, xids: tuple[Xid, ...]) -> Sample:
+        gpus = tuple(self._board(bus, handle) for bus, handle in self._boards.items())
+        return Sample(gpus=gpus, xids=xids, driver=self._driver)
+
+    def _board(self, bus: str, handle: Any) -> GpuSample:
+        try:
+            return self._read_board(bus, handle)
+        except self._nvml.NVMLError as error:
+            return GpuSample(bus=bus, error=str(error))
+
+    def _read_board(self, bus: str, handle: Any) -> GpuSample:
+        nvml, ask = self._nvml, self._ask
+        volatile = nvml.NVML_VOLATILE_ECC
+        rows = ask("nvmlDeviceGetRemappedRows", handle) or (None, None, None, None)
+        # Drivers before 535 know the older name alone, which means the same.
+        reasons = ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if reasons is None:
+            reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        memory = ask("nvmlDeviceGetMemoryInfo", handle)
+        milliwatts = ask("nvmlDeviceGetPowerUsage", handle)
+        divided = ask("nvmlDeviceGetMigMode", handle)
+        running = ask("nvmlDeviceGetComputeRunningProcesses_v3", handle)
+        return GpuSample(
+            bus=bus,
+            uuid=_text(ask("nvmlDeviceGetUUID", handle)),
+            name=_text(ask("nvmlDeviceGetName", handle)),
+            ecc_uncorrected=ask(
+                "nvmlDeviceGetTotalEccErrors",
+                *(handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, volatile),
+            ),
+            ecc_corrected=ask(
+                "nvmlDeviceGetTotalEccErrors",
+                *(handle, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, volatile),
+            ),
+            rows_remapped=rows[1],
+            remap_pending=_flag(rows[2]),
+            remap_failed=_flag(rows[3]),
+            retirement_pending=_flag(ask("nvmlDeviceGetRetiredPagesPendingStatus", handle)),
+            clock_reasons=reasons,
+            clock_mhz=ask("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM),
+            most_clock_mhz=ask("nvmlDeviceGetMaxClockInfo", handle, nvml.NVML_CLOCK_SM),
+            temperature_c=ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
+            power_w=None if milliwatts is None else milliwatts / 1000,
+            memory_bytes=None if memory is None else memory.total,
+            memory_used_bytes=None if memory is None else memory.used,
+            divided=divided is not None and bool(divided[0]),
+            processes=None if running is None else tuple(map(_process, running)),
+        )
+
+
+def _flag(value: int | None) -> bool | None:
+    return None if value is None else bool(value)
+
+
+def _process(told: Any) -> GpuProcess:
+    return GpuProcess(pid=int(told.pid), memory_bytes=told.usedGpuMemory)
+
+
+def _text(value: str | bytes | None) -> str:
+    if value is None:
+        return ""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def main(arguments: list[str]) -> None:
+    for sample in read_forever(float(arguments[0]) if arguments else None):
+        sys.stdout.write(msgspec.json.encode(sample).decode() + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

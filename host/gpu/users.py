@@ -1,0 +1,72 @@
+"""Who else uses the GPUs of this host. Must not know what is done about it."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+import psutil
+
+from oobleck.host.gpu.choice import Gpu
+from oobleck.host.gpu.sample import GpuProcess, Sample
+from oobleck.planner.units import format_bytes
+
+READER = "oobleck.host.gpu.nvml"
+#: A healthy driver answers in a second or two.
+_ANSWER_S = 30.0
+#: Workers of an agent that was killed hold their GPUs until the driver has cleaned up.
+_LEAVE_S = 10.0
+
+
+def read_sample() -> Sample:
+    """What NVML says now, asked by a process of its own."""
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", READER], capture_output=True, timeout=_ANSWER_S, check=True
+        )
+        return msgspec.json.decode(result.stdout, type=Sample)
+    except subprocess.TimeoutExpired:
+        return Sample(problem=f"NVML has not answered for {_ANSWER_S:.0f} s")
+    except (OSError, subprocess.CalledProcessError, msgspec.DecodeError) as error:
+        return Sample(problem=f"NVML cannot be asked: {error}")
+
+
+def check_unused(
+    gpus: Iterable[Gpu],
+    read: Callable[[], Sample] = read_sample,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Raises ValueError where another process computes on one of the GPUs and goes on with it, or
+    one of them cannot be read. Where NVML says nothing, nobody does. Of a divided one NVML shows
+    the processes of all parts, so none of them count."""
+    wanted = {gpu.bus: gpu for gpu in gpus if not gpu.visible.startswith("MIG-")}
+    found: list[str] = []
+    for wait_s in (1.0,) * int(_LEAVE_S) + (0.0,):
+        found = [
+            f"GPU {wanted[board.bus].visible} ({board.name}) is used by "
+            f"{described(board.processes)}"
+            for board in read().gpus
+            if board.bus in wanted and board.processes and not board.divided
+        ]
+        if not found:
+            return
+        sleep(wait_s)
+    raise ValueError(
+        f"--device cuda: {'; '.join(found)}; end that, name other GPUs with --gpus, or give "
+        "--share-gpus and a --memory-per-worker that leaves them theirs"
+    )
+
+
+def described(processes: Sequence[GpuProcess]) -> str:
+    """Such as `python3 (process 4242, 3.0 GiB)`."""
+    return ", ".join(map(_one, processes))
+
+
+def _one(process: GpuProcess) -> str:
+    try:
+        name = psutil.Process(process.pid).name()
+    except (psutil.Error, ValueError):
+        name = "another"
+    size = f", {format_bytes(process.memory_bytes)}" if process.memory_bytes else ""
+    return f"{name} (process {process.pid}{size})"

@@ -1,0 +1,88 @@
+"""What a worker is launched with: of the node's GPUs each gets the next one."""
+
+import asyncio
+from typing import Any
+
+from oobleck.agent.actions import ForkWorker
+from oobleck.agent.config import AgentConfig
+from oobleck.agent.processes.code import CodeCache
+from oobleck.agent.processes.pool import ProcessPool
+from oobleck.host.gpu.choice import Gpu
+from oobleck.host.ipc.messages import Launch
+from oobleck.host.system.environment import Environment
+from oobleck.planner.ids import Incarnation, JobId, NodeName
+from support.scripted_master import job
+
+
+class Process:
+    """In place of a worker: remembers its launch."""
+
+    def __init__(self, slot: int, incarnation: Incarnation, listener: object) -> None:
+        self.slot, self.incarnation = slot, incarnation
+        self.launch: Launch | None = None
+
+    async def serve(self, launch: Launch) -> None:
+        self.launch = launch
+
+
+class Warm:
+    def fork(self, wanted: object, process: Process) -> None: ...
+
+
+async def launched(gpus: tuple[Gpu, ...], slots: int) -> list[Launch]:
+    config = AgentConfig(
+        master="master:1",
+        name=NodeName("n1"),
+        hostname="host",
+        worker_slots=slots,
+        gpus=gpus,
+        address="10.0.0.1",
+        memory_per_worker_bytes=1 << 30,
+        faults=(),
+        warm_command=(),
+        environment={},
+    )
+    started: list[Any] = []
+
+    def start(*arguments: Any) -> Any:
+        started.append(Process(*arguments))
+        return started[-1]
+
+    pool = ProcessPool(
+        config,
+        Environment(),
+        None,  # type: ignore[arg-type]  # nothing is told
+        start_warm=lambda listener: Warm(),  # type: ignore[arg-type,return-value]
+        start_worker=start,
+        code=CodeCache(None),
+    )
+    pool.warm = Warm()  # type: ignore[assignment]
+    async with asyncio.TaskGroup() as tasks:
+        for slot in range(slots):
+            fork = ForkWorker(
+                slot=slot, job_id=JobId("demo-1"), job=job("demo"), faults=(), silence_s=1.0
+            )
+            pool.perform(fork, tasks)
+    return [process.launch for process in started]
+
+
+def test_each_worker_sees_the_next_gpu_alone_and_runs_near_it() -> None:
+    near = {"2": (0, 1), "GPU-12ab": (8, 9)}
+    gpus = tuple(
+        Gpu(name="H100", uuid=name, memory_bytes=80 << 30, visible=name, cpus=cpus)
+        for name, cpus in near.items()
+    )
+    found = asyncio.run(launched(gpus, 3))
+    assert [(each.visible, each.cpus) for each in found] == [
+        ("2", (0, 1)),
+        ("GPU-12ab", (8, 9)),
+        ("2", (0, 1)),
+    ]
+    assert {(each.device, each.device_kind) for each in found} == {
+        ("cuda:0", "cuda H100, shared by 2")
+    }
+
+
+def test_workers_on_cpus_run_anywhere() -> None:
+    (found,) = asyncio.run(launched((), 1))
+    assert (found.device, found.visible, found.cpus) == ("cpu", "", ())

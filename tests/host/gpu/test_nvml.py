@@ -1,0 +1,88 @@
+"""What nvidia-ml-py reads of a driver, and who uses its GPUs: the package over a library in C that
+stands for the driver's."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from oobleck.host.gpu.choice import Gpu
+from oobleck.host.gpu.sample import GpuProcess, GpuSample, Sample, Xid
+from oobleck.host.gpu.users import check_unused, read_sample
+from support.folders import SUPPORT
+from support.nvml import LIBRARY, watch
+
+FIRST, SECOND = "0000:3b:00.0", "0000:b3:00.0"
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the library."""
+    folder = tmp_path_factory.mktemp("driver")
+    source, library = SUPPORT / "fake_nvml.c", folder / LIBRARY
+    command = ["cc", "-shared", "-fPIC", "-w", "-o", str(library), str(source)]
+    subprocess.run(command, check=True, timeout=60)
+    return folder
+
+
+def test_all_that_is_told_of_a_board_and_what_an_old_driver_does_not_know(driver: Path) -> None:
+    (sample,) = watch(driver, samples=1)
+    assert sample.driver == "570.86.15"
+    assert sample.gpus[0] == GpuSample(
+        bus=FIRST,
+        uuid="GPU-0",
+        name="NVIDIA H100",
+        ecc_uncorrected=2,
+        ecc_corrected=70,
+        rows_remapped=2,
+        remap_pending=True,
+        remap_failed=False,
+        retirement_pending=None,
+        clock_reasons=0x48,
+        clock_mhz=1200,
+        most_clock_mhz=1980,
+        temperature_c=88,
+        power_w=423.5,
+        memory_bytes=80 << 30,
+        memory_used_bytes=3 << 30,
+        processes=(),
+    )
+
+
+def test_errors_are_told_as_they_come_and_a_lost_board_says_so(driver: Path) -> None:
+    first, second = watch(driver, samples=2, every_s=60, FAKE_NVML_LOST="1")
+    assert first.xids == ()
+    assert second.xids == (Xid(bus=SECOND, code=48), Xid(bus=SECOND, code=79))
+    assert second.gpus[0].error == ""
+    assert second.gpus[1] == GpuSample(bus=SECOND, error="GPU is lost")
+
+
+def test_without_a_driver_there_is_a_reason() -> None:
+    assert read_sample() == Sample(problem="NVML: NVML Shared Library Not Found")
+
+
+def test_a_gpu_that_others_compute_on_is_refused(
+    driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(driver))
+    monkeypatch.setenv("FAKE_NVML_PID", str(os.getpid()))
+    sample = read_sample()
+    assert sample.gpus[0].processes == (GpuProcess(pid=os.getpid(), memory_bytes=3 << 30),)
+    mine = Gpu(name="H100", uuid="0", memory_bytes=80 << 30, bus=FIRST, visible="0")
+    theirs = Gpu(name="H100", uuid="1", memory_bytes=80 << 30, bus=SECOND, visible="1")
+    check_unused([theirs], lambda: sample)
+    waits: list[float] = []
+    reason = rf"GPU 0 \(NVIDIA H100\) is used by .+ \(process {os.getpid()}, 3.0 GiB\); end that"
+    with pytest.raises(ValueError, match=reason):
+        check_unused([mine, theirs], lambda: sample, waits.append)
+    assert sum(waits) == 10
+
+
+def test_workers_of_an_agent_before_are_waited_for() -> None:
+    busy = GpuSample(bus=FIRST, processes=(GpuProcess(pid=1),))
+    free = GpuSample(bus=FIRST, processes=())
+    answers = iter([Sample(gpus=(busy,)), Sample(gpus=(busy,)), Sample(gpus=(free,))])
+    gpu = Gpu(name="H100", uuid="0", memory_bytes=80 << 30, bus=FIRST, visible="0")
+    check_unused([gpu], lambda: next(answers), lambda wait_s: None)
+    assert next(answers, None) is None
