@@ -20,6 +20,7 @@ from oobleck.agent.connection.outbox import Outbox
 from oobleck.agent.connection.session import Session
 from oobleck.agent.gpus import default_memory, find, versions
 from oobleck.agent.processes.environment import passed_on, read_patterns
+from oobleck.agent.processes.gpu_watch import watch
 from oobleck.agent.processes.pool import new_incarnation
 from oobleck.agent.supervisor import Supervisor
 from oobleck.host import command, log
@@ -87,7 +88,10 @@ async def serve(config: AgentConfig, holder: Holder, token: Credentials | None =
     async with asyncio.TaskGroup() as tasks:
         supervising = tasks.create_task(supervisor.run())
         talking = tasks.create_task(session.run())
-        renewing = tasks.create_task(holder.keep_fresh())
+        others = [tasks.create_task(holder.keep_fresh())]
+        if config.gpus:
+            watching = watch(config.environment, supervisor.gpus_read, config.watch_command)
+            others.append(tasks.create_task(watching))
         await asyncio.wait({supervising, talking}, return_when=asyncio.FIRST_COMPLETED)
         refusal = talking.result() if talking.done() else None
         supervisor.shut_down()
@@ -95,7 +99,8 @@ async def serve(config: AgentConfig, holder: Holder, token: Credentials | None =
         session.close()
         await asyncio.wait({talking}, timeout=FAREWELL_S)
         talking.cancel()
-        renewing.cancel()
+        for task in others:
+            task.cancel()
     if refusal is not None:
         click.echo(f"oobleck-agent: refused by the master: {inline(refusal)}", err=True)
         return 2

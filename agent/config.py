@@ -35,6 +35,8 @@ class AgentConfig:
     #: Starts the process that workers are forked from, with this environment.
     warm_command: tuple[str, ...]
     environment: Mapping[str, str]
+    #: Prints samples of the GPUs; none: what reads NVML.
+    watch_command: tuple[str, ...] = ()
     versions: Versions = field(default_factory=Versions)
     #: Packages and directories whose functions jobs may load; *: any.
     allow_code: tuple[str, ...] = ()

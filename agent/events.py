@@ -18,6 +18,7 @@ from oobleck.agent.actions import (
     StopWorker,
 )
 from oobleck.host.detection import Detection
+from oobleck.host.gpu.sample import Sample
 from oobleck.host.ipc.messages import FromWorker
 from oobleck.planner.ids import Incarnation
 from oobleck.proto import types
@@ -52,6 +53,13 @@ class DetectionTold:
     """The time-outs that the master goes by."""
 
     detection: Detection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpusRead:
+    """What NVML says of the host's GPUs."""
+
+    sample: Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +148,7 @@ Event = (
     | SessionOver
     | DetectionTold
     | Leave
+    | GpusRead
     | Paused
     | ShutDown
     | StartWarm

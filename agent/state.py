@@ -17,6 +17,7 @@ from oobleck.agent.events import (
     DetectionTold,
     Event,
     ForkAsked,
+    GpusRead,
     Leave,
     Paused,
     SessionBegan,
@@ -28,6 +29,7 @@ from oobleck.agent.events import (
     WorkerExited,
     WorkerSaid,
 )
+from oobleck.agent.health import GpuHealth
 from oobleck.agent.worker import WorkerState
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import Committed, Failed, FaultRule, Ready
@@ -84,6 +86,8 @@ class NodeState:
     slot_count: int
     #: Faults of a drill, for the workers of this node.
     faults: Sequence[FaultRule] = ()
+    #: Of the GPUs of its workers.
+    health: GpuHealth = field(default_factory=GpuHealth)
     #: The master's last word; at first that there is no job.
     desired: types.Assignment = NOTHING
     #: Since when its workers stand by; None: they do not.
@@ -162,6 +166,8 @@ class NodeState:
                 self.leave_at = now
                 # Without work only the master's answer is waited for.
                 self.leave_by = now + (grace_s if self.workers else min(grace_s, IDLE_GRACE_S))
+            case GpusRead(sample=sample):
+                self.health.take(sample)
             case Paused(seconds=seconds):
                 for each in self.workers.values():
                     each.excuse(seconds, now)

@@ -21,6 +21,7 @@ from oobleck.agent.events import (
     ChannelClosed,
     DetectionTold,
     Event,
+    GpusRead,
     Leave,
     Paused,
     SessionBegan,
@@ -32,6 +33,7 @@ from oobleck.agent.events import (
     WorkerForked,
     WorkerSaid,
 )
+from oobleck.agent.health import GpuHealth
 from oobleck.agent.processes.children import WarmProcess, WorkerProcess
 from oobleck.agent.processes.code import CodeCache, Fetch
 from oobleck.agent.processes.memory import kernel_kills
@@ -39,6 +41,7 @@ from oobleck.agent.processes.pool import ProcessPool, StartWarmProcess, StartWor
 from oobleck.agent.reconcile import decide
 from oobleck.agent.state import NodeState
 from oobleck.host.detection import Detection
+from oobleck.host.gpu.sample import Sample
 from oobleck.host.ipc.messages import (
     Alive,
     Committed,
@@ -94,7 +97,10 @@ class Supervisor:
             code=CodeCache(fetch),
         )
         self._state = NodeState(
-            node=config.name, slot_count=config.worker_slots, faults=config.faults
+            node=config.name,
+            slot_count=config.worker_slots,
+            faults=config.faults,
+            health=GpuHealth(places=[gpu.bus for gpu in config.gpus]),
         )
         #: How many processes the kernel had killed for want of memory when that was last read.
         self._kernel_kills = kernel_kills()
@@ -158,6 +164,15 @@ class Supervisor:
     def standing_reports(self) -> list[types.WorkerReport]:
         """What a new session must hear again."""
         return standing_reports(self._state)
+
+    def gpus_read(self, sample: Sample) -> None:
+        """What NVML says of this host's GPUs."""
+        before = self._state.health.told()
+        self._handle(GpusRead(sample=sample))
+        if (told := self._state.health.told()) != before:
+            sick, concern = told
+            fields = {"sick": sick or None, "concern": concern or None}
+            logger.log(logging.ERROR if sick else logging.WARNING, "health of GPUs", extra=fields)
 
     # ---- from the processes (a `Listener`)
 

@@ -131,7 +131,7 @@ class Versions(_message.Message):
     def __init__(self, oobleck: _Optional[str] = ..., python: _Optional[str] = ..., torch: _Optional[str] = ..., transformers: _Optional[str] = ..., cuda: _Optional[str] = ..., nccl: _Optional[str] = ..., driver: _Optional[str] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("job_id", "generation", "workers", "leaving", "trouble", "failed_starts", "ending")
+    __slots__ = ("job_id", "generation", "workers", "leaving", "trouble", "failed_starts", "ending", "sick", "concern")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,8 @@ class NodeStatus(_message.Message):
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     FAILED_STARTS_FIELD_NUMBER: _ClassVar[int]
     ENDING_FIELD_NUMBER: _ClassVar[int]
+    SICK_FIELD_NUMBER: _ClassVar[int]
+    CONCERN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     generation: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
@@ -146,10 +148,12 @@ class NodeStatus(_message.Message):
     trouble: str
     failed_starts: int
     ending: bool
-    def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., leaving: _Optional[bool] = ..., trouble: _Optional[str] = ..., failed_starts: _Optional[int] = ..., ending: _Optional[bool] = ...) -> None: ...
+    sick: str
+    concern: str
+    def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., leaving: _Optional[bool] = ..., trouble: _Optional[str] = ..., failed_starts: _Optional[int] = ..., ending: _Optional[bool] = ..., sick: _Optional[str] = ..., concern: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("slot", "incarnation", "pid", "card", "generation", "committed_step", "stepped", "finished", "data", "peak_memory_bytes", "base_memory_bytes", "compute_steps", "compute_s", "rate", "beats", "doing", "waiting")
+    __slots__ = ("slot", "incarnation", "pid", "card", "generation", "committed_step", "stepped", "finished", "data", "peak_memory_bytes", "base_memory_bytes", "compute_steps", "compute_s", "rate", "hindrance", "beats", "doing", "waiting")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +168,7 @@ class WorkerStatus(_message.Message):
     COMPUTE_STEPS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     RATE_FIELD_NUMBER: _ClassVar[int]
+    HINDRANCE_FIELD_NUMBER: _ClassVar[int]
     BEATS_FIELD_NUMBER: _ClassVar[int]
     DOING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -181,10 +186,11 @@ class WorkerStatus(_message.Message):
     compute_steps: int
     compute_s: float
     rate: float
+    hindrance: str
     beats: int
     doing: str
     waiting: bool
-    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., card: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., stepped: _Optional[int] = ..., finished: _Optional[bool] = ..., data: _Optional[str] = ..., peak_memory_bytes: _Optional[int] = ..., base_memory_bytes: _Optional[int] = ..., compute_steps: _Optional[int] = ..., compute_s: _Optional[float] = ..., rate: _Optional[float] = ..., beats: _Optional[int] = ..., doing: _Optional[str] = ..., waiting: _Optional[bool] = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., card: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., stepped: _Optional[int] = ..., finished: _Optional[bool] = ..., data: _Optional[str] = ..., peak_memory_bytes: _Optional[int] = ..., base_memory_bytes: _Optional[int] = ..., compute_steps: _Optional[int] = ..., compute_s: _Optional[float] = ..., rate: _Optional[float] = ..., hindrance: _Optional[str] = ..., beats: _Optional[int] = ..., doing: _Optional[str] = ..., waiting: _Optional[bool] = ...) -> None: ...
 
 class Evaluation(_message.Message):
     __slots__ = ("step", "loss", "samples", "seconds", "time")

@@ -59,6 +59,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     beats: int = 0
     doing: str = ""
     waiting: bool = False
+    #: What holds its GPU back, by NVML; empty: nothing that is seen.
+    hindrance: str = ""
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +80,10 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     trouble: str = ""
     #: How often in a row what they are forked from has ended.
     failed_starts: int = 0
+    #: Why its GPUs should train nothing, by NVML, with the fix; empty: they may.
+    sick: str = ""
+    #: What else is wrong with them; empty: nothing that is known.
+    concern: str = ""
 
     def worker(self, slot: int) -> WorkerStatus | None:
         return next((worker for worker in self.workers if worker.slot == slot), None)

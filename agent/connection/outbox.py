@@ -240,6 +240,7 @@ def _without_progress(status: NodeStatus) -> NodeStatus:
         "beats": 0,
         "doing": "",
         "waiting": False,
+        "hindrance": "",
     }
     workers = tuple(msgspec.structs.replace(w, **nothing) for w in status.workers)
     return msgspec.structs.replace(status, workers=workers)

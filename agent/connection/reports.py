@@ -50,11 +50,14 @@ def standing_reports(state: NodeState) -> list[types.WorkerReport]:
 
 def status_of(state: NodeState) -> types.NodeStatus:
     desired = state.desired
+    sick, concern = state.health.told()
     bare = types.NodeStatus(
         leaving=state.leave_at is not None,
         ending=state.shutting_down,
         trouble=state.trouble(),
         failed_starts=state.warm.failed_starts,
+        sick=sick,
+        concern=concern,
     )
     if desired.job_id is None:
         return bare
@@ -62,11 +65,12 @@ def status_of(state: NodeState) -> types.NodeStatus:
         bare,
         job_id=desired.job_id,
         generation=desired.generation,
-        workers=tuple(_worker_status(worker) for worker in state.serving()),
+        workers=tuple(_worker_status(state, worker) for worker in state.serving()),
     )
 
 
-def _worker_status(worker: WorkerState) -> types.WorkerStatus:
+def _worker_status(state: NodeState, worker: WorkerState) -> types.WorkerStatus:
+    own = [each.pid for each in state.workers.values() if each.pid is not None]
     return types.WorkerStatus(
         slot=worker.slot,
         incarnation=worker.incarnation,
@@ -84,6 +88,7 @@ def _worker_status(worker: WorkerState) -> types.WorkerStatus:
         beats=worker.alive.beats if worker.alive else 0,
         doing=worker.alive.doing if worker.alive else "",
         waiting=worker.alive is not None and worker.alive.waiting,
+        hindrance=state.health.hindrance(worker.slot, own),
     )
 
 

@@ -109,7 +109,8 @@ def _pace(record: dict[str, Any]) -> str:
     if record["rate"] == 1:
         return "computes at the others' pace again"
     per_step = f"{seconds(record['step_s'])} a step instead of {seconds(record['usual_s'])}"
-    return f"computes at {record['rate']:.2f} of the others' pace, {per_step}"
+    why = f" ({record['hindrance']})" if record.get("hindrance") else ""
+    return f"computes at {record['rate']:.2f} of the others' pace{why}, {per_step}"
 
 
 def _reconfigured(record: dict[str, Any]) -> str:

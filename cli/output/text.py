@@ -106,11 +106,15 @@ def _heard(node: pb.NodeInfo) -> str:
 
 
 def _pace(node: pb.NodeInfo) -> str:
-    """Of workers that compute more slowly than the others, as a part of their pace."""
+    """Of workers that compute more slowly than the others, as a part of their pace, and why."""
     slow = [w for w in node.workers if 0 < w.rate < 1]
-    if len(node.workers) == 1:
-        return "".join(f"{worker.rate:.2f}" for worker in slow) or "-"
-    return ", ".join(f"{worker.slot}: {worker.rate:.2f}" for worker in slow) or "-"
+    alone = len(node.workers) == 1
+    told = [
+        (f"{worker.rate:.2f}" if alone else f"{worker.slot}: {worker.rate:.2f}")
+        + (f" ({worker.hindrance})" if worker.hindrance else "")
+        for worker in slow
+    ]
+    return ", ".join(told) or "-"
 
 
 def _versions(node: pb.NodeInfo) -> str:

@@ -163,11 +163,12 @@ def _text(value: str | bytes | None) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-def main(arguments: list[str]) -> None:
-    for sample in read_forever(float(arguments[0]) if arguments else None):
+def main() -> None:
+    every_s = float(sys.argv[1]) if sys.argv[1:] else None
+    for sample in read_forever(every_s):
         sys.stdout.write(msgspec.json.encode(sample).decode() + "\n")
         sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -219,7 +219,7 @@ def node_info(state: ClusterState, node: Node, now: float) -> pb.NodeInfo:
     return pb.NodeInfo(
         node=facts.node,
         state=_node_state(node),
-        reason=_node_reason(state, node, now),
+        reason="; ".join(part for part in (_node_reason(state, node, now), _unwell(node)) if part),
         hostname=facts.hostname,
         address=facts.address,
         pid=facts.pid,
@@ -254,6 +254,15 @@ def _node_state(node: Node) -> str:
     if node.drain is not None:
         return "drained" if node.drain.done else "draining"
     return "live"
+
+
+def _unwell(node: Node) -> str:
+    """What is wrong with its GPUs beside why it is drained."""
+    if not node.connected:
+        return ""
+    status, drain = node.seen.status, node.drain
+    told = drain is not None and drain.reason == status.sick
+    return "; ".join(text for text in ("" if told else status.sick, status.concern) if text)
 
 
 def _node_reason(state: ClusterState, node: Node, now: float) -> str:

@@ -131,6 +131,8 @@ class RateChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     seconds: float = 0.0
     #: It stands by, and the step is one of another worker.
     alone: bool = False
+    #: What holds its GPU back, by NVML; empty: nothing that was seen.
+    hindrance: str = ""
 
     @property
     def is_measured(self) -> bool:
@@ -143,7 +145,8 @@ class RateChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             return f"{self.worker} is another process, and its pace is not known yet"
         if self.rate == 1:
             return f"{self.worker} computes at the others' pace again"
-        return f"{self.worker} computes at {self.rate:.2f} of the others' pace"
+        why = f" ({self.hindrance})" if self.hindrance else ""
+        return f"{self.worker} computes at {self.rate:.2f} of the others' pace{why}"
 
 
 class JobSucceeded(msgspec.Struct, frozen=True, kw_only=True, tag=True):

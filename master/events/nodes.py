@@ -110,7 +110,7 @@ class NodeDrainRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The work on the node is to move off, and no more is to come until it is undrained."""
 
     node: NodeName
-    #: Empty: the agent's own wish, because it was told to end.
+    #: Empty: the agent's own wish, because it was told to end, or a GPU is sick.
     request_id: str
     reason: str
     #: Also where a job cannot go on without the node.

@@ -26,7 +26,9 @@ TOLD_TO_END = "its agent was told to end"
 
 
 def take_wishes(context: Context) -> Decision | None:
-    """An agent that was told to end asks for its node's drain in its status."""
+    """An agent asks for its node's drain in its status: for good where it was told to end, and for
+    as long as the job can go on without it where a GPU is sick. An operator who undrains a sick
+    node has it train until something else is wrong."""
     wished = tuple(
         NodeDrainRequested(node=name, request_id="", reason=TOLD_TO_END, force=True)
         for name, node in sorted(context.state.nodes.items())
@@ -34,7 +36,15 @@ def take_wishes(context: Context) -> Decision | None:
         and node.seen.status.leaving
         and (node.drain is None or not (node.drain.force or node.drain.done))
     )
-    return decide(wished, _names(wished))
+    sick = tuple(
+        NodeDrainRequested(node=name, request_id="", reason=seen.status.sick, force=False)
+        for name, node in sorted(context.state.nodes.items())
+        if node.connected
+        and node.drain is None
+        and not (seen := node.seen).status.leaving
+        and seen.status.sick not in ("", seen.excused)
+    )
+    return decide((*wished, *sick), _names((*wished, *sick)))
 
 
 def farewell(context: Context) -> Decision | None:

@@ -117,7 +117,14 @@ def _changed(context: Context, job: Job) -> Iterator[RateChanged]:
             if rate > told.rate and context.now < (job.seen.planned_at or 0.0) + TRIED_S:
                 rate = max(told.rate, min(rate, planned.get(worker, 1.0)))
         if rate != (1.0 if told is None else told.rate):
-            yield _event(job, worker, rate, run)
+            why = "" if rate == 1 else _hindrance(context, worker)
+            yield _event(job, worker, rate, run, why)
+
+
+def _hindrance(context: Context, worker: WorkerId) -> str:
+    """What its agent sees that may make it slow."""
+    status = context.state.nodes[worker.node].seen.status.worker(worker.slot)
+    return status.hindrance if status is not None else ""
 
 
 def _alone(context: Context, job: Job) -> Iterator[RateChanged]:
@@ -261,7 +268,9 @@ def _in_steps(rate: float) -> float:
     return round(min(max(1, round(rate / _STEP)), round(1 / _STEP) - 1) * _STEP, 2)
 
 
-def _event(job: Job, worker: WorkerId, rate: float, run: Sequence[_Sample]) -> RateChanged:
+def _event(
+    job: Job, worker: WorkerId, rate: float, run: Sequence[_Sample], hindrance: str
+) -> RateChanged:
     steps = sum(sample.steps[worker] for sample in run)
     spent_s, usual_s = _spent(run, worker)
     return RateChanged(
@@ -273,6 +282,7 @@ def _event(job: Job, worker: WorkerId, rate: float, run: Sequence[_Sample]) -> R
         usual_s=usual_s / steps,
         steps=steps,
         seconds=sum(sample.seconds for sample in run),
+        hindrance=hindrance,
     )
 
 

@@ -174,6 +174,7 @@ def _drain(state: ClusterState, event: DrainEvent, now: float, unix: float) -> N
             node.drain = None
         case NodeUndrained():
             node.failures = Failures()
+            node.seen.excused = node.seen.status.sick
             _note_request(state, event.request_id)
             node.drain = None
             if state.job is not None:

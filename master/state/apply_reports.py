@@ -152,7 +152,7 @@ def _without_progress(status: NodeStatus) -> tuple[object, ...]:
     """The status without what changes with every heartbeat and decides nothing by itself."""
     workers = ((w.slot, w.incarnation, w.card, w.generation, w.finished) for w in status.workers)
     node = (status.job_id, status.generation, status.leaving, status.trouble)
-    return (*node, status.failed_starts, *workers)
+    return (*node, status.failed_starts, status.sick, *workers)
 
 
 def _take_progress(job: Job, worker: WorkerStatus, now: float) -> bool:

@@ -39,6 +39,8 @@ class NodeSeen:
     #: When it was last heard of before its newest stream began.
     heard_before: float | None = None
     status: NodeStatus = field(default_factory=NodeStatus)
+    #: Why its GPUs should train nothing, as an operator has heard and had it train all the same.
+    excused: str = ""
     #: Since when it could prepare for the active job, and since when it is ready for it.
     assigned_at: float | None = None
     ready_at: float | None = None

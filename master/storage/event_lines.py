@@ -164,6 +164,8 @@ def _job_line(event: _OfJob) -> EventLine:
             told = _with("rate_changed", event, "rate", "step_s", "usual_s", "steps", "seconds")
             if event.alone:
                 told["alone"] = True
+            if event.hindrance:
+                told["hindrance"] = event.hindrance
             return told | _with("rate_changed", worker, "node", "slot")
         case JobWaiting(causes=causes):
             return {"event": "waiting", "reason": "; ".join(causes), "causes": causes}

@@ -467,6 +467,18 @@ def test_what_workers_are_forked_from_does_not_start(
     scenario(body)()
 
 
+def test_a_node_with_a_sick_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_SAMPLES", str(SUPPORT / "gpu_samples.jsonl"))
+
+    async def body() -> None:
+        async with cluster() as (_, _, stream):
+            told = await stream.until(lambda m: bool(m.status.sick))
+            assert "GPU 0000:b3:00.0: Xid 79, it has fallen off the bus" in told.status.sick
+            assert "GPU 0000:3b:00.0: Xid 94" in told.status.concern
+
+    scenario(body)()
+
+
 @scenario
 async def test_sigterm_ends_the_agent_when_the_work_has_moved_off() -> None:
     async with cluster(workers=2) as (_, agent, stream):

@@ -974,6 +974,16 @@ class Player:
         self.agents[name]._status(failed_starts=int(failed_starts), trouble=trouble)
         self._tell(self.agents[name])
 
+    def do_sick(self, name: str, reason: str = "") -> None:
+        """NVML says so to the node's agent; nothing: its GPUs are well."""
+        self.agents[name]._status(sick=reason)
+        self._tell(self.agents[name])
+
+    def do_hindered(self, name: str, why: str) -> None:
+        """NVML says what holds the GPU of the node's first worker back."""
+        self.agents[name].worker(0, hindrance=why)
+        self._tell(self.agents[name])
+
     def do_late(self, seconds: str) -> None:
         """The master was stopped until now: nothing has been read since the command before."""
         late_s = float(seconds)
@@ -1174,9 +1184,10 @@ def told(event: Journaled) -> str:
             took = f"{event.step_s:.3f} s a step instead of {event.usual_s:.3f} s"
             return f"{name} {event.worker}: {event.rate:g}, {took}, alone"
         case RateChanged():
+            why = f", {event.hindrance}" if event.hindrance else ""
             return (
                 f"{name} {event.worker}: {event.rate:g}, {event.step_s:.3f} s a step instead of "
-                f"{event.usual_s:.3f} s, {event.steps} steps in {event.seconds:g} s"
+                f"{event.usual_s:.3f} s, {event.steps} steps in {event.seconds:g} s{why}"
             )
         case JobRestored():
             how = "resumed" if event.resumed else f"lost {event.lost_steps} steps"

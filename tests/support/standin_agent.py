@@ -1,4 +1,7 @@
-"""The real agent, but with the stand-in warm process: `standin_agent.py MASTER NAME WORKERS`."""
+"""The real agent, but with the stand-in warm process: `standin_agent.py MASTER NAME WORKERS`.
+
+GPU_SAMPLES: a file with what NVML says of the GPUs that it has then.
+"""
 
 import asyncio
 import os
@@ -9,6 +12,7 @@ from oobleck.agent.__main__ import serve
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.connection.enrol import Holder
 from oobleck.host import log
+from oobleck.host.gpu.choice import Gpu
 from oobleck.host.ipc.messages import FaultRule
 from oobleck.planner.ids import NodeName, WorkerId
 
@@ -16,12 +20,15 @@ if __name__ == "__main__":
     master, name, workers = sys.argv[1:]
     node = NodeName(name)
     log.configure()
+    samples = os.environ.get("GPU_SAMPLES")
+    places = ("0000:3b:00.0", "0000:b3:00.0") if samples else ()
+    gpus = [Gpu(name="H100", uuid=place, memory_bytes=80 << 30, bus=place) for place in places]
     config = AgentConfig(
         master=master,
         name=node,
         hostname="testhost",
         worker_slots=int(workers),
-        gpus=(),
+        gpus=tuple(gpus),
         address=None,
         memory_per_worker_bytes=1 << 30,
         faults=(
@@ -30,5 +37,6 @@ if __name__ == "__main__":
         ),
         warm_command=(sys.executable, str(Path(__file__).parent / "standin_warm.py")),
         environment=dict(os.environ),
+        watch_command=("cat", samples) if samples else (),
     )
     sys.exit(asyncio.run(serve(config, Holder(master=master, folder=None, credentials=None))))

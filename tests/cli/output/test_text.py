@@ -411,6 +411,17 @@ def test_a_wide_table_of_nodes_has_the_versions_of_what_computes() -> None:
     assert second[at:].startswith("torch 2.13.0  ")
 
 
+def test_a_slow_workers_cause_stands_beside_its_pace() -> None:
+    workers = [
+        pb.WorkerStatus(slot=0, rate=1.0, hindrance="at its power limit"),
+        pb.WorkerStatus(slot=1, rate=0.61, hindrance="too hot, 1200 of 1980 MHz"),
+        pb.WorkerStatus(slot=2, rate=0.5),
+    ]
+    shown = text.nodes_table([pb.NodeInfo(node="n1", state="live", workers=workers)])
+    assert "  1: 0.61 (too hot, 1200 of 1980 MHz), 2: 0.50  " in shown
+    assert "power limit" not in shown
+
+
 def test_a_data_plane_in_the_clear_is_shown_wherever_the_job_is() -> None:
     clear = job(data_plane="clear")
     assert "data plane  IN THE CLEAR" in text.job_text(clear)

@@ -230,6 +230,20 @@ def test_a_node_that_is_left_out_is_told_how_to_come_back() -> None:
     )
 
 
+def test_a_node_with_a_sick_gpu_is_told_with_the_fix_and_what_else_is_wrong() -> None:
+    sick, concern = "GPU 0: GPU is lost; restart the host", "GPU 1: Xid 94; reset it"
+    player = Player()
+    player.play(START + f'1.0 steps 1 1 1\n2.0 sick n4 "{sick}"\n')
+    node = player.state.nodes[NodeName("n4")]
+    node.seen.status = replace(node.seen.status, concern=concern)
+    info = node_info(player.state, node, 3.0)
+    assert (info.state, info.reason.count(sick)) == ("draining", 1)
+    assert info.reason.endswith(f"; {concern}")
+    player.play("4.0 undrain n4\n")
+    info = node_info(player.state, node, 4.0)
+    assert (info.state, info.reason) == ("live", f"ready to join the job; {sick}")
+
+
 def test_a_node_with_another_torch_is_told_what_to_install() -> None:
     player = Player()
     start = "0.0 register n1@2.13.0\n0.0 submit demo f=0 min_nodes=1\n0.5 ready n1\n"

@@ -1,0 +1,55 @@
+"""What the agent knows of the health of the GPUs that its workers use, from samples of NVML.
+
+Must not know where the samples are from, nor when they were taken.
+"""
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from oobleck.host.gpu.health import LOOK, hindrance, troubles
+from oobleck.host.gpu.sample import GpuSample, Sample, Xid
+
+#: Of a text in the node's status.
+_MOST = 1000
+#: Errors that are remembered; the rest is more of the same.
+_MOST_XIDS = 64
+
+
+@dataclass(slots=True)
+class GpuHealth:
+    #: Where the GPUs are, slot by slot in turn; none: workers compute on CPUs.
+    places: Sequence[str] = ()
+    #: Of each of these places the last ones.
+    _samples: dict[str, deque[GpuSample]] = field(default_factory=dict)
+    #: All that the driver has reported of them since the agent began, oldest first.
+    _xids: list[Xid] = field(default_factory=list)
+    #: Why nothing is known now; empty: it is.
+    _problem: str = ""
+
+    def take(self, sample: Sample) -> None:
+        self._problem = sample.problem
+        for board in sample.gpus:
+            if board.bus in self.places:
+                self._samples.setdefault(board.bus, deque(maxlen=LOOK)).append(board)
+        for xid in sample.xids:
+            mine = not xid.bus or xid.bus in self.places
+            if mine and xid not in self._xids and len(self._xids) < _MOST_XIDS:
+                self._xids.append(xid)
+
+    def told(self) -> tuple[str, str]:
+        """Why nothing should be trained here, and what else is wrong; empty: nothing is."""
+        found = troubles((samples[-1] for samples in self._samples.values()), self._xids)
+        sick = "; ".join(str(trouble) for trouble in found if trouble.sick)
+        rest = [str(trouble) for trouble in found if not trouble.sick]
+        if self._problem:
+            rest.append(f"the health of the GPUs is not known: {self._problem}")
+        return sick[:_MOST], "; ".join(rest)[:_MOST]
+
+    def hindrance(self, slot: int, own: Collection[int]) -> str:
+        """What holds the worker of that slot back; empty: nothing that is seen. `own`: processes
+        of this node's workers."""
+        if not self.places:
+            return ""
+        samples = self._samples.get(self.places[slot % len(self.places)], ())
+        return hindrance(tuple(samples), own)[:_MOST]

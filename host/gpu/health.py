@@ -1,0 +1,131 @@
+"""What samples of GPUs mean: whether a GPU is sick, and what makes one slow.
+
+A GPU is sick where it has to be reset, or its host restarted, before it can be trusted again: by
+NVIDIA's catalogue of Xids (docs.nvidia.com/deploy/xid-errors, "immediate action" RESET_GPU,
+RESTART_BM or a workflow that ends there), by NVML's own word, or because a bad row of memory could
+not be replaced. All else is told, and no more: what the GPU has mended for now, and needs a reset
+when it is convenient. Xids of the program that ran (13, 31, 43, 45 and others) say nothing of the
+GPU. Pure. Must not know where samples are from, nor what is done about them.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import msgspec
+
+from oobleck.host.gpu.sample import GpuSample, Xid
+
+_RESET = "reset it (nvidia-smi --gpu-reset) or restart the host; if it comes back, replace it"
+_LATER = "reset it (nvidia-smi --gpu-reset) when it is convenient"
+_SICK: Mapping[int, str] = {
+    46: "it has stopped processing",
+    48: "memory error that ECC cannot correct",
+    62: "its micro-controller has halted",
+    64: "a bad row of memory could not be replaced",
+    74: "NVLink error",
+    79: "it has fallen off the bus",
+    95: "memory error that hits all programs",
+    109: "it does not switch contexts",
+    110: "security fault",
+    119: "its system processor does not answer",
+    120: "error of its system processor",
+    136: "NVLink does not come up",
+    140: "memory error that ECC cannot correct, and the driver could not mark",
+    143: "it could not be initialised",
+    158: "it has timed out for good",
+}
+_TOLD: Mapping[int, str] = {
+    63: "a bad row of memory is replaced with the next reset",
+    92: "ECC corrects many errors of memory",
+    94: "memory error that hit one program alone",
+    121: "corrected errors on its link to the CPU",
+    **dict.fromkeys(range(144, 151), "NVLink error"),
+    155: "NVLink error",
+    156: "a bad part of it is retired with the next reset",
+    157: "a bad part of it could not be retired",
+}
+#: Bits of nvmlClocksEventReasons by how much they explain: heat and power before settings.
+_REASONS: Mapping[int, str] = {
+    0x40: "too hot",
+    0x20: "too hot",
+    0x80: "the power supply holds it back",
+    0x08: "the hardware holds it back",
+    0x04: "at its power limit",
+    0x10: "in step with a slower GPU (sync boost)",
+    0x02: "clocks are set lower",
+    0x100: "clocks are set lower for a display",
+}
+#: So many samples are one look: a moment says nothing.
+LOOK = 6
+
+
+class Trouble(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong with a GPU."""
+
+    #: Empty: it is not known which one.
+    bus: str
+    what: str
+    fix: str
+    #: Nothing should be trained on it.
+    sick: bool = False
+
+    def __str__(self) -> str:
+        return f"GPU {self.bus or 'unknown'}: {self.what}; {self.fix}"
+
+
+def troubles(boards: Iterable[GpuSample], xids: Iterable[Xid]) -> tuple[Trouble, ...]:
+    """Of the newest samples, and of the errors reported so far; the sick first."""
+    found = [trouble for board in boards for trouble in _of_board(board)]
+    for xid in dict.fromkeys(xids):
+        known = _SICK.get(xid.code) or _TOLD.get(xid.code)
+        if known is not None:
+            sick = xid.code in _SICK
+            fix = "restart the host" if xid.code == 79 else _RESET if sick else _LATER
+            what = f"Xid {xid.code}, {known}"
+            found.append(Trouble(bus=xid.bus, what=what, fix=fix, sick=sick))
+    return tuple(sorted(found, key=lambda trouble: not trouble.sick))
+
+
+def _of_board(board: GpuSample) -> Iterable[Trouble]:
+    bus = board.bus
+    if board.error:
+        yield Trouble(bus=bus, what=board.error, fix="restart the host", sick=True)
+    if board.remap_failed:
+        what = "a bad row of memory could not be replaced"
+        yield Trouble(bus=bus, what=what, fix="replace the GPU", sick=True)
+    elif board.remap_pending:
+        what = "a bad row of memory is replaced with the next reset"
+        yield Trouble(bus=bus, what=what, fix=_LATER)
+    if board.retirement_pending:
+        what = "a bad page of memory is retired with the next reset"
+        yield Trouble(bus=bus, what=what, fix=_LATER)
+    if board.ecc_uncorrected:
+        what = f"{board.ecc_uncorrected} memory errors that ECC could not correct, since it started"
+        yield Trouble(bus=bus, what=what, fix=_LATER)
+
+
+def hindrance(samples: Sequence[GpuSample], own: Collection[int]) -> str:
+    """What holds a GPU back in most of the samples, newest last; empty: nothing that is seen.
+
+    `own`: processes that may use it. Where NVML names none of them, its numbers of processes may be
+    those of another namespace, and say nothing.
+    """
+    most = len(samples) // 2 + 1
+    words = dict.fromkeys(
+        word
+        for bit, word in _REASONS.items()
+        if sum(bool((each.clock_reasons or 0) & bit) for each in samples) >= most
+    )
+    # It is set with each of the two reasons that are its cause.
+    if len(words) > 1:
+        words.pop("the hardware holds it back", None)
+    newest = samples[-1] if samples else GpuSample(bus="")
+    parts = list(words)
+    if words and newest.clock_mhz and newest.most_clock_mhz:
+        parts.append(f"{newest.clock_mhz} of {newest.most_clock_mhz} MHz")
+    if "too hot" in words and newest.temperature_c is not None:
+        parts.append(f"{newest.temperature_c} °C")
+    pids = [process.pid for process in newest.processes or ()]
+    others = [pid for pid in pids if pid not in own] if set(pids) & set(own) else []
+    if others:
+        parts.append(f"shared with process {', '.join(map(str, others))}")
+    return ", ".join(parts)
