@@ -118,6 +118,8 @@ class Communicator:
         self.fabric = fabric
         self.size = size
         self._come: set[int] = set()
+        #: Members that have aborted it.
+        self.gone: set[int] = set()
         #: Of each direction, what a sender holds out.
         self.offered: dict[tuple[int, int], Tensor] = {}
         #: Of each sum, by its number: what each member has brought.
@@ -140,10 +142,15 @@ class FakeWork:
     """An operation that was queued."""
 
     def __init__(
-        self, aborting: threading.Event | None = None, faults: Faults | None = None
+        self,
+        aborting: threading.Event | None = None,
+        faults: Faults | None = None,
+        hopeless: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`aborting`: an abort of its group is under way."""
+        """`aborting`: an abort of its group is under way. `hopeless`: whether a member that it
+        needs has left."""
         self._faults = {} if faults is None else faults
+        self._hopeless = hopeless
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._aborting = aborting
@@ -165,11 +172,13 @@ class FakeWork:
         return self._ended.wait(seconds)
 
     def wait(self) -> bool:
-        """Host memory has no queue in whose order it could be put: it ends with the operation,
-        which an abort ends, too. Raises TimeoutError where nothing does."""
+        """On a GPU it orders what is queued after; host memory has no queue, so it returns when the
+        operation has ended, or cannot end any more. Raises TimeoutError where neither happens."""
         self._faults.pop("wait", _nothing)()
-        if not self._ended.wait(_PATIENCE_S):
-            raise TimeoutError("an operation never ended")
+        end_at = time.monotonic() + _PATIENCE_S
+        while not self._ended.wait(_POLL_S) and not self._hopeless():
+            if time.monotonic() > end_at:
+                raise TimeoutError("an operation never ended")
         return True
 
 
@@ -226,7 +235,7 @@ class FakeGroup:
                 self._fabric.lock.notify_all()
                 self._until(lambda: way not in offered)
 
-        return self._enqueue("send", kernel)
+        return self._enqueue("send", kernel, lambda: peer in self.communicator.gone)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
         (tensor,), way = tensors, (peer, self.rank)
@@ -241,7 +250,7 @@ class FakeGroup:
                     tensor.copy_(offered.pop(way))
                 self._fabric.lock.notify_all()
 
-        return self._enqueue("recv", kernel)
+        return self._enqueue("recv", kernel, lambda: peer in self.communicator.gone)
 
     def allreduce(self, tensors: list[Tensor], options: AllreduceOptions) -> FakeWork:
         (tensor,), number = tensors, self._sums
@@ -259,19 +268,26 @@ class FakeGroup:
                 else:
                     tensor.copy_(sum(mine[rank] for rank in sorted(mine)))
 
-        return self._enqueue("allreduce", kernel)
+        def hopeless() -> bool:
+            with self._fabric.lock:
+                return bool(self.communicator.gone - brought.get(number, {}).keys())
+
+        return self._enqueue("allreduce", kernel, hopeless)
 
     def abort(self) -> None:
-        self._strike("abort")
         self._aborted = True
         with self._fabric.lock:
+            self.communicator.gone.add(self.rank)
             self._fabric.lock.notify_all()
         self._queue.put(None)
+        self._strike("abort")
         self.aborting.set()
         self._device.synchronize()
         self.aborting.clear()
 
-    def _enqueue(self, what: str, kernel: Callable[[], None]) -> FakeWork:
+    def _enqueue(
+        self, what: str, kernel: Callable[[], None], hopeless: Callable[[], bool]
+    ) -> FakeWork:
         self._strike(what)
         if self._aborted:
             raise RuntimeError("NCCL communicator was aborted")
@@ -279,7 +295,7 @@ class FakeGroup:
         if what not in self._used:
             self._used.add(what)
             self._device.synchronize()
-        work = FakeWork(self.aborting, self._faults)
+        work = FakeWork(self.aborting, self._faults, hopeless)
 
         def run() -> None:
             self._device.enter(work, lambda: self._aborted)

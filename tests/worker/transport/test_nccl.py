@@ -344,6 +344,67 @@ def test_an_error_of_nccls_own_ends_the_wait(cluster, error, becomes):
         first.complete()
 
 
+#: What goes wrong, and what the rank that it happens to says of it.
+STRIKES: dict[str, tuple[Callable[[], None], type[Exception] | None]] = {
+    "sick": (raising(SICK), torch.AcceleratorError),
+    "remote": (raising(REMOTE), TransportError),
+    "no memory": (raising(torch.OutOfMemoryError("CUDA out of memory")), torch.OutOfMemoryError),
+    "slow": (partial(time.sleep, 0.05), None),
+}
+CALLS = ["make", "connect", "send", "recv", "allreduce", "end", "wait", "abort"]
+
+
+@pytest.mark.parametrize("strike", STRIKES)
+@pytest.mark.parametrize("call", CALLS)
+def test_whatever_fails_in_any_call_ends_in_one_error(cluster, call, strike):
+    """Of the rank that it happens to; the other one is released, or is done."""
+    here, (act, told) = cluster(2), STRIKES[strike]
+    faults = here.ranks[0].faults
+
+    def train(links: LinkTransport) -> Exception | None:
+        transport: NcclTransport | None = None
+        try:
+            if links.rank == 0 and call in ("make", "connect"):
+                faults[call] = act
+            transport = here.join(links, names)
+            if links.rank == 0 and call not in ("make", "connect"):
+                faults[call] = act
+            links.gather(b"")
+            step_of(transport)
+            links.gather(b"")
+        except Exception as error:  # noqa: BLE001  # looked at below
+            (transport or links).abort()
+            return error
+        transport.dispose()
+        return None
+
+    names: list[Name] = [("owners", (0, 1)), *(("link", way) for way in PAIR)]
+    here.party.meet()
+    first, second = here.party.everywhere(train)
+    for aborts in here.aborts:
+        aborts.settle(lambda: None)
+    assert call not in faults, "it has struck"
+    if told is None or call == "abort":
+        assert (first, second) == (None, None)
+    else:
+        assert type(first) is told, first
+        assert second is None or type(second) is TransportError, second
+
+
+def step_of(transport: NcclTransport) -> None:
+    """A message each way, and a sum."""
+    other = 1 - transport.rank
+    arriving = torch.zeros(1)
+    pending = transport.receive(arriving, other, 1)
+    transport.send(torch.full((1,), float(transport.rank)), other, 1)
+    pending.wait()
+    assert arriving.item() == other
+    summed = torch.ones(1)
+    transport.all_reduce(summed, (0, 1)).wait()
+    transport.complete()
+    assert summed.item() == 2
+
+
 @pytest.mark.parametrize("call", ["make", "connect"])
 def test_a_sick_gpu_is_no_lost_peer_while_groups_connect(cluster, call):
     here = cluster(2)
