@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     "gpus_per_node",
     type=click.IntRange(min=1),
     metavar="G",
-    help="Workers of each node, one per GPU.  [default: the profile's, or 1]",
+    help="Workers of each node, one per GPU.  [default: the profile's, or 8 with --gpu, or 1]",
 )
 @click.option(
     "--fault-tolerance",
@@ -62,7 +62,13 @@ if TYPE_CHECKING:
     "--memory-per-worker",
     metavar="SIZE",
     help="Of one GPU or worker; a margin stays free. A job's own limit comes first.  "
-    "[default: the profile's limit, or this machine's RAM / G]",
+    "[default: the profile's limit, or that of --gpu, or this machine's RAM / G]",
+)
+@click.option(
+    "--gpu",
+    type=click.Choice(["a100", "a100-40gb", "h100", "h200"]),
+    help="Estimate a job without a measured profile for nodes of 8 (or G) such GPUs, with NVLink "
+    "and a network adapter for each: published figures, as docs/planning.md says.",
 )
 @click.option(
     "--schedule",
@@ -126,6 +132,12 @@ def plan(
         question = dataclasses.replace(question, policy=cast("RecoveryPolicy", policy))
     report = _report(question, nodes, lost, slow)
     data = report.data()
+    if question.speed is not None:
+        data["speed"] = question.speed.data(
+            samples=question.global_batch,
+            step_s=data["plan"]["step_s"],
+            workers=(nodes - len(data["plan"]["idle"])) * report.profile.gpus_per_node,
+        )
     if question.notes:
         data["notes"] = list(question.notes)
     if as_json:
@@ -180,6 +192,7 @@ def _report(
 def report_text(report: dict[str, Any], drawing: str, width: int | None = None) -> str:
     """The drawing between the templates that it is made of and what follows losses."""
     from oobleck.cli.output.table import folded, table
+    from oobleck.planner.report.speed import speed_line
 
     rows = [
         (
@@ -196,7 +209,7 @@ def report_text(report: dict[str, Any], drawing: str, width: int | None = None) 
     parts = [
         table(heads, rows, width=width),
         *report.get("notes", []),
-        drawing.rstrip(),
+        drawing.rstrip() + (f"\n{speed_line(report['speed'])}" if "speed" in report else ""),
     ]
     for loss in report.get("after_losses", []):
         parts += _loss(loss, width)

@@ -13,8 +13,15 @@ from oobleck.planner.units import count, parse_bytes
 
 if TYPE_CHECKING:
     from oobleck.planner.job.spec import JobSpec, RecoveryPolicy
+    from oobleck.planner.profile.machine import Machine
     from oobleck.planner.profile.profile import Profile
+    from oobleck.planner.report.speed import Speed
     from oobleck.planner.schedules import Schedule
+
+_NOMINAL_TIMES = (
+    "times are of one nominal CPU core per worker: only their proportions mean something; --gpu "
+    "NAME, or a measured profile, gives real ones"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +33,8 @@ class Flags:
     global_batch: int | None
     microbatch: int | None
     memory_per_worker: str | None
+    #: Of a table of GPUs: what estimates are of.
+    gpu: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +53,11 @@ class Question:
     shadows: bool = False
     #: What losses are answered by.
     policy: "RecoveryPolicy" = "templates"
-    #: What of the profile or the machines is not used, and why.
+    #: What of the profile or the machines is not used, and why, and what times are of.
     notes: tuple[str, ...] = ()
+    #: FLOPs of a step per token, tokens per sample, and FLOP/s of a worker at most; None: nothing
+    #: is known of them.
+    speed: "Speed | None" = None
 
 
 def from_profile(path: Path, flags: Flags) -> Question:
@@ -62,6 +74,10 @@ def from_profile(path: Path, flags: Flags) -> Question:
         raise ValueError(
             f"--microbatch {flags.microbatch}: {path} was measured with {profile.microbatch}, and "
             "times do not scale with it; profile again or leave the flag out"
+        )
+    if flags.gpu is not None:
+        raise ValueError(
+            f"--gpu {flags.gpu}: {path} says what its workers do; leave one of them out"
         )
     if flags.global_batch is None:
         raise ValueError("--global-batch is missing; a profile does not say it")
@@ -88,7 +104,13 @@ def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
         if value is not None
     }
     job = read_job(path, (*overrides, *given), shown_as=given)
-    if text := read_profile(job):
+    text = read_profile(job)
+    if text and flags.gpu is not None:
+        raise ValueError(
+            f"--gpu {flags.gpu}: the job names a measured profile; --set profile=estimate leaves "
+            "it out"
+        )
+    if text:
         limit = job.resources.memory_per_worker_bytes
         profile = _on_machines(parse_profile(text), flags, limit=limit)
     else:
@@ -104,7 +126,8 @@ def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
         tied=job.model.ties,
         shadows=job.recovery.shadows == "auto",
         policy=job.recovery.policy,
-        notes=_unused(profile, used),
+        notes=(*_unused(profile, used), *([] if text or flags.gpu else [_NOMINAL_TIMES])),
+        speed=None if text else _speed(job, flags),
     )
 
 
@@ -112,12 +135,40 @@ def _estimate(job: "JobSpec", flags: Flags) -> "Profile":
     import psutil
 
     from oobleck.planner.profile.estimate import estimate_profile
+    from oobleck.planner.profile.memory import gpu_reserve_bytes
 
-    gpus = flags.gpus_per_node or 1
+    machine = _machine(flags)
+    gpus = flags.gpus_per_node or machine.per_node
     memory = _memory(flags)
-    if memory is None:
+    if memory is None and machine.is_gpu:
+        memory = machine.memory_bytes - gpu_reserve_bytes(gpus)
+    elif memory is None:
         memory = psutil.virtual_memory().total // gpus
-    return estimate_profile(job, gpus_per_node=gpus, memory_per_worker_bytes=memory)
+    return estimate_profile(
+        job, gpus_per_node=gpus, memory_per_worker_bytes=memory, machine=machine
+    )
+
+
+def _machine(flags: Flags) -> "Machine":
+    from oobleck.planner.profile.machine import GPUS, NOMINAL
+
+    return NOMINAL if flags.gpu is None else GPUS[flags.gpu]
+
+
+def _speed(job: "JobSpec", flags: Flags) -> "Speed | None":
+    """Of an estimate for a GPU."""
+    from oobleck.planner.job.model import ModelSpec
+    from oobleck.planner.profile.estimate import flops_per_token
+    from oobleck.planner.report.speed import Speed
+
+    machine = _machine(flags)
+    if not (machine.is_gpu and isinstance(job.model, ModelSpec)):
+        return None
+    return Speed(
+        flops_per_token=flops_per_token(job),
+        tokens_per_sample=job.model.sequence_length,
+        peak_flops_per_s=machine.peak(job.training),
+    )
 
 
 def _on_machines(profile: "Profile", flags: Flags, *, limit: int | None) -> "Profile":
@@ -149,7 +200,7 @@ def _unused(profile: "Profile", used: "Profile") -> tuple[str, ...]:
     idle = profile.gpus_per_node - used.gpus_per_node
     if idle > 0:
         notes.append(
-            f"{idle} of {count(profile.gpus_per_node, 'GPU')} per node stay idle: the model's "
+            f"{idle} of {count(profile.gpus_per_node, 'worker')} per node stay idle: the model's "
             f"{count(len(profile.layers), 'layer')} make no pipeline that uses more than "
             f"{used.gpus_per_node}"
         )

@@ -86,4 +86,5 @@ PRESETS: dict[str, Preset] = {
     "llama-2-13b": _llama(40, 5120, 40, 13824, 4096),
     "llama-3-8b": _llama(32, 4096, 32, 14336, 8192, **_LLAMA3),
     "llama-3-70b": _llama(80, 8192, 64, 28672, 8192, **_LLAMA3),
+    "llama-3-405b": _llama(126, 16384, 128, 53248, 8192, **_LLAMA3),
 }

@@ -1,7 +1,8 @@
 """A profile from arithmetic alone, for a job that nobody has measured yet.
 
-Times come from FLOPs over a nominal rate, so only their proportions mean something; byte counts
-are true for every kind of model. Must not know the machine beyond its memory.
+Times come from FLOPs and bytes over what a kind of worker does per second; those of the nominal one
+mean something by their proportions alone. Byte counts are true for every kind of model. Must not
+know the machine beyond that.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from oobleck.planner.job.families import Counts, LayerCount, decode_config, fami
 from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.profile.machine import NOMINAL, Machine
 from oobleck.planner.profile.memory import (
     ACTIVATION_ITEM_BYTES,
     LOSS_CHUNK,
@@ -25,31 +27,39 @@ from oobleck.planner.profile.memory import (
 from oobleck.planner.profile.profile import LayerProfile, Links, Profile
 from oobleck.planner.profile.sharing import sharing_sizes, with_exchanges
 
-#: A nominal worker and wire: one CPU core, and loopback or a 25 Gbit/s network.
-FLOPS_PER_S = 20e9
-INTRA_NODE_BYTES_PER_S = 4e9
-INTER_NODE_BYTES_PER_S = 3e9
-LATENCY_S = 1e-4
-#: Memory of the nominal worker, and what a layer takes at least.
-BYTES_PER_S = 5e9
-LEAST_S = 1e-6
+#: Memory of the nominal worker.
+_NOMINAL_BYTES_PER_S = 5e9
+#: How often a forward reads or writes each byte that it keeps.
+_PASSES = 2
+#: How often an update reads or writes each byte of the state: norm, clip and AdamW read and write
+#: weights, gradients and moments, and the gradients are cleared.
+_UPDATE_PASSES = 2.25
 
 _TOKEN_BYTES = 8
 
 
-def estimate_profile(job: JobSpec, *, gpus_per_node: int, memory_per_worker_bytes: int) -> Profile:
+def estimate_profile(
+    job: JobSpec,
+    *,
+    gpus_per_node: int,
+    memory_per_worker_bytes: int,
+    machine: Machine = NOMINAL,
+) -> Profile:
     """The profile of `job`'s model; times for each number of GPUs that divides a micro-batch.
 
     A margin goes off `memory_per_worker_bytes` (see `oobleck.planner.profile.memory`); the job's
     own memory budget, where given, takes its place as it stands.
     """
     links = Links(
-        intra_node_bytes_per_s=INTRA_NODE_BYTES_PER_S,
-        inter_node_bytes_per_s=INTER_NODE_BYTES_PER_S,
-        latency_s=LATENCY_S,
+        intra_node_bytes_per_s=machine.intra_node_bytes_per_s,
+        inter_node_bytes_per_s=machine.inter_node_bytes_per_s,
+        latency_s=machine.latency_s,
     )
     sizes = sharing_sizes(job.training.microbatch, gpus_per_node)
-    layers = _own_layers(job, job.model) if isinstance(job.model, OwnModelSpec) else _layers(job)
+    if isinstance(job.model, OwnModelSpec):
+        layers = _own_layers(job, job.model, machine)
+    else:
+        layers = _layers(job, machine)
     return Profile(
         microbatch=job.training.microbatch,
         gpus_per_node=gpus_per_node,
@@ -57,16 +67,26 @@ def estimate_profile(job: JobSpec, *, gpus_per_node: int, memory_per_worker_byte
             job.resources.memory_per_worker_bytes, memory_per_worker_bytes
         ),
         layers=tuple(
-            with_exchanges(_shared(layer, sizes if job.model.may_share(number) else (1,)), links)
+            with_exchanges(
+                _shared(layer, sizes if job.model.may_share(number) else (1,), machine), links
+            )
             for number, layer in enumerate(layers)
         ),
         links=links,
     )
 
 
-def _layers(job: JobSpec) -> tuple[LayerProfile, ...]:
-    blocks = (_block(job, f"block{number}") for number in range(_built_in(job).layers))
-    return (_embedding(job), *blocks, _head(job))
+def _layers(job: JobSpec, machine: Machine) -> tuple[LayerProfile, ...]:
+    blocks = (_block(job, f"block{number}", machine) for number in range(_built_in(job).layers))
+    return (_embedding(job, machine), *blocks, _head(job, machine))
+
+
+def flops_per_token(job: JobSpec) -> float:
+    """Of a step, per token: forward and backward, without what is computed again. The model is
+    known by its kind."""
+    model = _built_in(job)
+    counts, blocks = _counts(model), model.layers
+    return 3.0 * (counts.embedding.flops + blocks * counts.block.flops + counts.head.flops)
 
 
 def _built_in(job: JobSpec) -> ModelSpec:
@@ -75,16 +95,33 @@ def _built_in(job: JobSpec) -> ModelSpec:
     return job.model
 
 
-def _shared(layer: LayerProfile, sizes: Sequence[int]) -> LayerProfile:
+def _shared(layer: LayerProfile, sizes: Sequence[int], machine: Machine) -> LayerProfile:
     """With the times of each number of GPUs, none of which has more rows than its share."""
     return replace(
         layer,
         forward_s={gpus: layer.forward_s[1] / gpus for gpus in sizes},
         backward_s={gpus: layer.backward_s[1] / gpus for gpus in sizes},
+        update_s=_update_s(layer.state_bytes, sizes, machine),
     )
 
 
-def _own_layers(job: JobSpec, model: OwnModelSpec) -> tuple[LayerProfile, ...]:
+def _update_s(state_bytes: int, sizes: Sequence[int], machine: Machine) -> dict[int, float]:
+    """Of a nominal worker nothing."""
+    rate = machine.memory_bytes_per_s
+    if rate is None:
+        return {}
+    return {gpus: _UPDATE_PASSES * state_bytes / rate / gpus for gpus in sizes}
+
+
+def _moving_s(count: float, machine: Machine, *, nominal: bool) -> float:
+    """To read or write so many bytes. `nominal`: it counts for a nominal worker too."""
+    rate = machine.memory_bytes_per_s
+    if rate is None:
+        return count / _NOMINAL_BYTES_PER_S if nominal else 0.0
+    return count / rate
+
+
+def _own_layers(job: JobSpec, model: OwnModelSpec, machine: Machine) -> tuple[LayerProfile, ...]:
     """Of a model of the user's, as its description has them."""
     description = model.description
     last = len(description.order) - 1
@@ -93,6 +130,7 @@ def _own_layers(job: JobSpec, model: OwnModelSpec) -> tuple[LayerProfile, ...]:
             job,
             f"layer{number}",
             sketch,
+            machine,
             input_bytes=job.training.microbatch * description.input_of(number).row_bytes,
             last=number == last,
         )
@@ -101,13 +139,21 @@ def _own_layers(job: JobSpec, model: OwnModelSpec) -> tuple[LayerProfile, ...]:
 
 
 def _own_layer(
-    job: JobSpec, name: str, sketch: LayerSketch, *, input_bytes: int, last: bool
+    job: JobSpec,
+    name: str,
+    sketch: LayerSketch,
+    machine: Machine,
+    *,
+    input_bytes: int,
+    last: bool,
 ) -> LayerProfile:
     rows, item = job.training.microbatch, STATE_ITEM_BYTES[job.training.precision]
     output_bytes = 0 if last else rows * sketch.output.message_bytes
     kept_bytes = max(input_bytes, rows * sketch.kept_bytes)
     # Numbers that are read and written take time too where nothing is multiplied.
-    forward_s = rows * sketch.flops / FLOPS_PER_S + kept_bytes / BYTES_PER_S + LEAST_S
+    products_s = rows * sketch.flops / machine.flops_per_s(job.training)
+    moving_s = _moving_s(kept_bytes, machine, nominal=True)
+    forward_s = products_s + moving_s + machine.least_s
     again = job.training.recompute == "layer"
     # Messages of both directions, posted ahead; the largest gradient; what is computed again.
     blocks = [input_bytes] * 2 + [output_bytes] * 2 + [sketch.largest * item, 2 * kept_bytes // 5]
@@ -167,12 +213,13 @@ def _counts(model: ModelSpec) -> Counts:
     )
 
 
-def _embedding(job: JobSpec) -> LayerProfile:
+def _embedding(job: JobSpec, machine: Machine) -> LayerProfile:
     counted = _counts(_built_in(job)).embedding
     return _layer(
         job,
         "embedding",
         counted,
+        machine,
         activation_bytes=_rows(job) * _TOKEN_BYTES + _kept_bytes(job, counted),
         # Messages of both directions, and the gradient of all embeddings, used or not.
         blocks=[*[_hidden_bytes(job)] * 5, _wide_bytes(job, counted.parameters)],
@@ -182,13 +229,14 @@ def _embedding(job: JobSpec) -> LayerProfile:
     )
 
 
-def _block(job: JobSpec, name: str) -> LayerProfile:
+def _block(job: JobSpec, name: str, machine: Machine) -> LayerProfile:
     counted = _counts(_built_in(job)).block
     kept_bytes = _kept_bytes(job, counted)
     return _layer(
         job,
         name,
         counted,
+        machine,
         activation_bytes=kept_bytes,
         # Messages of both directions, posted ahead; gradients replace what was kept one by one; the
         # largest matrix's own, before it is added.
@@ -201,7 +249,7 @@ def _block(job: JobSpec, name: str) -> LayerProfile:
     )
 
 
-def _head(job: JobSpec) -> LayerProfile:
+def _head(job: JobSpec, machine: Machine) -> LayerProfile:
     model = _built_in(job)
     counted = _counts(model).head
     chunk_bytes = _wide_bytes(job, min(LOSS_CHUNK, _rows(job) * model.vocabulary))
@@ -209,6 +257,7 @@ def _head(job: JobSpec) -> LayerProfile:
         job,
         "head",
         counted,
+        machine,
         activation_bytes=_kept_bytes(job, counted),
         # A piece of the loss is there with the logits, then their gradient with the weight's.
         blocks=[max(chunk_bytes, _narrow_bytes(job, counted.parameters))],
@@ -255,6 +304,7 @@ def _layer(
     job: JobSpec,
     name: str,
     counted: LayerCount,
+    machine: Machine,
     *,
     activation_bytes: int,
     blocks: Sequence[int],
@@ -264,7 +314,11 @@ def _layer(
 ) -> LayerProfile:
     """`wide`: it computes with the weights as they are trained."""
     narrow = 0 if wide else narrow_bytes(counted.parameters, job.training.precision)
-    forward_s = _rows(job) * counted.flops / FLOPS_PER_S
+    products_s = _rows(job) * counted.flops / machine.flops_per_s(job.training)
+    moved = _PASSES * activation_bytes + (0 if wide else narrow)
+    forward_s = products_s + _moving_s(moved, machine, nominal=False)
+    if machine.is_gpu:
+        forward_s = max(forward_s, machine.least_s)
     again = job.training.recompute == "layer"
     if again:
         input_bytes = min(activation_bytes, _hidden_bytes(job))

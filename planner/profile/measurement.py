@@ -13,12 +13,8 @@ from typing import Literal
 from oobleck.planner.codec import encode
 from oobleck.planner.job.model import AnyModel, ModelSpec
 from oobleck.planner.job.spec import JobSpec, Recompute
-from oobleck.planner.profile.estimate import (
-    INTER_NODE_BYTES_PER_S,
-    INTRA_NODE_BYTES_PER_S,
-    LATENCY_S,
-    estimate_profile,
-)
+from oobleck.planner.profile.estimate import estimate_profile
+from oobleck.planner.profile.machine import NOMINAL
 from oobleck.planner.profile.profile import BYTES, InvalidProfile, LayerProfile, Links, Profile
 from oobleck.planner.profile.sharing import with_exchanges
 from oobleck.planner.units import count
@@ -174,9 +170,9 @@ def _links(found: Iterable[LinkMeasurement]) -> tuple[Links, dict[str, object]]:
     intra, inter = by_scope.get("intra_node"), by_scope.get("inter_node")
     if intra is None and inter is None:
         links = Links(
-            intra_node_bytes_per_s=INTRA_NODE_BYTES_PER_S,
-            inter_node_bytes_per_s=INTER_NODE_BYTES_PER_S,
-            latency_s=LATENCY_S,
+            intra_node_bytes_per_s=NOMINAL.intra_node_bytes_per_s,
+            inter_node_bytes_per_s=NOMINAL.inter_node_bytes_per_s,
+            latency_s=NOMINAL.latency_s,
         )
         return links, {"intra_node_link": "estimated", "inter_node_link": "estimated"}
     one = inter or intra

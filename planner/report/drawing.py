@@ -93,7 +93,7 @@ def _column(stage: Hold, peak: int, limit: int, *, gpus: bool) -> list[str]:
         if stage.first_layer == stage.last_layer
         else f"layers {stage.first_layer}-{stage.last_layer}"
     )
-    device = f"GPU {slots[0]}" if len(slots) == 1 else f"GPUs {slots[0]}-{slots[-1]}"
+    device = f"slot {slots[0]}" if len(slots) == 1 else f"slots {slots[0]}-{slots[-1]}"
     memory = f"{format_bytes(peak)} {100 * peak / limit:.0f}%"
     return [stage.workers[0].node, layers, *([device] if gpus else []), memory]
 

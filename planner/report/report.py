@@ -223,9 +223,9 @@ def draw(outcome: Outcome, profile: Profile, width: int = WIDTH) -> str:
     parts.append(
         f"schedule: {outcome.choice.reason}\n"
         f"estimated step: {estimate.step_s:.4g} s, "
-        f"of which GPUs idle {100 * estimate.bubble:.1f}%\n"
+        f"of which workers idle {100 * estimate.bubble:.1f}%\n"
         f"peak memory: {format_bytes(estimate.peak_bytes)} of "
-        f"{format_bytes(profile.gpu_memory_bytes)} per GPU\n"
+        f"{format_bytes(profile.gpu_memory_bytes)} per worker\n"
         f"{_nccl(outcome.needs, profile)}"
         f"can lose: {_can_lose(plan)}"
     )
@@ -239,12 +239,12 @@ def _nccl(needs: Needed, profile: Profile) -> str:
     many = count(needs.communicators, "communicator")
     if needs.communicators > MOST_COMMUNICATORS:
         return (
-            f"NCCL: a GPU would be in {many}, and {MOST_COMMUNICATORS} work;\n"
+            f"on GPUs: one would be in {many}, and {MOST_COMMUNICATORS} work;\n"
             "  messages would go through host memory, which is slow\n"
         )
     kept = gpu_reserve_bytes(profile.gpus_per_node) - GPU_CONTEXT_BYTES
     return (
-        f"NCCL per GPU: {many}, {format_bytes(needs.device_bytes)} beside the peak; "
+        f"NCCL on GPUs: {many}, {format_bytes(needs.device_bytes)} beside the peak; "
         f"{format_bytes(kept)} are kept\n"
     )
 

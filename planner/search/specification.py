@@ -48,7 +48,7 @@ def node_specification(
     if not usable:
         raise ModelTooLarge(
             f"a pipeline cannot have {min_nodes} nodes: the model of {layers} layers "
-            f"on {profile.gpus_per_node} GPUs per node fits {sizes[-1]} at most; lower "
+            f"on {profile.gpus_per_node} workers per node fits {sizes[-1]} at most; lower "
             "min_nodes_per_pipeline"
         )
     smallest = usable[0]
@@ -91,7 +91,7 @@ def _nodes_cause(
         fixes.append(f"lower fault_tolerance to {possible}")
     memory = _least_memory(profile, min_nodes, nodes // (fault_tolerance + 1))
     if memory is not None and memory > profile.gpu_memory_bytes:
-        fixes.append(f"use GPUs with {_more_memory(profile, memory)}")
+        fixes.append(f"use workers with {_more_memory(profile, memory)}")
     return (
         f"needs {count(needed, 'node')}{fewer}: fault_tolerance {fault_tolerance} and pipelines of "
         f"at least {count(smallest, 'node')}; {are(nodes)} live; {', '.join(fixes[:-1])}"
@@ -104,19 +104,19 @@ def _memory_cause(profile: Profile) -> str:
     layers = profile.layers
     if any(min(layer.forward_s) > profile.gpus_per_node for layer in layers):
         return (
-            f"some layer has no time for {profile.gpus_per_node} GPUs or fewer: profile it for "
-            "the GPUs that a node has"
+            f"some layer has no time for {profile.gpus_per_node} workers or fewer: profile it for "
+            "those that a node has"
         )
     memory = _least_memory(profile, 1, len(layers))
     if memory is None:
         return (
-            f"no cut of {len(layers)} layers uses all {profile.gpus_per_node} GPUs of a node; "
+            f"no cut of {len(layers)} layers uses all {profile.gpus_per_node} workers of a node; "
             "lower --workers-per-node"
         )
     fewest = _sizes_with(profile, memory, len(layers))[0]
     return (
-        f"the model does not fit on any number of nodes: a GPU needs "
-        f"{_more_memory(profile, memory)}, for pipelines of {count(fewest, 'node')}; use GPUs "
+        f"the model does not fit on any number of nodes: a worker needs "
+        f"{_more_memory(profile, memory)}, for pipelines of {count(fewest, 'node')}; use workers "
         "with more memory, a smaller microbatch or a smaller model"
     )
 

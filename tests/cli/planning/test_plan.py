@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,42 @@ def test_the_profile_that_a_job_names_speaks_for_its_machines(named: Callable[..
     assert "notes" not in report
 
 
+LLAMA = """
+name: l8
+model: {preset: llama-3-8b, sequence_length: 8192}
+data: {text: [/x]}
+training: {steps: 10, global_batch: 1024, microbatch: 8, precision: bf16}
+"""
+
+
+def test_a_job_for_gpus_gets_believable_times(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(LLAMA)
+    report = planned(str(job), "--nodes", "16", "--gpu", "h100")
+    speed = report["speed"]
+    assert 0.35 < speed["mfu"] < 0.5
+    assert speed["tokens_per_s"] == pytest.approx(1024 * 8192 / report["plan"]["step_s"])
+    assert speed["tokens_per_s_per_worker"] == pytest.approx(speed["tokens_per_s"] / 128)
+    assert "notes" not in report
+    shown = run("plan", str(job), "--nodes", "16", "--gpu", "h100").stdout
+    assert re.search(r"^speed: [\d,]+ tokens/s, [\d,]+ per GPU; \d+ TFLOP/s per GPU, ", shown, re.M)
+
+
+def test_without_gpus_times_are_said_to_be_nominal(job_file: JobFile) -> None:
+    report = planned(str(job_file()), "--nodes", "2")
+    assert report["notes"][-1].startswith("times are of one nominal CPU core per worker")
+    assert "speed" not in report
+
+
+def test_a_profile_says_what_its_workers_do(named: Callable[..., str], tmp_path: Path) -> None:
+    job = named()
+    line = refused(run("plan", job, "--nodes", "2", "--gpu", "h100"), 2)
+    assert "--set profile=estimate leaves it out" in line
+    profile = str(Path(job).with_name("p.json"))
+    line = refused(run("plan", "--profile", profile, "--nodes", "2", "--gpu", "a100"), 2)
+    assert "says what its workers do" in line
+
+
 def test_a_job_may_have_shadows_where_nodes_are_few(job_file: JobFile) -> None:
     job = str(job_file(extra="resources: {min_nodes_per_pipeline: 2}\n"))
     plan = planned(job, "--nodes", "2")["plan"]
@@ -72,7 +109,7 @@ def test_flags_and_the_job_itself_come_before_the_profile(named: Callable[..., s
     assert "notes" not in report
     many = planned(job, "--nodes", "2", *flags, "--workers-per-node", "10")
     assert many["notes"] == [
-        "2 of 10 GPUs per node stay idle: the model's 4 layers make no pipeline that uses more "
+        "2 of 10 workers per node stay idle: the model's 4 layers make no pipeline that uses more "
         "than 8"
     ]
     assert (

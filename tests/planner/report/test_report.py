@@ -141,9 +141,9 @@ def test_the_drawing_shows_stages_memory_and_the_timeline() -> None:
         "stage 2  .....00a11bb..2cc++..33dd+...4ee++..55ff+..66gg+...77h++..88ii++++.....\n"
         "\n"
         "schedule: zb-h1: 7.2% faster than 1f1b, 7.2% faster than gpipe\n"
-        "estimated step: 8.905 s, of which GPUs idle 13.8%\n"
-        "peak memory: 4.0 KiB of 4.9 KiB per GPU\n"
-        "NCCL per GPU: 6 communicators, 465.0 MiB beside the peak; 767.0 MiB are kept\n"
+        "estimated step: 8.905 s, of which workers idle 13.8%\n"
+        "peak memory: 4.0 KiB of 4.9 KiB per worker\n"
+        "NCCL on GPUs: 6 communicators, 465.0 MiB beside the peak; 767.0 MiB are kept\n"
         "can lose: 1 node at a time, whichever it is\n"
     )
 
@@ -153,7 +153,7 @@ def test_more_communicators_than_work_are_told() -> None:
     plan = plan_of_cuts(([(2, 17)], 17))
     profile = profile_of([1.0] * 2, gpus=(17,))
     outcome = Outcome(plan=plan, choice=choose_schedule(plan, profile))
-    assert "NCCL: a GPU would be in 32 communicators, and 31 work" in draw(outcome, profile)
+    assert "on GPUs: one would be in 32 communicators, and 31 work" in draw(outcome, profile)
     assert outcome.needs.communicators == 32
 
 
@@ -180,7 +180,7 @@ def test_gpus_of_a_node_stand_together_and_equal_pipelines_are_drawn_once() -> N
         "7 x pipeline: 2 nodes, 40 micro-batches each",
         "  | n0          |             || n2         |",
         "  | layers 0-1  | layers 2-4  || layers 5-7 |",
-        "  | GPUs 0-1    | GPU 2       || GPUs 0-2   |",
+        "  | slots 0-1   | slot 2      || slots 0-2  |",
         "  | 1.0 KiB 10% | 3.0 KiB 31% || 1010 B 10% |",
         "  the same: pipeline 1 (n3, n5), 2 (n6, n8), 3 (n9, n11) and 3 more",
         "pipeline 7: 1 node, micro-batches 280-319",

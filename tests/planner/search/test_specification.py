@@ -28,7 +28,7 @@ def test_too_few_nodes_are_told_how_many_are_needed() -> None:
         node_specification(profile, nodes=3, fault_tolerance=1)
     assert caught.value.causes == (
         "needs 4 nodes: fault_tolerance 1 and pipelines of at least 2 nodes; 3 are live; "
-        "add 1 node, lower fault_tolerance to 0 or use GPUs with at least 4.0 KiB, "
+        "add 1 node, lower fault_tolerance to 0 or use workers with at least 4.0 KiB, "
         "1.9 KiB more than training may use of one (2.1 KiB)",
     )
     enough = profile_of([1.0] * 4, memory=4040)
@@ -51,7 +51,7 @@ def test_less_than_one_pipeline_is_told_what_would_do() -> None:
     (cause,) = caught.value.causes
     assert cause.startswith(
         "needs 4 nodes: fault_tolerance 0 and pipelines of at least 4 nodes; 2 are live; "
-        "add 2 nodes or use GPUs with at least 2.0 KiB, "
+        "add 2 nodes or use workers with at least 2.0 KiB, "
     )
     # No memory makes pipelines of 2 nodes where they are to have 3.
     with pytest.raises(PlanInfeasible, match=r"2 are live; add 1 node$"):
@@ -71,9 +71,9 @@ def test_too_little_memory_is_told_in_units_that_people_read() -> None:
 
 
 def test_gpus_without_use_are_a_cause_of_their_own() -> None:
-    with pytest.raises(PlanInfeasible, match="all 4 GPUs of a node; lower --workers-per-node"):
+    with pytest.raises(PlanInfeasible, match="all 4 workers of a node; lower --workers-per-node"):
         node_specification(profile_of([1.0] * 2, gpus_per_node=4), nodes=1, fault_tolerance=0)
-    with pytest.raises(PlanInfeasible, match="no time for 1 GPUs or fewer"):
+    with pytest.raises(PlanInfeasible, match="no time for 1 workers or fewer"):
         node_specification(profile_of([1.0] * 2, gpus=(2,)), nodes=1, fault_tolerance=0)
 
 

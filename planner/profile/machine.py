@@ -1,0 +1,121 @@
+"""What kinds of workers do per second, for estimates of jobs that nobody has measured.
+
+Peaks are those that makers publish, dense: NVIDIA's data sheets of the SXM boards, NVLink one way,
+and the adapter that a DGX has for each GPU. Shares of them that a model reaches are assumptions:
+products of cuBLAS reach 60 to 70 % of the bf16 peak at the boards' power limits, copies 80 to 90 %
+of the memory's. docs/planning.md holds the estimates against published training speeds.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from oobleck.planner.job.spec import Precision, TrainingSpec
+
+_PRODUCTS_SHARE = 0.6
+_MEMORY_SHARE = 0.8
+_LINKS_SHARE = 0.8
+#: Of a layer's forward on a GPU, however small: its kernels are launched one by one.
+_LAUNCHES_S = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One worker, and its wires."""
+
+    name: str
+    #: Of products, by the precision of the job.
+    peak_flops_per_s: Mapping[Precision, float]
+    #: Of float32 where the job allows TF32; 0: it makes no difference.
+    tf32_flops_per_s: float = 0.0
+    #: The part of the peak that products reach.
+    products_share: float = _PRODUCTS_SHARE
+    #: What is read and written beside products; None: that counts for models of the user's alone.
+    memory_bytes_per_s: float | None
+    intra_node_bytes_per_s: float
+    inter_node_bytes_per_s: float
+    latency_s: float
+    #: Least time of a layer's forward.
+    least_s: float
+    #: Of a whole board; 0: the host says.
+    memory_bytes: int = 0
+    #: How many a node has, where nobody says.
+    per_node: int = 1
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.memory_bytes > 0
+
+    def peak(self, training: TrainingSpec) -> float:
+        """FLOP/s at most, for a job."""
+        if training.precision == "fp32" and training.float32_matmul != "highest":
+            return self.tf32_flops_per_s or self.peak_flops_per_s["fp32"]
+        return self.peak_flops_per_s[training.precision]
+
+    def flops_per_s(self, training: TrainingSpec) -> float:
+        """What products reach."""
+        return self.products_share * self.peak(training)
+
+
+#: One CPU core, and loopback or a 25 Gbit/s network. Only proportions of its times mean something.
+NOMINAL = Machine(
+    name="cpu",
+    peak_flops_per_s=dict.fromkeys(("fp32", "bf16", "fp64"), 20e9),
+    products_share=1.0,
+    memory_bytes_per_s=None,
+    intra_node_bytes_per_s=4e9,
+    inter_node_bytes_per_s=3e9,
+    latency_s=1e-4,
+    least_s=1e-6,
+)
+
+
+def _gpu(
+    name: str,
+    *,
+    bf16: float,
+    tf32: float,
+    fp32: float,
+    fp64: float,
+    memory_gib: int,
+    memory: float,
+    nvlink: float,
+    network: float,
+) -> Machine:
+    """In units of 1e12 FLOP/s and 1e9 bytes/s; `memory_gib`: as torch sees it."""
+    return Machine(
+        name=name,
+        peak_flops_per_s={"bf16": bf16 * 1e12, "fp32": fp32 * 1e12, "fp64": fp64 * 1e12},
+        tf32_flops_per_s=tf32 * 1e12,
+        memory_bytes_per_s=_MEMORY_SHARE * memory * 1e9,
+        intra_node_bytes_per_s=_LINKS_SHARE * nvlink * 1e9,
+        inter_node_bytes_per_s=_LINKS_SHARE * network * 1e9,
+        latency_s=2e-5,
+        least_s=_LAUNCHES_S,
+        memory_bytes=memory_gib << 30,
+        per_node=8,
+    )
+
+
+_HOPPER = {"bf16": 989.0, "tf32": 494.0, "fp32": 67.0, "fp64": 67.0, "nvlink": 450, "network": 50}
+_AMPERE = {"bf16": 312.0, "tf32": 156.0, "fp32": 19.5, "fp64": 19.5, "nvlink": 300, "network": 25}
+GPUS: Mapping[str, Machine] = {
+    machine.name: machine
+    for machine in (
+        _gpu("h200", **_HOPPER, memory_gib=140, memory=4800),
+        _gpu("h100", **_HOPPER, memory_gib=79, memory=3350),
+        _gpu("a100-40gb", **_AMPERE, memory_gib=39, memory=1555),
+        _gpu("a100", **_AMPERE, memory_gib=79, memory=2039),
+    )
+}
+
+
+def machine_of(device_kind: str) -> Machine:
+    """By what an agent calls its workers' devices, such as `cuda NVIDIA H100 80GB HBM3`."""
+    words = re.findall(r"[a-z0-9]+", device_kind.lower())
+    if words[:1] != ["cuda"]:
+        return NOMINAL
+    for name, machine in GPUS.items():
+        if all(part in words for part in name.split("-")):
+            return machine
+    return NOMINAL

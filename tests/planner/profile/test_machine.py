@@ -1,0 +1,70 @@
+"""Estimates for kinds of GPUs: believable times, and by which name a node's device is known."""
+
+from dataclasses import replace
+
+import pytest
+
+from oobleck.planner.job.file import parse_job
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.profile.estimate import estimate_profile, flops_per_token
+from oobleck.planner.profile.machine import GPUS, NOMINAL, machine_of
+from oobleck.planner.profile.profile import Profile
+
+TOKENS = 8192
+JOB = parse_job(
+    f"name: l8\nmodel: {{preset: llama-3-8b, sequence_length: {TOKENS}}}\n"
+    'data: {text: ["/x"]}\ntraining: {steps: 1, global_batch: 8, microbatch: 1, precision: bf16}\n'
+)
+
+
+def profile(name: str, job: JobSpec = JOB) -> Profile:
+    return estimate_profile(
+        job, gpus_per_node=8, memory_per_worker_bytes=70 << 30, machine=GPUS[name]
+    )
+
+
+def mfu(name: str) -> float:
+    """Of a GPU that computed all layers, one after the other, without a bubble."""
+    spent_s = sum(layer.forward_s[1] + layer.backward_s[1] for layer in profile(name).layers)
+    return TOKENS * flops_per_token(JOB) / spent_s / GPUS[name].peak(JOB.training)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_computing_alone_reaches_what_the_best_reach_and_no_more(name: str) -> None:
+    assert 0.4 < mfu(name) < 0.6
+
+
+def test_flops_per_token_are_six_for_each_parameter_and_those_of_attention() -> None:
+    parameters, attention = 8.03e9 - 128256 * 4096, 12 * 32 * 4096 * TOKENS
+    assert flops_per_token(JOB) == pytest.approx(6 * parameters + attention, rel=0.01)
+
+
+def test_an_update_takes_time_on_a_gpu() -> None:
+    block = profile("h100").layers[1]
+    assert block.update_s[1] == pytest.approx(3e-3, rel=0.5), "218e6 parameters, 16 bytes each"
+    nominal = estimate_profile(JOB, gpus_per_node=1, memory_per_worker_bytes=70 << 30)
+    assert nominal.layers[1].update_s == {}
+
+
+def test_peaks_follow_the_precision() -> None:
+    h100, training = GPUS["h100"], JOB.training
+    assert h100.peak(training) == 989e12
+    assert h100.peak(replace(training, precision="fp32")) == 67e12
+    assert h100.peak(replace(training, precision="fp32", float32_matmul="high")) == 494e12
+    assert h100.peak(replace(training, precision="fp64", float32_matmul="high")) == 67e12
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("cuda NVIDIA H100 80GB HBM3", "h100"),
+        ("cuda NVIDIA H200", "h200"),
+        ("cuda NVIDIA A100-SXM4-80GB", "a100"),
+        ("cuda NVIDIA A100-SXM4-40GB, shared by 2", "a100-40gb"),
+        ("cuda NVIDIA L4", NOMINAL.name),
+        ("cpu AMD EPYC H100, 1 thread", NOMINAL.name),
+        ("", NOMINAL.name),
+    ],
+)
+def test_a_device_is_known_by_its_name(kind: str, name: str) -> None:
+    assert machine_of(kind).name == name
