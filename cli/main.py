@@ -39,6 +39,10 @@ COMMANDS = {
         "oobleck.cli.planning.profile:profile",
         "Measure a job's model on the real devices.",
     ),
+    "doctor": (
+        "oobleck.cli.cluster.doctor:doctor",
+        "Look for what is wrong with this host.",
+    ),
     "pki": ("oobleck.cli.cluster.pki:pki", "Make and take back certificates and join tokens."),
     "plan": ("oobleck.cli.planning.plan:plan", "Show the plan that a job would get."),
 }

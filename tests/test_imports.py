@@ -39,6 +39,7 @@ LEVELS = {
         "checkpoint",
         "recovery",
         "profiling",
+        "doctor",
     ),
     "agent": ("processes", "connection"),
     "master": ("events", "state", "planning", "storage", "rules", "clients", "api"),

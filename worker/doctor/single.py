@@ -1,0 +1,204 @@
+"""Checks of one device at a time. Of several the first one; `memory` and `products` try each."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from oobleck.host.finding import Finding
+from oobleck.planner.profile.machine import machine_of
+from oobleck.planner.units import format_bytes
+
+#: Forked at once, as an agent does for a node of so many workers.
+_FORKS = 4
+_READY_S = 15.0
+_FREE_S = 5.0
+#: Of what the table of GPUs says: below it something is wrong.
+_SLOW = 0.6
+#: Of a board's memory that is taken and given back.
+_TAKEN = 0.8
+_DRIVER = "/dev/nvidia"
+
+
+def forks(devices: Sequence[str]) -> Iterator[Finding]:
+    """That workers can be forked: what they are forked from has one thread and no driver open, and
+    each child computes soon."""
+    import oobleck.worker.warm  # noqa: F401  # as the warm process does
+
+    threads = len(os.listdir("/proc/self/task"))
+    opened = [target for target in map(_target, Path("/proc/self/fd").iterdir()) if target]
+    if threads > 1 or opened:
+        what = f"the warm process has {threads} threads and {', '.join(opened) or 'no driver'} open"
+        fix = "find the library that does that at its import (py-spy dump), and update it"
+        yield Finding(check="forks", level="fail", what=what, fix=fix)
+        return
+    began = time.monotonic()
+    children = [_forked(devices[number % len(devices)]) for number in range(_FORKS)]
+    failed = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    spent_s = time.monotonic() - began
+    what = f"{_FORKS} workers are forked at once and compute after {spent_s:.1f} s"
+    if any(failed):
+        what, fix = f"forked workers end with {failed}", "look at what they print above"
+        yield Finding(check="forks", level="fail", what=what, fix=fix)
+    elif spent_s > _READY_S:
+        fix = "a persistent driver (nvidia-smi -pm 1) starts faster"
+        yield Finding(check="forks", level="slow", what=what, fix=fix)
+    else:
+        yield Finding(check="forks", level="pass", what=what)
+
+
+def _target(descriptor: Path) -> str:
+    """Of the driver; empty: it is another one's."""
+    try:
+        target = os.readlink(descriptor)
+    except OSError:  # closed meanwhile
+        return ""
+    return target if target.startswith(_DRIVER) else ""
+
+
+def _forked(device: str) -> int:
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        ones = torch.ones(64, 64, device=device)
+        status = 0 if float((ones @ ones).sum()) == 64.0**3 else 2
+    finally:
+        os._exit(status)
+
+
+def memory(devices: Sequence[str]) -> Iterator[Finding]:
+    """That memory can be taken, holds what is written, and comes back."""
+    for device in devices:
+        free, total = torch.cuda.mem_get_info(device)
+        taken = int(free * _TAKEN)
+        block = torch.full((taken // 8,), 7, dtype=torch.int64, device=device)
+        right = bool((block == 7).all())
+        del block
+        torch.cuda.empty_cache()
+        what = f"{device}: {format_bytes(free)} of {format_bytes(total)} are free"
+        if not right:
+            what, fix = f"{device}: memory does not hold what is written", "replace the GPU"
+            yield Finding(check="memory", level="fail", what=what, fix=fix)
+        elif free < 0.9 * total:
+            fix = "end what else uses it (nvidia-smi), or give --memory-per-worker"
+            yield Finding(check="memory", level="warn", what=what, fix=fix)
+        else:
+            yield Finding(check="memory", level="pass", what=what)
+
+
+def killed(devices: Sequence[str]) -> Iterator[Finding]:
+    """How soon the memory of a killed process is free."""
+    device = devices[0]
+    code = (
+        "import sys, torch; d = sys.argv[1]; n = int(torch.cuda.mem_get_info(d)[0] * 0.5); "
+        "t = torch.empty(n, dtype=torch.uint8, device=d); print('ready', flush=True); "
+        "sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, device], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        ready = holder.stdout.readline() == b"ready\n"
+        before, total = torch.cuda.mem_get_info(device)
+        began = time.monotonic()
+        holder.send_signal(signal.SIGKILL)
+        while ready and torch.cuda.mem_get_info(device)[0] < before + total // 4:
+            time.sleep(0.01)
+        spent_s = time.monotonic() - began
+    if not ready:
+        fix = "look at what it prints above"
+        yield Finding(check="killed", level="fail", what="no process can hold memory", fix=fix)
+        return
+    what = f"memory of a killed process is free after {spent_s:.1f} s"
+    if spent_s > _FREE_S:
+        fix = "recoveries wait for that: update the driver"
+        yield Finding(check="killed", level="slow", what=what, fix=fix)
+    else:
+        yield Finding(check="killed", level="pass", what=what)
+
+
+def products(devices: Sequence[str]) -> Iterator[Finding]:
+    """How many bf16 FLOP/s products reach, against what such a GPU should."""
+    for device in devices:
+        on_gpu = device != "cpu"
+        size = 8192 if on_gpu else 256
+        left = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+        multiply = functools.partial(torch.matmul, left, left)
+        _timed(multiply, on_gpu)
+        reached = 2 * size**3 / _timed(multiply, on_gpu, times=10)
+        name = torch.cuda.get_device_name(device) if on_gpu else "cpu"
+        machine = machine_of(f"cuda {name}")
+        what = f"{device} ({name}): {reached / 1e12:.3g} TFLOP/s in bf16"
+        least = _SLOW * machine.products_share * machine.peak_flops_per_s["bf16"]
+        if machine.is_gpu and reached < least:
+            what += f", where {least / 1e12:.0f} are the least of such a GPU"
+            fix = "look at its clocks, heat and power (the check gpus), and for other users"
+            yield Finding(check="products", level="slow", what=what, fix=fix)
+        else:
+            yield Finding(check="products", level="pass", what=what)
+
+
+def _timed(call: Callable[[], object], on_gpu: bool, times: int = 1) -> float:
+    """Seconds of one call."""
+    if on_gpu:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(times):
+        call()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / times
+
+
+def copies(devices: Sequence[str]) -> Iterator[Finding]:
+    """Rates of pinned memory to the device and back, which snapshots and staged messages take."""
+    for device in devices:
+        pinned = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty_like(pinned, device=device)
+        to_device = functools.partial(there.copy_, pinned)
+        to_host = functools.partial(pinned.copy_, there)
+        _timed(to_device, True)
+        up = pinned.numel() / _timed(to_device, True, times=4)
+        down = pinned.numel() / _timed(to_host, True, times=4)
+        what = f"{device}: {up / 1e9:.0f} GB/s from the host, {down / 1e9:.0f} GB/s to it"
+        if min(up, down) < 8e9:
+            fix = "look at the width and generation of its PCIe link (nvidia-smi -q -d PCIE)"
+            yield Finding(check="copies", level="slow", what=what, fix=fix)
+        else:
+            yield Finding(check="copies", level="pass", what=what)
+
+
+def waits(devices: Sequence[str]) -> Iterator[Finding]:
+    """Which calls wait for another stream's kernel: these must not be made while a receive waits
+    for its peer. Told, not judged: the transport is made for GPUs on which all of them do."""
+    device = torch.device(devices[0])
+    torch.cuda.set_device(device)
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch does not say
+    torch.empty(1 << 29, dtype=torch.uint8, device=device)  # what cudaFree gives back
+    calls: dict[str, Callable[[], object]] = {
+        "first use of a kernel": lambda: torch.special.zeta(
+            torch.full((8,), 2.0, device=device), 1.5
+        ),
+        "cudaMalloc": lambda: torch.empty(1 << 28, dtype=torch.uint8, device=device),
+        "cudaHostAlloc": lambda: torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True),
+        "cudaFree": torch.cuda.empty_cache,
+    }
+    torch.cuda.synchronize()
+    waiting = []
+    for name, call in calls.items():
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # half a second
+        began = time.perf_counter()
+        call()
+        if time.perf_counter() - began > 0.2:
+            waiting.append(name)
+        torch.cuda.synchronize()
+    what = f"while a kernel runs, these wait: {', '.join(waiting) or 'none of those tried'}"
+    yield Finding(check="waits", level="pass", what=what)

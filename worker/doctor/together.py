@@ -1,0 +1,167 @@
+"""Checks of two processes, with a GPU each or (for a CPU) over gloo: sums, aborts, lost peers."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import permutations
+
+import torch
+import torch.distributed as dist
+
+from oobleck.host.finding import Finding
+from oobleck.planner.profile.machine import machine_of
+
+_LIMIT_S = 40.0
+_END_S = 5.0
+#: Numbers of a sum.
+_SUM = 1 << 26
+_SMALL_SUM = 1 << 10
+_NETWORK = (
+    "see NCCL_DEBUG=INFO; on one host try NCCL_P2P_DISABLE=1, which tells whether GPUs reach each "
+    "other's memory (IOMMU and ACS in the BIOS keep them from it), and look at /dev/shm"
+)
+
+
+def peers(devices: Sequence[str]) -> Iterator[Finding]:
+    """Whether GPUs reach each other's memory, and how fast."""
+    numbers = [torch.device(device).index for device in devices]
+    apart = [
+        f"{a}-{b}"
+        for a, b in permutations(numbers, 2)
+        if not torch.cuda.can_device_access_peer(a, b)
+    ]
+    if apart:
+        what = f"no direct way between GPUs {', '.join(apart)}: messages go through the host"
+        fix = "look at 'nvidia-smi topo -p2p r', and switch IOMMU and ACS off in the BIOS"
+        yield Finding(check="peers", level="slow", what=what, fix=fix)
+        return
+    block = torch.empty(1 << 28, dtype=torch.uint8, device=devices[0])
+    there = torch.empty_like(block, device=devices[1])
+    there.copy_(block)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(8):
+        there.copy_(block)
+    torch.cuda.synchronize()
+    rate = 8 * block.numel() / (time.perf_counter() - began)
+    what = f"GPUs reach each other's memory, at {rate / 1e9:.0f} GB/s"
+    machine = machine_of(f"cuda {torch.cuda.get_device_name(devices[0])}")
+    if machine.is_gpu and rate < 0.5 * machine.intra_node_bytes_per_s:
+        fix = "look at its NVLinks (nvidia-smi nvlink --status, nvidia-smi topo -m)"
+        yield Finding(check="peers", level="slow", what=what, fix=fix)
+    else:
+        yield Finding(check="peers", level="pass", what=what)
+
+
+def sums(devices: Sequence[str]) -> Iterator[Finding]:
+    """A sum of two processes: right, connected how soon, and how fast."""
+    words, codes = _pair("sum", devices)
+    if codes != [0, 0]:
+        yield Finding(check="sums", level="fail", what=f"a sum of two fails: {words}", fix=_NETWORK)
+        return
+    connect_s, rate = map(float, words.split())
+    what = f"two connect in {connect_s:.1f} s, and a sum is right, at {rate / 1e9:.3g} GB/s"
+    yield Finding(check="sums", level="pass", what=what)
+
+
+def aborts(devices: Sequence[str]) -> Iterator[Finding]:
+    """That a receive whose peer was killed can be given up, and its GPU goes on."""
+    words, codes = _pair("lost", devices)
+    if codes[0] != 0:
+        what = f"a receive from a killed peer cannot be given up: {words or 'it hangs'}"
+        fix = "update the driver and NCCL: every recovery needs that"
+        yield Finding(check="aborts", level="fail", what=what, fix=fix)
+        return
+    what = f"a receive from a killed peer is given up in {float(words):.2f} s, and its GPU goes on"
+    yield Finding(check="aborts", level="pass", what=what)
+
+
+def _pair(what: str, devices: Sequence[str]) -> tuple[str, list[int]]:
+    """Two members: the last line that the first one says, and how each ended."""
+    with tempfile.TemporaryDirectory(prefix="oobleck-doctor-") as folder:
+        module = "oobleck.worker.doctor"
+        members = [
+            subprocess.Popen(
+                [sys.executable, "-m", module, "member", what, str(rank), devices[rank], folder],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            said, _ = members[0].communicate(timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            said = f"no answer within {_LIMIT_S:.0f} s"
+        for each in members:
+            with suppress(subprocess.TimeoutExpired):
+                each.wait(_END_S)
+            each.kill()
+            each.wait()
+            if each.stdout is not None:
+                each.stdout.close()
+    lines = said.strip().splitlines()
+    return (lines[-1] if lines else ""), [each.returncode for each in members]
+
+
+def member(arguments: Sequence[str]) -> None:
+    """One of the two."""
+    what, rank, device, folder = arguments
+    place = torch.device(device)
+    on_gpu = place.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(place)
+    began = time.monotonic()
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=int(rank),
+        world_size=2,
+        timeout=timedelta(seconds=_LIMIT_S),
+    )
+    first = torch.ones(_SMALL_SUM, device=place)
+    dist.all_reduce(first)
+    assert float(first.sum()) == 2 * _SMALL_SUM, "the sum is wrong"
+    connect_s = time.monotonic() - began
+    words = _sum(place, connect_s) if what == "sum" else _lose(place, int(rank))
+    if rank == "0":
+        sys.stdout.write(words + "\n")
+        sys.stdout.flush()
+    # Groups hold up the end of a process whose peer is gone.
+    os._exit(0)
+
+
+def _sum(place: torch.device, connect_s: float) -> str:
+    numbers = torch.ones(_SUM if place.type == "cuda" else _SMALL_SUM, device=place)
+    began = time.perf_counter()
+    for _ in range(4):
+        dist.all_reduce(numbers)
+    assert float(numbers[0]) == 16.0, "the sum is wrong"
+    rate = 4 * numbers.numel() * 4 / (time.perf_counter() - began)
+    dist.barrier()
+    return f"{connect_s} {rate}"
+
+
+def _lose(place: torch.device, rank: int) -> str:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    numbers = torch.ones(_SMALL_SUM, device=place)
+    work = dist.irecv(numbers, 1)
+    assert work is not None
+    time.sleep(1.0)  # its kernel runs, and waits
+    began = time.monotonic()
+    if place.type == "cuda":
+        dist.distributed_c10d._abort_process_group()  # not public
+        torch.cuda.synchronize()
+    else:
+        with suppress(RuntimeError):  # what gloo says of a lost peer
+            work.wait(timedelta(seconds=1))
+    spent_s = time.monotonic() - began
+    assert float(torch.ones(8, 8, device=place).sum()) == 64.0, "the device computes no more"
+    return str(spent_s)
