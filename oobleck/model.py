@@ -51,7 +51,7 @@ class Model:
     #: global batch is what is trained.
     loss: Callable[[Tensors, Tensors], Tensor]
     #: Pairs of parameters that are one and the same, each by layer and name, such as
-    #: ("0.weight", "5.projection.weight"): matrices of any two layers. All that are one are trained
+    #: ("0.weight", "5.projection.weight"), of any two layers. All that are one are trained
     #: by the sum of their gradients. A layer shares with one set of layers alone; what is shared
     #: within a layer needs no word.
     tied: Sequence[tuple[str, str]] = ()

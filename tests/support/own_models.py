@@ -93,10 +93,21 @@ def crossed() -> Model:
             ("7.words", "0.embedding.weight"),
             ("1.inner.0.weight", "3.inner.0.weight"),
             ("5.inner.0.weight", "3.inner.0.weight"),
+            ("3.inner.0.bias", "1.inner.0.bias"),
+            ("1.inner.0.bias", "5.inner.0.bias"),
             ("5.inner.2.weight", "1.inner.2.weight"),
             ("-5.inner.2.weight", "5.inner.2.weight"),
             ("4.inner.0.weight", "2.inner.0.weight"),
         ],
+    )
+
+
+def twins() -> Model:
+    """All that the two layers have is the same: a matrix of 9 numbers and a vector."""
+    return Model(
+        layers=[partial(nn.Linear, 3, 3)] * 2,
+        loss=lambda output, targets: (output - targets).square().mean(dim=1),
+        tied=[("0.weight", "1.weight"), ("0.bias", "1.bias")],
     )
 
 

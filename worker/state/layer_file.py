@@ -39,9 +39,9 @@ def pack(
             }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    if flat.gap:  # safetensors allows none
-        before, after = snapshot[:, : flat.gap.start], snapshot[:, flat.gap.stop :]
-        snapshot = torch.cat([before, after], dim=1)
+    if end < snapshot.nbytes:  # safetensors allows no gaps
+        spans = [snapshot[:, span.offset : span.end] for span in flat.parameters]
+        snapshot = torch.cat(spans, dim=1)
     head = len(text).to_bytes(8, "little") + text
     if not snapshot.numel():  # a layer without parameters
         return [head]

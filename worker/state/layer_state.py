@@ -125,7 +125,8 @@ class LayerState:
         """The same for `numbers`, all of one part, to which `gradient` is applied."""
         flat = self.layout
         for start, end, decayed in (
-            (0, flat.tied, flat.tied_decayed),
+            (0, flat.tied_decayed, True),
+            (flat.tied_decayed, flat.tied, False),
             (flat.tied, flat.decayed, True),
             (flat.decayed, flat.size, False),
         ):

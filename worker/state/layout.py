@@ -44,16 +44,15 @@ class ParameterRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The flat order of one layer: [0, tied) [tied, decayed) [decayed, size)."""
+    """The flat order of one layer: [0, tied_decayed) [tied_decayed, tied) [tied, decayed)
+    [decayed, size)."""
 
     parameters: tuple[ParameterRange, ...]
     tied: int
     decayed: int
     size: int
-    #: Whether weight decay acts on the tied part too.
-    tied_decayed: bool
-    #: Numbers before `decayed` that belong to no parameter.
-    gap: range
+    #: Numbers of the tied part, from its begin, that weight decay acts on.
+    tied_decayed: int
 
     def share(self, start: Fraction, stop: Fraction) -> tuple[range, range]:
         """The numbers from `start` to `stop` of the tied part and of the own one."""
@@ -76,14 +75,15 @@ class Layout:
 def layout(spec: AnyModel, layer: int, no_decay: tuple[str, ...] = ()) -> Layout:
     """The flat layout of `layer`: a function of the job alone, the same for all holders. What is
     not decayed begins at a multiple of `CUT_NUMBERS`, as shares do; the gap before it stays
-    zero. `no_decay`: the job's patterns; tied parameters are decayed if none has any of them, by
+    zero. `no_decay`: the job's patterns; tied matrices are decayed if none has any of them, by
     its name in any layer."""
     with torch.device("meta"):
         module = build_layer(spec, layer)
     shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad}
     tied = [*tied_parameters(spec, layer)]
     spared = _matching(_names(module), no_decay)
-    decayed = [n for n in shapes if len(shapes[n]) > 1 and n not in spared and n not in tied]
+    matrices = [name for name in shapes if len(shapes[name]) > 1]
+    decayed = [name for name in matrices if name not in spared and name not in tied]
     rest = [name for name in shapes if name not in (*decayed, *tied)]
     parameters: list[ParameterRange] = []
 
@@ -93,20 +93,26 @@ def layout(spec: AnyModel, layer: int, no_decay: tuple[str, ...] = ()) -> Layout
             end = parameters[-1].end
         return end
 
-    tied_end = append(tied, 0)
-    decayed_end = append(decayed, tied_end)
-    gap = decayed_end
-    if rest:
-        decayed_end += -(decayed_end - tied_end) % CUT_NUMBERS
+    # The order is the same in all layers that share them.
+    tied_matrices = [name for name in tied if name in matrices]
+    tied_vectors = [name for name in tied if name not in matrices]
+    tied_decayed = _whole_cuts(append(tied_matrices, 0), tied_vectors)
+    tied_end = append(tied_vectors, tied_decayed)
+    own_decayed = append(decayed, tied_end) - tied_end
+    decayed_end = tied_end + _whole_cuts(own_decayed, rest)
     size = append(rest, decayed_end)
     return Layout(
         parameters=tuple(parameters),
         tied=tied_end,
         decayed=decayed_end,
         size=size,
-        tied_decayed=not _spares_tied(spec, no_decay, layer),
-        gap=range(gap, decayed_end),
+        tied_decayed=0 if _spares_tied(spec, no_decay, layer) else tied_decayed,
     )
+
+
+def _whole_cuts(numbers: int, following: list[str]) -> int:
+    """Where `following` begins behind so many numbers; there is no gap before nothing."""
+    return numbers + -numbers % CUT_NUMBERS if following else numbers
 
 
 def _names(module: Layer) -> dict[str, str]:

@@ -56,7 +56,8 @@ BAD = {
     ],
     "same_child": [
         "layer 1 (Residual): has norm.weight, and so has layer 2 (Residual) as norm.weight, but "
-        "layers may be on different workers; only matrices may be tied: give each its own"
+        'layers may be on different workers; tied=[("1.norm.weight", "2.norm.weight")] has both '
+        "trained as one",
     ],
     "untied": [
         "layer 0 (Linear): has weight, and so has layer 2 (Linear) as weight, but layers may be on "

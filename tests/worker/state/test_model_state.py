@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from oobleck.planner.job.optimization import OptimizerSpec
+from oobleck.planner.job.own import OwnModelSpec
+from oobleck.planner.job.spec import DataSpec
 from oobleck.planner.programs.instructions import LayerPart
+from oobleck.worker.models.checks.describe import describe
+from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.random import RowKeys
+from oobleck.worker.state.layer_file import pack, unpack
 from oobleck.worker.state.layout import check_no_decay, layout
 from oobleck.worker.state.model_state import ModelState, StateError, norms_of
 from oobleck.worker.step.stage import StageRunner
@@ -50,6 +55,28 @@ def test_the_flat_order_is_tied_then_decayed_then_the_rest(make_job, tied):
         for span in layout(spec, layer).parameters:
             assert span.offset == end
             end = span.end
+
+
+def test_tied_vectors_follow_tied_matrices_and_are_not_decayed(make_job):
+    """Behind a gap, where the matrices do not end with a whole cut, which no file has."""
+    spec = OwnModelSpec(python="support.own_models:twins")
+    code.allow((code.ANY,))
+    job = replace(make_job(), model=spec, data=DataSpec(python="support.own_models:Pairs"))
+    row = torch.zeros(3)
+    job = replace(job, model=replace(spec, described=describe(job, (row, row))))
+    state = ModelState(job, CPU)
+    held = [state.initialise(layer) for layer in (0, 1)]
+    code.allow(())
+    assert torch.equal(held[0].storage, held[1].storage)
+    flat = held[1].layout
+    assert (flat.tied_decayed, flat.tied, flat.decayed, flat.size) == (16, 19, 19, 19)
+    assert [(len(one.gradient), one.decayed) for one in held[1].slices()] == [
+        (16, True),
+        (3, False),
+    ]
+    snapshot = held[1].storage.clone()
+    content = b"".join(pack(snapshot, flat, ADAMW.state, {}))
+    assert torch.equal(unpack(content, flat, ADAMW.state, snapshot.dtype), snapshot)
 
 
 def test_parameters_and_gradients_stay_views_through_backward_and_update(make_job):

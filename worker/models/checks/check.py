@@ -155,20 +155,16 @@ def _shared(spec: OwnModelSpec, modules: list[nn.Module]) -> Iterator[Problem]:
             if parameter.requires_grad:
                 owners[parameter].append((layer, name))
     told = set()
-    for parameter, places in owners.items():
+    for places in owners.values():
         for (low, first), (high, second) in combinations(places, 2):
             known = spec.description.shared(low).get(first, low)
             if (low, high) in told or known == spec.description.shared(high).get(second):
                 continue
             told.add((low, high))
-            fix = (
-                f'tied=[("{low}.{first}", "{high}.{second}")] has both trained as one'
-                if parameter.dim() > 1
-                else "only matrices may be tied: give each its own"
-            )
             sentence = (
                 f"has {first}, and so has {_named(high, modules[high])} as {second}, but layers "
-                f"may be on different workers; {fix}"
+                f'may be on different workers; tied=[("{low}.{first}", "{high}.{second}")] has '
+                "both trained as one"
             )
             yield Problem(where=_named(low, modules[low]), sentence=sentence)
 

@@ -219,8 +219,6 @@ class _Layer:
             if name not in trained:
                 has = ", ".join(trained) or "no parameters"
                 raise JobError(f"model: tied names {path}, and {where} has {has}")
-            if trained[name].dim() < 2:
-                raise JobError(f"model: tied names {path}, which is no matrix; untie it")
 
     def _run(self, module: nn.Module, targets: TreeSketch | None, rows: int, device: str) -> _Run:
         """Its forward with so many rows."""
