@@ -68,8 +68,23 @@ def trained(warm: WarmWorkers, job: JobSpec) -> tuple[dict[int, float | None], l
         cluster.stop()
         generations = {r.generation for records in cluster.records.values() for r in records}
         assert generations == {1, 2, 3}
-        evaluated = [cluster.evaluations[step][0].loss for step in sorted(cluster.evaluations)]
-        return cluster.losses(), evaluated
+        return cluster.losses(), evaluations(cluster)
+
+
+def as_it_is(warm: WarmWorkers, job: JobSpec) -> tuple[dict[int, float | None], list[float | None]]:
+    """The same of one worker, which nothing happens to."""
+    plan = make_plan(1, [[("a", 6)]], [4])
+    with Director(warm, job) as cluster:
+        cluster.start("a")
+        cluster.assign(plan)
+        cluster.wait_finished(plan)
+        cluster.stop()
+        return cluster.losses(), evaluations(cluster)
+
+
+def evaluations(cluster: Director) -> list[float | None]:
+    """Their losses, in order."""
+    return [cluster.evaluations[step][0].loss for step in sorted(cluster.evaluations)]
 
 
 def test_losses_are_those_of_layers_as_they_are_and_no_step_runs_anything_else(
@@ -84,7 +99,7 @@ def test_losses_are_those_of_layers_as_they_are_and_no_step_runs_anything_else(
     lines = noted.read_text().splitlines() if noted.exists() else []
     # Of a step that is done again, a layer may be the lowest one with a backward.
     assert set(lines) <= {"True False"}
-    expected, expected_evaluated = trained(warm, described(""))
+    expected, expected_evaluated = as_it_is(warm, described(""))
     assert losses == pytest.approx(expected, rel=1e-12)
     assert len(evaluated) == 3
     assert evaluated == pytest.approx(expected_evaluated, rel=1e-12)
