@@ -25,7 +25,7 @@ from oobleck.planner.profile.memory import (
     with_holes,
 )
 from oobleck.planner.profile.profile import LayerProfile, Links, Profile
-from oobleck.planner.profile.sharing import sharing_sizes, with_exchanges
+from oobleck.planner.profile.sharing import gathered_bytes, sharing_sizes, with_exchanges
 
 #: Memory of the nominal worker.
 _NOMINAL_BYTES_PER_S = 5e9
@@ -68,7 +68,9 @@ def estimate_profile(
         ),
         layers=tuple(
             with_exchanges(
-                _shared(layer, sizes if job.model.may_share(number) else (1,), machine), links
+                _shared(layer, sizes if job.model.may_share(number) else (1,), machine),
+                links,
+                gathered_bytes(job, number, layer.parameter_bytes),
             )
             for number, layer in enumerate(layers)
         ),

@@ -16,7 +16,7 @@ from oobleck.planner.job.spec import JobSpec, Recompute
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.machine import NOMINAL
 from oobleck.planner.profile.profile import BYTES, InvalidProfile, LayerProfile, Links, Profile
-from oobleck.planner.profile.sharing import with_exchanges
+from oobleck.planner.profile.sharing import gathered_bytes, with_exchanges
 from oobleck.planner.units import count
 
 Scope = Literal["intra_node", "inter_node"]
@@ -108,10 +108,11 @@ def assemble_profile(
     order = job.model.order
     if any(len(m.kinds) != 1 + max(order) for m in measurements):
         raise ValueError("not each kind of the model's layers was measured")
-    kinds = [
-        with_exchanges(_combine([(m.device, m.kinds[kind]) for m in measurements]), wires)
-        for kind in range(1 + max(order))
-    ]
+    kinds = []
+    for kind in range(1 + max(order)):
+        found = _combine([(m.device, m.kinds[kind]) for m in measurements])
+        gathered = gathered_bytes(job, order.index(kind), found.parameter_bytes)
+        kinds.append(with_exchanges(found, wires, gathered))
     names = [layer.name for layer in _expected(job)]
     try:
         profile = Profile(

@@ -12,14 +12,14 @@ Owns the sizes that a profile offers and the bytes of both ways. Must not know c
 from collections.abc import Sequence
 from dataclasses import replace
 
+from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.links import exchange_s
 from oobleck.planner.profile.profile import LayerProfile, Links
 
-#: In units of a layer's parameters: the gathered weights, the gradient of the whole layer, and the
-#: other workers' shares of the sum on their way.
-_AT_ONCE = 3
-#: Of these the first two are kept for the step by a resident stage.
-_KEPT = 2
+#: Beside the gathered weights, in units of a layer's parameters: the gradient of the whole layer,
+#: and the other workers' shares of the sum on their way.
+_GRADIENTS = 2
 
 
 def sharing_sizes(microbatch: int, gpus_per_node: int) -> tuple[int, ...]:
@@ -31,8 +31,16 @@ def sharing_sizes(microbatch: int, gpus_per_node: int) -> tuple[int, ...]:
     return tuple(d for d in range(1, min(microbatch, gpus_per_node) + 1) if microbatch % d == 0)
 
 
-def with_exchanges(layer: LayerProfile, links: Links) -> LayerProfile:
-    """`layer`, whose times are of computing alone, with what sharing it takes beside.
+def gathered_bytes(job: JobSpec, number: int, parameter_bytes: int) -> int:
+    """Of the weights of layer `number` as it computes with them: in a bf16 job those of a built-in
+    model, but for its embedding, have half the bytes of what is trained."""
+    narrow = job.training.precision == "bf16" and isinstance(job.model, ModelSpec) and number > 0
+    return parameter_bytes // 2 if narrow else parameter_bytes
+
+
+def with_exchanges(layer: LayerProfile, links: Links, gathered: int) -> LayerProfile:
+    """`layer`, whose times are of computing alone, with what sharing it takes beside. `gathered`:
+    bytes of its weights as it computes with them.
 
     Weights are gathered and gradients summed once per step, so that is part of `update_s`. Where
     memory is too short for that, both take their time for every micro-batch, which no time says.
@@ -44,18 +52,26 @@ def with_exchanges(layer: LayerProfile, links: Links) -> LayerProfile:
         layer,
         update_s={
             gpus: layer.update_s.get(gpus, 0.0)
-            + 2 * exchange_s(layer.parameter_bytes, gpus=gpus, links=links)
+            + exchange_s(gathered, gpus=gpus, links=links)
+            + exchange_s(layer.parameter_bytes, gpus=gpus, links=links)
             for gpus in sizes
         },
-        exchange_bytes=_AT_ONCE * layer.parameter_bytes,
+        exchange_bytes=gathered + _GRADIENTS * layer.parameter_bytes,
     )
 
 
 def exchange_bytes(layers: Sequence[LayerProfile], gpus: int, *, resident: bool) -> int:
-    """What each of `gpus` workers has beside its share of the layers' state and activations."""
+    """What each of `gpus` workers has beside its share of the layers' state and activations. A
+    resident stage keeps the weights and the gradients of all layers for the step."""
     if gpus == 1:
         return 0
     if not resident:
         return max(layer.exchange_bytes for layer in layers)
     parameters = [layer.parameter_bytes for layer in layers]
-    return _KEPT * sum(parameters) + (_AT_ONCE - _KEPT) * max(parameters)
+    return sum(map(_gathered, layers)) + sum(parameters) + (_GRADIENTS - 1) * max(parameters)
+
+
+def _gathered(layer: LayerProfile) -> int:
+    """Where a profile does not say it, that of what is trained."""
+    said = layer.exchange_bytes - _GRADIENTS * layer.parameter_bytes
+    return said if said > 0 else layer.parameter_bytes

@@ -71,6 +71,11 @@ def test_times_are_for_the_numbers_of_workers_that_share_a_micro_batch_evenly() 
         assert layer.forward_s[2] == layer.forward_s[1] / 2
         assert layer.update_s[2] > layer.update_s[1] == 0
         assert layer.exchange_bytes == 3 * layer.parameter_bytes
+    embedding, block, *_ = estimate_profile(
+        job("bf16"), gpus_per_node=4, memory_per_worker_bytes=1 << 30
+    ).layers
+    assert embedding.exchange_bytes == 3 * embedding.parameter_bytes
+    assert block.exchange_bytes == 2.5 * block.parameter_bytes
     alone = estimate_profile(job(), gpus_per_node=1, memory_per_worker_bytes=1 << 30)
     assert all(layer.exchange_bytes == 0 for layer in alone.layers)
 

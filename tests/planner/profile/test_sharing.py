@@ -9,7 +9,7 @@ from oobleck.planner.cost.estimate import worker_peak_bytes
 from oobleck.planner.cost.stagecost import stage_cost
 from oobleck.planner.cost.stagetable import StageTable
 from oobleck.planner.profile.profile import Links, Profile
-from oobleck.planner.profile.sharing import sharing_sizes, with_exchanges
+from oobleck.planner.profile.sharing import exchange_bytes, sharing_sizes, with_exchanges
 from oobleck.planner.search.choose import with_residents
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of, random_profile
@@ -39,13 +39,20 @@ def test_no_worker_gets_more_rows_than_its_share() -> None:
 
 def test_a_step_gathers_weights_and_sums_gradients_once() -> None:
     layer = profile_of([1.0], gpus=(1, 2, 4), state=4000).layers[0]
-    shared = with_exchanges(replace(layer, update_s={1: 4.0, 2: 2.0, 4: 1.0}), LINKS)
+    timed = replace(layer, update_s={1: 4.0, 2: 2.0, 4: 1.0})
+    shared = with_exchanges(timed, LINKS, 1000)
     # 1000 bytes of parameters: d - 1 pieces of a d-th, each with its latency, two times.
     assert shared.update_s == {1: 4.0, 2: 2.0 + 2 * (0.5 + 0.5), 4: 1.0 + 2 * 3 * (0.5 + 0.25)}
     assert shared.exchange_bytes == 3000
     assert (shared.forward_s, shared.backward_s) == (layer.forward_s, layer.backward_s)
     alone = profile_of([1.0]).layers[0]
-    assert with_exchanges(alone, LINKS) == alone
+    assert with_exchanges(alone, LINKS, 1000) == alone
+    # Weights that are computed with in half the bytes; gradients are summed as they are trained.
+    narrow = with_exchanges(timed, LINKS, 500)
+    assert narrow.update_s == {1: 4.0, 2: 2.0 + 0.75 + 1.0, 4: 1.0 + 3 * (0.625 + 0.75)}
+    assert narrow.exchange_bytes == 2500
+    assert exchange_bytes([narrow, narrow], 2, resident=False) == 2500
+    assert exchange_bytes([narrow, narrow], 2, resident=True) == 2 * 1500 + 1000
 
 
 @pytest.mark.parametrize("seed", range(5))
