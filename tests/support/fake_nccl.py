@@ -150,7 +150,7 @@ class FakeWork:
         """`aborting`: an abort of its group is under way. `hopeless`: whether a member that it
         needs has left."""
         self._faults = {} if faults is None else faults
-        self._hopeless = hopeless
+        self.is_hopeless = hopeless
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._aborting = aborting
@@ -176,7 +176,7 @@ class FakeWork:
         operation has ended, or cannot end any more. Raises TimeoutError where neither happens."""
         self._faults.pop("wait", _nothing)()
         end_at = time.monotonic() + _PATIENCE_S
-        while not self._ended.wait(_POLL_S) and not self._hopeless():
+        while not self._ended.wait(_POLL_S) and not self.is_hopeless():
             if time.monotonic() > end_at:
                 raise TimeoutError("an operation never ended")
         return True

@@ -23,6 +23,8 @@ from support.fake_nccl import Device, Fabric, FakeGroup, FakeWork
 
 _POLL_S = 0.002
 _KEY = "0"
+#: Said of an operation before its result: that will not come, since a member has left.
+_HOPELESS = "hopeless"
 #: What a message is sent as: type, shape and bytes.
 _Packed = tuple[str, tuple[int, ...], bytes]
 
@@ -116,8 +118,13 @@ class Switch:
             work = group.recv([tensor], 0, 0)
         else:
             work = group.allreduce([tensor], AllreduceOptions())
-        if not self._until(lambda: work.wait_for(_POLL_S) or _ended(connection)):
-            raise EOFError
+        told = False
+        while not work.wait_for(_POLL_S):
+            if self._ended.is_set() or _ended(connection):
+                raise EOFError
+            if not told and work.is_hopeless():
+                told = True
+                connection.send(_HOPELESS)
         self.done += 1
         return None if what == "send" else _packed(tensor)
 
@@ -140,6 +147,7 @@ class RemoteGroup:
         self._connected = False
         self._aborted = threading.Event()
         self._asking = threading.Lock()
+        self._hopeless = threading.Event()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
@@ -168,7 +176,7 @@ class RemoteGroup:
         if not self._connected:
             self._connected = True
             self._ask("connect", tensor[:0])
-        work = FakeWork()
+        work = FakeWork(hopeless=self._hopeless.is_set)
 
         def kernel() -> None:
             try:
@@ -194,8 +202,10 @@ class RemoteGroup:
                 if self._aborted.is_set():
                     raise RuntimeError("NCCL communicator was aborted")
                 if self._connection.poll():
-                    answer: _Packed | None = self._connection.recv()
-                    return answer
+                    answer: _Packed | str | None = self._connection.recv()
+                    if not isinstance(answer, str):
+                        return answer
+                    self._hopeless.set()
             self._aborted.wait(_POLL_S / 4)
 
     def _run(self) -> None:

@@ -417,8 +417,8 @@ def test_a_step_that_fails_for_want_of_memory_is_tried_once_more(
             for message in cluster.said(worker, PhaseReached, second.generation)
             if isinstance(message, PhaseReached) and message.phase == "joined"
         }
-        # A layer of c's may have a part of a micro-batch's gradient; those of the others count.
-        assert joined == {"a/0": True, "b/0": True, "c/0": False, "d/0": True, "e/0": True}
+        # A layer of c's may have a part of a micro-batch's gradient; what d and e have counts.
+        assert [joined[name] for name in ("c/0", "d/0", "e/0")] == [False, True, True]
         cluster.assign(third)
         with pytest.raises(AssertionError, match=r"d/0 failed: d/0: out of memory .* lower train"):
             cluster.wait(lambda: False, "the job's failure")
