@@ -42,6 +42,7 @@ from oobleck.worker.models import check_code, check_weights
 from oobleck.worker.preparation.preparing import Preparing
 from oobleck.worker.profiling.measuring import Measuring
 from oobleck.worker.profiling.preflight import MOST_S, on_this_node, preflight
+from oobleck.worker.recovery.forgiven import Forgiven
 from oobleck.worker.recovery.recover import Recovery
 from oobleck.worker.runtime import code, heap
 from oobleck.worker.runtime.control import Control
@@ -51,8 +52,6 @@ from oobleck.worker.runtime.errors import (
     NodeError,
     Superseded,
     TransportError,
-    for_want_of_memory,
-    whose_fault,
 )
 from oobleck.worker.runtime.faults import FaultInjector
 from oobleck.worker.runtime.memory import MemoryMeter
@@ -72,9 +71,6 @@ from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
-
-#: By then a worker hears of the end of another one on its node.
-_LOSS_TOLD_S = 1.0
 
 
 class Session:
@@ -134,12 +130,7 @@ class Session:
         self._entered = Generation(0)
         #: Of the generation that this worker is in.
         self._executor: Executor | None = None
-        #: The step committed last when memory was short; the next one is tried once more.
-        self._short_after: int | None = None
-        #: Where other workers of this node are in the generation too: its membership, and the step
-        #: committed last when a peer was lost.
-        self._beside: Membership | None = None
-        self._lost_after: int | None = None
+        self._forgiven = Forgiven(context.worker, context.progress)
 
     def run(self, pid: int) -> None:
         """Report ready and follow the assignments; only a Stop or a dead agent ends it."""
@@ -151,19 +142,12 @@ class Session:
             while True:
                 wish = self._measure(wish) if isinstance(wish, Measure) else self._enter(wish)
         except torch.AcceleratorError as error:
-            if whose_fault(error) == "node" and self._follows_a_loss():
+            if self._forgiven.follows_a_loss(error):
                 raise HelperLost(
                     f"{context.worker}: the GPU has failed at the loss of a worker ({error}), to "
                     "whose memory it may have written; the process is replaced"
                 ) from error
             raise
-
-    def _follows_a_loss(self) -> bool:
-        """Whether a worker that shares this one's node may have been lost since the step committed
-        last: then the device's failure may come of that, and says nothing of the device."""
-        if self._beside is not None and self._beside.is_lost(_LOSS_TOLD_S):
-            return True
-        return self._lost_after == self._context.progress.committed
 
     def _measure(self, wish: Measure) -> Assign | Measure:
         """In no generation; return what follows."""
@@ -202,8 +186,7 @@ class Session:
                 own = self._preparing.own_program(assign.plan)
                 standing = self._recovery.standing(assign.plan)
                 membership = join(context, assign, standing)
-            if any(peer.node == context.worker.node for peer in membership.peers):
-                self._beside = membership
+            self._forgiven.enter(membership)
             if not assign.boundary and not context.state.layers:
                 self._memory.begin()
             more, standings = self._take_over(assign, membership)
@@ -220,9 +203,12 @@ class Session:
             report_lost(context, generation, error, membership.silent() if membership else ())
             self._leave(membership, orderly=False)
         except (MemoryError, RuntimeError) as error:
-            if not self._tries_again(error):
+            if self._executor is None or not self._forgiven.short_of_memory(error):
                 raise
-            report_lost(context, generation, TransportError(self._short_of_memory(error)))
+            self._executor = None
+            line = str(error).partition("\n")[0] or type(error).__name__
+            told = f"{context.worker} was out of memory ({line}); the step is tried once more"
+            report_lost(context, generation, TransportError(told))
             self._leave(membership, orderly=False)
         except (DataError, JobError, NodeError):
             if membership is not None:
@@ -243,25 +229,6 @@ class Session:
         with timeline.phase("wait for the plan"):
             return control.wait_next(generation)
 
-    def _tries_again(self, error: Exception) -> bool:
-        """Whether a step that has failed for want of memory is done once more, with the cache empty
-        then (`limit_allocator`): the others leave it, too, and all meet again. Not where it fails
-        in the update, which cannot be taken back."""
-        progress = self._context.progress
-        in_update = progress.voted > progress.committed
-        again = self._short_after == progress.committed
-        return for_want_of_memory(error) and self._executor is not None and not (in_update or again)
-
-    def _short_of_memory(self, error: Exception) -> str:
-        """Drop all that the step has left; returns what to tell of it."""
-        context, progress = self._context, self._context.progress
-        self._short_after = progress.committed
-        # A layer's gradient may have a part of a micro-batch: nothing of the step counts.
-        self._executor = None
-        progress.discard()
-        line = str(error).partition("\n")[0] or type(error).__name__
-        return f"{context.worker} was out of memory ({line}); the step is tried once more"
-
     def _take_over(self, assign: Assign, membership: Membership) -> tuple[int, Sequence[bytes]]:
         """Hold what has been fed, if anything; the bytes, and where all stand then."""
         if not assign.boundary:
@@ -271,9 +238,7 @@ class Session:
         return fed, membership.transport.gather(standing)
 
     def _leave(self, membership: Membership | None, *, orderly: bool) -> None:
-        if self._beside is not None and not orderly:
-            self._lost_after = self._context.progress.committed
-        self._beside = None
+        self._forgiven.leave(orderly=orderly)
         self._context.timeline.leave()
         with self._context.timeline.phase("leave"):
             if membership is not None:
