@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from oobleck.agent.connection.enrol import Denied, Holder, choose_way, join, rea
 from oobleck.agent.connection.outbox import Outbox
 from oobleck.agent.connection.session import Session
 from oobleck.agent.gpus import default_memory, find, versions
+from oobleck.agent.metrics.collect import read_slowly
 from oobleck.agent.processes.environment import passed_on, read_patterns
 from oobleck.agent.processes.gpu_watch import watch
 from oobleck.agent.processes.pool import new_incarnation
@@ -29,6 +31,7 @@ from oobleck.host.device import worker_environment
 from oobleck.host.display import inline
 from oobleck.host.gpu.choice import GpuReport, interface_address, network_environment
 from oobleck.host.ipc.messages import FaultRule
+from oobleck.host.metrics.page import MetricsPage, bind
 from oobleck.host.security.credentials import Credentials
 from oobleck.host.system.environment import Environment
 from oobleck.host.system.files import read_regular
@@ -61,6 +64,7 @@ why)."""
 async def serve(config: AgentConfig, holder: Holder, token: Credentials | None = None) -> int:
     """Run until a signal or a refusal; the exit code. Without credentials the agent joins by the
     token first. Raises CommandFailed where it cannot."""
+    listening = _open_page(config.metrics_listen)
     if holder.folder is not None and holder.credentials is None and token is not None:
         holder.credentials = await _join(config, holder.folder, token)
     environment = Environment()
@@ -92,6 +96,9 @@ async def serve(config: AgentConfig, holder: Holder, token: Credentials | None =
         if config.gpus:
             watching = watch(config.environment, supervisor.gpus_read, config.watch_command)
             others.append(tasks.create_task(watching))
+        if listening is not None:
+            page = MetricsPage(listening, supervisor.metrics, read_slowly)
+            others.append(tasks.create_task(page.run()))
         await asyncio.wait({supervising, talking}, return_when=asyncio.FIRST_COMPLETED)
         refusal = talking.result() if talking.done() else None
         supervisor.shut_down()
@@ -105,6 +112,14 @@ async def serve(config: AgentConfig, holder: Holder, token: Credentials | None =
         click.echo(f"oobleck-agent: refused by the master: {inline(refusal)}", err=True)
         return 2
     return 0
+
+
+def _open_page(address: str | None) -> socket.socket | None:
+    """None: no metrics are served. Raises CommandFailed."""
+    try:
+        return bind("--metrics-listen", address) if address is not None else None
+    except ValueError as error:
+        raise command.CommandFailed(str(error), 2) from error
 
 
 async def _join(config: AgentConfig, folder: Path, token: Credentials) -> Credentials:
@@ -254,6 +269,12 @@ def read_faults(path: Path) -> tuple[FaultRule, ...]:
     help="Talk to a master on this host in the clear, as is the default there.",
 )
 @click.option(
+    "--metrics-listen",
+    metavar="HOST:PORT",
+    help="Serve metrics for Prometheus at /metrics there, to anybody who reaches it.  [default: "
+    "nowhere]",
+)
+@click.option(
     "--exit-with-parent", is_flag=True, help="End, with all workers, when the parent process ends."
 )
 @click.option(
@@ -280,6 +301,7 @@ def agent(
     allow_code: tuple[str, ...],
     accept_code: bool | None,
     insecure: bool,
+    metrics_listen: str | None,
     exit_with_parent: bool,
     fault_plan: Path | None,
 ) -> int:
@@ -325,6 +347,7 @@ def agent(
             environment=environment,
             versions=versions(found),
             drain_grace_s=drain_grace,
+            metrics_listen=metrics_listen,
         )
         holder = choose_way(master, config.name, credentials, token, insecure=insecure)
         code = read_code(allow_code, accept_code, in_the_clear=holder.folder is None)

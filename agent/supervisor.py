@@ -8,6 +8,7 @@ processes of its pool tell, and tells the outbox; must not know streams.
 import asyncio
 import logging
 import signal
+from collections.abc import Iterator
 from contextlib import suppress
 
 import msgspec
@@ -34,6 +35,7 @@ from oobleck.agent.events import (
     WorkerSaid,
 )
 from oobleck.agent.health import GpuHealth
+from oobleck.agent.metrics import workers
 from oobleck.agent.processes.children import WarmProcess, WorkerProcess
 from oobleck.agent.processes.code import CodeCache, Fetch
 from oobleck.agent.processes.memory import kernel_kills
@@ -52,6 +54,7 @@ from oobleck.host.ipc.messages import (
     Record,
     Recorded,
 )
+from oobleck.host.metrics.families import Reading
 from oobleck.host.system.environment import Environment
 from oobleck.host.system.process import signal_name
 from oobleck.planner.ids import Incarnation, JobId
@@ -120,6 +123,10 @@ class Supervisor:
             if self._timer is not None:
                 self._timer.cancel()
             self._pool.kill_all()
+
+    def metrics(self) -> Iterator[Reading]:
+        """Of this agent and its workers."""
+        return workers.read(self._state, self._config.name, self._config.versions.oobleck)
 
     # ---- from the session
 

@@ -109,6 +109,12 @@ def _time_out_flags(function: F) -> F:
     help="Let everybody on this host do everything, in the clear; on loopback addresses only, "
     "where it is the default without an authority.",
 )
+@click.option(
+    "--metrics-listen",
+    metavar="HOST:PORT",
+    help="Serve metrics for Prometheus at /metrics there, to anybody who reaches it.  [default: "
+    "nowhere]",
+)
 @click.option("--exit-with-parent", is_flag=True, help="End when the parent process ends.")
 @click.option(
     "--salvage-journal",
@@ -163,6 +169,7 @@ def master(
     pki: str | None,
     insecure: bool,
     certificate_life_s: float,
+    metrics_listen: str | None,
     exit_with_parent: bool,
     salvage_journal: bool,
     crash_at: str | None,
@@ -196,6 +203,7 @@ def master(
         state = Path(state_dir).absolute()
         config = MasterConfig(
             listen=listen,
+            metrics_listen=metrics_listen,
             state_dir=state,
             timing=timing,
             pki=choose_pki(listen, state, pki, insecure=insecure),

@@ -44,6 +44,8 @@ class MasterConfig:
     listen: str
     state_dir: Path
     timing: Detection
+    #: HOST:PORT of the page of metrics; None: there is none.
+    metrics_listen: str | None = None
     #: Folder of the cluster's authority; None: the service is in the clear.
     pki: Path | None = None
     #: Of the certificates that agents, operators and viewers are given.

@@ -8,7 +8,9 @@ iterations is safe for every task of the same event loop. Must not know gRPC.
 
 import asyncio
 import logging
+from collections.abc import Callable
 
+from oobleck.host.metrics.families import Distribution
 from oobleck.host.system.environment import Environment
 from oobleck.master import crash
 from oobleck.master.clients.requests import Requests
@@ -17,15 +19,18 @@ from oobleck.master.clients.timelines import Timelines
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.jobs import JobFailed
 from oobleck.master.events.reports import Tick
+from oobleck.master.events.unions import Event
 from oobleck.master.inbox import Changes, Inbox
 from oobleck.master.planning.requests import Planner
 from oobleck.master.planning.solve import AtOnce
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.foresight import Foresight
 from oobleck.master.rules.reconcile import reconcile
+from oobleck.master.state.cluster import ClusterState
 from oobleck.master.storage.disk import StorageFailed
 from oobleck.master.storage.journal import Journal
 from oobleck.master.storage.ledger import Ledger
+from oobleck.master.vitals import Vitals
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +68,7 @@ class Master:
         self._environment = environment or Environment()
         self.config = config
         self.now = self._environment.now
+        self.vitals = Vitals()
         self.changes = Changes()
         self._ledger = Ledger(config, journal, self._environment)
         #: Only to be read.
@@ -81,6 +87,20 @@ class Master:
         """For operators: what keeps the master from storing; empty: nothing."""
         return self._ledger.problem
 
+    @property
+    def waiting(self) -> int:
+        """Messages and questions that no iteration has seen yet."""
+        return self._inbox.waiting
+
+    @property
+    def commits(self) -> Distribution:
+        """How long writes of events to the disk took."""
+        return self._ledger.commits.read()
+
+    def watch(self, note: Callable[[ClusterState, Event], None]) -> None:
+        """Have `note` told of each event before it changes the state."""
+        self._ledger.watch = note
+
     def close(self) -> None:
         self._inbox.close()
 
@@ -89,7 +109,9 @@ class Master:
         looked_at, late_s = self.now(), 0.0
         while True:
             await self._iterate(looked_at, late_s)
-            await self._rest(self.now() - looked_at)
+            took_s = self.now() - looked_at
+            self.vitals.iterations.add(took_s)
+            await self._rest(took_s)
             wake_at = looked_at + _TICK_S
             for at in (self._wake_at, self.sessions.acknowledges_at):
                 wake_at = wake_at if at is None else min(wake_at, at)
@@ -147,6 +169,8 @@ class Master:
         timing = self.config.timing
         if self._is_late(late_s):
             log.warning("the master was late; leases last as much longer", extra={"late_s": late_s})
+            self.vitals.late_times += 1
+            self.vitals.late_s += late_s
             cut = late_s >= timing.ping_timeout_s
             self._ledger.observe(Tick(late_s=late_s, cut=cut), now)
 

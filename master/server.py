@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 import grpc
 
 from oobleck.host.address import own_address
+from oobleck.host.metrics.page import MetricsPage, bind
 from oobleck.host.system.process import end_signals
 from oobleck.master.api import limits
 from oobleck.master.api.access import Access
 from oobleck.master.api.agent_service import ControlService
+from oobleck.master.api.calls import Calls
 from oobleck.master.api.code import CodeOfJobs
 from oobleck.master.api.connections import Connections
 from oobleck.master.api.interceptor import CallInterceptor
@@ -25,6 +27,8 @@ from oobleck.master.api.operator_service import OperatorService
 from oobleck.master.api.pki_service import PkiService
 from oobleck.master.config import MasterConfig, Unusable
 from oobleck.master.loop import Master
+from oobleck.master.metrics.collect import Collector
+from oobleck.master.metrics.own import Parts
 from oobleck.master.planning.process import PlanningProcess
 from oobleck.master.state.trust import was_revoked
 from oobleck.master.storage.journal import Journal
@@ -42,6 +46,7 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     """Serve until a signal ends it. Raises Unusable, StorageFailed, and OutputFailed where nobody
     can be told the address."""
     _check_address(config.listen)
+    listening = _open_page(config.metrics_listen)
     authority = _read_authority(config)
     planner = PlanningProcess()
     master = Master(config, journal, planner=planner)
@@ -52,9 +57,10 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
         secured=authority is not None,
         allowed=connections.allowed,
     )
+    calls = Calls(master.now)
     server = grpc.aio.server(
         options=limits.server_options(config.timing),
-        interceptors=(CallInterceptor(access.check),),
+        interceptors=(CallInterceptor(access.check, calls),),
         maximum_concurrent_rpcs=limits.MOST_CALLS,
     )
     pki = PkiService(master, authority.authority if authority else None, config.certificate_life_s)
@@ -83,6 +89,12 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
         asyncio.create_task(tracking.run(own_address(host, port))),
         asyncio.create_task(CodeOfJobs(master).run()),
     ]
+    if listening is not None:
+        parts = Parts(
+            master=master, planner=planner, calls=calls, connections=connections, journal=journal
+        )
+        page = MetricsPage(listening, Collector(parts).read)
+        tasks.append(asyncio.create_task(page.run()))
     stopping = asyncio.create_task(stopped.wait())
     try:
         print(f"listening on {host}:{port}", flush=True)  # noqa: T201 - callers wait for this line
@@ -114,6 +126,14 @@ def _check_address(listen: str) -> None:
         raise Unusable(
             f"--listen {listen} cannot be bound ({error.strerror}); choose another address or port"
         ) from error
+
+
+def _open_page(address: str | None) -> socket.socket | None:
+    """None: no metrics are served. Raises Unusable."""
+    try:
+        return bind("--metrics-listen", address) if address is not None else None
+    except ValueError as error:
+        raise Unusable(str(error)) from error
 
 
 def _read_authority(config: MasterConfig) -> "AuthorityFolder | None":

@@ -27,7 +27,7 @@ ALLOWED = {
 #: them have no place in the order, so none of them may close a circle.
 LEVELS = {
     "planner": ("job", "profile", "programs", "cost", "search", "recovery", "report"),
-    "host": ("system", "security", "ipc", "data", "storage", "gpu"),
+    "host": ("system", "security", "ipc", "data", "storage", "gpu", "metrics"),
     "worker": (
         "runtime",
         "models",
@@ -41,8 +41,8 @@ LEVELS = {
         "profiling",
         "doctor",
     ),
-    "agent": ("processes", "connection"),
-    "master": ("events", "state", "planning", "storage", "rules", "clients", "api"),
+    "agent": ("processes", "connection", "metrics"),
+    "master": ("events", "state", "planning", "storage", "rules", "clients", "api", "metrics"),
     "cli": ("output", "chaos", "jobs", "tracking", "cluster", "planning"),
     "proto": (),
 }

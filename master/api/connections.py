@@ -104,6 +104,14 @@ class Connections:
         #: that gRPC has for them, the oldest first. Some of them may have ended.
         self._known: dict[str, tuple[Peer, Identity | None]] = {}
         self._told_at: dict[bytes, float] = {}
+        #: Sources that get no new connections now.
+        self.refused: frozenset[bytes] = frozenset()
+
+    @property
+    def proven(self) -> int:
+        """How many connections had an allowed call, and had not ended when that was last looked
+        at."""
+        return len(self._known)
 
     def allowed(self, peer: str, who: "Identity | None") -> None:
         """A call of this peer, as gRPC names it (ipv4:10.0.0.1:4242), was allowed."""
@@ -127,8 +135,8 @@ class Connections:
 
     async def _watch(self, there: Port) -> None:
         """Raises OSError where the kernel does not tell, or does not refuse."""
-        refusals, refused = Refusals(), frozenset[bytes]()
-        there.refuse(refused)
+        refusals, self.refused = Refusals(), frozenset[bytes]()
+        there.refuse(self.refused)
         looked_at, were_open = self._now(), open_files()
         while True:
             await asyncio.sleep(_GLANCE_S)
@@ -139,11 +147,11 @@ class Connections:
             looked_at, were_open = self._now(), are_open
             # In a thread: with many it takes a while.
             waiting = await asyncio.to_thread(self.waiting, there)
-            before, refused = refused, refusals.look(waiting, self._now())
-            if refused != before:
-                there.refuse(refused)
-                self._tell(refused - before, waiting)
-                if not refused:
+            before, self.refused = self.refused, refusals.look(waiting, self._now())
+            if self.refused != before:
+                there.refuse(self.refused)
+                self._tell(self.refused - before, waiting)
+                if not self.refused:
                     await asyncio.to_thread(give_back)
 
     def waiting(self, there: Port) -> Counter[bytes]:

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from oobleck.master.api.calls import Calls
 from oobleck.master.api.limits import MOST_DETAILS, deadline_s
 from oobleck.master.inbox import MasterEnded
 from oobleck.master.state.trust import Denied, StillFresh, TooSoon
@@ -38,9 +39,10 @@ class _Malformed(ValueError):
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # not at run time
-    def __init__(self, check: Callable[[str, Any], Awaitable[None]]) -> None:
+    def __init__(self, check: Callable[[str, Any], Awaitable[None]], calls: Calls) -> None:
         """`check`: ends a call of that method and context where its caller may not make it."""
         self._check = check
+        self._calls = calls
 
     async def intercept_service(
         self,
@@ -52,7 +54,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # n
             return handler
         method = handler_call_details.method
         check = partial(self._check, method)
-        around = partial(_answering, check)
+        streams = handler.request_streaming or handler.response_streaming
+        count = partial(self._calls.count, method, stream=streams)
+        around = partial(_answering, check, count)
         guarded: dict[str, object] = {
             "request_deserializer": partial(_deserialize, handler.request_deserializer)
         }
@@ -89,9 +93,16 @@ def _readable(request: Any) -> Any:
 
 
 @asynccontextmanager
-async def _answering(check: Check, context: Any) -> AsyncIterator[None]:
-    """Around a method: what it raises ends the call with a status."""
-    await check(context)
+async def _answering(check: Check, count: Around, context: Any) -> AsyncIterator[None]:
+    """Around a method: it is counted, and what it raises ends the call with a status."""
+    async with count(context):
+        await check(context)
+        async with _told(context):
+            yield
+
+
+@asynccontextmanager
+async def _told(context: Any) -> AsyncIterator[None]:
     try:
         yield
     except _Malformed as malformed:

@@ -36,7 +36,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
     seen = job.seen
     training = job.spec.training
     rate = tokens_per_s(tuple(seen.steps.recent))
-    moving = job.state in ("running", "reconfiguring") and _is_moving(job, now)
+    moving = job.state in ("running", "reconfiguring") and is_moving(job, now)
     message = pb.JobStatus(
         job_id=job.id,
         name=job.spec.name,
@@ -79,7 +79,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
             message.can_lose = job.current.made.can_lose
         if job.state not in ENDED:
             message.memory.extend(_memory(state, job))
-    if (age_s := _step_age_s(seen, now)) is not None and job.state not in ENDED:
+    if (age_s := step_age_s(seen, now)) is not None and job.state not in ENDED:
         message.last_step_age_s = age_s
     if rate > 0 and moving:
         step_tokens = seen.steps.recent[-1].tokens
@@ -136,16 +136,16 @@ def _memory(state: ClusterState, job: Job) -> Iterator[pb.WorkerMemory]:
         yield message
 
 
-def _is_moving(job: Job, now: float) -> bool:
+def is_moving(job: Job, now: float) -> bool:
     """Whether the last step is so recent that the next one is not overdue."""
-    recent, age_s = job.seen.steps.recent, _step_age_s(job.seen, now)
+    recent, age_s = job.seen.steps.recent, step_age_s(job.seen, now)
     if age_s is None or not recent:
         return False
     usual_s = median(record.step_seconds for record in recent)
     return age_s <= max(_STILL_S, _STILL_STEPS * usual_s)
 
 
-def _step_age_s(seen: JobSeen, now: float) -> float | None:
+def step_age_s(seen: JobSeen, now: float) -> float | None:
     """Of the last recorded step, by the calendar where a master before this one recorded it; None:
     there is none."""
     if seen.steps.recorded_at is None:
@@ -218,7 +218,7 @@ def node_info(state: ClusterState, node: Node, now: float) -> pb.NodeInfo:
     heard_at = node.seen.heard_at
     return pb.NodeInfo(
         node=facts.node,
-        state=_node_state(node),
+        state=node_state(node),
         reason="; ".join(part for part in (_node_reason(state, node, now), _unwell(node)) if part),
         hostname=facts.hostname,
         address=facts.address,
@@ -244,7 +244,7 @@ def _workers(state: ClusterState, node: Node) -> list[pb.WorkerStatus]:
     ]
 
 
-def _node_state(node: Node) -> str:
+def node_state(node: Node) -> str:
     if not node.registered:
         return "lost"
     if not node.connected:

@@ -42,6 +42,8 @@ class Sessions:
     ) -> None:
         #: Messages that were dropped, by reason.
         self.refused: Counter[str] = Counter()
+        #: And those that were taken, by kind.
+        self.received: Counter[str] = Counter()
         self._timing = config.timing
         self._ledger = ledger
         self._inbox = inbox
@@ -55,6 +57,16 @@ class Sessions:
 
     def __iter__(self) -> Iterator[AgentSession]:
         return iter(list(self._open.values()))
+
+    @property
+    def count(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+    @property
+    def opened(self) -> int:
+        """How many there were in this master's life."""
+        return self._last_number
 
     # ---- what agents tell
 
@@ -140,6 +152,7 @@ class Sessions:
         if not isinstance(message, NodeStatus) and message.job_id not in ledger.state.jobs:
             self.refused["message about an unknown job"] += 1
             return
+        self.received[type(message).__name__] += 1
         match message:
             case NodeStatus():
                 ledger.observe(StatusReceived(node=session.node, status=message), arrived_at)

@@ -18,6 +18,7 @@ from contextlib import suppress
 import msgspec
 
 from oobleck.host.ipc.channel import frame, read_frame
+from oobleck.host.metrics.families import Durations
 from oobleck.master.planning.requests import Broken, PlanReply, PlanRequest, Replies
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,10 @@ class PlanningProcess:
         #: and nothing is made ahead where the last one took longer than this.
         self.longest_ahead_s = _LONGEST_AHEAD_S
         self._took_s = 0.0
+        #: How long replies took that were waited for, and those that were made ahead; and how often
+        #: a process has ended or hung.
+        self.took, self.took_ahead = Durations(), Durations()
+        self.failures = 0
         self._replies = Replies()
         self._wanted: PlanRequest | None = None
         #: What may be wanted next, and what is still to be worked out of that.
@@ -63,6 +68,11 @@ class PlanningProcess:
         self._limit: asyncio.TimerHandle | None = None
         self._tell: Callable[[], None] = lambda: None
         self._needed = asyncio.Event()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the process is at a plan."""
+        return self._at_work is not None
 
     def prepare(self) -> None:
         """Have a process started."""
@@ -141,6 +151,7 @@ class PlanningProcess:
         elif request in self._foreseen and not isinstance(reply, Broken):
             self._replies.add_ahead(request, reply)
         self._took_s = asyncio.get_running_loop().time() - self._sent_at
+        (self.took_ahead if unasked else self.took).add(self._took_s)
         self._send()
         if not unasked:
             self._tell()
@@ -159,6 +170,7 @@ class PlanningProcess:
             except ValueError as error:  # of a version of its own, after an update of the files
                 ended = f"was not understood: {error}"
                 self._ends += 1
+            self.failures += 1
             log.error("the planning process failed", extra={"reason": ended})
             if self._at_work is not None and self._ends >= _MOST_ENDS:
                 self._take(Broken(error=f"the planning process {ended}"))

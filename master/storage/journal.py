@@ -82,6 +82,8 @@ class Journal:
         self._last = 0
         #: Of the events since the snapshot, and of the snapshot.
         self._tail_bytes = self._snapshot_bytes = 0
+        #: How often this process has begun it anew with a snapshot.
+        self.compactions = 0
         #: Of a file whose end was not whole.
         self.cut: Cut | None = None
         try:
@@ -240,6 +242,15 @@ class Journal:
         self._tail_bytes += len(data)
 
     @property
+    def waits(self) -> bool:
+        """Whether anything is to be committed."""
+        return bool(self._batch)
+
+    @property
+    def size_bytes(self) -> int:
+        return len(_HEADER) + self._snapshot_bytes + self._tail_bytes
+
+    @property
     def wants_compaction(self) -> bool:
         least = max(_COMPACT_BYTES, _COMPACT_SNAPSHOTS * self._snapshot_bytes)
         return self._tail_bytes > least
@@ -263,6 +274,7 @@ class Journal:
             before, self._descriptor = self._descriptor, self._open_to_append()
             os.close(before)
         self._tail_bytes, self._snapshot_bytes = 0, len(entry)
+        self.compactions += 1
 
     def _open_to_append(self) -> int:
         return os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)

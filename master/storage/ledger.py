@@ -7,8 +7,10 @@ when a decision is due, gRPC, agents' sessions or time-outs.
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
 
+from oobleck.host.metrics.families import Durations
 from oobleck.host.system.environment import Environment
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.jobs import JobForgotten, JobRestored, ProfileChosen
@@ -40,6 +42,9 @@ class Ledger:
         self.unix = environment.unix
         self.state = ClusterState()
         self.archive = Archive(config)
+        self.commits = Durations()
+        #: Told of each event before it changes the state; not of those that are replayed.
+        self.watch: Callable[[ClusterState, Event], None] = lambda state, event: None
         #: Something changed that has not been decided on and told yet.
         self.dirty = True
         #: Not even the journal can be written.
@@ -76,11 +81,14 @@ class Ledger:
 
     def commit(self) -> bool:
         """Have what was journaled on disk; whether it is."""
+        waits, began = self._journal.waits, self.now()
         try:
             self._journal.commit()
         except StorageFailed as failed:
             self.archive.storage.failed(failed)
             return False
+        if waits:
+            self.commits.add(self.now() - began)
         return True
 
     def compact(self) -> None:
@@ -150,6 +158,7 @@ class Ledger:
             self.archive.metrics(event.job_id).start_after(event.restored.step)
 
     def _apply(self, event: Event, now: float, unix: float) -> None:
+        self.watch(self.state, event)
         self.dirty |= apply(self.state, event, now=now, unix=unix)
         self._last.append((unix, event))
         if self._broken_before is None:

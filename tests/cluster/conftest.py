@@ -32,8 +32,9 @@ def standing_cluster(
     tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded
 ) -> Iterator[LocalCluster]:
     state_dir = tmp_path_factory.mktemp("standing") / "state"
+    options = (*PATIENT, "--master-flag=--metrics-listen=127.0.0.1:0")
     with LocalCluster(
-        3, state_dir=state_dir, fault_plan=FAULTS, options=PATIENT, preloaded=preloaded
+        3, state_dir=state_dir, fault_plan=FAULTS, options=options, preloaded=preloaded
     ) as cluster:
         yield cluster
 

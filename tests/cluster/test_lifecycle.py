@@ -9,11 +9,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.support.client import BIN
+from bench.support.client import BIN, Record
 from bench.support.cluster import LocalCluster
 from bench.support.daemons import children_of
 from bench.support.preloaded import Preloaded
+from oobleck.agent.metrics import collect as of_agent
+from oobleck.agent.metrics import host, workers
+from oobleck.master.metrics import collect as of_master
+from oobleck.master.metrics import jobs, nodes, own
 from support.clusters import bring_into, failures
+from support.scraped import Scraped, address_of
 from support.waiting import PATIENCE_S, all_gone
 
 # Longer than any wait in vain, which ends with a report.
@@ -49,6 +54,11 @@ def test_lost_node_and_its_return(small_cluster: LocalCluster, text: str) -> Non
     job_id = cluster.submit(job(text))
     cluster.wait_step(job_id, 5)
     before = cluster.worker_pids()
+    master = address_of(cluster.state_dir / "log" / "master.log")
+    at_first = Scraped(master)
+    assert at_first(jobs.STATE, job_id=job_id, state="running") == 1
+    assert at_first(jobs.CHANGES, job_id=job_id) == at_first(jobs.WAYS, job_id=job_id) == 0
+    assert at_first(nodes.NODES, state="live") == 3
     cluster.kill_node("n2")
     cluster.wait(lambda: len(cluster.events(job_id, "reconfigured")) == 1, "the recovery")
     go_on(cluster, job_id)
@@ -59,8 +69,9 @@ def test_lost_node_and_its_return(small_cluster: LocalCluster, text: str) -> Non
     record = cluster.events(job_id, "reconfigured")[0]
     assert record["nodes_lost"] == ["n2"]
     assert sum(record["phases"].values()) == pytest.approx(record["total_s"], abs=1e-6)
+    assert_counted(cluster, job_id, master, at_first, record)
 
-    bring_into(cluster, job_id, "n2")
+    bring_into(cluster, job_id, "n2", "--metrics-listen", "127.0.0.1:0")
     cluster.wait(lambda: len(cluster.events(job_id, "reconfigured")) == 2, "the return")
     record = cluster.events(job_id, "reconfigured")[1]
     assert (record["rule"], record["nodes_joined"], record["redo_step"]) == ("join", ["n2"], None)
@@ -70,6 +81,53 @@ def test_lost_node_and_its_return(small_cluster: LocalCluster, text: str) -> Non
     assert status["generation"] == 3
     steps = [line["step"] for line in cluster.metrics(job_id)]
     assert steps == list(range(1, len(steps) + 1))
+
+    agent = Scraped(address_of(cluster.log))
+    assert {family.name for family in of_agent.FAMILIES} <= agent.names
+    assert agent(workers.UP, slot="0") == agent(workers.HEARD) == 1
+    assert agent(workers.GENERATION, slot="0") == 3
+    assert 0 < agent(workers.STEP, slot="0") <= cluster.last_step(job_id) + 1
+    assert agent(workers.RESIDENT, slot="0") > 1 << 20
+    assert 0 < agent(host.AVAILABLE) < agent(host.MEMORY)
+    assert agent(host.SENT, interface="lo") > 0
+
+
+def assert_counted(
+    cluster: LocalCluster, job_id: str, master: str, at_first: Scraped, record: Record
+) -> None:
+    """The master's metrics tell the same of one lost node as the job's files do."""
+    known = cluster.last_step(job_id)
+
+    def read() -> bool:
+        nonlocal page
+        page = Scraped(master)
+        return page(jobs.COMMITTED, job_id=job_id) >= known
+
+    page = at_first
+    cluster.wait(read, "metrics of the last step", poll_s=0.2)
+    assert {family.name for family in of_master.FAMILIES} <= page.names
+    committed = int(page(jobs.COMMITTED, job_id=job_id))
+    lines = [line for line in cluster.metrics(job_id) if line["step"] <= committed]
+    assert len(lines) == committed == page(jobs.COUNTED, job_id=job_id)
+    trained_s = sum(line["step_seconds"] for line in lines)
+    assert page(jobs.TRAINED, job_id=job_id) == pytest.approx(trained_s)
+    assert page(jobs.TOKENS, job_id=job_id) == sum(line["tokens"] for line in lines)
+    assert page(jobs.LOSS, job_id=job_id) == pytest.approx(lines[-1]["loss"])
+    assert 0 < page(jobs.GOODPUT, job_id=job_id) <= 1
+
+    assert page(jobs.CHANGES, job_id=job_id) == page(jobs.WAYS, job_id=job_id) == 1
+    told = {phase: page(jobs.PHASES, job_id=job_id, phase=phase) for phase in record["phases"]}
+    assert told == pytest.approx(record["phases"])
+    assert page(jobs.MOVED, job_id=job_id) == record["received_bytes"]
+    assert page(jobs.REDONE, job_id=job_id) == (record["redo_step"] is not None)
+    cause = record["cause"]
+    ways = [one(jobs.RECONFIGURATION, "_count", cause=cause) for one in (at_first, page)]
+    assert ways[1] == ways[0] + 1
+    lost = [sum(one(nodes.LOST, cause=how) for how in nodes.LOST_BY) for one in (at_first, page)]
+    assert lost[1] == lost[0] + 1
+    assert page(nodes.NODES, state="live") == 2
+    assert page(own.CALLS, method="Submit", code="OK") > 0
+    assert page(own.COMMIT, "_count") > at_first(own.COMMIT, "_count") > 0
 
 
 def test_worker_killed_alone_is_replaced(small_cluster: LocalCluster, text: str) -> None:

@@ -43,6 +43,21 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     assert line.startswith(f"oobleck-master: --listen {address} cannot be bound")
 
 
+@pytest.mark.parametrize("address", ["", "9460"])
+def test_no_address_for_metrics(tmp_path: Path, address: str) -> None:
+    flags = ("--listen", "127.0.0.1:0", "--state-dir", str(tmp_path))
+    line = refused(*flags, "--metrics-listen", address)
+    assert line.startswith(f"oobleck-master: --metrics-listen: {address!r} is not HOST:PORT")
+
+
+def test_a_port_for_metrics_that_is_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        flags = ("--listen", "127.0.0.1:0", "--state-dir", str(tmp_path))
+        line = refused(*flags, "--metrics-listen", address)
+    assert line.startswith(f"oobleck-master: --metrics-listen {address} cannot be bound")
+
+
 def test_a_second_master_of_one_port(tmp_path: Path) -> None:
     with master(tmp_path / "a") as first:
         line = refused("--listen", first.address, "--state-dir", str(tmp_path / "b"))

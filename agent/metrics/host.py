@@ -1,0 +1,93 @@
+"""Metrics of the host, as its kernel tells them. Reading them may wait for a disk, so it is not for
+the event loop. Must not know workers, nor what the agent does."""
+
+import os
+from collections.abc import Iterator
+
+import psutil
+
+from oobleck.host.metrics.families import Family, Reading, single
+
+PROCESSORS = Family("gauge", "oobleck_host_processors", "Processors of the host.")
+BUSY = Family(
+    "counter",
+    "oobleck_host_processor_seconds_total",
+    "Time of the host's processors, by what they spent it on.",
+    ("mode",),
+)
+LOAD = Family("gauge", "oobleck_host_load", "Processes that ran or waited, over the last minute.")
+MEMORY = Family("gauge", "oobleck_host_memory_bytes", "Memory of the host.")
+AVAILABLE = Family(
+    "gauge", "oobleck_host_memory_available_bytes", "Memory that processes can still get."
+)
+SWAPPED = Family("gauge", "oobleck_host_swap_used_bytes", "Memory that is swapped out.")
+DISK = Family(
+    "gauge", "oobleck_host_disk_bytes", "Size of a file system on a local disk.", ("mount",)
+)
+DISK_FREE = Family(
+    "gauge",
+    "oobleck_host_disk_free_bytes",
+    "Room left on it for other users than root.",
+    ("mount",),
+)
+DISK_READ = Family(
+    "counter", "oobleck_host_disk_read_bytes_total", "Bytes read of a disk.", ("disk",)
+)
+DISK_WRITTEN = Family(
+    "counter", "oobleck_host_disk_written_bytes_total", "Bytes written to a disk.", ("disk",)
+)
+RECEIVED = Family(
+    "counter",
+    "oobleck_host_network_received_bytes_total",
+    "Bytes received at an interface, by workers and all else.",
+    ("interface",),
+)
+SENT = Family(
+    "counter",
+    "oobleck_host_network_sent_bytes_total",
+    "Bytes sent at an interface, by workers and all else.",
+    ("interface",),
+)
+ERRORS = Family(
+    "counter",
+    "oobleck_host_network_errors_total",
+    "Packets with errors, and dropped ones, at an interface.",
+    ("interface",),
+)
+
+_MODES = ("user", "system", "iowait", "steal", "idle")
+
+
+def read() -> Iterator[Reading]:
+    yield single(PROCESSORS, os.cpu_count() or 1)
+    times = psutil.cpu_times()
+    yield Reading(BUSY, {(mode,): getattr(times, mode) for mode in _MODES})
+    yield single(LOAD, os.getloadavg()[0])
+    memory = psutil.virtual_memory()
+    yield single(MEMORY, memory.total)
+    yield single(AVAILABLE, memory.available)
+    yield single(SWAPPED, psutil.swap_memory().used)
+    yield from _disks()
+    traffic = psutil.net_io_counters(pernic=True)
+    yield Reading(RECEIVED, {(name,): one.bytes_recv for name, one in traffic.items()})
+    yield Reading(SENT, {(name,): one.bytes_sent for name, one in traffic.items()})
+    lost = {(n,): one.errin + one.errout + one.dropin + one.dropout for n, one in traffic.items()}
+    yield Reading(ERRORS, lost)
+
+
+def _disks() -> Iterator[Reading]:
+    sizes, free = {}, {}
+    # A container sees one disk at many places; the first one tells as much as all.
+    mounts = {part.device: part.mountpoint for part in reversed(psutil.disk_partitions())}
+    for mount in sorted(mounts.values()):
+        try:
+            found = os.statvfs(mount)
+        except OSError:
+            continue
+        sizes[mount,] = found.f_blocks * found.f_frsize
+        free[mount,] = found.f_bavail * found.f_frsize
+    yield Reading(DISK, sizes)
+    yield Reading(DISK_FREE, free)
+    disks = psutil.disk_io_counters(perdisk=True) or {}
+    yield Reading(DISK_READ, {(name,): disk.read_bytes for name, disk in disks.items()})
+    yield Reading(DISK_WRITTEN, {(name,): disk.write_bytes for name, disk in disks.items()})

@@ -1,0 +1,141 @@
+"""Metrics as data: their names, what is read of them, and the text that Prometheus reads.
+
+Names follow Prometheus' conventions: base units at the end, `_total` for what only grows. Must not
+know whose metrics they are, nor who reads them.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+Kind = Literal["gauge", "counter", "histogram"]
+_UNITS = ("seconds", "bytes", "ratio")
+#: Upper bounds of buckets: from a write to a disk to the longest recovery, seconds.
+_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """All series of one name."""
+
+    kind: Kind
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.kind == "counter") != self.name.endswith("_total"):
+            raise ValueError(f"{self.name}: counters alone end with _total")
+
+    @property
+    def unit(self) -> str:
+        """Empty: it has none, as what is counted."""
+        last = self.name.removesuffix("_total").rpartition("_")[2]
+        return last if last in _UNITS else ""
+
+
+class Distribution(NamedTuple):
+    """How many durations were at most each bound, how many there were, and their sum in seconds."""
+
+    counts: Sequence[int]
+    sum_s: float
+
+
+class Durations:
+    """Counts durations by their length."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_BOUNDS_S) + 1)
+        self._sum_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._counts[bisect_left(_BOUNDS_S, seconds)] += 1
+        self._sum_s += seconds
+
+    def read(self) -> Distribution:
+        """As it is now."""
+        return Distribution(tuple(self._counts), self._sum_s)
+
+
+#: By the values of the labels, a tuple of texts.
+Values = Mapping[Any, float | Distribution]
+
+
+class Reading(NamedTuple):
+    """What was read of a family at one moment."""
+
+    family: Family
+    values: Values
+
+
+def families_of(*modules: ModuleType) -> tuple[Family, ...]:
+    """All that the modules define, in their order."""
+    values = (value for module in modules for value in vars(module).values())
+    return tuple(value for value in values if isinstance(value, Family))
+
+
+def single(family: Family, value: float | Distribution) -> Reading:
+    """Of a family without labels."""
+    return Reading(family, {(): value})
+
+
+def content_type(*, openmetrics: bool) -> str:
+    """Of a page."""
+    if openmetrics:
+        return "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    return "text/plain; version=0.0.4; charset=utf-8"
+
+
+def render(readings: Iterable[Reading], *, openmetrics: bool) -> bytes:
+    """The page, with what the kernel knows of this process. OpenMetrics, which newer readers ask
+    for, has units beside the names. Slow: not for an event loop that others wait for."""
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.openmetrics import exposition
+    from prometheus_client.process_collector import ProcessCollector
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Read(readings))
+    ProcessCollector(registry=registry)
+    encode: Callable[[CollectorRegistry], bytes] = (
+        exposition.generate_latest if openmetrics else generate_latest
+    )
+    return encode(registry)
+
+
+class _Read:
+    """A collector of the library's."""
+
+    def __init__(self, readings: Iterable[Reading]) -> None:
+        self._readings = readings
+
+    def collect(self) -> "Iterator[Metric]":
+        return map(_metric, self._readings)
+
+
+def _metric(reading: Reading) -> "Metric":
+    from prometheus_client import Metric
+
+    family = reading.family
+    name = family.name.removesuffix("_total") if family.kind == "counter" else family.name
+    metric = Metric(name, family.help, family.kind, family.unit)
+    for labels, value in reading.values.items():
+        named = dict(zip(family.labels, labels, strict=True))
+        if isinstance(value, Distribution):
+            _add_buckets(metric, named, value)
+        else:
+            metric.add_sample(family.name, named, value)
+    return metric
+
+
+def _add_buckets(metric: "Metric", labels: dict[str, str], value: Distribution) -> None:
+    total = 0
+    for bound, count in zip((*map(str, _BOUNDS_S), "+Inf"), value.counts, strict=True):
+        total += count
+        metric.add_sample(f"{metric.name}_bucket", {**labels, "le": bound}, total)
+    metric.add_sample(f"{metric.name}_count", labels, total)
+    metric.add_sample(f"{metric.name}_sum", labels, value.sum_s)

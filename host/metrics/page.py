@@ -1,0 +1,152 @@
+"""The page `/metrics` that a daemon serves over HTTP, to anybody who reaches it.
+
+So it is bounded in all ways: connections, what they may send, how long they may last, and how often
+the metrics are read, however many ask. A daemon waits for nobody here. Must not know what the
+metrics are.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from oobleck.host.address import split_address
+from oobleck.host.metrics.families import Reading, content_type, render
+
+log = logging.getLogger(__name__)
+
+#: Open at a time; with one more the oldest is closed.
+MOST_CONNECTIONS = 16
+#: From the first byte of a request to the last one of the answer.
+LONGEST_S = 10.0
+_MOST_REQUEST_BYTES = 8 << 10
+#: Who asks again within this time gets the same page.
+_FRESH_S = 1.0
+_PATH = "/metrics"
+_PLAIN = "text/plain; charset=utf-8"
+
+
+def bind(flag: str, address: str) -> socket.socket:
+    """A socket that listens at HOST:PORT; port 0 takes a free one. Raises ValueError with the flag
+    and the fix."""
+    try:
+        host, port = split_address(address)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
+    listening = None
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(target)
+        listening.listen(MOST_CONNECTIONS)
+    except (OSError, UnicodeError) as error:
+        if listening is not None:
+            listening.close()
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"{flag} {address} cannot be bound ({reason}); choose another address or port"
+        ) from error
+    return listening
+
+
+class MetricsPage:
+    def __init__(
+        self,
+        listening: socket.socket,
+        read: Callable[[], Iterable[Reading]],
+        read_slowly: Callable[[], Iterable[Reading]] = tuple,
+    ) -> None:
+        """`read` is called in the event loop. `read_slowly`, which may wait for a disk, is called
+        in the one thread that makes the text of all."""
+        self._socket = listening
+        self._read = read
+        self._read_slowly = read_slowly
+        #: Of its own: others wait for the event loop's threads. It starts with the first scrape.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
+        #: Oldest first.
+        self._open: dict[asyncio.Task[None], None] = {}
+        #: Whether it is OpenMetrics; when it was read, and the page.
+        self._pages: dict[bool, tuple[float, bytes]] = {}
+        self._rendering = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Never returns; ends by cancellation."""
+        server = await asyncio.start_server(
+            self._connected, sock=self._socket, limit=_MOST_REQUEST_BYTES
+        )
+        host, port = self._socket.getsockname()[:2]
+        log.info("metrics are served", extra={"address": f"{host}:{port}", "path": _PATH})
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            server.close()
+            for task in self._open:
+                task.cancel()
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= MOST_CONNECTIONS:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.cancel()
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._open[task] = None
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._open.pop(task, None)
+            writer.transport.abort()  # also where it was cancelled before it began
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.error("metrics could not be served", exc_info=error)
+
+        task.add_done_callback(ended)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        strangers = (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError)
+        with contextlib.suppress(*strangers):
+            async with asyncio.timeout(LONGEST_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(await self._answer(head.decode("latin-1")))
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+
+    async def _answer(self, head: str) -> bytes:
+        request, *lines = head.split("\r\n")
+        match request.split(" "):
+            case ["GET" | "HEAD" as method, target, version] if version.startswith("HTTP/1."):
+                pass
+            case _:
+                return _response("400 Bad Request", _PLAIN, b"this is no GET of HTTP/1.1\n")
+        if target.partition("?")[0] != _PATH:
+            return _response("404 Not Found", _PLAIN, f"metrics are at {_PATH}\n".encode())
+        accepts = (line for line in lines if line.lower().startswith("accept:"))
+        openmetrics = any("application/openmetrics-text" in line for line in accepts)
+        page = await self._page(openmetrics=openmetrics)
+        kind = content_type(openmetrics=openmetrics)
+        return _response("200 OK", kind, page, bare=method == "HEAD")
+
+    async def _page(self, *, openmetrics: bool) -> bytes:
+        async with self._rendering:
+            now = asyncio.get_running_loop().time()
+            read_at, page = self._pages.get(openmetrics, (0.0, b""))
+            if not page or now >= read_at + _FRESH_S:
+                readings = list(self._read())
+                loop = asyncio.get_running_loop()
+                page = await loop.run_in_executor(self._thread, self._render, readings, openmetrics)
+                self._pages[openmetrics] = now, page
+            return page
+
+    def _render(self, readings: list[Reading], openmetrics: bool) -> bytes:
+        return render([*readings, *self._read_slowly()], openmetrics=openmetrics)
+
+
+def _response(status: str, kind: str, body: bytes, *, bare: bool = False) -> bytes:
+    """`bare`: without the body, whose length it tells."""
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+        "Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + (b"" if bare else body)

@@ -1,0 +1,32 @@
+"""All metrics of a master: their families, and one reading of them.
+
+Read between two iterations of the loop, in the event loop, so that nothing changes meanwhile: what
+it takes grows with nodes and jobs alone. Reads, never writes.
+"""
+
+from collections.abc import Iterator
+
+from oobleck.host.metrics.families import Reading, families_of
+from oobleck.host.system.environment import Environment
+from oobleck.master.metrics import jobs, nodes, own
+from oobleck.master.metrics.own import Parts
+from oobleck.master.metrics.tally import Tally
+
+FAMILIES = families_of(nodes, jobs, own)
+
+
+class Collector:
+    """Counts from its making on."""
+
+    def __init__(self, parts: Parts, environment: Environment | None = None) -> None:
+        self._parts = parts
+        self._unix = (environment or Environment()).unix
+        self._tally = Tally()
+        parts.master.watch(self._tally.note)
+
+    def read(self) -> Iterator[Reading]:
+        master, tally = self._parts.master, self._tally
+        now = master.now()
+        yield from nodes.read(master.state, tally, now)
+        yield from jobs.read(master.state, tally, now, self._unix())
+        yield from own.read(self._parts, tally)

@@ -1,0 +1,79 @@
+"""Metrics of the cluster's nodes, read from the state. Must not know jobs, but whose plan a node is
+in."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from oobleck.host.metrics.families import Family, Reading, single
+from oobleck.master.api.view import node_state
+from oobleck.master.metrics.tally import Tally
+from oobleck.master.state.cluster import ClusterState
+
+_STATES = ("live", "disconnected", "quarantined", "draining", "drained", "lost")
+LOST_BY = ("witnesses", "lease", "restarted", "left")
+
+NODES = Family("gauge", "oobleck_nodes", "Nodes that the master knows, by their state.", ("state",))
+FREE = Family(
+    "gauge",
+    "oobleck_nodes_without_work",
+    "Live nodes that are in no plan: spare ones, and those that are about to join.",
+)
+STATE = Family(
+    "gauge", "oobleck_node_state", "1 for the state that the node is in.", ("node", "state")
+)
+SILENT = Family(
+    "gauge",
+    "oobleck_node_last_heard_seconds",
+    "Time since the node's agent was last heard of.",
+    ("node",),
+)
+SLOTS = Family(
+    "gauge", "oobleck_node_worker_slots", "Workers that the node has room for.", ("node",)
+)
+WORKERS = Family(
+    "gauge", "oobleck_node_workers", "Worker processes that the agent has told of.", ("node",)
+)
+MEMORY = Family(
+    "gauge",
+    "oobleck_node_worker_memory_bytes",
+    "Memory that a plan may use of each worker of the node.",
+    ("node",),
+)
+FAILURES = Family(
+    "gauge",
+    "oobleck_node_failures",
+    "Failures of the node that count towards its quarantine.",
+    ("node",),
+)
+LOST = Family(
+    "counter", "oobleck_nodes_lost_total", "Nodes that were declared lost, by how.", ("cause",)
+)
+QUARANTINES = Family(
+    "counter", "oobleck_nodes_quarantined_total", "Nodes put aside since they failed again."
+)
+
+
+def read(state: ClusterState, tally: Tally, now: float) -> Iterator[Reading]:
+    names = [node.facts.node for node in state.nodes.values()]
+    nodes = list(state.nodes.values())
+    states = [node_state(node) for node in nodes]
+    counts = Counter(states)
+    job = state.job
+    busy = frozenset(job.current.members) if job is not None else frozenset()
+    free = sum(
+        found == "live" and name not in busy for name, found in zip(names, states, strict=True)
+    )
+    yield Reading(NODES, {(one,): counts[one] for one in _STATES})
+    yield single(FREE, free)
+    yield Reading(STATE, dict.fromkeys(zip(names, states, strict=True), 1))
+    last = [n.seen.last_heard if n.seen.heard_at is None else n.seen.heard_at for n in nodes]
+    keys = [(name,) for name in names]
+    yield Reading(SILENT, dict(zip(keys, (max(0.0, now - at) for at in last), strict=True)))
+    yield Reading(SLOTS, dict(zip(keys, (n.facts.worker_slots for n in nodes), strict=True)))
+    workers = (len(n.seen.status.workers) if n.registered else 0 for n in nodes)
+    yield Reading(WORKERS, dict(zip(keys, workers, strict=True)))
+    memory = (n.facts.memory_per_worker_bytes for n in nodes)
+    yield Reading(MEMORY, dict(zip(keys, memory, strict=True)))
+    yield Reading(FAILURES, dict(zip(keys, (len(n.failures.times) for n in nodes), strict=True)))
+    yield Reading(LOST, {(cause,): tally.nodes_lost[cause] for cause in LOST_BY})
+    yield single(QUARANTINES, tally.quarantines)

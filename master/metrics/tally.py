@@ -1,0 +1,131 @@
+"""What has happened in this master's life, counted from the events as they come.
+
+Counts begin with the process, as readers of Prometheus' counters expect; what the state knows of
+the time before is not counted again. What is about a job goes with the job. Must not know how it is
+shown.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from oobleck.host.metrics.families import Durations
+from oobleck.master.events.jobs import (
+    CheckpointPublished,
+    JobCancelled,
+    JobFailed,
+    JobForgotten,
+    JobRestored,
+    JobSubmitted,
+    JobSucceeded,
+    SaveProblem,
+)
+from oobleck.master.events.nodes import NodeLost, NodeQuarantined, WorkerLost
+from oobleck.master.events.plans import (
+    PHASES,
+    FirstStepCommitted,
+    PlanMade,
+    ReconfigurationStats,
+)
+from oobleck.master.events.reports import Observed, RecordsReceived
+from oobleck.master.events.unions import Event
+from oobleck.master.state.cluster import ClusterState
+from oobleck.planner.ids import JobId
+
+
+@dataclass(slots=True)
+class JobTally:
+    """Of one job."""
+
+    #: Steps whose records came, each once, with their tokens and the seconds that they took.
+    steps: int = 0
+    tokens: int = 0
+    training_s: float = 0.0
+    #: Unix time at which the first of these steps began; None: there is none.
+    since: float | None = None
+    #: Ways into another plan that are over, and the seconds of their phases.
+    reconfigurations: int = 0
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    stall_s: float = 0.0
+    received_bytes: int = 0
+    #: Steps that were begun and done again, or committed and lost with the way to a checkpoint.
+    redone_steps: int = 0
+    salvaged_microbatches: int = 0
+    checkpoints: int = 0
+    checkpoint_bytes: int = 0
+    checkpoint_s: float = 0.0
+    save_failures: int = 0
+    workers_lost: int = 0
+
+
+class Tally:
+    def __init__(self) -> None:
+        self.jobs: dict[JobId, JobTally] = {}
+        #: Journaled events by their names.
+        self.events: Counter[str] = Counter()
+        #: By cause and policy.
+        self.plans: Counter[tuple[str, str]] = Counter()
+        #: By cause.
+        self.nodes_lost: Counter[str] = Counter()
+        self.quarantines = 0
+        #: From the first evidence to the first step, by what the plan answers.
+        self.reconfigurations: dict[str, Durations] = {}
+
+    def note(self, state: ClusterState, event: Event) -> None:
+        """Before `event` changes `state`."""
+        if not isinstance(event, Observed):
+            self.events[type(event).__name__] += 1
+        match event:
+            case RecordsReceived(job_id=job_id, records=records) if records:
+                job = self._job(job_id)
+                if job.since is None:
+                    job.since = records[0].time - records[0].step_seconds
+                job.steps += len(records)
+                job.tokens += sum(record.tokens for record in records)
+                job.training_s += sum(record.step_seconds for record in records)
+            case JobSubmitted(job_id=job_id):
+                self._job(job_id)
+            case PlanMade(job_id=job_id, overtaken=stats):
+                self.plans[event.cause, event.policy] += 1
+                self._reconfigured(state, job_id, stats)
+            case FirstStepCommitted() | JobSucceeded() | JobFailed() | JobCancelled():
+                self._reconfigured(state, event.job_id, event.transition)
+            case NodeLost(cause=cause):
+                self.nodes_lost[cause] += 1
+            case WorkerLost(job_id=job_id):
+                self._job(job_id).workers_lost += 1
+            case NodeQuarantined():
+                self.quarantines += 1
+            case CheckpointPublished(job_id=job_id, saved=saved):
+                job = self._job(job_id)
+                job.checkpoints += 1
+                job.checkpoint_bytes += saved.bytes
+                job.checkpoint_s += saved.seconds
+            case SaveProblem(job_id=job_id):
+                self._job(job_id).save_failures += 1
+            case JobRestored(job_id=job_id, lost_steps=lost_steps):
+                self._job(job_id).redone_steps += lost_steps
+            case JobForgotten(job_id=job_id):
+                self.jobs.pop(job_id, None)
+            case _:
+                pass
+
+    def _job(self, job_id: JobId) -> JobTally:
+        return self.jobs.setdefault(job_id, JobTally())
+
+    def _reconfigured(
+        self, state: ClusterState, job_id: JobId, stats: ReconfigurationStats | None
+    ) -> None:
+        """The way into the newest generation is over; into the first one it is no change."""
+        known = state.jobs[job_id]
+        made = known.current.made
+        if stats is None or made is None or known.lineage.before is None:
+            return
+        job = self._job(job_id)
+        job.reconfigurations += 1
+        for phase, seconds in stats.phases.items():
+            job.phases[phase] += seconds
+        job.stall_s += stats.stall_s or 0.0
+        job.received_bytes += stats.received_bytes
+        job.redone_steps += stats.redo_step is not None
+        job.salvaged_microbatches += stats.salvaged_microbatches
+        self.reconfigurations.setdefault(made.cause, Durations()).add(stats.total_s)

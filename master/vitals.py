@@ -1,0 +1,14 @@
+"""How the master's loop does, counted as it goes. Must not know who looks at it."""
+
+from dataclasses import dataclass, field
+
+from oobleck.host.metrics.families import Durations
+
+
+@dataclass(slots=True)
+class Vitals:
+    #: Iterations of the loop.
+    iterations: Durations = field(default_factory=Durations)
+    #: How often, and by how much in sum, it came too late to look.
+    late_times: int = 0
+    late_s: float = 0.0

@@ -1,0 +1,134 @@
+"""The page of metrics over real sockets: what it answers, and what strangers can do to it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from oobleck.host.metrics.families import Durations, Family, Reading, single
+from oobleck.host.metrics.page import MOST_CONNECTIONS, MetricsPage, bind
+
+GAUGE = Family("gauge", "probe_bytes", "Some bytes.", ("name",))
+COUNTER = Family("counter", "probe_reads_total", "How often it was read.")
+HISTOGRAM = Family("histogram", "probe_seconds", "Some times.")
+GET = "GET /metrics HTTP/1.1\r\nHost: here\r\n"
+
+
+class Probe:
+    def __init__(self) -> None:
+        self.reads = 0
+        self.durations = Durations()
+
+    def read(self) -> Iterator[Reading]:
+        self.reads += 1
+        yield Reading(GAUGE, {('a "quoted" \n name',): 4096})
+        yield single(COUNTER, self.reads)
+        yield single(HISTOGRAM, self.durations.read())
+
+
+@asynccontextmanager
+async def served(probe: Probe) -> AsyncIterator[tuple[str, int]]:
+    listening = bind("--metrics-listen", "127.0.0.1:0")
+    serving = asyncio.create_task(MetricsPage(listening, probe.read).run())
+    try:
+        yield listening.getsockname()[:2]
+    finally:
+        serving.cancel()
+        await asyncio.wait({serving})
+
+
+async def ask(address: tuple[str, int], request: str) -> tuple[str, str]:
+    """The status and the body."""
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(request.encode())
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    return head.decode().split("\r\n")[0].partition(" ")[2], body.decode()
+
+
+def test_the_page_is_what_prometheus_reads() -> None:
+    async def run() -> tuple[str, str]:
+        probe = Probe()
+        for seconds in (0.001, 0.3, 1000):
+            probe.durations.add(seconds)
+        async with served(probe) as address:
+            _, plain = await ask(address, GET + "\r\n")
+            wish = "accept: application/openmetrics-text;version=1.0.0,text/plain;q=0.5\r\n\r\n"
+            return plain, (await ask(address, GET + wish))[1]
+
+    plain, with_units = asyncio.run(run())
+    found = {family.name: family for family in text_string_to_metric_families(plain)}
+    (gauge,) = found["probe_bytes"].samples
+    assert (gauge.labels, gauge.value) == ({"name": 'a "quoted" \n name'}, 4096)
+    buckets = {s.labels.get("le"): s.value for s in found["probe_seconds"].samples}
+    assert (buckets["0.001"], buckets["0.25"], buckets["0.5"], buckets["+Inf"]) == (1, 1, 2, 3)
+    units = {one.name: one.unit for one in openmetrics.text_string_to_metric_families(with_units)}
+    assert (units["probe_bytes"], units["probe_seconds"], units["probe_reads"]) == (
+        "bytes",
+        "seconds",
+        "",
+    )
+    assert "process_open_fds" in units
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        ("GET / HTTP/1.1\r\n\r\n", "404 Not Found"),
+        ("POST /metrics HTTP/1.1\r\n\r\n", "400 Bad Request"),
+        ("\x16\x03\x01 no http\r\n\r\n", "400 Bad Request"),
+        ("GET /metrics\r\n\r\n", "400 Bad Request"),
+        ("GET /metrics HTTP/1.1\r\nX: " + "x" * 100_000, ""),
+    ],
+)
+def test_what_is_no_request_for_it(request_: str, status: str) -> None:
+    async def run() -> str:
+        probe = Probe()
+        async with served(probe) as address:
+            try:
+                told, _ = await ask(address, request_)
+            except ConnectionError:
+                told = ""
+            assert probe.reads == 0
+            assert (await ask(address, GET + "\r\n"))[0] == "200 OK"
+            return told
+
+    assert asyncio.run(run()) == status
+
+
+def test_strangers_keep_nobody_from_the_page() -> None:
+    async def run() -> None:
+        async with served(Probe()) as address:
+            silent = [await asyncio.open_connection(*address) for _ in range(3 * MOST_CONNECTIONS)]
+            for _, writer in silent:
+                writer.write(b"GET /met")
+            assert (await ask(address, GET + "\r\n"))[0] == "200 OK"
+            # All but the newest ones are closed.
+            for reader, _ in silent[:-MOST_CONNECTIONS]:
+                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                    await reader.readexactly(1)
+            for _, writer in silent:
+                writer.close()
+
+    asyncio.run(run())
+
+
+def test_the_page_is_made_once_a_second_whoever_asks() -> None:
+    async def run() -> tuple[int, float]:
+        probe, loop = Probe(), asyncio.get_running_loop()
+        began = loop.time()
+        async with served(probe) as address:
+            await asyncio.gather(*(ask(address, GET + "\r\n") for _ in range(MOST_CONNECTIONS)))
+        return probe.reads, loop.time() - began
+
+    reads, took_s = asyncio.run(run())
+    assert 1 <= reads <= 1 + took_s
+
+
+@pytest.mark.parametrize("address", ["", "no port", "127.0.0.1", "127.0.0.1:99999", "192.0.2.1:1"])
+def test_an_address_that_cannot_be_served(address: str) -> None:
+    with pytest.raises(ValueError, match=r"^--metrics-listen.*(HOST:PORT|choose another)"):
+        bind("--metrics-listen", address)
