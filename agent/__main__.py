@@ -61,10 +61,15 @@ codes: 0 stopped by a signal, 2 wrong usage or refused by the master for good (t
 why)."""
 
 
-async def serve(config: AgentConfig, holder: Holder, token: Credentials | None = None) -> int:
+async def serve(
+    config: AgentConfig,
+    holder: Holder,
+    token: Credentials | None = None,
+    listening: socket.socket | None = None,
+) -> int:
     """Run until a signal or a refusal; the exit code. Without credentials the agent joins by the
-    token first. Raises CommandFailed where it cannot."""
-    listening = _open_page(config.metrics_listen)
+    token first. Raises CommandFailed where it cannot. `listening`: where metrics are served; None:
+    nowhere."""
     if holder.folder is not None and holder.credentials is None and token is not None:
         holder.credentials = await _join(config, holder.folder, token)
     environment = Environment()
@@ -112,14 +117,6 @@ async def serve(config: AgentConfig, holder: Holder, token: Credentials | None =
         click.echo(f"oobleck-agent: refused by the master: {inline(refusal)}", err=True)
         return 2
     return 0
-
-
-def _open_page(address: str | None) -> socket.socket | None:
-    """None: no metrics are served. Raises CommandFailed."""
-    try:
-        return bind("--metrics-listen", address) if address is not None else None
-    except ValueError as error:
-        raise command.CommandFailed(str(error), 2) from error
 
 
 async def _join(config: AgentConfig, folder: Path, token: Credentials) -> Credentials:
@@ -347,17 +344,17 @@ def agent(
             environment=environment,
             versions=versions(found),
             drain_grace_s=drain_grace,
-            metrics_listen=metrics_listen,
         )
         holder = choose_way(master, config.name, credentials, token, insecure=insecure)
         code = read_code(allow_code, accept_code, in_the_clear=holder.folder is None)
         config = dataclasses.replace(config, allow_code=code[0], accept_code=code[1])
+        listening = bind("--metrics-listen", metrics_listen) if metrics_listen is not None else None
     except ValueError as error:
         raise command.CommandFailed(str(error), 2) from error
     log.configure()
     if withheld:
         logger.info(WITHHELD, extra={"variables": withheld})
-    return asyncio.run(serve(config, holder, token))
+    return asyncio.run(serve(config, holder, token, listening))
 
 
 def read_code(

@@ -42,8 +42,6 @@ class AgentConfig:
     allow_code: tuple[str, ...] = ()
     #: Jobs may bring code of their own.
     accept_code: bool = False
-    #: HOST:PORT of the page of metrics; None: there is none.
-    metrics_listen: str | None = None
     #: How long the work may take to move off when the agent is told to end.
     drain_grace_s: float = DRAIN_GRACE_S
 

@@ -54,6 +54,7 @@ AGENT = [sys.executable, "-m", "oobleck.agent"]
         (["--master", "host:1", "--memory-per-worker", "lots"], "--memory-per-worker: 'lots'"),
         (["--master", "host:1", "--fault-plan", __file__], "give a JSON list of faults"),
         (["--master", "host:1", "--fault-plan", "/dev/zero"], "the file is not a regular file"),
+        (["--master", "127.0.0.1:1", "--metrics-listen", "9461"], "is not HOST:PORT"),
         ([], "Missing option '--master'"),
     ],
     ids=lambda value: " ".join(map(os.path.basename, value)) if isinstance(value, list) else "",
