@@ -261,11 +261,8 @@ def _rate(run: Sequence[_Sample], worker: WorkerId) -> float:
 
 
 def _rate_of(slowness: float) -> float:
-    return _in_steps(1 / slowness)
-
-
-def _in_steps(rate: float) -> float:
-    return round(min(max(1, round(rate / _STEP)), round(1 / _STEP) - 1) * _STEP, 2)
+    steps = round(1 / slowness / _STEP)
+    return round(min(max(1, steps), round(1 / _STEP) - 1) * _STEP, 2)
 
 
 def _event(
