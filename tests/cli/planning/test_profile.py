@@ -103,7 +103,7 @@ def test_ctrl_c_calls_it_off_and_leaves_nothing(job_file: JobFile) -> None:
     until(is_up, "a master and two agents")
     os.kill(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert output == ""
     assert "Traceback" not in errors
     all_gone(family)
