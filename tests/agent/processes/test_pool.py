@@ -60,7 +60,12 @@ async def launched(gpus: tuple[Gpu, ...], slots: int) -> list[Launch]:
     async with asyncio.TaskGroup() as tasks:
         for slot in range(slots):
             fork = ForkWorker(
-                slot=slot, job_id=JobId("demo-1"), job=job("demo"), faults=(), silence_s=1.0
+                slot=slot,
+                job_id=JobId("demo-1"),
+                job=job("demo"),
+                faults=(),
+                silence_s=1.0,
+                passed=False,
             )
             pool.perform(fork, tasks)
     return [process.launch for process in started]
