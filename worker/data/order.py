@@ -68,10 +68,10 @@ class Order:
         wanted = (step - 1) * global_batch + np.asarray(positions, dtype=np.int64)
         order = np.empty(len(wanted), dtype=np.uint64)
         epochs, places = np.divmod(wanted, self.trained)
-        for epoch in np.unique(epochs):
+        for epoch in sorted(set(epochs.tolist())):  # np.unique would import numpy.ma first
             chosen = epochs == epoch
             order[chosen] = permute(
-                places[chosen].astype(np.uint64), self.trained, seed=seed, epoch=int(epoch)
+                places[chosen].astype(np.uint64), self.trained, seed=seed, epoch=epoch
             )
         return self._apart(order)
 

@@ -206,11 +206,12 @@ class _Bench:
         self.state = ModelState(job, device)
         self.seconds = _Seconds()
         source = torch.Generator().manual_seed(job.training.seed)
+        weights = torch.Generator(device).manual_seed(job.training.seed)
         for layer in layers:
             # Not the job's initial weights: drawing those takes seconds for a large layer.
             whole = self.state.allocate(layer, version=0)
             whole.storage.zero_()
-            whole.storage[0].normal_(std=0.02)
+            whole.storage[0].normal_(std=0.02, generator=weights)
             self.state.complete(layer)
         self._runners = [StageRunner(self.state, range(n, n + 1), job, device) for n in layers]
         first, last = self._runners[0].first, self._runners[0].last

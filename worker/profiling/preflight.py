@@ -1,10 +1,12 @@
-"""What a worker tries before it is ready: a micro-batch through a layer of each kind of a user's
-model, on its device, as training and evaluations run them.
+"""What a worker tries before it is ready: a micro-batch through a layer of each kind, on its
+device, as training and evaluations run them.
 
-So what this node alone lacks for the user's code (a package, a file, room on its device) costs no
-step. That code was looked at where the job was submitted: what fails here is taken for the node's
-fault, and the master fails the job where most nodes say the same. What is to be compiled is by
-this. A plan may put any layer on any worker, so all kinds are, and no step waits for the compiler.
+What a node alone lacks for a user's code (a package, a file, room on its device) costs no step so.
+That code was looked at where the job was submitted: what fails here is taken for the node's fault,
+and the master fails the job where most nodes say the same. What is to be compiled is by this. A
+plan may put any layer on any worker, so all kinds are, and no step waits for the compiler. Nor does
+it wait, where the layers are the project's own, for what a process spends on its first pass: a
+fork's pages are copied as they are touched, and torch sets up each operator at its first call.
 Must not know what compiling is.
 """
 
@@ -27,8 +29,12 @@ from oobleck.worker.profiling.measure_layers import pass_once
 from oobleck.worker.runtime import heap
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import JobError, NodeError, for_want_of_memory
+from oobleck.worker.state.layout import layer_sizes
 
 log = logging.getLogger(__name__)
+
+#: Of a layer's numbers and a micro-batch's tokens: what takes a core some 0.1 s.
+_MOST_PRODUCTS = 1 << 29
 
 #: The agent waits a little longer for a worker to be ready.
 MOST_S = 110.0
@@ -75,13 +81,16 @@ def _give_up(control: Control, most_s: float) -> None:
 def preflight(
     job: JobSpec, device: torch.device, *, passed: bool = False, workers: int = 1
 ) -> None:
-    """Try the layers and the optimizer, where any of them is the user's. `passed`: a process before
-    this one has done so; only what is to be compiled is tried again. `workers`: of this node, among
-    which a layer may be shared. Raises JobError where the code fails, NodeError where this node
-    lacks something else."""
+    """Try the layers and the optimizer. `passed`: a process before this one has done so; of what is
+    the user's, only what is to be compiled is tried again. `workers`: of this node, among which a
+    layer may be shared. Raises JobError where the code fails, NodeError where this node lacks
+    something else."""
     model = job.model
     own = isinstance(model, OwnModelSpec) or job.training.optimizer.code is not None
-    tried = set(model.examples) if own and not passed else set()
+    if own:
+        tried = set() if passed else set(model.examples)
+    else:
+        tried = {layer for layer in model.examples if _takes_a_moment(job, layer)}
     compiled = set()
     if job.training.compile and isinstance(model, OwnModelSpec):
         compiled = {layer for layer in model.examples if is_compiled(model, layer)}
@@ -94,6 +103,11 @@ def preflight(
         seconds = round(time.monotonic() - began, 1)
         told = {"kinds": len(tried), "compiled": len(compiled), "seconds": seconds}
         log.info("tried layers", extra=told)
+
+
+def _takes_a_moment(job: JobSpec, layer: int) -> bool:
+    numbers = layer_sizes(job.model, job.training.optimizer.no_decay)[layer]
+    return numbers * job.training.microbatch * job.model.row_tokens <= _MOST_PRODUCTS
 
 
 def _try(job: JobSpec, layer: int, device: torch.device, workers: int) -> None:

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 from oobleck.host.ipc.channel import Channel
 from oobleck.host.ipc.messages import Failed, FromWorker, ToWorker
@@ -17,6 +18,7 @@ from oobleck.planner.job.file import parse_job
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.describe import look_at
+from oobleck.worker.models import Layer
 from oobleck.worker.profiling.preflight import on_this_node, preflight
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.control import Control
@@ -131,6 +133,35 @@ def test_what_has_passed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> 
     job = described()
     monkeypatch.setenv(WRONG, "tools")
     preflight(job, CPU, passed=True)
+
+
+BUILT_IN = """\
+name: known
+model: {layers: 3, hidden: 32, heads: 2, sequence_length: 16, dropout: 0.1}
+data: {text: [LICENSE]}
+training: {steps: 8, global_batch: 8, microbatch: 4}
+"""
+
+
+@pytest.mark.parametrize(
+    ("hidden", "ran"), [(32, {"Embedding", "Block", "Head"}), (4096, {"Embedding", "Head"})]
+)
+def test_a_built_in_model_has_had_its_first_pass_and_nothing_is_changed(
+    hidden: int, ran: set[str]
+) -> None:
+    """But of a layer that is so large that it would take long."""
+    job = parse_job(BUILT_IN.replace("hidden: 32", f"hidden: {hidden}"))
+    random, layers = torch.get_rng_state(), set[str]()
+    hook = register_module_forward_hook(
+        lambda module, given, found: (
+            layers.add(type(module).__name__) if isinstance(module, Layer) else None
+        )
+    )
+    with hook:
+        preflight(job, CPU, passed=True)
+    assert layers == ran
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.is_grad_enabled()
 
 
 def test_code_that_does_not_end_is_the_nodes_fault_too(
