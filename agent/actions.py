@@ -31,6 +31,8 @@ class ForkWorker:
     job: JobSpec
     #: One of the slot was ready for this job before.
     passed: bool
+    #: When it is ready at the latest.
+    ready_by: float
     #: Scripted ones that it shall have.
     faults: tuple[FaultRule, ...] = ()
     #: For so long another worker's host may be silent.

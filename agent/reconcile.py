@@ -28,6 +28,7 @@ from oobleck.agent.state import NodeState
 from oobleck.agent.worker import NO_GENERATION, WorkerState
 from oobleck.host.ipc.messages import Assign, Measure
 from oobleck.planner.ids import WorkerId
+from oobleck.planner.job.spec import JobSpec
 
 #: From Stop to SIGKILL.
 STOP_GRACE_S = 2.0
@@ -38,7 +39,8 @@ CLOSED_GRACE_S = 1.0
 FORK_TIMEOUT_S = 60.0
 #: Importing the libraries on a slow, busy machine.
 WARM_TIMEOUT_S = 180.0
-#: From the fork to Ready (it opens the data and listens).
+#: From the wish for a fork to Ready (it opens the data and listens). A worker is told when that is
+#: over, and says before what its user's code is at.
 READY_TIMEOUT_S = 120.0
 #: The same where layers are compiled before.
 COMPILED_TIMEOUT_S = 1800.0
@@ -89,6 +91,7 @@ def _fork(state: NodeState, agenda: Agenda) -> None:
                 job_id=desired.job_id,
                 job=desired.job,
                 passed=slot.passed,
+                ready_by=agenda.now + _ready_s(desired.job),
                 faults=state.faults_for(number),
                 silence_s=state.detection.silence_s,
             )
@@ -136,9 +139,7 @@ def _warm(state: NodeState, agenda: Agenda) -> None:
 def _worker(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
     if worker.killed or worker.pid is None:
         return
-    job = state.desired.job
-    compiles = job is not None and job.training.compile
-    ready_s = COMPILED_TIMEOUT_S if compiles else READY_TIMEOUT_S
+    ready_s = _ready_s(state.desired.job)
     for since, grace_s, what in (
         (worker.closed_at, CLOSED_GRACE_S, "its channel closed"),
         (worker.failed_at, STOP_GRACE_S, "it reported a failure"),
@@ -165,6 +166,10 @@ def _worker(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
         agenda.add(SendMeasure(incarnation=worker.incarnation, wish=wish))
     if worker.sent > NO_GENERATION and worker.closed_at is None and worker.save_sent < number:
         agenda.add(SendSave(incarnation=worker.incarnation, number=number))
+
+
+def _ready_s(job: JobSpec | None) -> float:
+    return COMPILED_TIMEOUT_S if job is not None and job.training.compile else READY_TIMEOUT_S
 
 
 def _look_after(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:

@@ -41,7 +41,7 @@ from oobleck.worker.membership import Membership, join, join_handover, report_lo
 from oobleck.worker.models import check_code, check_weights
 from oobleck.worker.preparation.preparing import Preparing
 from oobleck.worker.profiling.measuring import Measuring
-from oobleck.worker.profiling.preflight import MOST_S, on_this_node, preflight
+from oobleck.worker.profiling.preflight import on_this_node, preflight
 from oobleck.worker.recovery.forgiven import Forgiven
 from oobleck.worker.recovery.recover import Recovery
 from oobleck.worker.runtime import code, heap
@@ -91,11 +91,19 @@ class Session:
         if job.checkpoint is not None:
             check_place(job.checkpoint)
         precision.check(job)
-        with on_this_node(control, None if job.training.compile else MOST_S):
+        # On CPUs the workers of a node are alike, and in one memory.
+        alike = connector.device.type == "cpu" and launch.worker.slot > 0
+        with on_this_node(job, control, launch.ready_by):
             check_code(job)
             own_optimizer.check(job.training.optimizer)
             dataset, held_out = _open_data(job, loaders)
-            preflight(job, connector.device, passed=launch.passed, workers=launch.workers)
+            preflight(
+                job,
+                connector.device,
+                dataset,
+                passed=launch.passed or alike,
+                workers=launch.workers,
+            )
         check_no_decay(job.model, job.training.optimizer.no_decay)
         data = held_out.fingerprint if held_out else dataset.fingerprint
         weights = check_weights(job.model)

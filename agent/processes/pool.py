@@ -141,6 +141,7 @@ class ProcessPool:
             silence_s=fork.silence_s,
             allow_code=self._config.allow_code,
             passed=fork.passed,
+            ready_by=fork.ready_by,
             workers=self._config.worker_slots,
             faults=fork.faults,
         )

@@ -86,6 +86,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
     no_code: str = ""
     #: A process of this slot was ready for this job before: its code need not be tried again.
     passed: bool = False
+    #: By then, on the host's monotonic clock, it is ready or is killed; None: whenever.
+    ready_by: float | None = None
     #: Of the node, among which a layer may be shared.
     workers: int = 1
     faults: tuple[FaultRule, ...] = ()

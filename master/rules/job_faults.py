@@ -1,10 +1,11 @@
 """Rules about failures of workers that count: whether the job is at fault, or one node.
 
-The job is, where a worker says so (an exception in the model, no memory on its device): every other
-one would meet the same. What a worker found wrong with its host (data that are missing or damaged,
-a device, a disk) and ends that nobody explains may be the node's own. The node is left out then, if
-the others can do it, and the job fails where most nodes say the same, or processes keep ending on a
-second node without a step in between. A job that cannot do without the node waits for another one.
+The job is, where a worker says so (an exception in the model, or a second time no memory for the
+same step): every other one would meet the same. What a worker found wrong with its host (data that
+are missing or damaged, a device, a disk) and ends that nobody explains may be the node's own. The
+node is left out then, if the others can do it, and the job fails where most nodes say the same, or
+processes keep ending on a second node without a step in between. A job that cannot do without the
+node waits for another one.
 """
 
 from collections import Counter

@@ -1,5 +1,8 @@
 """The agent's decisions, without a process or a clock: events in, actions out."""
 
+import dataclasses
+
+import pytest
 from msgspec.structs import replace
 
 from oobleck.agent.actions import (
@@ -30,6 +33,7 @@ from oobleck.agent.events import (
 )
 from oobleck.agent.reconcile import (
     CLOSED_GRACE_S,
+    COMPILED_TIMEOUT_S,
     FORK_TIMEOUT_S,
     READY_TIMEOUT_S,
     STOP_GRACE_S,
@@ -50,6 +54,7 @@ from oobleck.host.ipc.messages import (
     SaveFailed,
 )
 from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.job.own import OwnModelSpec
 from oobleck.proto.types import Assignment
 from support.agents import A, B, Node, desired, sent
 from support.scripted_master import plan
@@ -340,6 +345,27 @@ def test_a_worker_that_is_never_ready_is_killed() -> None:
     node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
     assert node.after(at=READY_TIMEOUT_S - 1) == ()
     assert kinds(node.after(at=READY_TIMEOUT_S)) == [KillWorker]
+
+
+@pytest.mark.parametrize(
+    ("compiles", "most_s"), [(False, READY_TIMEOUT_S), (True, COMPILED_TIMEOUT_S)]
+)
+def test_a_worker_is_told_by_when_it_is_to_be_ready(compiles: bool, most_s: float) -> None:
+    """So that it says before what its user's code is at, however long the fork has taken."""
+    node = Node()
+    node.after(StartWarm(), WarmReady())
+    wish = desired()
+    assert wish.job is not None
+    training = dataclasses.replace(wish.job.training, compile=compiles)
+    model = OwnModelSpec(python="mine:model", sequence_length=8)
+    job = dataclasses.replace(wish.job, training=training, model=model)
+    (fork,) = node.after(Assigned(desired=replace(wish, job=job)), at=50.0)
+    assert isinstance(fork, ForkWorker)
+    assert fork.ready_by == 50.0 + most_s
+    node.after(ForkAsked(slot=0, incarnation=A), at=50.0)
+    node.after(WorkerForked(incarnation=A, pid=100), at=100.0)
+    assert node.after(at=fork.ready_by - 1) == ()
+    assert kinds(node.after(at=fork.ready_by)) == [KillWorker]
 
 
 def test_a_warm_process_that_hangs_is_killed_once_and_started_again() -> None:

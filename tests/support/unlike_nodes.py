@@ -40,8 +40,15 @@ class Middle(nn.Linear):
     def __init__(self, everywhere: bool) -> None:
         super().__init__(WIDTH, WIDTH)
         self.everywhere = everywhere
+        self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_wrong("numbers"):
+            # As training begins with, and not any: a scale of which none is negative, and what a
+            # linear layer gives.
+            if bool((self.scale <= 0).any()) or bool((x >= 0).all()):
+                raise ValueError("made-up numbers")
+            x = x * self.scale
         if is_wrong("tools") or (self.everywhere and not is_wrong("nothing")):
             import tools_of_a_node.drawing  # type: ignore[import-not-found]  # noqa: F401
         if is_wrong("memory"):
@@ -60,6 +67,8 @@ class Last(nn.Linear):
 
 
 def loss(output: Tensor, targets: Tensor) -> Tensor:
+    if is_wrong("numbers") and bool((targets <= 1).all()):
+        raise ValueError("made-up targets")
     return F.mse_loss(output, targets, reduction="none")
 
 

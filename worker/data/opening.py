@@ -2,12 +2,18 @@
 
 from collections.abc import Mapping
 
+import torch
+
 from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import DataSpec, JobSpec
 from oobleck.worker.data.dataset import Dataset
 from oobleck.worker.data.loaders import Loaders
+from oobleck.worker.data.objective import inputs_and_targets
 from oobleck.worker.data.own import OwnDataset
+from oobleck.worker.data.samples import Samples
+from oobleck.worker.models.tree import Tree
+from oobleck.worker.runtime.random import RowKeys
 
 DATA, EVALUATION = "data", "evaluation.data"
 
@@ -42,6 +48,15 @@ def open_dataset(
     assert isinstance(model, ModelSpec | OwnModelSpec), "there are two kinds"
     assert model.sequence_length is not None, "a job with tokens has it"
     return Dataset(spec, model.sequence_length, model.tokens, held_out=held_out, key=key)
+
+
+def first_row(job: JobSpec, dataset: Dataset | OwnDataset) -> tuple[Tree, Tree]:
+    """Inputs and targets of the first row of training (1, ...). Raises DataError, JobError."""
+    keys = RowKeys(seed=job.training.seed, step=1, positions=(0,))
+    rows = dataset.rows(keys.seed, keys.step, keys.positions, job.training.global_batch)
+    if isinstance(rows, Samples):
+        return rows.inputs, rows.targets
+    return inputs_and_targets(job.model, torch.from_numpy(rows), keys)
 
 
 def _is_wide(job: JobSpec) -> bool:

@@ -92,14 +92,18 @@ def measure_alone(job: JobSpec, device: torch.device, check: Check) -> tuple[flo
     return tuple(_alone_s(job, layer, device, check) for layer in job.model.examples)
 
 
-def pass_once(job: JobSpec, layer: int, device: torch.device) -> None:
-    """A micro-batch through one layer, as in a step and, where the job has any, in an
-    evaluation."""
-    bench = _Bench(job, [layer], device, job.training.microbatch)
-    bench.pass_through()
+def pass_once(
+    job: JobSpec, layer: int, device: torch.device, given: tuple[Tree, Tree] | None = None
+) -> Tensor:
+    """A micro-batch through one layer, as in a step and, where the job has any, in an evaluation.
+    `given`: as `_Bench` takes it. Returns the layer's output as it travels, of the last one the
+    loss."""
+    bench = _Bench(job, [layer], device, job.training.microbatch, given)
+    output = bench.pass_one()
     bench.update()
     if job.evaluation is not None:
         bench.evaluate()
+    return output
 
 
 def _alone_s(job: JobSpec, layer: int, device: torch.device, check: Check) -> float:
@@ -198,8 +202,16 @@ def _measure(
 class _Bench:
     """Layers of one kind, each a stage of its own, with inputs of the right shape."""
 
-    def __init__(self, job: JobSpec, layers: list[int], device: torch.device, rows: int) -> None:
-        """`rows`: of a micro-batch."""
+    def __init__(
+        self,
+        job: JobSpec,
+        layers: list[int],
+        device: torch.device,
+        rows: int,
+        given: tuple[Tree, Tree] | None = None,
+    ) -> None:
+        """`rows`: of a micro-batch; `given`: the input of the layer, which above the first one is
+        as it travels, and the targets, for the initial weights. None: all of these are made up."""
         self._job = job
         self._device = device
         self._layers = layers
@@ -208,6 +220,9 @@ class _Bench:
         source = torch.Generator().manual_seed(job.training.seed)
         weights = torch.Generator(device).manual_seed(job.training.seed)
         for layer in layers:
+            if given is not None:
+                self.state.initialise(layer)
+                continue
             # Not the job's initial weights: drawing those takes seconds for a large layer.
             whole = self.state.allocate(layer, version=0)
             whole.storage.zero_()
@@ -215,7 +230,7 @@ class _Bench:
             self.state.complete(layer)
         self._runners = [StageRunner(self.state, range(n, n + 1), job, device) for n in layers]
         first, last = self._runners[0].first, self._runners[0].last
-        inputs, targets = samples(job, rows, source)
+        inputs, targets = samples(job, rows, source) if given is None else given
 
         def packed(packing: Packing) -> Tensor:
             made = [values(one, rows, source).to(device) for one in packing.tensors]
@@ -224,7 +239,7 @@ class _Bench:
         below = None if first else wire(job, layers[0] - 1)
         above = None if last else wire(job, layers[0])
         self._input: Tree = map_tensors(lambda tensor: tensor.to(device), inputs)
-        if below is not None:
+        if below is not None and given is None:
             self._input = packed(below.values)
         self._targets = map_tensors(lambda tensor: tensor.to(device), targets) if last else None
         self._gradient = None if above is None else packed(above.gradients)
@@ -298,6 +313,13 @@ class _Bench:
         return sum(map(self._forward_s, self._runners)) + sum(
             map(self._backward_s, reversed(self._runners))
         )
+
+    def pass_one(self) -> Tensor:
+        """Forward and backward of the first; returns its output as it travels."""
+        runner = self._runners[0]
+        output = runner.forward(0, self._input, self._rows, self._targets)
+        runner.backward(0, self._gradient)
+        return output
 
     def evaluate(self) -> None:
         """Forward of all, as in an evaluation."""

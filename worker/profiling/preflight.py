@@ -1,30 +1,38 @@
 """What a worker tries before it is ready: a micro-batch through a layer of each kind, on its
 device, as training and evaluations run them.
 
-What a node alone lacks for a user's code (a package, a file, room on its device) costs no step so.
-That code was looked at where the job was submitted: what fails here is taken for the node's fault,
-and the master fails the job where most nodes say the same. What is to be compiled is by this. A
-plan may put any layer on any worker, so all kinds are, and no step waits for the compiler. Nor does
-it wait, where the layers are the project's own, for what a process spends on its first pass: a
-fork's pages are copied as they are touched, and torch sets up each operator at its first call.
-Must not know what compiling is.
+Of a user's layers the rows are one of the data, the weights the initial ones. Layers of a kind take
+and give the same shapes, so what one gives is passed on where another one's output would be.
+
+So what this node alone lacks for the user's code (a package, a file, room on its device) costs no
+step. That code was looked at where the job was submitted: what fails here is taken for the node's
+fault, and the master fails the job where most nodes say the same. What is to be compiled is by
+this. A plan may put any layer on any worker, so all kinds are, and no step waits for the compiler.
+Nor does it wait, where the layers are the project's own, for what a process spends on its first
+pass: a fork's pages are copied as they are touched, and torch sets up each operator at its first
+call. Must not know what compiling is.
 """
 
 import faulthandler
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, nullcontext
 from threading import Timer
 
 import torch
+from torch import Tensor
 
 from oobleck.host.ipc.messages import Failed
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
+from oobleck.worker.data.dataset import Dataset
+from oobleck.worker.data.opening import first_row
+from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.models.compiled import compiling
 from oobleck.worker.models.own import is_compiled
+from oobleck.worker.models.tree import Tree, map_tensors
 from oobleck.worker.profiling.measure_layers import pass_once
 from oobleck.worker.runtime import heap
 from oobleck.worker.runtime.control import Control
@@ -35,17 +43,27 @@ log = logging.getLogger(__name__)
 
 #: Of a layer's numbers and a micro-batch's tokens: what takes a core some 0.1 s.
 _MOST_PRODUCTS = 1 << 29
+#: So long before it would be killed a worker that is not ready says why.
+MARGIN_S = 10.0
 
-#: The agent waits a little longer for a worker to be ready.
-MOST_S = 110.0
+
+def has_own_code(job: JobSpec) -> bool:
+    """Whether the user's own code is tried: data have any only beside a model that does."""
+    return isinstance(job.model, OwnModelSpec) or job.training.optimizer.code is not None
 
 
 @contextmanager
-def on_this_node(control: Control, most_s: float | None) -> Iterator[None]:
-    """What is wrong with the job's code within is this node's fault, and so is code that has not
-    ended after `most_s`: the agent is told so, and the process ends. Raises NodeError."""
-    timer = None if most_s is None else Timer(most_s, _give_up, (control, most_s))
-    if timer is not None:
+def on_this_node(job: JobSpec, control: Control, ready_by: float | None) -> Iterator[None]:
+    """Of a job with code of its user's: what is wrong with that within is this node's fault, and so
+    is code that has not ended `MARGIN_S` before `ready_by` (on the monotonic clock): the agent is
+    told so, and the process ends. Raises NodeError."""
+    if not has_own_code(job):
+        yield
+        return
+    timer = None
+    if ready_by is not None:
+        most_s = max(0.0, ready_by - MARGIN_S - time.monotonic())
+        timer = Timer(most_s, _give_up, (control, most_s))
         timer.daemon = True
         timer.start()
     try:
@@ -71,38 +89,66 @@ def _give_up(control: Control, most_s: float) -> None:
     """In a thread of its own."""
     faulthandler.dump_traceback()
     message = (
-        f"the job's code has not ended on this node for {most_s:g} s, before the first step; the "
-        "log has the lines that it is at"
+        f"the job's code has not ended on this node for {round(most_s, 1):g} s, before the first "
+        "step; the log has the lines that it is at"
     )
     control.report(Failed(kind="node", message=message))
     os._exit(1)
 
 
 def preflight(
-    job: JobSpec, device: torch.device, *, passed: bool = False, workers: int = 1
+    job: JobSpec,
+    device: torch.device,
+    dataset: Dataset | OwnDataset,
+    *,
+    passed: bool = False,
+    workers: int = 1,
 ) -> None:
-    """Try the layers and the optimizer. `passed`: a process before this one has done so; of what is
-    the user's, only what is to be compiled is tried again. `workers`: of this node, among which a
-    layer may be shared. Raises JobError where the code fails, NodeError where this node lacks
-    something else."""
+    """Try the layers and the optimizer. `dataset`: the job's. `passed`: another process of this
+    host has done so; of what is the user's, all is tried again only where layers are compiled.
+    `workers`: of this node, among which a layer may be shared. Raises DataError, JobError where the
+    code fails, NodeError where this node lacks something else."""
     model = job.model
-    own = isinstance(model, OwnModelSpec) or job.training.optimizer.code is not None
-    if own:
-        tried = set() if passed else set(model.examples)
-    else:
-        tried = {layer for layer in model.examples if _takes_a_moment(job, layer)}
     compiled = set()
     if job.training.compile and isinstance(model, OwnModelSpec):
         compiled = {layer for layer in model.examples if is_compiled(model, layer)}
+    if has_own_code(job) and passed and not compiled:
+        return
     began = time.monotonic()
     with compiling(device) if compiled else nullcontext():
-        for layer in sorted(tried | compiled):
-            _try(job, layer, device, workers)
-    if tried or compiled:
-        heap.give_back()  # else it would count as what was there before the layers
-        seconds = round(time.monotonic() - began, 1)
-        told = {"kinds": len(tried), "compiled": len(compiled), "seconds": seconds}
-        log.info("tried layers", extra=told)
+        if has_own_code(job):
+            tried = _try_in_turn(job, device, dataset, workers, compiled)
+        else:
+            short = [layer for layer in model.examples if _takes_a_moment(job, layer)]
+            tried = len([_try(job, layer, device, workers, None) for layer in short])
+    heap.give_back()  # else it would count as what was there before the layers
+    seconds = round(time.monotonic() - began, 1)
+    told = {"kinds": tried, "compiled": len(compiled), "seconds": seconds}
+    log.info("tried layers", extra=told)
+
+
+def _try_in_turn(
+    job: JobSpec,
+    device: torch.device,
+    dataset: Dataset | OwnDataset,
+    workers: int,
+    compiled: Container[int],
+) -> int:
+    """How many layers were tried."""
+    model, tried = job.model, 0
+    inputs, targets = (_repeated(side, job) for side in first_row(job, dataset))
+    #: By kind, in host memory.
+    outputs: dict[int, Tensor] = {}
+    for layer in model.examples:
+        given = outputs.get(model.order[layer - 1]) if layer else inputs
+        if given is None and layer not in compiled:
+            continue  # the one below has no room here, and made-up numbers may not do
+        rows = None if given is None else (given, targets)
+        output = _try(job, layer, device, workers, rows)
+        tried += 1
+        if output is not None and rows is not None:
+            outputs[model.order[layer]] = output
+    return tried
 
 
 def _takes_a_moment(job: JobSpec, layer: int) -> bool:
@@ -110,9 +156,23 @@ def _takes_a_moment(job: JobSpec, layer: int) -> bool:
     return numbers * job.training.microbatch * job.model.row_tokens <= _MOST_PRODUCTS
 
 
-def _try(job: JobSpec, layer: int, device: torch.device, workers: int) -> None:
+def _repeated(rows: Tree, job: JobSpec) -> Tree:
+    """A micro-batch of one row (1, ...)."""
+    size = job.training.microbatch
+    return map_tensors(lambda tensor: tensor.repeat(size, *[1] * (tensor.dim() - 1)), rows)
+
+
+def _try(
+    job: JobSpec,
+    layer: int,
+    device: torch.device,
+    workers: int,
+    given: tuple[Tree, Tree] | None,
+) -> Tensor | None:
+    """What the layer gives, in host memory as if received; None: it has no room here alone, but
+    may be shared."""
     try:
-        pass_once(job, layer, device)
+        return pass_once(job, layer, device, given).cpu().contiguous()
     except JobError as error:
         if not _is_of_the_compiler(error.__cause__):
             raise
@@ -126,7 +186,7 @@ def _try(job: JobSpec, layer: int, device: torch.device, workers: int) -> None:
         if not for_want_of_memory(error):
             raise
         if workers > 1 and job.model.may_share(layer):
-            return
+            return None
         what = str(error).partition("\n")[0] or type(error).__name__
         raise NodeError(
             f"model: layer {layer} alone has no room on this node's {device} ({what}); free its "

@@ -63,11 +63,13 @@ async def launched(gpus: tuple[Gpu, ...], slots: int) -> list[Launch]:
                 slot=slot,
                 job_id=JobId("demo-1"),
                 job=job("demo"),
+                passed=False,
+                ready_by=120.0,
                 faults=(),
                 silence_s=1.0,
-                passed=False,
             )
             pool.perform(fork, tasks)
+    assert {process.launch.ready_by for process in started} == {120.0}
     return [process.launch for process in started]
 
 

@@ -14,6 +14,7 @@ from oobleck.planner.job.description import Description, read_description
 from oobleck.planner.job.file import parse_job
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import EvaluationSpec, JobSpec
+from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.describe import look_at
 from oobleck.worker.models import compiled
 from oobleck.worker.profiling.measure_layers import pass_once
@@ -65,6 +66,11 @@ def test_layers_of_one_code_share_it_and_those_that_are_not_compiled_are_told(
     assert [job.model.may_share(n) for n in range(8)] == [n == 6 for n in range(8)]
 
 
+def points(job: JobSpec) -> OwnDataset:
+    assert job.data.code is not None
+    return OwnDataset(job.data.code, wide=job.training.precision == "fp64")
+
+
 def line_of(text: str) -> int:
     source = Path(__file__).parents[2] / "support" / "compiled_models.py"
     return next(n for n, line in enumerate(source.read_text().splitlines(), 1) if text in line)
@@ -111,7 +117,7 @@ def test_of_what_is_compiled_nothing_runs_as_it_is(
     job = replace(job, training=training, evaluation=evaluation)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(compiled, "compiled", partial(compiled.compiled, backend="aot_eager"))
-    preflight(job, CPU)
+    preflight(job, CPU, points(job))
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
     noted.unlink()
     for layer in (0, 3, 1):  # other modules of the same code
@@ -132,7 +138,7 @@ def test_a_node_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch, tmp_
         missing,
         pytest.raises(NodeError, match=r"no C\+\+ compiler .* apt-get install g\+\+, or leave"),
     ):
-        preflight(job, CPU)
+        preflight(job, CPU, points(job))
 
 
 @pytest.mark.usefixtures("traced")
@@ -143,7 +149,7 @@ def test_a_place_that_others_can_write_to_is_refused(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     tmp_path.chmod(0o777)
     with pytest.raises(NodeError, match=r"is not a folder that only the agent's user can write"):
-        preflight(job, CPU)
+        preflight(job, CPU, points(job))
 
 
 @pytest.mark.usefixtures("traced")
@@ -157,4 +163,4 @@ def test_what_cannot_be_compiled_on_a_node_is_that_nodes_fault(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(compiled, "compiled", partial(compiled.compiled, backend=fails))
     with pytest.raises(NodeError, match=r"layer 0 cannot be compiled on this node: .*disk is full"):
-        preflight(job, CPU)
+        preflight(job, CPU, points(job))

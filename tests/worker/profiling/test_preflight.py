@@ -4,9 +4,12 @@ alone its part; each by what is really missing."""
 import os
 import re
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from threading import Timer
 
 import pytest
 import torch
@@ -16,10 +19,11 @@ from oobleck.host.ipc.channel import Channel
 from oobleck.host.ipc.messages import Failed, FromWorker, ToWorker
 from oobleck.planner.job.file import parse_job
 from oobleck.planner.job.spec import JobSpec
+from oobleck.worker.data.opening import open_dataset
 from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.describe import look_at
 from oobleck.worker.models import Layer
-from oobleck.worker.profiling.preflight import on_this_node, preflight
+from oobleck.worker.profiling.preflight import MARGIN_S, on_this_node, preflight
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import JobError, NodeError
@@ -65,16 +69,29 @@ def ends() -> Iterator[tuple[Control, Channel[FromWorker]]]:
         yield Control(Channel(worker, ToWorker)), Channel(agent, FromWorker)
 
 
+def points(job: JobSpec) -> OwnDataset:
+    assert job.data.code is not None
+    return OwnDataset(job.data.code, wide=False)
+
+
 def begin(job: JobSpec, control: Control, most_s: float | None = None) -> None:
     """As a worker does before it is ready."""
-    with on_this_node(control, most_s):
-        assert job.data.code is not None
-        OwnDataset(job.data.code, wide=False)
-        preflight(job, CPU)
+    ready_by = None if most_s is None else time.monotonic() + MARGIN_S + most_s
+    with on_this_node(job, control, ready_by):
+        preflight(job, CPU, points(job))
 
 
 def test_where_nothing_is_wrong_a_node_passes(ends) -> None:
     begin(described(), ends[0], 60)
+
+
+def test_layers_and_loss_are_tried_with_numbers_that_training_begins_with(
+    ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `oobleck check` does: a scale that must be above 0 may fail with any others."""
+    job = described()
+    monkeypatch.setenv(WRONG, "numbers")
+    begin(job, ends[0])
 
 
 LINE = r"\(unlike_nodes\.py:\d+\)"
@@ -116,23 +133,33 @@ def test_it_is_the_nodes_fault_and_says_what_to_do(
 
 
 def test_what_says_its_fix_itself_is_told_as_it_is(ends) -> None:
-    with pytest.raises(NodeError, match=r"^data: give more$"), on_this_node(ends[0], None):
+    said = pytest.raises(NodeError, match=r"^data: give more$")
+    with said, on_this_node(described(), ends[0], None):
         raise JobError("data: give more")
+
+
+def test_what_is_wrong_with_a_job_without_code_of_its_own_is_the_jobs_fault(ends, make_job) -> None:
+    """Nor does the time that it takes count, as to read much text for the first time."""
+    later, said = time.monotonic() + 3600, pytest.raises(JobError, match="no such key")
+    with said, on_this_node(make_job(), ends[0], later):
+        assert not any(isinstance(thread, Timer) for thread in threading.enumerate())
+        raise JobError("no such key")
 
 
 def test_a_layer_that_workers_may_share_need_not_have_room_on_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(WRONG, "memory")
+    """Nor is what lies above it tried, since nothing real is there to feed it with."""
     job = described()
-    preflight(job, CPU, workers=2)
+    preflight(job, CPU, points(job), workers=2)
 
 
 def test_what_has_passed_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a worker in the place of one that was killed."""
     job = described()
     monkeypatch.setenv(WRONG, "tools")
-    preflight(job, CPU, passed=True)
+    preflight(job, CPU, points(job), passed=True)
 
 
 BUILT_IN = """\
@@ -158,7 +185,7 @@ def test_a_built_in_model_has_had_its_first_pass_and_nothing_is_changed(
         )
     )
     with hook:
-        preflight(job, CPU, passed=True)
+        preflight(job, CPU, open_dataset(job, job.data, {}), passed=True)
     assert layers == ran
     assert torch.equal(torch.get_rng_state(), random)
     assert torch.is_grad_enabled()
