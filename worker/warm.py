@@ -41,6 +41,7 @@ from oobleck.worker.models import registry
 from oobleck.worker.models.compiled import load_compiler
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.heap import keep_freed_memory
+from oobleck.worker.state import own_optimizer
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +125,8 @@ class ForkServer:
         warm_pid = os.getpid()
         load_for(fork.kind)
         if fork.compiles and load_compiler():
+            keep_pages()
+        if fork.optimizes and own_optimizer.load():
             keep_pages()
         answer: Forked | ForkFailed
         try:

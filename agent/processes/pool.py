@@ -125,6 +125,7 @@ class ProcessPool:
             incarnation=process.incarnation,
             kind=fork.job.model.family,
             compiles=fork.job.training.compile,
+            optimizes=fork.job.training.optimizer.code is not None,
         )
         self.warm.fork(wanted, process)
         gpu = self._config.gpu_of(slot)

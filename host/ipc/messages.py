@@ -434,8 +434,9 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):
     incarnation: Incarnation
     #: The job's kind of model: what it needs is loaded before, once for all workers.
     kind: str = "gpt"
-    #: Likewise torch's compiler.
+    #: Likewise torch's compiler, and what the first of torch's optimizers loads.
     compiles: bool = False
+    optimizes: bool = False
 
 
 class Warm(msgspec.Struct, frozen=True, kw_only=True, tag="warm"):

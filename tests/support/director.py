@@ -165,6 +165,7 @@ class WarmWorkers:
             incarnation=incarnation,
             kind=job.model.family,
             compiles=job.training.compile,
+            optimizes=job.training.optimizer.code is not None,
         )
         body = msgspec.json.encode(wanted)
         frame = len(body).to_bytes(4, "big") + body

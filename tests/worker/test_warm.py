@@ -33,6 +33,7 @@ from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.worker.models import build_layer, initialise_parameters
+from oobleck.worker.state import own_optimizer
 from oobleck.worker.state.optimizer import Slice, update
 from oobleck.worker.runtime.random import RowKeys
 spec = ModelSpec(layers=1, hidden=8, heads=2, sequence_length=4, dropout=0.1)
@@ -47,6 +48,13 @@ for optimizer in (OptimizerSpec(), OptimizerSpec(name="sgd", momentum=0.9)):
     training = TrainingSpec(steps=1, global_batch=2, optimizer=optimizer)
     storage = torch.rand(1 + optimizer.moments, 9)
     update([Slice(storage=storage, gradient=torch.ones(9), decayed=True)], training, 1)
+print(*sorted(set(sys.modules) - loaded))
+# Before the first worker of a job that names its optimizer.
+assert own_optimizer.load()
+loaded = set(sys.modules)
+weights = torch.nn.Parameter(torch.zeros(9))
+weights.grad = torch.ones(9)
+torch.optim.NAdam([weights]).step()
 print(*sorted(set(sys.modules) - loaded))
 """
 

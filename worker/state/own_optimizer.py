@@ -8,6 +8,7 @@ numbers that a class keeps beside rows, as a count of steps, follow from the num
 `describe_optimizer` finds out, before the job, whether a class can be used so.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
@@ -29,6 +30,14 @@ Rates = Callable[[int], float]
 
 #: Steps whose single numbers are kept: pieces that are fed here may be behind the others.
 _KEPT = 256
+
+
+def load() -> bool:
+    """Import what torch's optimizers need, which the first step of one does: 1.5 s and many
+    modules; whether it was not there. It starts no thread."""
+    new = "torch._dynamo" not in sys.modules
+    torch.optim.SGD([nn.Parameter(torch.zeros(()))]).step()
+    return new
 
 
 def update(slices: "Iterable[Slice]", spec: OptimizerSpec, step: int, rates: Rates) -> None:
