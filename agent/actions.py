@@ -33,6 +33,8 @@ class ForkWorker:
     passed: bool
     #: When it is ready at the latest.
     ready_by: float
+    #: One of the slot has asked for its replacement.
+    replaced: bool = False
     #: Scripted ones that it shall have.
     faults: tuple[FaultRule, ...] = ()
     #: For so long another worker's host may be silent.

@@ -92,6 +92,7 @@ def _fork(state: NodeState, agenda: Agenda) -> None:
                 job=desired.job,
                 passed=slot.passed,
                 ready_by=agenda.now + _ready_s(desired.job),
+                replaced=slot.replaced,
                 faults=state.faults_for(number),
                 silence_s=state.detection.silence_s,
             )

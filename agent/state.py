@@ -58,9 +58,11 @@ class Slot:
     budget: StartBudget = field(default_factory=StartBudget)
     #: The worker that said that no retry helps; the slot stays empty until the job changes.
     failed: WorkerState | None = None
-    #: How many processes were asked for, and whether any was ready.
+    #: How many processes were asked for, whether any was ready, and whether any has said that
+    #: another one may do better.
     launches: int = 0
     passed: bool = False
+    replaced: bool = False
 
     @property
     def failure(self) -> Failed | None:
@@ -217,6 +219,8 @@ class NodeState:
                 self.slots[worker.slot].passed = True
             case WorkerSaid(message=Failed(kind="user" | "node")) if self._is_current_job(worker):
                 self.slots[worker.slot].failed = worker
+            case WorkerSaid(message=Failed(kind="internal")) if self._is_current_job(worker):
+                self.slots[worker.slot].replaced = True
             case WorkerExited(end=end):
                 del self.workers[worker.incarnation]
                 if worker.stop_sent_at is None and self._is_current_job(worker):

@@ -77,9 +77,12 @@ def report_lost(
     generation: Generation,
     error: TransportError,
     silent: Sequence[WorkerId] = (),
+    *,
+    left: bool = False,
 ) -> None:
     """Tell the agent that a peer is gone; from any thread, more than once if need be: of the same
-    it is told once. `silent`: those whose hosts do not answer."""
+    it is told once. `silent`: those whose hosts do not answer. `left`: no peer is gone, but this
+    worker leaves the others."""
     way_gone = error if isinstance(error, Unreached) else None
     unreached = set(silent)
     if way_gone and way_gone.worker:
@@ -90,6 +93,7 @@ def report_lost(
         detail=str(error),
         unreached=tuple(sorted(unreached)),
         host_unreached=way_gone is not None and way_gone.worker is None,
+        left=left,
     )
     if context.control.report_lost(lost):
         log.warning("peer lost", extra={"generation": generation, "detail": lost.detail})

@@ -208,15 +208,18 @@ class Session:
             self._preparing.drop()
             following = self._train(assign, membership, own, salvage)
         except TransportError as error:
+            self._forgiven.check_mapped(error, assign)
             report_lost(context, generation, error, membership.silent() if membership else ())
             self._leave(membership, orderly=False)
         except (MemoryError, RuntimeError) as error:
-            if self._executor is None or not self._forgiven.short_of_memory(error):
+            training = self._executor is not None
+            if not self._forgiven.short_of_memory(error, training=training):
                 raise
             self._executor = None
             line = str(error).partition("\n")[0] or type(error).__name__
-            told = f"{context.worker} was out of memory ({line}); the step is tried once more"
-            report_lost(context, generation, TransportError(told))
+            what = "the step is tried" if training else "all meet"
+            told = f"{context.worker} was out of memory ({line}); {what} once more"
+            report_lost(context, generation, TransportError(told), left=True)
             self._leave(membership, orderly=False)
         except (DataError, JobError, NodeError):
             if membership is not None:
@@ -274,6 +277,7 @@ class Session:
         """
         context, transport = self._context, membership.transport
         job, progress = context.job, context.progress
+        self._forgiven.recorded = progress.committed
         self._saver.enter(assign, transport)
         self._memory.restart()
         executor = self._executor = Executor(
@@ -303,6 +307,7 @@ class Session:
                 record=record, memory=self._memory.read(), compute=executor.compute
             )
             context.control.report(committed)
+            self._forgiven.recorded = progress.committed
             if switch_to is not None:
                 return context.control.boundary(switch_to)
         self._finish(assign.plan, transport)

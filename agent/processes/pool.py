@@ -143,6 +143,7 @@ class ProcessPool:
             allow_code=self._config.allow_code,
             passed=fork.passed,
             ready_by=fork.ready_by,
+            replaced=fork.replaced,
             workers=self._config.worker_slots,
             faults=fork.faults,
         )

@@ -88,6 +88,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
     passed: bool = False
     #: By then, on the host's monotonic clock, it is ready or is killed; None: whenever.
     ready_by: float | None = None
+    #: A process of this slot has asked for its replacement in this job before.
+    replaced: bool = False
     #: Of the node, among which a layer may be shared.
     workers: int = 1
     faults: tuple[FaultRule, ...] = ()
@@ -319,6 +321,8 @@ class PeerLost(msgspec.Struct, frozen=True, kw_only=True, tag="peer_lost"):
     unreached: tuple[WorkerId, ...] = ()
     #: There is no way to the host of the rendezvous.
     host_unreached: bool = False
+    #: No peer is gone: this worker has left them for what `detail` says, and meets them again.
+    left: bool = False
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

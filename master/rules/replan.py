@@ -193,19 +193,21 @@ def meet_after_peer_loss(context: Context, job: Job) -> Decision | None:
         return None
     if (without := isolation.give_up_at_once(context, job)) is not None:
         return without
-    first, worker, detail = report
+    first, worker, lost = report
     due = first + stalls.interval_s(job, context.timing)
     if context.now < due:
         return Decision(wake_at=due, reason=f"{worker} lost a peer and nobody is missing so far")
     if (without := isolation.give_up(context, job)) is not None:
         return without
     if job.current.newcomers and job.seen.since_step.regroups:
-        why = f"the workers do not come together with it: {worker} lost a peer: {detail}"
+        why = f"the workers do not come together with it: {worker} lost a peer: {lost.detail}"
         out = tuple(
             node_faults.left_out(job, state.nodes[node], why) for node in job.current.newcomers
         )
         return Decision(actions=out, reason=why)
-    reason = f"{worker} lost a peer though nobody is missing: {detail}"
+    reason = f"{worker} lost a peer though nobody is missing: {lost.detail}"
+    if lost.left:
+        reason = lost.detail
     return stalls.meet_again(
         context, job, cause="peers lost", reason=reason, detect_s=context.now - first
     )

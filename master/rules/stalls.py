@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from oobleck.host.detection import Detection, patience_s
+from oobleck.host.ipc.messages import PeerLost
 from oobleck.master.events.nodes import NodeLeftOut, NodeReset
 from oobleck.master.events.plans import Cause
 from oobleck.master.rules import node_faults
@@ -44,10 +45,14 @@ _ENOUGH = 5
 _MOST_DOUBLINGS = 20
 
 
-def first_peer_lost(job: Job) -> tuple[float, WorkerId, str] | None:
-    """When the newest generation first lost touch, who said so, and how."""
-    reports = ((at, worker, lost.detail) for worker, (at, lost) in job.seen.peers_lost.items())
-    return min(reports, default=None)
+def first_peer_lost(job: Job) -> tuple[float, WorkerId, PeerLost] | None:
+    """When the newest generation first lost touch, and who said what of it. A worker that has left
+    the others is why they lost it, whoever is heard first."""
+    lost = job.seen.peers_lost
+    if not lost:
+        return None
+    _, _, worker = min((not report.left, at, worker) for worker, (at, report) in lost.items())
+    return min(at for at, _ in lost.values()), worker, lost[worker][1]
 
 
 def interval_s(job: Job, timing: Detection) -> float:
@@ -63,14 +68,15 @@ def next_rendezvous(job: Job, timing: Detection, now: float) -> str:
     """For the operator: that and when the workers meet again; empty: not to be expected."""
     if job.current.made is None or job.current.losses or (first := first_peer_lost(job)) is None:
         return ""
-    at, worker, detail = first
+    at, worker, lost = first
     left_s = max(0.0, at + interval_s(job, timing) - now)
     before = (
         f", meeting {job.seen.since_step.regroups + 1} since the last step"
         if job.seen.since_step.regroups
         else ""
     )
-    return f"{worker} lost a peer: {detail}; the workers meet again in {left_s:.0f} s{before}"
+    told = lost.detail if lost.left else f"{worker} lost a peer: {lost.detail}"
+    return f"{told}; the workers meet again in {left_s:.0f} s{before}"
 
 
 def meet_again(

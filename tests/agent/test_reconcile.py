@@ -410,6 +410,16 @@ def test_code_that_a_slot_was_ready_for_is_not_tried_again_in_the_same_job() -> 
     assert passed(node) == [False]
 
 
+def test_a_process_is_told_that_one_of_its_slot_was_replaced_in_this_job() -> None:
+    node = Node().with_worker()
+    said = Failed(kind="internal", message="the worker's process is replaced")
+    node.after(WorkerSaid(incarnation=A, message=said), WorkerExited(incarnation=A))
+    (fork,) = (each for each in node.decide() if isinstance(each, ForkWorker))
+    assert (fork.replaced, fork.slot) == (True, 0)
+    node.after(Assigned(desired=desired("demo-2")))
+    assert [each.replaced for each in node.decide() if isinstance(each, ForkWorker)] == [False]
+
+
 def test_a_replacement_does_not_get_the_fault_that_ended_its_predecessor() -> None:
     mine = WorkerId(NodeName("n1"), 0)
     other = WorkerId(NodeName("n2"), 0)

@@ -658,13 +658,18 @@ class Player:
     def do_peer_lost(self, worker: str, generation: str) -> None:
         self._peer_lost(worker, generation, "")
 
-    def _peer_lost(self, worker: str, generation: str, unreached: str) -> None:
+    def do_short_of_memory(self, worker: str, generation: str) -> None:
+        """It leaves the others for that, and meets them again."""
+        self._peer_lost(worker, generation, "", left=f"{worker} was out of memory")
+
+    def _peer_lost(self, worker: str, generation: str, unreached: str, *, left: str = "") -> None:
         job = self.state.job
         assert job is not None
         lost = PeerLost(
             generation=Generation(int(generation)),
             step=1,
-            detail="no answer" if unreached else "socket closed",
+            detail=left or ("no answer" if unreached else "socket closed"),
+            left=bool(left),
             unreached=tuple(map(worker_id, unreached.split(","))) if "/" in unreached else (),
             host_unreached=unreached == "HOST",
         )

@@ -1,16 +1,32 @@
 """Failures that a worker does not take for the job's or its node's at once.
 
-A step that fails for want of memory is done once more. A device that fails as a worker of the same
-node is lost may have failed for that: NCCL writes into such a one's memory. Owns what is known for
-both, over all generations of one worker; must not know how a generation is left.
+A step that fails for want of memory is done once more, and so is a worker's way into a generation.
+Memory of another process that cannot be mapped may be that of one that has ended. A device that
+fails as a worker of the same node is lost may have failed for that: NCCL writes into such a one's
+memory. Owns what is known for these, over all generations of one worker; must not know how a
+generation is left.
 """
+
+from collections import deque
 
 import torch
 
+from oobleck.host.ipc.messages import Assign
 from oobleck.planner.ids import WorkerId
 from oobleck.worker.membership import Membership
-from oobleck.worker.runtime.errors import for_want_of_memory, whose_fault
+from oobleck.worker.runtime.errors import (
+    NodeError,
+    TransportError,
+    Unmapped,
+    for_want_of_memory,
+    whose_fault,
+)
 from oobleck.worker.state.progress import TrainingProgress
+
+#: Each time costs all workers a meeting and most of a step, so a job that is short of memory more
+#: often than that had better be changed: so many times within so many steps.
+_MOST_SHORT = 3
+_SHORT_WITHIN = 100
 
 #: By then a worker hears of the end of another one on its node.
 _LOSS_TOLD_S = 1.0
@@ -22,8 +38,12 @@ class Forgiven:
     def __init__(self, worker: WorkerId, progress: TrainingProgress) -> None:
         self._worker = worker
         self._progress = progress
-        #: The step committed last when memory was short; the next one is tried once more.
-        self._short_after: int | None = None
+        #: The steps committed last when memory was short; what followed was tried once more.
+        self._short_after: deque[int] = deque(maxlen=_MOST_SHORT)
+        #: The newest step whose record was told, while this worker trains.
+        self.recorded = 0
+        #: The processes of the meeting in which one's memory could not be mapped.
+        self._unmapped_with: tuple[str, ...] = ()
         #: Where other workers of this node are in the generation too: its membership, and the step
         #: committed last when a peer was lost.
         self._beside: Membership | None = None
@@ -39,19 +59,53 @@ class Forgiven:
             self._lost_after = self._progress.committed
         self._beside = None
 
-    def short_of_memory(self, error: Exception) -> bool:
-        """Whether a step has failed for want of memory, and is tried once more, with the cache
-        empty then (`limit_allocator`). Then nothing that it has computed of it counts: a layer's
-        gradient may have a part of a micro-batch. Not where it fails in the update, which cannot
-        be taken back."""
+    def short_of_memory(self, error: Exception, *, training: bool) -> bool:
+        """Whether memory was short and what failed is tried once more, with the cache empty then
+        (`limit_allocator`). Then nothing that was computed of the step counts: a layer's gradient
+        may have a part of a micro-batch. Not in the update, which cannot be taken back, nor before
+        its record is told; and not where memory was short since the last committed step, or too
+        often. `training`: in a generation, not on the way into it; there it is the node's fault.
+
+        Raises NodeError, or torch.OutOfMemoryError that says how often.
+        """
         progress = self._progress
         in_update = progress.voted > progress.committed
-        again = self._short_after == progress.committed
-        if in_update or again or not for_want_of_memory(error):
+        unrecorded = training and progress.committed > self.recorded
+        if not for_want_of_memory(error) or in_update or unrecorded:
             return False
-        self._short_after = progress.committed
-        progress.discard()
+        step = progress.committed
+        line = str(error).partition("\n")[0] or type(error).__name__
+        again = step in self._short_after
+        lately = [each for each in self._short_after if each > step - _SHORT_WITHIN]
+        if again or len(lately) >= _MOST_SHORT:
+            often = (
+                "twice in a row" if again else f"{_MOST_SHORT + 1} times in {_SHORT_WITHIN} steps"
+            )
+            if training:
+                raise torch.OutOfMemoryError(f"{line}; {often}") from error
+            raise NodeError(
+                f"{self._worker} was out of memory as it met the others, {often} ({line}); look at "
+                "what else uses its memory (nvidia-smi, free), or set resources.memory_per_worker "
+                "to what is free so that the plan uses more nodes"
+            ) from error
+        self._short_after.append(step)
+        if training:
+            progress.discard()
         return True
+
+    def check_mapped(self, error: TransportError, assign: Assign) -> None:
+        """Raises NodeError where memory could not be mapped again, and none of the processes has
+        ended since."""
+        if not isinstance(error, Unmapped):
+            return
+        present = assign.rendezvous.cards
+        if present == self._unmapped_with:
+            raise NodeError(
+                f"{error}: {self._worker.node} does not let its processes map each other's GPU "
+                "memory; if they are in containers, give these one IPC and PID namespace (docker "
+                "run --ipc=host --pid=host), else start the agent with NCCL_P2P_DISABLE=1"
+            ) from error
+        self._unmapped_with = present
 
     def follows_a_loss(self, error: torch.AcceleratorError) -> bool:
         """Whether a worker that shares this one's node may have been lost since the step committed

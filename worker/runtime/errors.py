@@ -27,6 +27,11 @@ class Unreached(TransportError):
         return Unreached(str(self), self.rank, worker)
 
 
+class Unmapped(TransportError):
+    """What another process of this host shares of its GPU's memory cannot be mapped: the process
+    has ended, or the host does not let it."""
+
+
 class CalledOff(TransportError):
     """A newer meeting than this one is wanted, as another member knows already."""
 

@@ -124,7 +124,7 @@ class Connector:
             module, name, given = launch.nccl
             self._make_group = getattr(importlib.import_module(module), name)(given)
             self._board = str(launch.worker)
-        self._aborts = Aborts(self.device)
+        self._aborts = Aborts(self.device, replaced=launch.replaced)
 
     @property
     def has_gpu(self) -> bool:
@@ -157,7 +157,7 @@ class Connector:
         """The transport of those who have met, whose host tensors go over `host`.
 
         `words`: what each has announced. Raises TransportError when it cannot be built, or `host`
-        is aborted meanwhile; NodeError where this node's GPU cannot be used any more.
+        is aborted meanwhile; HelperLost and NodeError where the GPU cannot be used any more.
         """
         self._aborts.settle(host.check)
         choice = choose(self.has_gpu, self._wanted, [decode(Announced, word) for word in words])

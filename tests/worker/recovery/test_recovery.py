@@ -401,28 +401,33 @@ def test_a_step_that_fails_for_want_of_memory_is_tried_once_more(
 ) -> None:
     faults = [
         fault("c", "after:Backward", action="no_memory"),
-        *[fault("d", "before:SyncGradient", step=5, action="no_memory")] * 2,
+        fault("e", "before:connect", step=None, generation=2, action="no_memory"),
+        fault("d", "before:SyncGradient", step=4, action="no_memory"),
+        # What it has committed cannot be done again.
+        fault("d", "after:OptimizerStep", step=5, action="no_memory"),
     ]
-    second, third = replace(FIVE, generation=Generation(2)), replace(FIVE, generation=Generation(3))
+    second, third, fourth = (replace(FIVE, generation=Generation(number)) for number in (2, 3, 4))
     with Director(warm, job(), faults, transport="nccl") as cluster:
         cluster.start("a", "b", "c", "d", "e")
-        for plan in (FIVE, second):
+        for plan in (FIVE, second, third):
             cluster.assign(plan)
             cluster.wait(lambda plan=plan: survivors_interrupted(cluster, plan, []), "all left it")  # type: ignore[misc]
-        told = [m for m in cluster.said(worker_named("c"), PeerLost) if isinstance(m, PeerLost)]
-        assert "c/0 was out of memory (scripted: out of memory); the step is" in told[0].detail
+        left = cluster.said(worker_named("c"), PeerLost)[0]
+        assert isinstance(left, PeerLost)
+        assert left.left
+        assert "c/0 was out of memory (scripted: out of memory); the step is" in left.detail
         joined = {
             str(worker): message.redo
             for worker in FIVE.workers
-            for message in cluster.said(worker, PhaseReached, second.generation)
+            for message in cluster.said(worker, PhaseReached, third.generation)
             if isinstance(message, PhaseReached) and message.phase == "joined"
         }
         # A layer of c's may have a part of a micro-batch's gradient; what d and e have counts.
         assert [joined[name] for name in ("c/0", "d/0", "e/0")] == [False, True, True]
-        cluster.assign(third)
+        cluster.assign(fourth)
         with pytest.raises(AssertionError, match=r"d/0 failed: d/0: out of memory .* lower train"):
             cluster.wait(lambda: False, "the job's failure")
-        losses = list(cluster.losses().values())
+        losses = list(cluster.losses().values())[:4]
         assert losses == pytest.approx(list(undisturbed.values())[:4], rel=1e-12)
 
 

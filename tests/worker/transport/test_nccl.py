@@ -31,7 +31,7 @@ from oobleck.planner.programs.instructions import (
     SyncGradient,
 )
 from oobleck.planner.programs.plan import Plan
-from oobleck.worker.runtime.errors import NodeError, TransportError
+from oobleck.worker.runtime.errors import HelperLost, NodeError, TransportError, Unmapped
 from oobleck.worker.step.mailbox import AHEAD
 from oobleck.worker.transport.connect import wiring_of
 from oobleck.worker.transport.linked import LinkTransport
@@ -265,10 +265,12 @@ class Stuck:
         self.may_end.wait(60)
 
 
-def test_an_abort_that_never_ends_is_the_nodes_fault():
-    aborts, stuck = Aborts(CPU, limit_s=0.05), Stuck()
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_abort_that_never_ends_costs_the_process_and_then_the_node(replaced):
+    aborts, stuck = Aborts(CPU, limit_s=0.05, replaced=replaced), Stuck()
     aborts.begin([stuck])
-    with pytest.raises(NodeError, match=r"1 of NCCL's communicators did not end within 0\.05 s"):
+    told = r"1 of NCCL's communicators did not end within 0\.05 s"
+    with pytest.raises(NodeError if replaced else HelperLost, match=told):
         aborts.settle(lambda: None)
     stuck.may_end.set()
 
@@ -319,7 +321,7 @@ SICK = nccl_error(*CUDA_FAILED, "Cuda failure 719 'unspecified launch failure'")
         (nccl_error(*CUDA_FAILED, "Failed to CUDA calloc 8 bytes"), torch.OutOfMemoryError, "8"),
         (
             nccl_error(*CUDA_FAILED, "Cuda failure 400 'invalid resource handle'"),
-            TransportError,
+            Unmapped,
             "400",
         ),
         (nccl_error(*SYSTEM, "Call to connect failed"), TransportError, "Call to connect"),
@@ -514,7 +516,7 @@ def test_a_call_that_never_returns_is_left_behind(cluster, call):
     with pytest.raises(TransportError, match="given up"):
         here.join(first, [("owners", (0, 1))])
     ending.join()
-    with pytest.raises(NodeError, match="did not end"):
+    with pytest.raises(HelperLost, match="did not end"):
         here.aborts[0].settle(lambda: None)
     returns.set()
     groups = here.ranks[0].groups

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from oobleck.worker.runtime import pulse
-from oobleck.worker.runtime.errors import NodeError
+from oobleck.worker.runtime.errors import HelperLost, NodeError
 from oobleck.worker.transport.nccl.group import ProcessGroup, use_device
 
 #: Aborts take a fraction of a second where the driver is well; that of a group that is still
@@ -26,8 +26,12 @@ _POLL_S = 0.1
 class Aborts:
     """The aborts of one worker."""
 
-    def __init__(self, device: torch.device, limit_s: float = LIMIT_S) -> None:
+    def __init__(
+        self, device: torch.device, limit_s: float = LIMIT_S, *, replaced: bool = False
+    ) -> None:
+        """`replaced`: this worker's process was replaced before."""
         self._device = device
+        self._replaced = replaced
         self._limit_s = limit_s
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -49,9 +53,10 @@ class Aborts:
             self._threads.append(thread)
 
     def settle(self, check: Callable[[], None]) -> None:
-        """Wait until all have ended. Raises NodeError where one does not: the process must end, and
-        its GPU with it, before anything else can be computed there. Raises what `check` raises,
-        which is asked meanwhile; then they are waited for the next time."""
+        """Wait until all have ended. Raises HelperLost where one does not: the process must end,
+        and what it has of its GPU with it, before anything else can be computed there; NodeError
+        where the process was replaced before. Raises what `check` raises, which is asked meanwhile;
+        then they are waited for the next time."""
         with self._lock:
             threads = list(self._threads)
         end_at = time.monotonic() + self._limit_s
@@ -61,11 +66,16 @@ class Aborts:
                 with pulse.WAITING:
                     thread.join(_POLL_S)
         if stuck := sum(thread.is_alive() for thread in threads):
-            raise NodeError(
+            told = (
                 f"{stuck} of NCCL's communicators did not end within {self._limit_s:g} s of their "
-                "abort; the worker's process is replaced. If that comes again, look at the GPU's "
-                "driver (dmesg, nvidia-smi)"
+                "abort"
             )
+            if self._replaced:
+                raise NodeError(
+                    f"{told}, and the worker's process was replaced before; look at the GPU's "
+                    "driver (dmesg, nvidia-smi)"
+                )
+            raise HelperLost(f"{told}; the worker's process is replaced")
 
     def _abort(self, group: ProcessGroup) -> None:
         use_device(self._device)

@@ -5,7 +5,8 @@ error:" what NCCL warned of last, which may be of something else. So the result 
 warning only what the result leaves open:
 
 - ncclUnhandledCudaError: CUDA has failed in this process. The GPU is sick; or it has no memory
-  left; or the memory of a peer that has just ended could not be mapped.
+  left; or the memory of a peer could not be mapped: it has just ended, or the host lets no process
+  map another one's.
 - ncclSystemError: a socket, and so a peer; or what this host is short of.
 - All else (ncclRemoteError, ncclInternalError, a call on what was aborted): a peer.
 """
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 
 import torch
 
-from oobleck.worker.runtime.errors import NodeError, TransportError
+from oobleck.worker.runtime.errors import NodeError, TransportError, Unmapped
 
 #: The C++ source position in front of one of torch's messages, and its advice behind.
 _DECORATION = re.compile(r"^\[[^]]*\.(?:cc|h):\d+\] |\. This is typically caused.*$")
@@ -39,8 +40,9 @@ _SHORT_OF = {
 @contextlib.contextmanager
 def peers_may_fail() -> Iterator[None]:
     """Around a call of NCCL. What the device itself raises stays as it is; what NCCL raises becomes
-    TransportError where a peer is gone, torch.AcceleratorError where the GPU is sick, NodeError
-    where the host lacks something, torch.OutOfMemoryError where the GPU does."""
+    TransportError where a peer is gone, Unmapped where that or the host may be why,
+    torch.AcceleratorError where the GPU is sick, NodeError where the host lacks something,
+    torch.OutOfMemoryError where the GPU does."""
     try:
         yield
     except (torch.AcceleratorError, torch.OutOfMemoryError):
@@ -62,7 +64,7 @@ def judged(
     if any(words in text for words in _CUDA_FAILED):
         if _NO_MEMORY.search(last):
             return torch.OutOfMemoryError(told)
-        return TransportError(told) if _UNMAPPED.search(last) else torch.AcceleratorError(told)
+        return Unmapped(told) if _UNMAPPED.search(last) else torch.AcceleratorError(told)
     if result and result[1] == "ncclSystemError":
         for lack, fix in _SHORT_OF.items():
             if lack in last:
