@@ -499,7 +499,7 @@ class ListJobsReply(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "steps", "loss", "tokens_per_s", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "policy", "then", "directory", "profile", "checkpoint", "checkpoint_step", "checkpoint_path", "save_failure", "evaluation", "skipped_steps", "memory", "data_plane", "incidents", "last_incident", "last_incident_at", "redo", "problem", "journal_cut_at", "last_step_age_s")
+    __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "steps", "loss", "tokens_per_s", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "policy", "then", "directory", "profile", "checkpoint", "checkpoint_step", "checkpoint_path", "checkpoint_at", "save_failure", "evaluation", "skipped_steps", "memory", "data_plane", "incidents", "last_incident", "last_incident_at", "redo", "problem", "journal_cut_at", "last_step_age_s")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -523,6 +523,7 @@ class JobStatus(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_STEP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_PATH_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_AT_FIELD_NUMBER: _ClassVar[int]
     SAVE_FAILURE_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -558,6 +559,7 @@ class JobStatus(_message.Message):
     checkpoint: str
     checkpoint_step: int
     checkpoint_path: str
+    checkpoint_at: float
     save_failure: str
     evaluation: Evaluation
     skipped_steps: int
@@ -570,7 +572,7 @@ class JobStatus(_message.Message):
     problem: str
     journal_cut_at: float
     last_step_age_s: float
-    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., policy: _Optional[str] = ..., then: _Optional[str] = ..., directory: _Optional[str] = ..., profile: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., save_failure: _Optional[str] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., skipped_steps: _Optional[int] = ..., memory: _Optional[_Iterable[_Union[WorkerMemory, _Mapping]]] = ..., data_plane: _Optional[str] = ..., incidents: _Optional[int] = ..., last_incident: _Optional[str] = ..., last_incident_at: _Optional[float] = ..., redo: _Optional[_Union[Redo, _Mapping]] = ..., problem: _Optional[str] = ..., journal_cut_at: _Optional[float] = ..., last_step_age_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., policy: _Optional[str] = ..., then: _Optional[str] = ..., directory: _Optional[str] = ..., profile: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., checkpoint_at: _Optional[float] = ..., save_failure: _Optional[str] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., skipped_steps: _Optional[int] = ..., memory: _Optional[_Iterable[_Union[WorkerMemory, _Mapping]]] = ..., data_plane: _Optional[str] = ..., incidents: _Optional[int] = ..., last_incident: _Optional[str] = ..., last_incident_at: _Optional[float] = ..., redo: _Optional[_Union[Redo, _Mapping]] = ..., problem: _Optional[str] = ..., journal_cut_at: _Optional[float] = ..., last_step_age_s: _Optional[float] = ...) -> None: ...
 
 class Redo(_message.Message):
     __slots__ = ("first_step", "last_step", "committed_step")

@@ -5,7 +5,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ class Column:
     cell: Callable[[Any], object]
     #: Only a wide listing has it.
     wide: bool = False
+    #: Left out where rows would be wider than the terminal.
+    spare: bool = False
 
 
 def listing(
@@ -41,14 +43,20 @@ def listing(
     left out; a wide listing has every column, whatever its width."""
     if not found:
         return ""
-    made = {
-        column.head: [column.cell(one) for one in found]
-        for column in columns
-        if wide or not column.wide
-    }
+    chosen = [column for column in columns if wide or not column.wide]
+    made = {column: [str(column.cell(one)) for one in found] for column in chosen}
     if not wide:
-        made = {head: cells for head, cells in made.items() if not set(cells) <= _NOTHING}
-    return table([*made], zip(*made.values(), strict=True), width=None if wide else width)
+        made = {column: cells for column, cells in made.items() if not set(cells) <= _NOTHING}
+        if width is not None and _row_width(made) > width:
+            made = {column: cells for column, cells in made.items() if not column.spare}
+    heads = [column.head for column in made]
+    return table(heads, zip(*made.values(), strict=True), width=None if wide else width)
+
+
+def _row_width(made: Mapping[Column, Sequence[str]]) -> int:
+    """Of what cannot be wrapped: a last column of prose may be."""
+    widths = [max(len(column.head), *map(len, cells)) for column, cells in made.items()]
+    return sum(widths) + 2 * (len(widths) - 1) - max(0, widths[-1] - _NARROWEST)
 
 
 def table(
@@ -148,4 +156,4 @@ def _lines(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _are_numbers(cells: Iterable[str]) -> bool:
-    return all(re.fullmatch(r"-|[0-9][0-9,]*(\.[0-9]+)?", cell) for cell in cells)
+    return all(re.fullmatch(r"-|[0-9][0-9,]*(\.[0-9]+)?%?", cell) for cell in cells)

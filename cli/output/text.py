@@ -75,12 +75,22 @@ def moment(unix: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix)) if unix else "-"
 
 
+def ago(unix: float) -> str:
+    """How long a moment is past; the clock of the one who noted it may go ahead of this one."""
+    return f"{about(max(0.0, time.time() - unix))} ago"
+
+
 def minute(unix: float) -> str:
     """A moment of this year, for tables."""
     return time.strftime("%m-%d %H:%M", time.localtime(unix)) if unix else "-"
 
 
 # ---- tables
+
+
+def done(job: pb.JobStatus) -> str:
+    """The part of the job's steps that is committed. Rounded down: 100% is all of them."""
+    return f"{100 * job.committed_step // job.steps if job.steps else 0}%"
 
 
 def redoing(job: pb.JobStatus) -> str:
@@ -133,9 +143,13 @@ _JOB_COLUMNS = (
     Column("JOB", lambda job: job.job_id),
     Column("STATE", lambda job: job.state),
     Column("STEP", lambda job: f"{job.committed_step}/{job.steps}"),
+    Column("DONE", done, spare=True),
     Column("LOSS", lambda job: f"{job.loss:.4f}" if job.HasField("loss") else "-"),
     Column("TOKENS/S", lambda job: f"{job.tokens_per_s:,.0f}" if job.tokens_per_s else "-"),
     Column("GENERATION", lambda job: job.generation or "-", wide=True),
+    Column(
+        "CHECKPOINT", lambda job: ago(job.checkpoint_at) if job.checkpoint_at else "-", wide=True
+    ),
     Column("SUBMITTED", lambda job: minute(job.submitted_at)),
     Column("REASON", _why),
 )
@@ -199,7 +213,8 @@ def job_text(job: pb.JobStatus, width: int | None = None) -> str:
     lines = [
         f"job         {job.job_id}",
         f"state       {job.state}" + (f": {inline(why)}" if (why := _why(job)) else ""),
-        f"step        {job.committed_step} of {job.steps}{last_step(job, ', the last ')}",
+        f"step        {job.committed_step} of {job.steps} ({done(job)})"
+        f"{last_step(job, ', the last ')}",
     ]
     if job.HasField("loss"):
         lines.append(f"loss        {job.loss:.6f}")
@@ -219,7 +234,9 @@ def job_text(job: pb.JobStatus, width: int | None = None) -> str:
         span = f" (after {seconds(job.finished_at - job.started_at)})" if job.started_at else ""
         lines.append(f"finished    {moment(job.finished_at)}{span}")
     if job.checkpoint_path:
-        newest = f"step {job.checkpoint_step}, {job.checkpoint}" if job.checkpoint else "none yet"
+        age = f", {ago(job.checkpoint_at)}" if job.checkpoint_at else ""
+        newest = f"step {job.checkpoint_step}{age}, {job.checkpoint}"
+        newest = newest if job.checkpoint else "none yet"
         lines.append(f"checkpoint  {inline(newest)}")
     if job.save_failure:
         lines.append(f"not saved   {inline(job.save_failure)}")

@@ -58,6 +58,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
     if job.saves.checkpoint is not None:
         message.checkpoint = redact(job.saves.checkpoint.path)
         message.checkpoint_step = job.saves.checkpoint.step
+        message.checkpoint_at = job.saves.checkpoint_at
     message.save_failure = job.saves.failure
     message.journal_cut_at = job.journal_cut_at
     _tell_incident(message, job)

@@ -43,7 +43,7 @@ def apply(state: ClusterState, event: JobEvent, now: float, unix: float) -> None
         case CheckpointRequested():
             _ask_for_checkpoint(state.jobs[event.job_id], event)
         case CheckpointPublished() | SaveProblem() | JobRestored():
-            _note_save(state.jobs[event.job_id], event, now)
+            _note_save(state.jobs[event.job_id], event, now, unix)
         case JobCaughtUp():
             state.jobs[event.job_id].rollback.redo_until = 0
         case RateChanged():
@@ -94,13 +94,14 @@ def _ask_for_checkpoint(job: Job, event: CheckpointRequested) -> None:
 
 
 def _note_save(
-    job: Job, event: CheckpointPublished | SaveProblem | JobRestored, now: float
+    job: Job, event: CheckpointPublished | SaveProblem | JobRestored, now: float, unix: float
 ) -> None:
     match event:
         case CheckpointPublished():
             # One that was saved before may be told of later, by an agent that was away.
             if _is_newest(job, event.saved.step):
                 job.saves.checkpoint, job.saves.failure = event.saved, ""
+                job.saves.checkpoint_at = unix
             job.saves.known = (*job.saves.known, event.saved)[-KNOWN_REPORTS:]
             job.saves.answered = max(job.saves.answered, event.saved.request)
         case SaveProblem():

@@ -73,6 +73,8 @@ class Saves:
     numbers: dict[str, int] = field(default_factory=dict)
     #: The newest checkpoint; None: none.
     checkpoint: CheckpointSaved | None = None
+    #: Unix time at which the master heard of it; 0 while there is none.
+    checkpoint_at: float = 0.0
     #: Why the last save came to nothing; empty as soon as there is a newer checkpoint.
     failure: str = ""
     #: The last reports that an event was made of, so that a repeated one is known.

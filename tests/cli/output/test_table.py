@@ -90,7 +90,9 @@ def test_a_wide_listing_has_every_column_whatever_the_width() -> None:
     )
     assert len(shown) == 2
     jobs = text.jobs_table([pb.JobStatus(job_id="demo-1")], width=80, wide=True).splitlines()
-    assert " ".join(jobs[0].split()) == ("JOB STATE STEP LOSS TOKENS/S GENERATION SUBMITTED REASON")
+    assert " ".join(jobs[0].split()) == (
+        "JOB STATE STEP DONE LOSS TOKENS/S GENERATION CHECKPOINT SUBMITTED REASON"
+    )
 
 
 @pytest.mark.parametrize("reason", ["", REASON])
@@ -122,7 +124,8 @@ def test_jobs_fit_80_columns(name: str, reason: str) -> None:
     )
     shown = text.jobs_table([job, job], width=80)
     assert widest(shown) <= 80
-    assert "  41200/100000  2.3457  1,234,568  " in shown
+    done = "   41%" if name == "demo-1" and not reason else ""  # the rest says more
+    assert f"  41200/100000{done}  2.3457  1,234,568  " in shown
     if name != "n" * 63:
         assert name in shown
 

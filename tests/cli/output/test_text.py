@@ -1,6 +1,7 @@
 """What is printed, from given messages: no master, no processes."""
 
 import io
+import time
 
 import pytest
 
@@ -167,10 +168,28 @@ def test_the_newest_evaluation_is_shown() -> None:
 
 def test_a_job_that_stands_still_tells_since_when() -> None:
     still = job(tokens_per_s=0.0, eta_s=0.0, last_step_age_s=3.1)
-    assert "step        57 of 200, the last 3.1 s ago" in text.job_text(still)
+    assert "step        57 of 200 (28%), the last 3.1 s ago" in text.job_text(still)
     assert "  last step 3.1 s ago  " in progress_line(still)
     moving = job(last_step_age_s=0.4)
     assert " ago" not in text.job_text(moving) + progress_line(moving)
+
+
+def test_status_of_a_job_says_how_old_its_checkpoint_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1_000_000.0)
+    saved = job(
+        checkpoint_path="/saved", checkpoint="/saved/50", checkpoint_step=50, checkpoint_at=999_750
+    )
+    assert "checkpoint  step 50, 4 min 10 s ago, /saved/50\n" in text.job_text(saved)
+    assert "  4 min 10 s ago  " in text.jobs_table([saved], wide=True)
+    ahead = job(checkpoint_path="/saved", checkpoint="/saved/50", checkpoint_at=1_000_009.0)
+    assert "checkpoint  step 0, 0 s ago, " in text.job_text(ahead)
+    assert "checkpoint  none yet\n" in text.job_text(job(checkpoint_path="/saved"))
+
+
+def test_all_of_a_job_is_done_when_its_last_step_is() -> None:
+    shares = [(0, 0), (0, 200), (199, 200), (200, 200), (999_999, 1_000_000)]
+    told = [text.done(pb.JobStatus(committed_step=step, steps=steps)) for step, steps in shares]
+    assert told == ["0%", "0%", "99%", "100%", "99%"]
 
 
 def test_progress_line() -> None:

@@ -73,6 +73,7 @@ def test_steps_that_are_done_again_are_told_until_the_last_of_them() -> None:
         return found if status.HasField("redo") else None
 
     assert told(3.1) == (41, 50, 40)
+    assert job_status(player.state, job, CONFIG, 3.1).checkpoint_at == UNIX + 2.5
     player.play("4.0 progress 44 2 n1\n")
     assert told(4.0) == (41, 50, 44)
     player.play("5.0 progress 50 2 n1\n")
