@@ -45,6 +45,7 @@ COMMANDS = {
     ),
     "pki": ("oobleck.cli.cluster.pki:pki", "Make and take back certificates and join tokens."),
     "plan": ("oobleck.cli.planning.plan:plan", "Show the plan that a job would get."),
+    "config": ("oobleck.cli.jobs.config:config", "Show, check and describe job files."),
 }
 
 EPILOG = """\b

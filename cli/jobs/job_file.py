@@ -38,11 +38,21 @@ def read_only(
     path: Path, overrides: Sequence[str], shown_as: Mapping[str, str] | None = None
 ) -> "JobSpec":
     """The same, without a look at the model."""
-    stdin = str(path) == "-"
-    source = "standard input" if stdin else str(path)
-    text = read_text(path, JOB_FILE)
-    base = Path.cwd() if stdin else path.absolute().parent
-    return _parsed(text, overrides, source, base, shown_as or {})
+    source, base = _place(path)
+    return _parsed(read_text(path, JOB_FILE), overrides, source, base, shown_as or {})
+
+
+def read_form(path: Path, overrides: Sequence[str]) -> "JobSpec":
+    """The same, with paths as they stand: nothing that the job names is looked for."""
+    source, base = _place(path)
+    return _formed(read_text(path, JOB_FILE), overrides, source, base, {})
+
+
+def _place(path: Path) -> tuple[str, Path]:
+    """What messages call the file, and what relative paths in it are relative to."""
+    if str(path) == "-":
+        return "standard input", Path.cwd()
+    return str(path), path.absolute().parent
 
 
 def job_of_text(text: str, overrides: Sequence[str], *, source: str, base: Path) -> "JobSpec":
@@ -55,6 +65,12 @@ def _parsed(
     text: str, overrides: Sequence[str], source: str, base: Path, shown_as: Mapping[str, str]
 ) -> "JobSpec":
     """With all paths made absolute."""
+    return with_absolute_paths(_formed(text, overrides, source, base, shown_as), base)
+
+
+def _formed(
+    text: str, overrides: Sequence[str], source: str, base: Path, shown_as: Mapping[str, str]
+) -> "JobSpec":
     from oobleck.planner.errors import InvalidJob
     from oobleck.planner.job.file import parse_job
 
@@ -75,7 +91,7 @@ def _parsed(
                 what = message.removeprefix(source).partition(": ")[2]
                 message = f"{', '.join(shown.values())}: {what}"
         raise CommandFailed(message, options.USAGE) from error
-    return with_absolute_paths(job, base)
+    return job
 
 
 def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":

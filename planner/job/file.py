@@ -27,7 +27,7 @@ from oobleck.planner.units import parse_bytes
 T = TypeVar("T")
 
 #: Byte counts stand in the file under a name without the unit: the value may carry one.
-_FILE_KEYS = {"memory_per_worker_bytes": "memory_per_worker"}
+FILE_KEYS = {"memory_per_worker_bytes": "memory_per_worker"}
 _KINDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
 
@@ -58,7 +58,7 @@ def parse_job(
 def format_job(job: JobSpec) -> str:
     """`job` as normalised JSON, every key written out, that `parse_job` reads back equal."""
     tree = msgspec.to_builtins(job)
-    for field, key in _FILE_KEYS.items():
+    for field, key in FILE_KEYS.items():
         tree["resources"][key] = tree["resources"].pop(field)
     config = tree["model"].pop("config", "")
     if config:
@@ -79,7 +79,7 @@ def _build(kind: type[T], value: Value, path: str) -> T:
     entries = _mapping_of(value, path or "the job")
     hints = get_type_hints(kind)
     fields = {
-        _FILE_KEYS.get(field.name, field.name): field
+        FILE_KEYS.get(field.name, field.name): field
         for field in dataclasses.fields(kind)  # type: ignore[arg-type]  # only dataclasses come in
     }
     where = f" in {path}" if path else ""
@@ -107,7 +107,7 @@ def _build(kind: type[T], value: Value, path: str) -> T:
     except ValueError as error:
         message = str(error)
         guilty = "name" if message.startswith("job name") else message.partition(":")[0]
-        place, full = _find(value, _FILE_KEYS.get(guilty, guilty), path)
+        place, full = _find(value, FILE_KEYS.get(guilty, guilty), path)
         message = message.removeprefix(f"{guilty}: ")
         raise InvalidJob(f"{place}: {full}: {message}") from error
 

@@ -1,0 +1,30 @@
+"""What a command found, in the form that was asked for: for people, or as JSON or YAML. Pure."""
+
+from typing import Literal
+
+from oobleck.cli.output import text
+
+#: `table`: what fits the terminal. `wide`: all that there is to show.
+Form = Literal["table", "wide", "json", "yaml"]
+
+
+def is_data(form: Form) -> bool:
+    """Whether programs read it."""
+    return form in ("json", "yaml")
+
+
+def document(value: object, form: Form) -> str:
+    """`value`, of JSON's types, as the whole output."""
+    return text.dump(value) if form == "json" else _yaml(value).rstrip("\n")
+
+
+def entry(value: object, form: Form) -> str:
+    """`value` as one of several: a line of JSON, or a document of YAML."""
+    return text.dump_line(value) if form == "json" else f"---\n{_yaml(value)}".rstrip("\n")
+
+
+def _yaml(value: object) -> str:
+    """Of ASCII alone, as the JSON is."""
+    import yaml
+
+    return yaml.safe_dump(value, sort_keys=False, width=100)
