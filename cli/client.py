@@ -117,8 +117,8 @@ class MasterClient:
         with self._errors_as_lines():
             self._stub.PutCode((pb.CodeChunk(data=part) for part in parts), timeout=CODE_S)
 
-    def jobs(self) -> list[pb.JobStatus]:
-        reply: pb.ListJobsReply = self._ask(self._stub.ListJobs, pb.ListJobsRequest())
+    def jobs(self, timeout_s: float = DEADLINE_S) -> list[pb.JobStatus]:
+        reply: pb.ListJobsReply = self._ask(self._stub.ListJobs, pb.ListJobsRequest(), timeout_s)
         return list(reply.jobs)
 
     def job(self, job_id: str) -> pb.JobStatus:

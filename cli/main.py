@@ -8,6 +8,7 @@ import os
 import sys
 
 import click
+from click.shell_completion import CompletionItem
 
 from oobleck.host import command
 
@@ -17,14 +18,18 @@ COMMANDS = {
     "init": ("oobleck.cli.jobs.init:init", "Write a job file to begin with."),
     "check": ("oobleck.cli.jobs.check:check", "Look for what is wrong with a job."),
     "submit": ("oobleck.cli.jobs.submit:submit", "Queue a training job."),
-    "status": ("oobleck.cli.jobs.show:status", "Show the cluster, or one job in full."),
+    "status": ("oobleck.cli.reading.show:status", "Show the cluster, or one job in full."),
     "node": ("oobleck.cli.cluster.node:node", "Take a node out for maintenance, and back."),
-    "nodes": ("oobleck.cli.jobs.show:nodes", "List the nodes."),
-    "jobs": ("oobleck.cli.jobs.show:jobs", "List the jobs."),
-    "events": ("oobleck.cli.jobs.show:events", "Show what happened to a job."),
+    "nodes": ("oobleck.cli.reading.show:nodes", "List the nodes."),
+    "jobs": ("oobleck.cli.reading.show:jobs", "List the jobs."),
+    "events": ("oobleck.cli.reading.events:events", "Show what happened to a job."),
     "metrics": ("oobleck.cli.jobs.metrics:metrics", "Show the loss of each step, and plot it."),
     "track": ("oobleck.cli.tracking.track:track", "Copy a job's metrics to TensorBoard or W&B."),
-    "logs": ("oobleck.cli.jobs.show:logs", "Show what a job's workers print."),
+    "logs": ("oobleck.cli.reading.logs:logs", "Show what a job's workers print."),
+    "timeline": (
+        "oobleck.cli.reading.timeline:timeline",
+        "Show where the time of a job's steps goes.",
+    ),
     "checkpoint": (
         "oobleck.cli.jobs.checkpoint:checkpoint",
         "Take a checkpoint; list, verify or export them.",
@@ -46,6 +51,7 @@ COMMANDS = {
     "pki": ("oobleck.cli.cluster.pki:pki", "Make and take back certificates and join tokens."),
     "plan": ("oobleck.cli.planning.plan:plan", "Show the plan that a job would get."),
     "config": ("oobleck.cli.jobs.config:config", "Show, check and describe job files."),
+    "completion": ("oobleck.cli.completion:completion", "Have a shell complete names."),
 }
 
 EPILOG = """\b
@@ -78,6 +84,16 @@ class LazyGroup(click.Group):
         found = getattr(importlib.import_module(module), attribute)
         assert isinstance(found, click.Command)
         return found
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Without a look at the commands, which would load all of them."""
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        return [
+            CompletionItem(name, help=line)
+            for name, (_, line) in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

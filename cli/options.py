@@ -1,5 +1,6 @@
 """Options and codes that the commands share. Must import nothing heavy."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -131,7 +132,83 @@ def json_option(help_text: str) -> Callable[[F], F]:
     return click.option("--json", "as_json", is_flag=True, help=help_text)
 
 
-def wide_option(function: F) -> F:
+def form_options(json_help: str) -> Callable[[F], F]:
+    """`form`, an `oobleck.cli.output.form.Form`: what --json, --wide and --output ask for."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, as_json: bool, wide: bool, output: str | None, **others: Any) -> Any:
+            asked = "json" if as_json else "wide" if wide else None
+            if output is not None and asked not in (None, output):
+                flag = "--json" if as_json else "--wide"
+                raise click.UsageError(f"--output {output} and {flag} differ; leave one out")
+            return function(*args, form=output or asked or "table", **others)
+
+        for option in (
+            click.option(
+                "-o",
+                "--output",
+                type=click.Choice(["wide", "json", "yaml"]),
+                help="wide: all there is to show, also what takes more than the terminal.",
+            ),
+            click.option("--wide", is_flag=True, help="The same as --output wide."),
+            click.option("--json", "as_json", is_flag=True, help=json_help),
+        ):
+            call = option(call)
+        return call  # type: ignore[return-value]  # click calls it by keywords
+
+    return decorate
+
+
+def follow_option(help_text: str) -> Callable[[F], F]:
+    """`follow`: under the name of watching too, which is the same for what only grows."""
+    return click.option("-f", "--follow", "-w", "--watch", "follow", is_flag=True, help=help_text)
+
+
+# ---- watching
+
+#: Seconds between two looks at the master, where none are said.
+_WATCH = "2s"
+_LEAST_WATCH_S = 0.1
+_WATCH_FLAGS = ("-w", "--watch")
+
+
+class WatchCommand(click.Command):
+    """One whose `--watch` may stand without a time: what follows it counts as one only if it is
+    one, so that `--watch JOB` names a job."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given: list[str] = []
+        for at, argument in enumerate(args):
+            if argument == "--":
+                return super().parse_args(ctx, [*given, *args[at:]])
+            alone = argument in _WATCH_FLAGS and not _is_time(args[at + 1 : at + 2])
+            given.append(f"{_WATCH_FLAGS[1]}={_WATCH}" if alone else argument)
+        return super().parse_args(ctx, given)
+
+
+def _is_time(following: list[str]) -> bool:
+    try:
+        parse_seconds("".join(following))
+    except ValueError:
+        return False
+    return True
+
+
+def _check_watch(ctx: click.Context, parameter: click.Parameter, value: Any) -> float | None:
+    if value is not None and value < _LEAST_WATCH_S:
+        raise click.BadParameter(f"is too often for a master; say {_LEAST_WATCH_S:g}s or more")
+    return None if value is None else float(value)
+
+
+def watch_option(function: F) -> F:
+    """`watch_s`, of a `WatchCommand`."""
     return click.option(
-        "--wide", is_flag=True, help="All columns, also those that take more than the terminal."
+        *_WATCH_FLAGS,
+        "watch_s",
+        type=Seconds(),
+        callback=_check_watch,
+        metavar="[TIME]",
+        help=f"Show it again each TIME ({_WATCH} if none is said) until Ctrl-C, or until the job "
+        "has ended.",
     )(function)

@@ -14,6 +14,7 @@ from oobleck.cli.chaos.striker import Striker
 from oobleck.cli.chaos.strikes import DEFAULT_KINDS, KINDS, OUT_OF_REACH, TO_THE_MASTER, schedule
 from oobleck.cli.chaos.victims import check_here, check_master_here
 from oobleck.cli.client import MasterClient
+from oobleck.cli.completion import job_argument
 from oobleck.cli.output import text
 from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
@@ -23,7 +24,7 @@ EPILOG = "\b\nKinds:\n" + "\n".join(f"  {kind:<12} {what}" for kind, what in KIN
 
 
 @click.command(epilog=EPILOG)
-@click.argument("job_id", metavar="JOB")
+@job_argument()
 @options.time_option("--mtbf", "mtbf_s", "30s", "Mean time between two faults of the cluster.")
 @click.option(
     "--kinds",

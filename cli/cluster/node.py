@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from oobleck.cli.completion import node_argument
 from oobleck.cli.options import FAILED, NO_SUCH_THING, USAGE, Seconds, master_option
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
@@ -25,7 +26,7 @@ def node() -> None:
 
 
 @node.command()
-@click.argument("name", metavar="NODE")
+@node_argument
 @click.option("--reason", default="", metavar="TEXT", help="Shown by 'oobleck nodes'.")
 @click.option("--wait", is_flag=True, help="Return when nothing is on the node any more.")
 @click.option(
@@ -86,7 +87,7 @@ def drain(
 
 
 @node.command()
-@click.argument("name", metavar="NODE")
+@node_argument
 @master_option
 def undrain(name: str, master: Endpoint) -> None:
     """Let NODE take part again: one that was drained, is in quarantine, or is left out of the

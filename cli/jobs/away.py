@@ -7,6 +7,7 @@ A command waits only for a master that has answered once. A wrong address is tol
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import click
 
@@ -19,14 +20,14 @@ AWAY_S = 60.0
 _AGAIN_S = 0.5
 
 
-def _warn(line: str) -> None:
+def warn(line: str) -> None:
     click.echo(f"oobleck: {line}", err=True)
 
 
 class Away:
     """Waits for one master, and says so once."""
 
-    def __init__(self, tell: Callable[[str], None] = _warn, *, patience_s: float = AWAY_S) -> None:
+    def __init__(self, tell: Callable[[str], None] = warn, *, patience_s: float = AWAY_S) -> None:
         self._tell = tell
         self._patience_s = patience_s
         self._since: float | None = None
@@ -54,7 +55,7 @@ def follow_events(
     job_id: str,
     *,
     answered: bool = False,
-    tell: Callable[[str], None] = _warn,
+    tell: Callable[[str], None] = warn,
 ) -> Iterator[pb.EventRecord]:
     """All records of the job until it ends. `answered`: this master was heard before. Raises
     CommandFailed."""
@@ -80,7 +81,7 @@ def follow_metrics(
     *,
     from_step: int = 1,
     evaluations: bool = False,
-    tell: Callable[[str], None] = _warn,
+    tell: Callable[[str], None] = warn,
 ) -> Iterator[str]:
     """The lines of the job's steps, or of its evaluations, until it ends. The master was heard
     before. Raises CommandFailed."""
@@ -101,24 +102,36 @@ def follow_metrics(
             away.wait(unreachable)
 
 
+@dataclass(slots=True)
+class LogPosition:
+    """How far a job's output was told."""
+
+    #: The time of the newest line, and how many of that time were told.
+    time: str = ""
+    lines: int = 0
+
+    def told(self, line: pb.LogLine) -> None:
+        if line.time != self.time:
+            self.time, self.lines = line.time, 0
+        self.lines += 1
+
+
 def follow_logs(
-    master: MasterClient, job_id: str, *, node: str | None, rank: int | None
+    master: MasterClient, job_id: str, *, node: str | None, rank: int | None, behind: LogPosition
 ) -> Iterator[pb.LogLine]:
-    """What the job's workers have printed and print until it ends. Raises CommandFailed."""
+    """What the job's workers have printed `behind` a position, which goes along, and print until
+    the job ends. Raises CommandFailed."""
     away = Away()
     away.answered()
-    since, at_once = "", 0  # the time of the newest line, and how many of that time were told
     while True:
-        known = at_once
+        since, known = behind.time, behind.lines
         try:
             for line in master.logs(job_id, follow=True, node=node, rank=rank, since=since):
                 away.answered()
                 if line.time == since and known:
                     known -= 1
                     continue
-                if line.time != since:
-                    since, at_once, known = line.time, 0, 0
-                at_once += 1
+                behind.told(line)
                 yield line
             return
         except Unreachable as unreachable:

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from oobleck.cli.options import FAILED, NO_SUCH_THING, USAGE, json_option, master_option
+from oobleck.cli.completion import job_argument
+from oobleck.cli.options import (
+    FAILED,
+    NO_SUCH_THING,
+    USAGE,
+    json_option,
+    master_option,
+)
 from oobleck.host.command import CommandFailed, nearest, no_command
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
@@ -57,7 +64,7 @@ def checkpoint() -> None:
 
 
 @checkpoint.command(hidden=True)
-@click.argument("job_id", metavar="JOB")
+@job_argument()
 @click.option("--no-wait", is_flag=True, help="Do not wait until it is published.")
 @master_option
 def save(job_id: str, no_wait: bool, master: Endpoint) -> None:

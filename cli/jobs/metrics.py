@@ -5,12 +5,17 @@ import shutil
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from oobleck.cli.options import json_option, master_option
+from oobleck.cli import options
+from oobleck.cli.completion import job_argument
+from oobleck.cli.options import master_option
 from oobleck.host.ipc.endpoint import Endpoint
+
+if TYPE_CHECKING:
+    from oobleck.cli.output.form import Form
 
 #: Rows of a table where no step is named that it begins with.
 _ROWS = 20
@@ -26,8 +31,8 @@ Examples:
 
 
 @click.command(epilog=_EPILOG)
-@click.argument("job_id", metavar="JOB")
-@click.option("-f", "--follow", is_flag=True, help="Go on with new steps until the job ends.")
+@job_argument()
+@options.follow_option("Go on with new steps until the job ends.")
 @click.option(
     "--from",
     "from_step",
@@ -39,7 +44,7 @@ Examples:
 @click.option("--csv", "as_csv", is_flag=True, help="Comma-separated values below a header.")
 @click.option("--plot", "plotted", is_flag=True, help="Plot the loss where there is no terminal.")
 @master_option
-@json_option("One JSON object per line, as in the job's metrics.jsonl.")
+@options.form_options("One JSON object per line, as in the job's metrics.jsonl.")
 def metrics(
     job_id: str,
     follow: bool,
@@ -48,22 +53,23 @@ def metrics(
     as_csv: bool,
     plotted: bool,
     master: Endpoint,
-    as_json: bool,
+    form: "Form",
 ) -> None:
     """Show what each committed step of a job gave, in order and exactly once: loss, norm of the
     gradient, tokens, seconds."""
-    if as_csv and as_json:
-        raise click.UsageError("--csv and --json exclude each other; leave one out")
-    if plotted and (as_csv or as_json or follow):
-        raise click.UsageError("--plot goes with the table alone, without --csv, --json and -f")
     from oobleck.cli.client import MasterClient
     from oobleck.cli.jobs.away import follow_metrics
+    from oobleck.cli.output.form import is_data
 
+    if as_csv and is_data(form):
+        raise click.UsageError(f"--csv and --{form} exclude each other; leave one out")
+    if plotted and (as_csv or is_data(form) or follow):
+        raise click.UsageError("--plot goes with the table alone, without --csv, --json and -f")
     plotted = plotted or (sys.stdout.isatty() and not follow)
     with MasterClient(master) as connection:
         done = connection.job(job_id).committed_step
         first = from_step or 1
-        if from_step is None and not (as_csv or as_json or plotted or evaluations):
+        if from_step is None and not (as_csv or is_data(form) or plotted or evaluations):
             first = max(1, done - _ROWS + 1)
         lines = (
             follow_metrics(connection, job_id, from_step=first, evaluations=evaluations)
@@ -71,27 +77,28 @@ def metrics(
             else connection.metrics(job_id, follow=False, from_step=first, evaluations=evaluations)
         )
         records: Iterator[dict[str, Any]] = map(json.loads, lines)
-        if as_json:
-            told = _tell_json(records)
+        if is_data(form):
+            told = _tell_data(records, form)
         elif as_csv:
             told = _tell_csv(records, evaluations=evaluations)
         else:
             most = _ROWS if from_step is None and not follow else None
-            told = _tell_table(records, most, evaluations=evaluations, plotted=plotted)
+            wide = form == "wide"
+            told = _tell_table(records, most, evaluations=evaluations, wide=wide, plotted=plotted)
     if not told:
         what = "evaluation" if evaluations else "step"
         since = "" if from_step is None else f" from step {from_step} on"
         click.echo(f"{job_id} has no {what}{since} so far", err=True)
 
 
-def _tell_json(records: Iterable[dict[str, Any]]) -> bool:
+def _tell_data(records: Iterable[dict[str, Any]], form: "Form") -> bool:
     """Whether there was anything to tell; so do the others."""
-    from oobleck.cli.output.text import dump_line
+    from oobleck.cli.output.form import entry
 
     told = False
     for record in records:
         told = True
-        click.echo(dump_line(record))
+        click.echo(entry(record, form))
     return told
 
 
@@ -108,7 +115,12 @@ def _tell_csv(records: Iterable[dict[str, Any]], *, evaluations: bool) -> bool:
 
 
 def _tell_table(
-    records: Iterable[dict[str, Any]], most: int | None, *, evaluations: bool, plotted: bool
+    records: Iterable[dict[str, Any]],
+    most: int | None,
+    *,
+    evaluations: bool,
+    wide: bool,
+    plotted: bool,
 ) -> bool:
     """`most`: so many rows at the end; None: all, each as it comes."""
     from oobleck.cli.output.metrics import head, row
@@ -122,14 +134,14 @@ def _tell_table(
             last.append(record)
         else:
             if not told:
-                click.echo(head(evaluations=evaluations))
-            click.echo(row(record, evaluations=evaluations))
+                click.echo(head(evaluations=evaluations, wide=wide))
+            click.echo(row(record, evaluations=evaluations, wide=wide))
         told = True
         if plotted and record["loss"] is not None:
             losses.append((record["step"], record["loss"]))
     if last:
-        rows = (row(record, evaluations=evaluations) for record in last)
-        click.echo("\n".join([head(evaluations=evaluations), *rows]))
+        rows = (row(record, evaluations=evaluations, wide=wide) for record in last)
+        click.echo("\n".join([head(evaluations=evaluations, wide=wide), *rows]))
     if losses:
         width = shutil.get_terminal_size().columns - 1 if sys.stdout.isatty() else _WIDTH
         click.echo("\n" + plot(losses, width=width))

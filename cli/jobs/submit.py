@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from oobleck.cli import options
+from oobleck.cli.completion import job_argument
 from oobleck.cli.jobs.job_file import check_checkpoints, check_inputs, read_job, read_profile
 from oobleck.cli.jobs.wheel import sent_text
 from oobleck.cli.options import master_option, set_option
@@ -77,8 +78,8 @@ def _follow(connection: object, job_id: str) -> int:
         last = follow.follow(connection, job_id, sys.stdout)
     except KeyboardInterrupt:
         click.echo(
-            f"oobleck: {job_id} goes on; watch it with 'oobleck events -f {job_id}', end it with "
-            f"'oobleck cancel {job_id}'",
+            f"oobleck: {job_id} goes on; watch it with 'oobleck status {job_id} --watch', end it "
+            f"with 'oobleck cancel {job_id}'",
             err=True,
         )
         return 130
@@ -90,7 +91,7 @@ def _follow(connection: object, job_id: str) -> int:
 
 
 @click.command()
-@click.argument("job_id", metavar="JOB")
+@job_argument()
 @click.option(
     "--checkpoint", "save_first", is_flag=True, help="Take a checkpoint first, and wait for it."
 )

@@ -1,31 +1,38 @@
-"""A timeline of a running job's steps, from the master to a file."""
+"""A timeline of a running job's steps, from the master to a file, and in one line."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
-from oobleck.cli.options import FAILED
+from oobleck.cli.options import FAILED, USAGE
 from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.planner.units import count
 
 
-def record(master: Endpoint, job_id: str, steps: int, output: Path) -> str:
-    """Write the Chrome trace of `steps` steps to come to `output`; returns what is in it, as
-    lines for a person. Raises CommandFailed."""
+def record(master: Endpoint, job_id: str, steps: int) -> str:
+    """The text of the Chrome trace of `steps` steps to come. Raises CommandFailed."""
     from oobleck.cli.client import MasterClient
 
     with MasterClient(master) as connection:
-        text = connection.timeline(job_id, steps)
+        return connection.timeline(job_id, steps)
+
+
+def check_folder(output: Path) -> None:
+    """Raises CommandFailed unless `output` may lie where it says."""
+    if not output.absolute().parent.is_dir():
+        raise CommandFailed(f"{output}: there is no such folder; make it first", USAGE)
+
+
+def write(text: str, output: Path) -> None:
+    """Raises CommandFailed."""
     try:
         output.write_text(text)
     except OSError as error:
         raise CommandFailed(
-            f"--timeline {output}: {error.strerror}; name a file that can be written", FAILED
+            f"{output}: {error.strerror}; name a file that can be written", FAILED
         ) from error
-    return summary(json.loads(text))
 
 
 def summary(trace: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from oobleck.cli.output.text import moment
 from oobleck.host.ipc.messages import StepRecord
 
 #: Key, head and width of each column. Fixed, so that a table can grow while it is shown.
@@ -35,15 +36,18 @@ _USUAL: Mapping[str, object] = dict(
 )
 
 
-def head(*, evaluations: bool) -> str:
-    return "  ".join(f"{name:>{width}}" for _, name, width in _columns(evaluations))
+def head(*, evaluations: bool, wide: bool = False) -> str:
+    line = "  ".join(f"{name:>{width}}" for _, name, width in _columns(evaluations))
+    return f"{line}  {'TIME':<19}" + ("" if evaluations else "  SAMPLES") if wide else line
 
 
-def row(record: Mapping[str, Any], *, evaluations: bool) -> str:
-    """One record below `head`."""
+def row(record: Mapping[str, Any], *, evaluations: bool, wide: bool = False) -> str:
+    """One record below `head`; a wide one has when it was, and the digest of its samples."""
     line = "  ".join(
         f"{_cell(record.get(key)):>{width}}" for key, _, width in _columns(evaluations)
     )
+    if wide:
+        line = f"{line}  {moment(record['time'])}  {record.get('samples_digest', '')}".rstrip()
     return f"{line}  skipped" if record.get("skipped") else line
 
 

@@ -21,7 +21,7 @@ import click
 from oobleck.cli.cluster.cluster import Cluster
 from oobleck.cli.cluster.local import check_room, interrupts
 from oobleck.cli.jobs.job_file import check_inputs, read_job
-from oobleck.cli.jobs.timeline import check_usage, record
+from oobleck.cli.jobs.timeline import check_usage, record, summary, write
 from oobleck.cli.jobs.wheel import sent_text
 from oobleck.cli.options import (
     DEFAULT_MASTER,
@@ -116,7 +116,9 @@ def profile(
     check_usage(job_file, job_id, timeline, steps)
     if timeline is not None and job_id is not None:
         _check_output("--timeline", timeline)
-        _say(record(master or Endpoint(address=DEFAULT_MASTER), job_id, steps or 1, timeline))
+        trace = record(master or Endpoint(address=DEFAULT_MASTER), job_id, steps or 1)
+        write(trace, timeline)
+        _say(summary(json.loads(trace)))
         _say(f"written to {timeline}; open it at ui.perfetto.dev")
         return 0
     assert job_file is not None, "the usage is checked"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import click
 
+from oobleck.cli.completion import job_argument
 from oobleck.cli.options import FAILED, master_option
 from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
@@ -50,7 +51,7 @@ class Tracker(Protocol):
 
 
 @click.command(epilog=_EPILOG)
-@click.argument("job_id", metavar="JOB")
+@job_argument()
 @click.option(
     "--to",
     "name",

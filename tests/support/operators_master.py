@@ -11,7 +11,7 @@ from oobleck.proto.control_pb2_grpc import OperatorServicer, add_OperatorService
 
 
 @contextmanager
-def answering(**answers: Callable[[Any], Any]) -> Iterator[str]:
+def answering(listen: str = "127.0.0.1:0", **answers: Callable[[Any], Any]) -> Iterator[str]:
     """Its address. `answers`: by the call's name; to all others the master is away."""
 
     class Service(OperatorServicer):
@@ -26,7 +26,7 @@ def answering(**answers: Callable[[Any], Any]) -> Iterator[str]:
         setattr(Service, name, lambda _, request, context, answer=answer: answer(request))
     server = grpc.server(ThreadPoolExecutor(2))
     add_OperatorServicer_to_server(Service(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(listen)
     server.start()
     try:
         yield f"127.0.0.1:{port}"

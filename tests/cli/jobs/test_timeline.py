@@ -1,10 +1,18 @@
-"""How `oobleck profile --timeline` may be called, and what it says of a file."""
+"""How timelines are asked for, and what is said of them."""
+
+import json
+from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from oobleck.cli.jobs.timeline import summary
 from oobleck.cli.planning.profile import profile
+from oobleck.cli.reading.timeline import timeline
+from oobleck.host.timeline import Recording, Span, Track, chrome_trace
+from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.proto import control_pb2 as pb
+from support.operators_master import answering
 
 
 @pytest.mark.parametrize(
@@ -35,3 +43,51 @@ def test_summary_names_steps_workers_and_clocks() -> None:
     assert summary(trace) == (
         "step 7 of 1 worker, clocks within 250 us; change of the plan before it: transfer"
     )
+
+
+def track(node: str, waits_ms: int) -> Track:
+    """Two steps of 10 ms; in each a forward pass of layers 0 and 1, then a wait, then a vote."""
+    spans = [Span("transfer", "recovery", 0, 5_000_000)]
+    for step in (7, 8):
+        at = step * 10_000_000
+        spans += [
+            Span("layer 0", "step", at + 1_000_000, 1_000_000),
+            Span("layer 1", "step", at + 2_000_000, 1_000_000),
+            Span("forward 3", "step", at + 1_000_000, 2_000_000),
+            Span("receive activation 0", "step", at + 3_000_000, waits_ms * 1_000_000),
+            Span("vote", "step", at + 8_000_000, 1_500_000),
+            Span(f"step {step}", "step", at, 10_000_000),
+            Span("sum 0", "sum", at + 1_000_000, 9_000_000),
+        ]
+    recording = Recording(number=1, generation=Generation(1), steps=(7, 8), spans=tuple(spans))
+    return Track(
+        worker=WorkerId(NodeName(node), 0), title="pipeline 0, stage 0", recording=recording
+    )
+
+
+def test_a_timeline_is_shown_as_a_table_and_written(tmp_path: Path) -> None:
+    trace = chrome_trace([track("n1", 1), track("n2", 4)])
+    reply = pb.TimelineReply(trace=json.dumps(trace))
+    asked: list[int] = []
+
+    def answer(request: pb.TimelineRequest) -> pb.TimelineReply:
+        asked.append(request.steps)
+        return reply
+
+    with answering(GetTimeline=answer) as address:
+
+        def told(*arguments: str) -> Result:
+            return CliRunner().invoke(timeline, ["demo-1", *arguments, "--master", address])
+
+        path = tmp_path / "out.json"
+        done = told(str(path), "--steps", "2")
+        assert json.loads(path.read_text()) == trace
+        assert json.loads(told("--json").stdout) == trace
+        nowhere = told(str(tmp_path / "no" / "out.json"))
+    assert asked == [2, 1], "a folder that is not there is told of first"
+    assert (nowhere.exit_code, "there is no such folder" in nowhere.stderr) == (2, True)
+    assert [" ".join(line.split()) for line in done.stdout.splitlines()[2:5]] == [
+        "WORKER LOAD COMPUTE RECEIVE SEND SUM VOTE OTHER STEP STAGE",
+        "n1/0 0.0 2.0 1.0 0.0 0.0 1.5 5.5 10.0 pipeline 0, stage 0",
+        "n2/0 0.0 2.0 4.0 0.0 0.0 1.5 2.5 10.0 pipeline 0, stage 0",
+    ]

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner, Result
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from oobleck.cli.jobs import show
 from oobleck.cli.jobs.follow import progress_line
 from oobleck.cli.main import oobleck
 from oobleck.cli.output import incident, text
 from oobleck.cli.output.events import event_line
+from oobleck.cli.reading.logs import logs as logs_command
 from oobleck.host.log import FieldFormatter
 from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.spec import TrainingSpec
@@ -105,13 +106,15 @@ def test_logs_are_raw_for_who_asks() -> None:
 
         def logs(*flags: str) -> str:
             asked = ["demo-1", "--master", address, *flags]
-            return CliRunner().invoke(show.logs, asked).output
+            return CliRunner().invoke(logs_command, asked).output
 
         assert is_shown(logs())
         assert r"\x1b]0;owned\x07\x9b31m" in logs()
         assert logs("--raw") == f"n1/0  {HOSTILE}\n"
         assert is_shown(logs("--json"))
         assert json.loads(logs("--json"))["line"] == HOSTILE
+        assert is_shown(logs("-o", "yaml"))
+        assert yaml.safe_load(logs("-o", "yaml"))["line"] == HOSTILE
 
 
 def test_a_checkpoint_whose_manifest_names_escapes(tmp_path: Path) -> None:

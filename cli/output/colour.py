@@ -1,0 +1,34 @@
+"""Colours on a terminal: of states alone, so that what needs a look stands out. Pure, but for
+`is_wanted`."""
+
+import os
+import re
+import sys
+
+import click
+
+_COLOURS = {
+    "green": ("running", "succeeded", "live"),
+    "yellow": (
+        *("reconfiguring", "waiting for nodes", "draining", "drained", "disconnected"),
+        "quarantined",
+    ),
+    "red": ("failed", "cancelled", "lost"),
+}
+_COLOUR_OF = {state: colour for colour, states in _COLOURS.items() for state in states}
+#: A state stands second: behind the name in a listing, behind `state` of one job.
+_STATE = re.compile(
+    rf"^(\S+ +)({'|'.join(sorted(_COLOUR_OF, key=len, reverse=True))})(?=:|\s|$)", re.MULTILINE
+)
+
+
+def is_wanted() -> bool:
+    """Whether standard output shows colours. NO_COLOR counts if it is not empty, as
+    https://no-color.org has it."""
+    dumb = os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")
+
+
+def states(text: str) -> str:
+    """`text` with the states of jobs and nodes in it coloured."""
+    return _STATE.sub(lambda found: found[1] + click.style(found[2], _COLOUR_OF[found[2]]), text)

@@ -1,0 +1,59 @@
+"""A timeline of a job's steps as a table: what each worker does in a step. Pure."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from oobleck.cli.output.table import table
+
+#: Columns, and the instructions that count for each.
+_COLUMNS: Mapping[str, Sequence[str]] = {
+    "LOAD": ("load",),
+    "COMPUTE": ("forward", "backward", "backward input", "backward weight", "optimizer"),
+    "RECEIVE": ("receive activation", "receive gradient"),
+    "SEND": ("send activation", "send gradient"),
+    "SUM": ("sync gradient",),
+    "VOTE": ("vote",),
+}
+_COLUMN_OF = {name: column for column, names in _COLUMNS.items() for name in names}
+
+Worker = tuple[int, int]
+
+
+def steps_table(trace: Mapping[str, Any], width: int | None = None) -> str:
+    """Milliseconds of a step, by what they go to, of each worker in a Chrome trace as
+    `oobleck.host.timeline` makes it; of several steps the mean."""
+    events: list[dict[str, Any]] = trace["traceEvents"]
+    nodes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    titles = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans: dict[Worker, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "step" and event["ph"] == "X":
+            spans[event["pid"], event["tid"]].append(event)
+    rows = []
+    for worker, title in titles.items():
+        taken_us = dict.fromkeys([*_COLUMNS, "OTHER", "STEP"], 0.0)
+        steps = 0
+        for depth, name, duration_us in _nested(spans[worker]):
+            if depth == 0:
+                steps += 1
+                taken_us["STEP"] += duration_us
+            elif depth == 1:
+                taken_us[_COLUMN_OF.get(name, "OTHER")] += duration_us
+        between_us = taken_us["STEP"] - sum(us for key, us in taken_us.items() if key != "STEP")
+        taken_us["OTHER"] += max(0.0, between_us)
+        cells = [f"{us / 1000 / max(1, steps):.1f}" for us in taken_us.values()]
+        rows.append([f"{nodes[worker[0]]}/{worker[1]}", *cells, title.partition(": ")[2]])
+    return table(["WORKER", *_COLUMNS, "OTHER", "STEP", "STAGE"], rows, width=width)
+
+
+def _nested(spans: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str, float]]:
+    """Depth (a step has 0), name without its number, and duration of one worker's spans, which lie
+    side by side or one inside the other."""
+    ends: list[float] = []
+    for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
+        while ends and ends[-1] <= span["ts"]:
+            ends.pop()
+        name, _, number = span["name"].rpartition(" ")
+        yield len(ends), name if number.isdigit() else span["name"], span["dur"]
+        ends.append(span["ts"] + span["dur"])

@@ -1,0 +1,182 @@
+"""`oobleck logs`: what a job's workers print."""
+
+import json
+import re
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import click
+
+from oobleck.cli import options
+from oobleck.cli.completion import job_argument, node_names
+from oobleck.host.command import CommandFailed
+from oobleck.host.display import inline
+from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.planner.units import parse_seconds
+
+if TYPE_CHECKING:
+    from oobleck.cli.client import MasterClient
+    from oobleck.cli.jobs.away import LogPosition
+    from oobleck.cli.output.form import Form
+    from oobleck.proto import control_pb2 as pb
+
+#: What the protocol's field holds.
+MOST_RANK = 2**32 - 1
+#: Lines that are kept until it is known that they are the last ones.
+_MOST_TAIL = 100_000
+#: Moments of today are given without a date.
+_CLOCK = re.compile(r"(\d\d?):(\d\d(?::\d\d)?)")
+
+_EPILOG = """\b
+Examples:
+  oobleck logs demo-1 --tail 20 -f              the last lines, and new ones
+  oobleck logs demo-1 --since 10m --grep 'loss|nan'
+  oobleck logs demo-1 --since '2026-03-01 04:00' --node n3"""
+
+
+class _Moment(click.ParamType):  # type: ignore[type-arg]  # not at run time of older ones
+    """A time ago or a moment, as the master writes it in front of a line: ISO 8601 in UTC."""
+
+    name = "time"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return _stamp(time.time() - parse_seconds(value))
+        except (ValueError, OverflowError, OSError):
+            pass  # it is no time ago
+        try:
+            moment = value.strip()
+            if clock := _CLOCK.fullmatch(moment):
+                moment = f"{datetime.now().date()} {clock[1]:0>2}:{clock[2]}"
+            return _stamp(datetime.fromisoformat(moment).timestamp())
+        except (ValueError, OverflowError, OSError):
+            text = f"{value!r} is no time; write 10m (ago), 14:30, or '2026-03-01 14:30'"
+            self.fail(text, param, ctx)
+
+
+def _stamp(unix: float) -> str:
+    return datetime.fromtimestamp(unix, UTC).isoformat(timespec="microseconds")
+
+
+class _Pattern(click.ParamType):  # type: ignore[type-arg]  # as above
+    name = "regex"
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> "re.Pattern[str]":
+        try:
+            return re.compile(value)
+        except re.error as error:
+            at = "" if error.pos is None else f", at character {error.pos + 1}"
+            self.fail(f"{value!r} is no regular expression: {error.msg}{at}", param, ctx)
+        except (RecursionError, OverflowError):
+            self.fail("is nested too deeply, or repeats too often; write a simpler one", param, ctx)
+
+
+@click.command(epilog=_EPILOG)
+@job_argument()
+@options.follow_option("Go on with new lines until the job ends.")
+@click.option(
+    "--tail",
+    type=click.IntRange(min=0, max=_MOST_TAIL),
+    metavar="N",
+    help="Of the lines so far only the last N.",
+)
+@click.option(
+    "--since",
+    type=_Moment(),
+    metavar="TIME",
+    help="Only lines from then on: 10m (ago), 14:30, or '2026-03-01 14:30'.",
+)
+@click.option(
+    "--grep", type=_Pattern(), metavar="REGEX", help="Only lines that have a match of REGEX."
+)
+@click.option(
+    "--node", metavar="NAME", shell_complete=node_names, help="Only the workers of this node."
+)
+@click.option(
+    "--rank",
+    type=click.IntRange(min=0, max=MOST_RANK),
+    metavar="N",
+    help="Only rank N of the current plan.",
+)
+@click.option(
+    "--raw", is_flag=True, help="Escapes and control characters as the workers wrote them."
+)
+@options.master_option
+@options.form_options("One JSON object {node, slot, line, time} per line.")
+def logs(
+    job_id: str,
+    follow: bool,
+    tail: int | None,
+    since: str | None,
+    grep: "re.Pattern[str] | None",
+    node: str | None,
+    rank: int | None,
+    raw: bool,
+    master: Endpoint,
+    form: "Form",
+) -> None:
+    """Show what a job's workers print, behind the name of the worker; --wide has when, too.
+
+    What a terminal would obey, such as an escape, is shown as text.
+    """
+    from oobleck.cli.client import MasterClient
+    from oobleck.cli.jobs.away import LogPosition, follow_logs
+    from oobleck.cli.output import text
+    from oobleck.cli.output.form import entry, is_data
+
+    def found(lines: "Iterable[pb.LogLine]") -> "Iterator[pb.LogLine]":
+        return (line for line in lines if grep is None or grep.search(line.line))
+
+    def show(lines: "Iterable[pb.LogLine]") -> None:
+        for line in lines:
+            if is_data(form):
+                click.echo(entry(text.plain(line), form))
+                continue
+            at = f"{line.time}  " if form == "wide" else ""
+            told = f"{at}{line.node}/{line.slot}  {line.line}"
+            click.echo(told if raw else inline(told), color=raw or None)
+
+    with MasterClient(master) as connection:
+        if node is not None and node not in (known := _nodes_of(connection, job_id)):
+            names = ", ".join(known) or "none yet"
+            problem = f"no such node in this job: {node}; it has {names}"
+            raise CommandFailed(problem, options.NO_SUCH_THING)
+        since = since or ""
+        told = LogPosition(time=since)
+        if tail is not None or not follow:
+            past = connection.logs(job_id, follow=False, node=node, rank=rank, since=since)
+            show(_last(found(_noted(past, told)), tail))
+        if follow:
+            show(found(follow_logs(connection, job_id, node=node, rank=rank, behind=told)))
+
+
+def _noted(lines: "Iterable[pb.LogLine]", told: "LogPosition") -> "Iterator[pb.LogLine]":
+    for line in lines:
+        told.told(line)
+        yield line
+
+
+def _last(lines: "Iterator[pb.LogLine]", tail: int | None) -> "Iterable[pb.LogLine]":
+    """All, each as it comes, or the last ones; no more of them than that are in memory."""
+    return lines if tail is None else deque(lines, maxlen=tail)
+
+
+def _nodes_of(master: "MasterClient", job_id: str) -> list[str]:
+    """All nodes that the job has or had, in order."""
+    plan = master.job(job_id).plan
+    found = {node for pipeline in plan.pipelines for node in pipeline.nodes}
+    found |= {node.node for node in master.nodes() if node.job_id == job_id}
+    for event in master.events(job_id, follow=False):
+        match json.loads(event.json):
+            case {"event": "started", "pipelines": pipelines}:
+                found |= {stage["node"] for pipeline in pipelines for stage in pipeline}
+            case {"event": "node_joined" | "node_lost", "node": str(node)}:
+                found.add(node)
+            case _:
+                pass  # about no node in particular, or about one that is in the others
+    return sorted(found)
