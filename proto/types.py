@@ -80,10 +80,14 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     trouble: str = ""
     #: How often in a row what they are forked from has ended.
     failed_starts: int = 0
-    #: Why its GPUs should train nothing, by NVML, with the fix; empty: they may.
+    #: Why its GPUs should train nothing, by NVML, with the fix, a trouble a line; empty: they may.
     sick: str = ""
     #: What else is wrong with them; empty: nothing that is known.
     concern: str = ""
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        return tuple(self.sick.splitlines())
 
     def worker(self, slot: int) -> WorkerStatus | None:
         return next((worker for worker in self.workers if worker.slot == slot), None)

@@ -262,8 +262,9 @@ def _unwell(node: Node) -> str:
     if not node.connected:
         return ""
     status, drain = node.seen.status, node.drain
-    told = drain is not None and drain.reason == status.sick
-    return "; ".join(text for text in ("" if told else status.sick, status.concern) if text)
+    sick = "; ".join(status.troubles)
+    told = drain is not None and drain.reason == sick
+    return "; ".join(text for text in ("" if told else sick, status.concern) if text)
 
 
 def _node_reason(state: ClusterState, node: Node, now: float) -> str:

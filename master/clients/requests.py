@@ -8,14 +8,18 @@ that decides, which comes after the request. Must not know gRPC, nor who may ask
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from oobleck.master.clients.sessions import Sessions
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.jobs import CheckpointRequested, JobCancelRequested, JobSubmitted
 from oobleck.master.events.nodes import NodeDrainRequested, NodeUndrained
 from oobleck.master.events.trust import CredentialsRevoked
+from oobleck.master.events.unions import Journaled
 from oobleck.master.inbox import Inbox
 from oobleck.master.rules.admission import Refusal
 from oobleck.master.state.job import ENDED
+from oobleck.master.state.node import Node
 from oobleck.master.state.trust import Decide, Denied, check_caller
 from oobleck.master.storage.disk import StorageFailed
 from oobleck.master.storage.ledger import Ledger
@@ -132,20 +136,26 @@ class Requests:
 
     async def drain(self, request_id: str, node: NodeName, reason: str, *, force: bool) -> None:
         """`node` is known."""
-        await self._about_node(
-            NodeDrainRequested(node=node, request_id=request_id, reason=reason, force=force)
-        )
+        event = NodeDrainRequested(node=node, request_id=request_id, reason=reason, force=force)
+        await self._about_node(event, lambda _: event)
 
     async def undrain(self, request_id: str, node: NodeName) -> None:
         """`node` is known."""
-        await self._about_node(NodeUndrained(node=node, request_id=request_id))
+        event = NodeUndrained(node=node, request_id=request_id)
+        await self._about_node(
+            event, lambda known: msgspec.structs.replace(event, excused=known.troubles)
+        )
 
-    async def _about_node(self, event: NodeDrainRequested | NodeUndrained) -> None:
+    async def _about_node(
+        self,
+        asked: NodeDrainRequested | NodeUndrained,
+        event: Callable[[Node], Journaled],
+    ) -> None:
         def answer(_: float) -> None:
             state = self._ledger.state
             # One that is lost may be forgotten meanwhile.
-            if event.node in state.nodes and event.request_id not in state.node_requests:
-                self._ledger.journal(event)
+            if asked.node in state.nodes and asked.request_id not in state.node_requests:
+                self._ledger.journal(event(state.nodes[asked.node]))
 
         await self._ask(answer)
 

@@ -147,7 +147,7 @@ class NodeQuarantined(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NodeReleased(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The node's quarantine is over."""
+    """The node's quarantine is over, or its drain for a sick GPU."""
 
     node: NodeName
     reason: str
@@ -158,6 +158,8 @@ class NodeUndrained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     node: NodeName
     request_id: str
+    #: What is wrong with its GPUs, and is not to be held against it.
+    excused: tuple[str, ...] = ()
 
 
 class NodeForgotten(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -9,10 +9,12 @@ must do without it as after a loss. A node that no job needs is drained at once.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from oobleck.master.events.jobs import CheckpointRequested
 from oobleck.master.events.nodes import NodeDrained, NodeDrainRequested, NodeKept, NodeLost
 from oobleck.master.events.unions import Journaled
+from oobleck.master.rules import sickness
 from oobleck.master.rules.decision import Context, Decision, decide
 from oobleck.master.rules.next_plan import next_generation, next_plan, plan_made
 from oobleck.master.state.cluster import ClusterState
@@ -21,14 +23,14 @@ from oobleck.master.state.job import Job
 from oobleck.master.state.node import Drain, Node
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.recovery.answer import Answer
+from oobleck.planner.recovery.reconfigure import can_lose
+from oobleck.planner.units import count
 
 TOLD_TO_END = "its agent was told to end"
 
 
 def take_wishes(context: Context) -> Decision | None:
-    """An agent asks for its node's drain in its status: for good where it was told to end, and for
-    as long as the job can go on without it where a GPU is sick. An operator who undrains a sick
-    node has it train until something else is wrong."""
+    """An agent that was told to end asks for its node's drain in its status."""
     wished = tuple(
         NodeDrainRequested(node=name, request_id="", reason=TOLD_TO_END, force=True)
         for name, node in sorted(context.state.nodes.items())
@@ -36,15 +38,7 @@ def take_wishes(context: Context) -> Decision | None:
         and node.seen.status.leaving
         and (node.drain is None or not (node.drain.force or node.drain.done))
     )
-    sick = tuple(
-        NodeDrainRequested(node=name, request_id="", reason=seen.status.sick, force=False)
-        for name, node in sorted(context.state.nodes.items())
-        if node.connected
-        and node.drain is None
-        and not (seen := node.seen).status.leaving
-        and seen.status.sick not in ("", seen.excused)
-    )
-    return decide((*wished, *sick), _names((*wished, *sick)))
+    return decide(wished, _names(wished))
 
 
 def farewell(context: Context) -> Decision | None:
@@ -116,7 +110,8 @@ def _still_there(state: ClusterState, job: Job) -> list[Node]:
 
 def plan_without_drained(context: Context, job: Job, live: Sequence[Node]) -> Answer:
     """Without the nodes that are to be drained; with them where nothing else is possible, but for
-    forced drains. Raises PlanInfeasible."""
+    forced drains, and with those that are only sick where the job can lose fewer nodes than it
+    wants. Raises PlanInfeasible."""
     state, generation = context.state, next_generation(context, job)
     kept = [
         node
@@ -124,11 +119,18 @@ def plan_without_drained(context: Context, job: Job, live: Sequence[Node]) -> An
         if state.is_ready(node, job) and node.drain is not None and not node.drain.force
     ]
     try:
-        return next_plan(context, job, live, generation)
+        found = next_plan(context, job, live, generation)
     except PlanInfeasible:
         if not kept:
             raise
-    return next_plan(context, job, _sorted([*live, *kept]), generation)
+        return next_plan(context, job, _sorted([*live, *kept]), generation)
+    left = can_lose(found.found.plan)
+    needed = [node for node in kept if sickness.is_too_much(job, node, left)]
+    if needed:
+        with suppress(PlanInfeasible):
+            more = next_plan(context, job, _sorted([*live, *needed]), generation)
+            return more if can_lose(more.found.plan) > left else found
+    return found
 
 
 def _sorted(nodes: Sequence[Node]) -> list[Node]:
@@ -204,13 +206,19 @@ def _find(
         rest = [other for other in staying if other is not node]
         try:
             live = _sorted([*ready, *rest])
-            found = next_plan(context, job, live, generation, "templates")
+            without = next_plan(context, job, live, generation, "templates")
         except PlanInfeasible as infeasible:
             if node.drain is not None and node.drain.force:
                 return None, _by_force(job, node, node.drain)
             events += _kept(job, node, "; ".join(infeasible.causes))
+            continue
+        left = can_lose(without.found.plan)
+        if sickness.is_too_much(job, node, left):
+            wanted = job.spec.fault_tolerance
+            why = f"without it {left} can be lost, of the {count(wanted, 'node')} that it wants"
+            events += _kept(job, node, why)
         else:
-            staying = rest
+            found, staying = without, rest
     return found, events
 
 

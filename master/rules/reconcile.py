@@ -22,6 +22,7 @@ from oobleck.master.rules import (
     node_faults,
     pace,
     replan,
+    sickness,
     stalls,
     uneven,
     worker_losses,
@@ -112,6 +113,9 @@ _RULES: tuple[Rule, ...] = (
     node_faults.put_aside,
     # A node comes back only after the same look at its failures, and in time for the plans.
     node_faults.release,
+    # So do sick ones; none is taken out in the same look that wants it back.
+    sickness.take_back,
+    sickness.take_out,
     # A node that nobody needs is told so before a plan could need it again.
     draining.finish,
     # How far the job is decides all that follows; checkpoints may set it back.

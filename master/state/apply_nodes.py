@@ -7,6 +7,7 @@ Must not know when work can move off a node: `oobleck.master.rules.draining` dec
 """
 
 from dataclasses import replace
+from typing import Literal
 
 from oobleck.master.events.nodes import (
     DrainEvent,
@@ -93,7 +94,9 @@ def _register(state: ClusterState, event: NodeRegistered, now: float) -> None:
         node.drain = _kept_by(known, event.facts)
         node.failures = known.failures
         node.seen.release_at = known.seen.release_at
-        if known.facts.incarnation == event.facts.incarnation and state.job is not None:
+        if not anew:
+            node.excused = known.excused
+        if not anew and state.job is not None:
             _take_back_loss(state.job, event)
     state.nodes[name] = node
 
@@ -170,11 +173,11 @@ def _drain(state: ClusterState, event: DrainEvent, now: float, unix: float) -> N
             node.drain = replace(node.drain, kept="", done=True)
         case NodeQuarantined() if node.drain is None:
             _quarantine(node, event, now, unix)
-        case NodeReleased() if node.is_quarantined:
+        case NodeReleased() if node.is_quarantined or node.is_out_as_sick:
             node.drain = None
         case NodeUndrained():
             node.failures = Failures()
-            node.seen.excused = node.seen.status.sick
+            node.excused |= {*event.excused}
             _note_request(state, event.request_id)
             node.drain = None
             if state.job is not None:
@@ -223,8 +226,10 @@ def _note_request(state: ClusterState, request_id: str) -> None:
 def _wished(before: Drain | None, event: NodeDrainRequested) -> Drain:
     """An operator's drain does not end with the agent, though the agent asks for it too."""
     by_agent = not event.request_id
-    if before is None or before.by == "quarantine":
-        return Drain(by="agent" if by_agent else "operator", reason=event.reason, force=event.force)
+    if before is None or before.by == "quarantine" or (before.by == "sickness" and event.force):
+        by: Literal["operator", "agent", "sickness"] = "agent" if event.force else "sickness"
+        by = by if by_agent else "operator"
+        return Drain(by=by, reason=event.reason, force=event.force)
     force = before.force or event.force
     if by_agent:
         return replace(before, force=force)
@@ -234,6 +239,10 @@ def _wished(before: Drain | None, event: NodeDrainRequested) -> Drain:
 def _kept_by(known: Node, facts: NodeFacts) -> Drain | None:
     """What of the node's drain counts for the agent that registers now."""
     drain = known.drain
-    if drain is None or drain.by != "agent" or known.facts.incarnation == facts.incarnation:
+    if (
+        drain is None
+        or drain.by not in ("agent", "sickness")
+        or known.facts.incarnation == facts.incarnation
+    ):
         return drain
     return None

@@ -39,8 +39,6 @@ class NodeSeen:
     #: When it was last heard of before its newest stream began.
     heard_before: float | None = None
     status: NodeStatus = field(default_factory=NodeStatus)
-    #: Why its GPUs should train nothing, as an operator has heard and had it train all the same.
-    excused: str = ""
     #: Since when it could prepare for the active job, and since when it is ready for it.
     assigned_at: float | None = None
     ready_at: float | None = None
@@ -78,8 +76,8 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
 class Drain:
     """The work on a node is to move off it."""
 
-    #: Whose wish it is; an agent's own ends with the agent.
-    by: Literal["operator", "agent", "quarantine"]
+    #: Whose wish it is; an agent's own ends with the agent, and so does one for a sick GPU.
+    by: Literal["operator", "agent", "sickness", "quarantine"]
     reason: str
     force: bool
     #: Why a job cannot go on without the node; empty: nothing is known.
@@ -119,6 +117,8 @@ class Node:
     #: None: it may get work.
     drain: Drain | None = None
     failures: Failures = Failures()
+    #: Troubles of its GPUs that an operator has it train with; its agent's end is theirs.
+    excused: frozenset[str] = frozenset()
     desired: Desired = field(default_factory=Desired)
     seen: NodeSeen
 
@@ -145,6 +145,16 @@ class Node:
     @property
     def is_quarantined(self) -> bool:
         return self.drain is not None and self.drain.by == "quarantine"
+
+    @property
+    def is_out_as_sick(self) -> bool:
+        return self.drain is not None and self.drain.by == "sickness"
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """Of its GPUs, as far as it is heard of and they count."""
+        told = self.seen.status.troubles if self.connected else ()
+        return tuple(trouble for trouble in told if trouble not in self.excused)
 
     @property
     def moves_off(self) -> bool:

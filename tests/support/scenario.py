@@ -961,7 +961,9 @@ class Player:
 
     def do_undrain(self, name: str) -> None:
         self.lives += 1
-        self._journal(NodeUndrained(node=NodeName(name), request_id=f"request-{self.lives}"))
+        request_id, known = f"request-{self.lives}", self.state.nodes[NodeName(name)]
+        event = NodeUndrained(node=NodeName(name), request_id=request_id, excused=known.troubles)
+        self._journal(event)
 
     def do_leave(self, *names: str) -> None:
         """The agents were told to end."""
@@ -979,9 +981,9 @@ class Player:
         self.agents[name]._status(failed_starts=int(failed_starts), trouble=trouble)
         self._tell(self.agents[name])
 
-    def do_sick(self, name: str, reason: str = "") -> None:
+    def do_sick(self, name: str, *troubles: str) -> None:
         """NVML says so to the node's agent; nothing: its GPUs are well."""
-        self.agents[name]._status(sick=reason)
+        self.agents[name]._status(sick="\n".join(troubles))
         self._tell(self.agents[name])
 
     def do_hindered(self, name: str, why: str) -> None:
