@@ -32,6 +32,10 @@ class GpuHealth:
         for board in sample.gpus:
             if board.bus in self.places:
                 self._samples.setdefault(board.bus, deque(maxlen=LOOK)).append(board)
+        shown = {board.bus for board in sample.gpus}
+        for bus in () if sample.problem else self._samples.keys() - shown:
+            # NVML may be read by another process than before, which cannot open it any more.
+            self._samples[bus].append(GpuSample(bus=bus, error="NVML does not show it any more"))
         for xid in sample.xids:
             mine = not xid.bus or xid.bus in self.places
             if mine and xid not in self._xids and len(self._xids) < _MOST_XIDS:
@@ -40,11 +44,11 @@ class GpuHealth:
     def told(self) -> tuple[str, str]:
         """Why nothing should be trained here, and what else is wrong; empty: nothing is."""
         found = troubles((samples[-1] for samples in self._samples.values()), self._xids)
-        sick = "; ".join(str(trouble) for trouble in found if trouble.sick)
+        sick = [str(trouble) for trouble in found if trouble.sick]
         rest = [str(trouble) for trouble in found if not trouble.sick]
         if self._problem:
             rest.append(f"the health of the GPUs is not known: {self._problem}")
-        return sick[:_MOST], "; ".join(rest)[:_MOST]
+        return _as_lines(sick), "; ".join(rest)[:_MOST]
 
     def hindrance(self, slot: int, own: Collection[int]) -> str:
         """What holds the worker of that slot back; empty: nothing that is seen. `own`: processes
@@ -53,3 +57,9 @@ class GpuHealth:
             return ""
         samples = self._samples.get(self.places[slot % len(self.places)], ())
         return hindrance(tuple(samples), own)[:_MOST]
+
+
+def _as_lines(troubles: Sequence[str]) -> str:
+    """As many as there is room for, whole, since the master compares them."""
+    text = "\n".join(troubles)[: _MOST + 1]
+    return text if len(text) <= _MOST else text[: text.rindex("\n")]

@@ -15,6 +15,7 @@ import msgspec
 import psutil
 
 from oobleck.host.gpu.choice import Gpu, GpuReport
+from oobleck.host.system.process import output_of
 
 _MODEL = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
 _SPACES = re.compile(r"\s+")
@@ -60,14 +61,9 @@ def find_gpus(environment: Mapping[str, str], chosen: Sequence[str] = ()) -> Gpu
     """The GPUs that processes with `environment` can use: those chosen, by their names to CUDA, or
     all. Raises ValueError where there are none, or a chosen one cannot be used."""
     try:
-        result = subprocess.run(
-            [sys.executable, "-m", "oobleck.worker.runtime.device", *chosen],
-            env=dict(environment),
-            capture_output=True,
-            timeout=_PROBE_TIMEOUT_S,
-            check=True,
-        )
-        report = msgspec.json.decode(result.stdout, type=GpuReport)
+        command = [sys.executable, "-m", "oobleck.worker.runtime.device", *chosen]
+        output = output_of(command, _PROBE_TIMEOUT_S, environment)
+        report = msgspec.json.decode(output, type=GpuReport)
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines()
         report = GpuReport(problem=lines[-1] if lines else f"exit code {error.returncode}")
@@ -91,9 +87,6 @@ def worker_environment(device: str, address: str = "") -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": os.path.expanduser(COMPILED),
         # torch warns twice for each look of a worker that waits for others to arrive.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # torch's store looks up the name of each host that it talks to, for its log, which takes
-        # 10 s where no name server answers (resolv.conf(5)).
-        "RES_OPTIONS": "timeout:1 attempts:1",
     }
     if device != "cuda":
         return common

@@ -30,46 +30,56 @@ async def watch(
     tell: Callable[[Sample], None],
     command: Sequence[str] = (),
 ) -> None:
-    """Tell each sample, until cancelled, or until it is clear that there is none to be had.
-    `command`: what prints samples; none: the reader of NVML."""
+    """Tell each sample, and why no more come, until cancelled, or until it is clear that this host
+    has none to be had. `command`: what prints samples; none: the reader of NVML."""
     command = command or [*with_parent(READER), str(_EVERY_S)]
-    while (problem := await _one(environment, tell, command)) is not None:
-        tell(Sample(problem=problem))
+    while True:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                env=environment,
+                limit=_MOST_BYTES,
+            )
+        except OSError as error:
+            tell(Sample(problem=f"the process that asks NVML does not start: {error.strerror}"))
+        else:
+            try:
+                last = await _listen(process, tell)
+            finally:
+                await _end(process)
+            if last.for_good:
+                logger.warning("the health of GPUs is not watched", extra={"reason": last.problem})
+                return
+            tell(last)
+            # One that the driver holds does not end; another one would be held as well.
+            await process.communicate()
         await asyncio.sleep(_AGAIN_S)
 
 
-async def _one(
-    environment: Mapping[str, str], tell: Callable[[Sample], None], command: Sequence[str]
-) -> str | None:
-    """One life of the process: why it is over; None: another one would say no more."""
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        env=environment,
-        limit=_MOST_BYTES,
-    )
+async def _listen(process: asyncio.subprocess.Process, tell: Callable[[Sample], None]) -> Sample:
+    """Tell each sample of GPUs; returns the one that says why no more come."""
     assert process.stdout is not None
     try:
         while True:
             async with asyncio.timeout(_SILENCE_S):
                 line = await process.stdout.readline()
             if not line:
-                return "the process that asks NVML has ended"
+                return Sample(problem="the process that asks NVML has ended")
             sample = msgspec.json.decode(line, type=Sample)
             if sample.problem:
-                reason = {"reason": sample.problem}
-                logger.warning("the health of GPUs is not watched", extra=reason)
-                return None
+                return sample
             tell(sample)
     except TimeoutError:
-        return f"NVML has been silent for {_SILENCE_S:.0f} s"
+        return Sample(problem=f"NVML has been silent for {_SILENCE_S:.0f} s")
     except ValueError as error:  # too long, or no sample
-        return f"what NVML says is not understood: {error}"
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        # One that the driver holds does not end.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_END_S):
-                await process.communicate()
+        return Sample(problem=f"what NVML says is not understood: {error}")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_END_S):
+            await process.communicate()

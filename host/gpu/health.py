@@ -78,7 +78,8 @@ def troubles(boards: Iterable[GpuSample], xids: Iterable[Xid]) -> tuple[Trouble,
     for xid in dict.fromkeys(xids):
         known = _SICK.get(xid.code) or _TOLD.get(xid.code)
         if known is not None:
-            sick = xid.code in _SICK
+            # Where it is not known which one has it, it may be another node's.
+            sick = xid.code in _SICK and xid.bus != ""
             fix = "restart the host" if xid.code == 79 else _RESET if sick else _LATER
             what = f"Xid {xid.code}, {known}"
             found.append(Trouble(bus=xid.bus, what=what, fix=fix, sick=sick))
@@ -87,6 +88,8 @@ def troubles(boards: Iterable[GpuSample], xids: Iterable[Xid]) -> tuple[Trouble,
 
 def _of_board(board: GpuSample) -> Iterable[Trouble]:
     bus = board.bus
+    if board == GpuSample(bus=bus):
+        yield Trouble(bus=bus, what="NVML can read nothing of it", fix="look into the kernel's log")
     if board.error:
         yield Trouble(bus=bus, what=board.error, fix="restart the host", sick=True)
     if board.remap_failed:

@@ -6,6 +6,7 @@ prints a `Sample` as a line of JSON, and with SECONDS another one so often, and 
 the driver reports. It is a process of its own because a call of a sick driver may never return.
 """
 
+import ctypes
 import sys
 import time
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ import msgspec
 
 from oobleck.host.gpu.sample import GpuProcess, GpuSample, Sample, Xid
 
-#: How often errors are asked for where NVML cannot wait for them.
+#: How often errors are asked for where NVML cannot wait for them, and told where many come.
 _LEAST_S = 0.5
+#: Errors that are told with one sample.
+_MOST_XIDS = 64
 
 
 def read_forever(every_s: float | None) -> Iterator[Sample]:
@@ -25,12 +28,14 @@ def read_forever(every_s: float | None) -> Iterator[Sample]:
     try:
         import pynvml as nvml
     except ImportError:
-        yield Sample(problem="the package nvidia-ml-py is not installed: pip install nvidia-ml-py")
+        problem = "the package nvidia-ml-py is not installed: pip install nvidia-ml-py"
+        yield Sample(problem=problem, for_good=True)
         return
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        yield Sample(problem=f"NVML: {error}")
+        missing = error.value == nvml.NVML_ERROR_LIBRARY_NOT_FOUND
+        yield Sample(problem=f"NVML: {error}", for_good=missing)
         return
     reader = _Reader(nvml)
     yield reader.read(())
@@ -49,6 +54,8 @@ class _Reader:
             with suppress(nvml.NVMLError):
                 handle = nvml.nvmlDeviceGetHandleByIndex(number)
                 self._boards[self._bus(handle)] = handle
+        #: Places by what handles point to: a lost board does not say any more where it is.
+        self._places = {_address(handle): bus for bus, handle in self._boards.items()}
         self._events = self._listen()
 
     def _ask(self, name: str, *arguments: Any) -> Any:
@@ -77,27 +84,23 @@ class _Reader:
         return events if listening else None
 
     def wait(self, timeout_s: float) -> tuple[Xid, ...]:
-        """The errors that come within the time; after the first, those that are there already."""
+        """The errors that come within the time; after the first, those that come with it."""
         nvml, begun = self._nvml, time.monotonic()
         found: list[Xid] = []
-        while self._events is not None:
+        while self._events is not None and len(found) < _MOST_XIDS:
             try:
                 event = nvml.nvmlEventSetWait(self._events, 0 if found else int(1000 * timeout_s))
             except nvml.NVMLError as error:
                 if error.value == nvml.NVML_ERROR_TIMEOUT:
                     return tuple(found)
                 break  # a lost GPU, which the next sample tells
-            found.append(Xid(bus=self._place(event.device), code=int(event.eventData)))
+            if not found:
+                time.sleep(_LEAST_S)
+            bus = self._places.get(_address(event.device), "")
+            found.append(Xid(bus=bus, code=int(event.eventData)))
         if not found:
             time.sleep(max(_LEAST_S, timeout_s - (time.monotonic() - begun)))
         return tuple(found)
-
-    def _place(self, handle: Any) -> str:
-        """Empty: the board does not say."""
-        try:
-            return self._bus(handle)
-        except self._nvml.NVMLError:
-            return ""
 
     def read(self, xids: tuple[Xid, ...]) -> Sample:
         gpus = tuple(self._board(bus, handle) for bus, handle in self._boards.items())
@@ -147,6 +150,10 @@ class _Reader:
             divided=divided is not None and bool(divided[0]),
             processes=None if running is None else tuple(map(_process, running)),
         )
+
+
+def _address(handle: Any) -> int | None:
+    return ctypes.cast(handle, ctypes.c_void_p).value
 
 
 def _flag(value: int | None) -> bool | None:

@@ -61,3 +61,5 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     driver: str = ""
     #: Why nothing can be read at all; empty: it can.
     problem: str = ""
+    #: Nor later: this host lacks what it takes.
+    for_good: bool = False

@@ -10,6 +10,7 @@ import psutil
 
 from oobleck.host.gpu.choice import Gpu
 from oobleck.host.gpu.sample import GpuProcess, Sample
+from oobleck.host.system.process import output_of
 from oobleck.planner.units import format_bytes
 
 READER = "oobleck.host.gpu.nvml"
@@ -17,15 +18,14 @@ READER = "oobleck.host.gpu.nvml"
 _ANSWER_S = 30.0
 #: Workers of an agent that was killed hold their GPUs until the driver has cleaned up.
 _LEAVE_S = 10.0
+_LOOK_S = 1.0
 
 
 def read_sample() -> Sample:
     """What NVML says now, asked by a process of its own."""
     try:
-        result = subprocess.run(
-            [sys.executable, "-m", READER], capture_output=True, timeout=_ANSWER_S, check=True
-        )
-        return msgspec.json.decode(result.stdout, type=Sample)
+        output = output_of([sys.executable, "-m", READER], _ANSWER_S)
+        return msgspec.json.decode(output, type=Sample)
     except subprocess.TimeoutExpired:
         return Sample(problem=f"NVML has not answered for {_ANSWER_S:.0f} s")
     except (OSError, subprocess.CalledProcessError, msgspec.DecodeError) as error:
@@ -36,22 +36,29 @@ def check_unused(
     gpus: Iterable[Gpu],
     read: Callable[[], Sample] = read_sample,
     sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Raises ValueError where another process computes on one of the GPUs and goes on with it, or
     one of them cannot be read. Where NVML says nothing, nobody does. Of a divided one NVML shows
     the processes of all parts, so none of them count."""
     wanted = {gpu.bus: gpu for gpu in gpus if not gpu.visible.startswith("MIG-")}
-    found: list[str] = []
-    for wait_s in (1.0,) * int(_LEAVE_S) + (0.0,):
+    until = clock() + _LEAVE_S
+    while True:
+        boards = [board for board in read().gpus if board.bus in wanted]
+        if lost := [f"GPU {wanted[b.bus].visible}: {b.error}" for b in boards if b.error]:
+            fix = "restart the host, or name other GPUs with --gpus"
+            raise ValueError(f"--device cuda: {'; '.join(lost)}; {fix}")
         found = [
             f"GPU {wanted[board.bus].visible} ({board.name}) is used by "
             f"{described(board.processes)}"
-            for board in read().gpus
-            if board.bus in wanted and board.processes and not board.divided
+            for board in boards
+            if board.processes and not board.divided
         ]
         if not found:
             return
-        sleep(wait_s)
+        if clock() >= until:
+            break
+        sleep(_LOOK_S)
     raise ValueError(
         f"--device cuda: {'; '.join(found)}; end that, name other GPUs with --gpus, or give "
         "--share-gpus and a --memory-per-worker that leaves them theirs"

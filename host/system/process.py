@@ -4,9 +4,14 @@ import ctypes
 import os
 import resource
 import signal
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
+#: What is killed ends within this, unless the kernel holds it.
+_KILLED_S = 1.0
 
 
 def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:
@@ -23,6 +28,31 @@ def with_parent(module: str) -> list[str]:
     """The beginning of a command that runs a module of Python, and ends with this process however
     that ends: once the thread that starts it has."""
     return [sys.executable, "-m", "oobleck.host.system.die_with_parent", str(os.getpid()), module]
+
+
+def output_of(
+    command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
+) -> bytes:
+    """What the command prints. Unlike `subprocess.run`, it does not wait for one that does not end
+    though it is killed, as where a driver hangs. Raises OSError, and of `subprocess` TimeoutExpired
+    and CalledProcessError."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    except BaseException:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_KILLED_S)
+        raise
+    finally:
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, output, errors)
+    return output
 
 
 def end_signals() -> tuple[signal.Signals, ...]:

@@ -2,14 +2,17 @@
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from oobleck.agent.connection.reports import status_of
 from oobleck.agent.events import GpusRead
 from oobleck.agent.health import GpuHealth
+from oobleck.agent.processes import gpu_watch
 from oobleck.agent.processes.gpu_watch import watch
 from oobleck.agent.state import NodeState
 from oobleck.host.gpu.sample import Sample, Xid
@@ -44,9 +47,9 @@ def test_what_is_mended_is_a_concern_and_a_lost_one_makes_the_node_sick() -> Non
     assert mended.concern.startswith(f"GPU {FIRST}: a bad row of memory is replaced with the next")
     assert f"GPU {FIRST}: Xid 94, memory error that hit one program alone; reset" in mended.concern
     lost = status(MENDED, LOST)
-    assert lost.sick == (
-        f"GPU {SECOND}: GPU is lost; restart the host; "
-        f"GPU {SECOND}: Xid 79, it has fallen off the bus; restart the host"
+    assert lost.troubles == (
+        f"GPU {SECOND}: GPU is lost; restart the host",
+        f"GPU {SECOND}: Xid 79, it has fallen off the bus; restart the host",
     )
     assert "Xid 94" in lost.concern, "errors are remembered"
 
@@ -55,12 +58,24 @@ def test_other_gpus_of_the_host_are_none_of_the_nodes() -> None:
     assert status(LOST, places=(FIRST,)) == NodeStatus()
     assert status(LOST, places=()) == NodeStatus()
     nobody = Sample(xids=(Xid(bus="", code=79),))
-    assert status(nobody, places=(FIRST,)).sick.startswith("GPU unknown: Xid 79")
+    told = status(nobody, places=(FIRST,))
+    assert told.sick == ""
+    assert told.concern.startswith("GPU unknown: Xid 79")
+
+
+def test_one_that_nvml_does_not_show_any_more_is_sick() -> None:
+    gone = replace(WELL, gpus=WELL.gpus[:1])
+    assert status(gone) == NodeStatus(), "it has never shown it"
+    reason = f"GPU {SECOND}: NVML does not show it any more; restart the host"
+    assert status(WELL, Sample(problem="NVML is silent"), gone).sick == reason
+    assert status(WELL, Sample(problem="NVML is silent")).sick == ""
 
 
 def test_what_is_told_has_an_end() -> None:
     storm = Sample(xids=tuple(Xid(bus=FIRST, code=code) for code in (*range(46, 160),) * 3))
-    assert len(status(storm).sick) <= 1000
+    told = status(storm)
+    assert 900 < len(told.sick) <= 1000
+    assert told.troubles[-1].endswith("replace it"), "each is whole"
 
 
 def test_what_holds_a_worker_back_is_in_its_status() -> None:
@@ -72,24 +87,18 @@ def test_what_holds_a_worker_back_is_in_its_status() -> None:
     assert worker.hindrance == "too hot, 1200 of 1980 MHz, 89 °C"
 
 
-def watched(command: list[str]) -> list[Sample]:
-    """What is told until its process has ended, or it gives up."""
+def watched(command: list[str], problems: int = 1) -> list[Sample]:
+    """What is told until so many of its processes have ended, or it gives up."""
     told: list[Sample] = []
 
     async def until_it_ends() -> None:
-        over = asyncio.Event()
-
         def tell(sample: Sample) -> None:
             told.append(sample)
-            if sample.problem:
-                over.set()
+            if sum(bool(each.problem) for each in told) == problems:
+                watching.cancel()  # before another one is started
 
         watching = asyncio.create_task(watch(os.environ, tell, command))
-        ended = asyncio.create_task(over.wait())
-        await asyncio.wait({watching, ended}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (watching, ended):
-            task.cancel()
-        await asyncio.gather(watching, ended, return_exceptions=True)
+        await asyncio.wait([watching])
 
     asyncio.run(until_it_ends())
     return told
@@ -108,6 +117,49 @@ def test_words_that_are_no_sample_are_told_as_such(tmp_path: Path, text: str) ->
     (tmp_path / "words").write_text(text)
     (told,) = watched(["cat", str(tmp_path / "words")])
     assert told.problem.startswith("what NVML says is not understood: ")
+
+
+def test_what_passes_is_told_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_watch, "_AGAIN_S", 0.0)
+    told = watched(["/no/such/program"], 2)
+    assert told[0].problem == (
+        "the process that asks NVML does not start: No such file or directory"
+    )
+    assert told == [told[0]] * 2
+    failing = Sample(problem="NVML: Driver Not Loaded")
+    assert watched(["echo", msgspec.json.encode(failing).decode()], 2) == [failing] * 2
+
+
+def test_no_second_process_is_started_while_the_driver_holds_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that does not end: its output stays open in a process that it has left behind."""
+    monkeypatch.setattr(gpu_watch, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(gpu_watch, "_END_S", 0.01)
+    starts, left = tmp_path / "starts", tmp_path / "left"
+    held = (
+        f"echo start >> {starts}; [ $(wc -l < {starts}) = 2 ] && exit; "
+        f"sleep 60 & echo $! > {left}; echo no sample; wait"
+    )
+
+    async def look() -> None:
+        told = asyncio.Event()
+
+        def tell(_: Sample) -> None:
+            if told.is_set():
+                watching.cancel()
+            told.set()
+
+        watching = asyncio.create_task(watch(os.environ, tell, ["sh", "-c", held]))
+        await told.wait()
+        await asyncio.sleep(0.2)
+        assert starts.read_text() == "start\n"
+        monkeypatch.setattr(gpu_watch, "_END_S", 60.0)
+        os.kill(int(left.read_text()), signal.SIGKILL)
+        await asyncio.wait([watching])
+        assert starts.read_text() == "start\nstart\n"
+
+    asyncio.run(look())
 
 
 def test_without_a_driver_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,9 +26,10 @@ def told(board: GpuSample = WELL, *codes: int) -> list[tuple[str, bool]]:
     return [(trouble.what, trouble.sick) for trouble in found]
 
 
-def test_a_gpu_that_is_well_or_says_nothing_has_no_trouble() -> None:
+def test_a_gpu_that_is_well_has_no_trouble_and_that_one_says_nothing_is_told() -> None:
     assert told() == []
-    assert told(GpuSample(bus=BUS)) == []
+    assert told(GpuSample(bus=BUS, uuid="GPU-0")) == []
+    assert told(GpuSample(bus=BUS)) == [("NVML can read nothing of it", False)]
 
 
 @pytest.mark.parametrize("code", [46, 48, 62, 64, 74, 79, 95, 109, 119, 120, 140])
@@ -67,6 +68,7 @@ def test_a_lost_one_is_sick_and_the_sick_come_first_each_error_once() -> None:
         ("Xid 94, memory error that hit one program alone", False),
     ]
     (trouble,) = troubles([], [Xid(bus="", code=79)])
+    assert not trouble.sick, "it may be another node's"
     assert str(trouble) == "GPU unknown: Xid 79, it has fallen off the bus; restart the host"
 
 

@@ -16,6 +16,17 @@ from support.nvml import LIBRARY, watch
 FIRST, SECOND = "0000:3b:00.0", "0000:b3:00.0"
 
 
+class Clock:
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def now(self) -> float:
+        return self.at
+
+    def sleep(self, seconds: float) -> None:
+        self.at += seconds
+
+
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the library."""
@@ -51,15 +62,23 @@ def test_all_that_is_told_of_a_board_and_what_an_old_driver_does_not_know(driver
 
 
 def test_errors_are_told_as_they_come_and_a_lost_board_says_so(driver: Path) -> None:
-    first, second = watch(driver, samples=2, every_s=60, FAKE_NVML_LOST="1")
+    first, second = watch(driver, samples=2, every_s=60, FAKE_NVML_LOST="later")
     assert first.xids == ()
     assert second.xids == (Xid(bus=SECOND, code=48), Xid(bus=SECOND, code=79))
     assert second.gpus[0].error == ""
     assert second.gpus[1] == GpuSample(bus=SECOND, error="GPU is lost")
 
 
-def test_without_a_driver_there_is_a_reason() -> None:
-    assert read_sample() == Sample(problem="NVML: NVML Shared Library Not Found")
+def test_a_reader_that_begins_later_sees_no_lost_board_and_one_that_fails_is_bare(
+    driver: Path,
+) -> None:
+    (sample,) = watch(driver, samples=1, FAKE_NVML_LOST="1", FAKE_NVML_DEAD="1")
+    assert sample.gpus == (GpuSample(bus=FIRST),)
+
+
+def test_without_a_driver_there_is_a_reason_and_nothing_to_wait_for() -> None:
+    reason = "NVML: NVML Shared Library Not Found"
+    assert read_sample() == Sample(problem=reason, for_good=True)
 
 
 def test_a_gpu_that_others_compute_on_is_refused(
@@ -72,11 +91,15 @@ def test_a_gpu_that_others_compute_on_is_refused(
     mine = Gpu(name="H100", uuid="0", memory_bytes=80 << 30, bus=FIRST, visible="0")
     theirs = Gpu(name="H100", uuid="1", memory_bytes=80 << 30, bus=SECOND, visible="1")
     check_unused([theirs], lambda: sample)
-    waits: list[float] = []
+    clock = Clock()
     reason = rf"GPU 0 \(NVIDIA H100\) is used by .+ \(process {os.getpid()}, 3.0 GiB\); end that"
     with pytest.raises(ValueError, match=reason):
-        check_unused([mine, theirs], lambda: sample, waits.append)
-    assert sum(waits) == 10
+        check_unused([mine, theirs], lambda: sample, clock.sleep, clock.now)
+    assert clock.at == 10
+    lost = Sample(gpus=(GpuSample(bus=SECOND, error="GPU is lost"),))
+    check_unused([mine], lambda: lost)
+    with pytest.raises(ValueError, match="GPU 1: GPU is lost; restart the host, or name other"):
+        check_unused([mine, theirs], lambda: lost)
 
 
 def test_workers_of_an_agent_before_are_waited_for() -> None:
@@ -86,3 +109,18 @@ def test_workers_of_an_agent_before_are_waited_for() -> None:
     gpu = Gpu(name="H100", uuid="0", memory_bytes=80 << 30, bus=FIRST, visible="0")
     check_unused([gpu], lambda: next(answers), lambda wait_s: None)
     assert next(answers, None) is None
+
+
+def test_a_slow_driver_does_not_make_the_wait_longer() -> None:
+    clock, asked = Clock(), 0
+    gpu = Gpu(name="H100", uuid="0", memory_bytes=80 << 30, bus=FIRST, visible="0")
+
+    def read() -> Sample:
+        nonlocal asked
+        asked += 1
+        clock.sleep(4)
+        return Sample(gpus=(GpuSample(bus=FIRST, processes=(GpuProcess(pid=1),)),))
+
+    with pytest.raises(ValueError, match="is used by"):
+        check_unused([gpu], read, clock.sleep, clock.now)
+    assert (asked, clock.at) == (3, 14)
