@@ -320,7 +320,9 @@ def agent(
         passed = passed_on(os.environ, more)
         withheld = len(os.environ) - len(passed)
         environment = {**worker_environment(device, address or ""), **passed, **network}
-        found = find(environment, gpus, shared=share_gpus) if device == "cuda" else GpuReport()
+        found = GpuReport()
+        if device == "cuda":
+            found = find(environment, gpus, workers, shared=share_gpus)
         if workers is None:
             workers = 1 if gpus is None else len(found.gpus)
         config = AgentConfig(

@@ -3,7 +3,8 @@
 Must not know what becomes of them later.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -21,16 +22,38 @@ from oobleck.host.gpu.users import check_unused
 from oobleck.host.versions import Versions, installed
 from oobleck.planner.profile.memory import gpu_reserve_bytes
 
+#: A worker computes in one thread, and NCCL's own keep about one more CPU busy.
+_CPUS_PER_WORKER = 2
 
-def find(environment: Mapping[str, str], option: str | None, *, shared: bool) -> GpuReport:
-    """The GPUs of this node's workers. `option`: --gpus; `shared`: others may compute on them.
-    Raises ValueError."""
+
+def find(
+    environment: Mapping[str, str], option: str | None, workers: int | None, *, shared: bool
+) -> GpuReport:
+    """The GPUs that this node's workers use. `option`: --gpus; `workers`: how many there are to be,
+    None: as many as --gpus names, or one; `shared`: others may compute on them. Raises
+    ValueError."""
     report = find_gpus(environment, chosen_gpus(option, environment))
-    check_distinct(report.gpus)
+    check_distinct(report.gpus, option)
+    if workers is None:
+        workers = 1 if option is None else len(report.gpus)
+    used = report.gpus[: max(1, workers)]
     if not shared:
-        check_unused(report.gpus)
-    gpus = tuple(msgspec.structs.replace(gpu, cpus=near_cpus(gpu.bus)) for gpu in report.gpus)
-    return msgspec.structs.replace(report, gpus=gpus)
+        check_unused(used)
+    gpus = tuple(msgspec.structs.replace(gpu, cpus=near_cpus(gpu.bus)) for gpu in used)
+    allowed = os.sched_getaffinity(0)
+    return msgspec.structs.replace(report, gpus=with_room(gpus, workers, allowed))
+
+
+def with_room(gpus: Sequence[Gpu], workers: int, allowed: Collection[int]) -> tuple[Gpu, ...]:
+    """With the CPUs that the agent may use; with none where these are too few for all the workers
+    that would share them, which run where they may then."""
+    near = [{*gpu.cpus} & {*allowed} for gpu in gpus]
+    told = []
+    for gpu, cpus in zip(gpus, near, strict=True):
+        sharers = sum(bool(near[slot % len(near)] & cpus) for slot in range(workers))
+        enough = len(cpus) >= _CPUS_PER_WORKER * sharers
+        told.append(msgspec.structs.replace(gpu, cpus=tuple(sorted(cpus)) if enough else ()))
+    return tuple(told)
 
 
 def versions(report: GpuReport) -> Versions:

@@ -51,12 +51,12 @@ def chosen_gpus(option: str | None, environment: Mapping[str, str]) -> tuple[str
     shown = environment.get("CUDA_VISIBLE_DEVICES")
     if option is None:
         return () if shown is None else _before_the_end(shown)
-    if shown is not None and shown != option:
+    names = tuple(part.strip() for part in option.split(","))
+    if shown is not None and _before_the_end(shown) != names:
         raise ValueError(
             f"--gpus {option}: CUDA_VISIBLE_DEVICES={shown} says another thing; leave one of them "
             "out"
         )
-    names = tuple(part.strip() for part in option.split(","))
     for name in names:
         if not (_NUMBER.fullmatch(name) or _UUID.fullmatch(name)):
             raise ValueError(
@@ -74,11 +74,12 @@ def _before_the_end(shown: str) -> tuple[str, ...]:
     return tuple(names[: names.index("-1")] if "-1" in names else names) or ("",)
 
 
-def check_distinct(gpus: Sequence[Gpu]) -> None:
-    """Raises ValueError where two names mean one GPU."""
+def check_distinct(gpus: Sequence[Gpu], option: str | None) -> None:
+    """Raises ValueError where two names mean one GPU. `option`: --gpus."""
+    source = "CUDA_VISIBLE_DEVICES" if option is None else "--gpus"
     for number, gpu in enumerate(gpus):
         if gpu.uuid in (other.uuid for other in gpus[:number]):
-            raise ValueError(f"--gpus: {gpu.visible} is a GPU that another name there means too")
+            raise ValueError(f"{source}: {gpu.visible} is a GPU that another name there means too")
 
 
 def near_cpus(bus: str, root: Path = _SYS) -> tuple[int, ...]:

@@ -22,7 +22,8 @@ from oobleck.worker.runtime.errors import NodeError
 
 
 def take_place(launch: Launch) -> None:
-    """Before CUDA is used and threads begin: see the worker's own GPU alone, and run near it."""
+    """Before CUDA is used, and the threads that compute begin: see the worker's own GPU alone, and
+    run near it."""
     if launch.visible:
         os.environ["CUDA_VISIBLE_DEVICES"] = launch.visible
     if cpus := os.sched_getaffinity(0).intersection(launch.cpus):

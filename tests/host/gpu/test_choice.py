@@ -42,6 +42,7 @@ def root(tmp_path: Path) -> Path:
         (None, "3,1,-1,0", ("3", "1")),
         (None, "", ("",)),
         ("0", "0", ("0",)),
+        ("0,1", "0, 1", ("0", "1")),
     ],
 )
 def test_the_option_or_the_environment_says_which(
@@ -70,9 +71,12 @@ def test_what_names_no_gpus_is_refused(option: str, reason: str) -> None:
 def test_two_names_of_one_gpu_are_refused() -> None:
     gpu = Gpu(name="H100", uuid="u", memory_bytes=1, visible="0")
     other = Gpu(name="H100", uuid="v", memory_bytes=1, visible="1")
-    check_distinct([gpu, other])
-    with pytest.raises(ValueError, match="GPU-u is a GPU that another name there means too"):
-        check_distinct([gpu, Gpu(name="H100", uuid="u", memory_bytes=1, visible="GPU-u")])
+    check_distinct([gpu, other], None)
+    same = Gpu(name="H100", uuid="u", memory_bytes=1, visible="GPU-u")
+    for option, source in ((None, "CUDA_VISIBLE_DEVICES"), ("0,GPU-u", "--gpus")):
+        reason = f"^{source}: GPU-u is a GPU that another name there means too"
+        with pytest.raises(ValueError, match=reason):
+            check_distinct([gpu, same], option)
 
 
 def test_the_kernel_says_which_cpus_are_near(root: Path) -> None:
