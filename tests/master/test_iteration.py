@@ -96,6 +96,20 @@ def test_a_master_that_is_stopped_in_its_turn_convicts_nobody(tmp_path: Path) ->
     asyncio.run(play())
 
 
+def test_what_is_wrong_with_a_node_when_it_is_undrained_is_journaled(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with running(tmp_path, Clock()) as master:
+            session = await opened(master)
+            await master.sessions.receive(session, NodeStatus(sick="GPU 0: lost\nGPU 1: lost"))
+            await master.requests.undrain("u", N1)
+            assert master.state.nodes[N1].excused == {"GPU 0: lost", "GPU 1: lost"}
+        async with running(tmp_path, Clock()) as master:
+            await turned(master)
+            assert master.state.nodes[N1].excused == {"GPU 0: lost", "GPU 1: lost"}
+
+    asyncio.run(play())
+
+
 def test_what_came_just_before_a_pause_says_nothing_about_it(tmp_path: Path) -> None:
     async def play() -> None:
         clock = Clock()
