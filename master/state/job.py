@@ -73,7 +73,7 @@ class Saves:
     numbers: dict[str, int] = field(default_factory=dict)
     #: The newest checkpoint; None: none.
     checkpoint: CheckpointSaved | None = None
-    #: Unix time at which the master heard of it; 0 while there is none.
+    #: Unix time at which the master heard of it; 0: there is none, or a snapshot does not tell.
     checkpoint_at: float = 0.0
     #: Why the last save came to nothing; empty as soon as there is a newer checkpoint.
     failure: str = ""

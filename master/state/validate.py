@@ -349,8 +349,8 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
         lambda _, job: max(job.saves.numbers.values(), default=0) <= job.saves.requested,
     ),
     (
-        "a checkpoint has the time at which it was told of, and nothing else has",
-        lambda _, job: (job.saves.checkpoint is not None) == (job.saves.checkpoint_at > 0),
+        "only a checkpoint has a time at which it was told of",
+        lambda _, job: job.saves.checkpoint is not None or not job.saves.checkpoint_at,
     ),
     (
         "only the recovery into a generation that has committed no step has a timeline",
