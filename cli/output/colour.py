@@ -1,5 +1,5 @@
 """Colours on a terminal: of states alone, so that what needs a look stands out. Pure, but for
-`is_wanted`."""
+what asks whether there is one."""
 
 import os
 import re
@@ -22,11 +22,15 @@ _STATE = re.compile(
 )
 
 
+def is_terminal() -> bool:
+    """Whether standard output is a terminal that obeys escapes."""
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
 def is_wanted() -> bool:
     """Whether standard output shows colours. NO_COLOR counts if it is not empty, as
     https://no-color.org has it."""
-    dumb = os.environ.get("TERM") == "dumb"
-    return sys.stdout.isatty() and not dumb and not os.environ.get("NO_COLOR")
+    return is_terminal() and not os.environ.get("NO_COLOR")
 
 
 def states(text: str) -> str:

@@ -42,7 +42,7 @@ def show(
             answer = ask(connection)
             _warn(connection.problem)
             click.echo(document(answer.data, form) if is_data(form) else _painted(answer.text()))
-        elif sys.stdout.isatty() and not is_data(form):
+        elif colour.is_terminal() and not is_data(form):
             _redraw(connection, ask, watch_s)
         else:
             _append(connection, ask, form, watch_s)
