@@ -157,35 +157,6 @@ def test_what_layers_draw_is_the_same_on_every_plan(cluster: LocalCluster) -> No
     assert losses != pytest.approx(without, rel=1e-3)
 
 
-def test_it_goes_on_from_a_checkpoint_on_three_nodes(cluster: LocalCluster, tmp_path: Path) -> None:
-    job = job_of(
-        "resumed",
-        own("own_models:pairs", SUPPORT),
-        own("own_models:Pairs", SUPPORT),
-        "fp64",
-        checkpoint={"path": str(tmp_path / "saved"), "every": 100},
-    )
-    training = job["training"]
-    assert isinstance(training, dict)
-    training["steps"] = STEPS // 2
-    make_whole(cluster, ALL)
-    job_id = cluster.submit(job)
-    assert cluster.wait_end(job_id) == "succeeded", cluster.end_of(job_id)
-    make_whole(cluster, {"n1", "n2", "n4"})
-    training["steps"] = STEPS
-    resources = job["resources"]
-    assert isinstance(resources, dict)
-    resources["min_nodes_per_pipeline"] = 1
-    job_id = cluster.submit(job)
-    assert cluster.wait_end(job_id) == "succeeded", cluster.end_of(job_id)
-    losses, _ = plain_loop(own_models.pairs, own_models.Pairs(), torch.float64)
-    metrics = cluster.metrics(job_id)
-    assert [line["step"] for line in metrics] == list(range(STEPS // 2 + 1, STEPS + 1))
-    assert [line["loss"] for line in metrics] == pytest.approx(
-        losses[STEPS // 2 :], rel=1e-12, abs=0
-    )
-
-
 def test_what_is_compiled_trains_as_what_is_not(cluster: LocalCluster) -> None:
     job = job_of(
         "compiled",

@@ -1,7 +1,6 @@
 """An optimizer that a job names on a real cluster: the same training as a plain loop of torch,
 whatever fails."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,16 @@ from bench.support.cluster import LocalCluster
 from bench.support.preloaded import Preloaded
 from oobleck.model import initial
 from oobleck.worker.data.order import Order
+from support import own_models
 from support.clusters import PATIENT
+from support.folders import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-ROOT = Path(__file__).parent.parent.parent
-EXAMPLES = ROOT / "examples"
-sys.path.append(str(EXAMPLES))
-
-import tagger  # noqa: E402  # an example is no package
-
+SUPPORT = str(ROOT / "tests" / "support")
 BATCH, STEPS, RATE, SEED, DECAY = 16, 16, 2.0e-3, 7, 0.1
-MODEL, DATA = {"width": 16, "blocks": 3}, {"size": 256, "length": 8}
 #: Not decayed, though it is a matrix.
-SPARED = "2.mix.weight"
+SPARED = "2.inner.0.weight"
 FAULTS: list[dict[str, object]] = [
     {
         "worker": {"node": "n3", "slot": 0},
@@ -50,11 +45,12 @@ def cluster(
         yield cluster
 
 
-def job_of(steps: int, saved: Path) -> dict[str, Any]:
+def job_of(steps: int, least: int, saved: Path) -> dict[str, Any]:
+    """`least`: nodes of a pipeline."""
     return {
         "name": "losing",
-        "model": {"python": "tagger:tagger", "path": str(EXAMPLES), "arguments": MODEL},
-        "data": {"python": "tagger:Sentences", "path": str(EXAMPLES), "arguments": DATA},
+        "model": {"python": "own_models:pairs", "path": SUPPORT},
+        "data": {"python": "own_models:Pairs", "path": SUPPORT},
         "training": {
             "steps": steps,
             "global_batch": BATCH,
@@ -71,14 +67,15 @@ def job_of(steps: int, saved: Path) -> dict[str, Any]:
             },
         },
         "profile": "estimate",
+        "resources": {"min_nodes_per_pipeline": least},
         "checkpoint": {"path": str(saved), "every": 100},
     }
 
 
 def plain_losses() -> list[float]:
     """Of a loop over all layers in one process."""
-    net = initial(lambda: tagger.tagger(**MODEL), SEED).double()
-    data, parameters = tagger.Sentences(**DATA), list(net.parameters())
+    net = initial(own_models.pairs, SEED).double()
+    data, parameters = own_models.Pairs(), list(net.parameters())
     decayed = [p for name, p in net.named_parameters() if p.dim() > 1 and name != SPARED]
     rest = [p for name, p in net.named_parameters() if p.dim() < 2 or name == SPARED]
     order = Order.of(len(data), 0.0)
@@ -93,8 +90,9 @@ def plain_losses() -> list[float]:
     found = []
     for step in range(1, STEPS + 1):
         rows = [data[int(i)] for i in order.of_step(SEED, step, range(BATCH), BATCH)]
-        words, tags = (torch.stack(side) for side in zip(*rows, strict=True))
-        mean = tagger.loss(net(words), tags).mean()
+        inputs = {name: torch.stack([x[name] for x, _ in rows]) for name in rows[0][0]}
+        scores = torch.stack([score for _, score in rows]).double()
+        mean = own_models.loss(net(inputs), scores).mean()
         optimizer.zero_grad()
         mean.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -113,10 +111,11 @@ def train(cluster: LocalCluster, job: dict[str, Any]) -> tuple[str, list[float]]
 def test_nadam_survives_the_loss_of_a_node_and_goes_on_from_a_checkpoint(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Its moments are moved and saved, and what it keeps beside them is known to all."""
-    job_id, first = train(cluster, job_of(STEPS // 2, tmp_path / "saved"))
+    """Its moments are moved and saved, those of tied parameters too, and what it keeps beside them
+    is known to all. The checkpoint is read for other pipelines than those that wrote it."""
+    job_id, first = train(cluster, job_of(STEPS // 2, 2, tmp_path / "saved"))
     told = cluster.events(job_id, "reconfigured")
     assert [node for record in told for node in record["nodes_lost"]] == ["n3"], told
-    _, second = train(cluster, job_of(STEPS, tmp_path / "saved"))
+    _, second = train(cluster, job_of(STEPS, 1, tmp_path / "saved"))
     assert [len(first), len(second)] == [STEPS // 2, STEPS // 2]
     assert [*first, *second] == pytest.approx(plain_losses(), rel=1e-12, abs=0)
