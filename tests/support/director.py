@@ -54,6 +54,7 @@ from oobleck.planner.programs.pipeline import Pipeline
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold
 from oobleck.planner.schedules import Schedule
+from oobleck.worker.transport.links.calls import ANSWER_LIMIT_S
 from support import devices
 from support.fake_switch import Switch
 from support.folders import SUPPORT
@@ -129,14 +130,25 @@ class LiveWorker:
         self.channel.close()
 
 
+_WARM = """
+from oobleck.worker import warm
+from oobleck.worker.transport.links import calls
+calls.ANSWER_LIMIT_S = {}
+warm.main()
+"""
+
+
 class WarmWorkers:
     """A real warm process; serves many directors one after the other. A context manager."""
 
-    def __init__(self, within: Sequence[str] = ()) -> None:
-        """`within`: the command, if any, that runs it, as in a network of its own."""
+    def __init__(
+        self, within: Sequence[str] = (), *, answer_limit_s: float = ANSWER_LIMIT_S
+    ) -> None:
+        """`within`: the command, if any, that runs it, as in a network of its own;
+        `answer_limit_s`: that of its workers for each other's answer to a call."""
         self.socket, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [*within, sys.executable, "-m", "oobleck.worker.warm"],
+            [*within, sys.executable, "-c", _WARM.format(answer_limit_s)],
             stdin=theirs,
             env={
                 **os.environ,

@@ -7,7 +7,7 @@ float64, where anything but the order of sums would show.
 import functools
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +44,13 @@ def job(**training: object) -> JobSpec:
         data=DataSpec(text=(text(),)),
         training=TrainingSpec(**{**values, **training}),  # type: ignore[arg-type]
     )
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[WarmWorkers]:
+    """Its workers give up sooner one that does not answer."""
+    with WarmWorkers(answer_limit_s=10.0) as warm:
+        yield warm
 
 
 @pytest.fixture(scope="module")
@@ -350,14 +357,14 @@ def test_frozen_peer_is_left_by_the_push_of_a_generation(
     ],
 )
 def test_frozen_host_of_the_meeting_holds_up_no_other(
-    warm: WarmWorkers, undisturbed: dict[int, float | None], frozen: str, pushed: str
+    hasty: WarmWorkers, undisturbed: dict[int, float | None], frozen: str, pushed: str
 ) -> None:
     # a hosts the meeting. Until e comes, nobody goes on; and the kernel goes on taking connections
     # for a stopped process, so that nothing but time tells the others.
     held = ["e"] if frozen == "while all wait for e" else ["a", "e"]
     faults = [fault(node, "before:rendezvous", step=None, action="stop") for node in held]
     without = make_plan(2, [[("b", 2), ("c", 2), ("d", 1)]], [8])
-    with Director(warm, job(), faults) as cluster:
+    with Director(hasty, job(), faults) as cluster:
         cluster.start("a", "b", "c", "d", "e")
         cluster.assign(FIVE)
         cluster.wait(
