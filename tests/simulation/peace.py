@@ -64,7 +64,7 @@ def _usable(job: Job, fit: list[Node]) -> int:
     most = job.spec.model.layer_count
     profile = job.profiling.chosen.profile if job.profiling.chosen is not None else None
     if profile is not None and all(set(layer.forward_s) == {1} for layer in profile.layers):
-        most //= max(node.facts.worker_slots for node in fit)
+        most //= max((node.facts.worker_slots for node in fit), default=1)
     sizes = {0}
     for _ in fit:
         longer = {size + more for size in sizes for more in range(least, most + 1)}
