@@ -188,7 +188,7 @@ def _evaluation_steps(job: Job) -> float:
 def _moving_s(spec: JobSpec, plan: Plan, worker_slots: int) -> float:
     """For how long the layers of any one worker may be on their way to it, or to a disk."""
     profile = estimate_profile(spec, gpus_per_node=worker_slots, memory_per_worker_bytes=1)
-    sizes = [layer.state_bytes for layer in profile.layers]
+    sizes = [layer.travelling_bytes for layer in profile.layers]
     most = max(sum(sizes[layer] for layer in layers) for layers in plan.held.values())
     return most / _SLOWEST_BYTES_PER_S
 

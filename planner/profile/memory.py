@@ -120,6 +120,11 @@ def state_bytes(parameters: int, training: TrainingSpec) -> int:
     return (2 + training.optimizer.moments) * parameters * STATE_ITEM_BYTES[training.precision]
 
 
+def moved_bytes(parameters: int, training: TrainingSpec) -> int:
+    """What is sent of that to another worker: no gradients."""
+    return state_bytes(parameters, training) - parameters * STATE_ITEM_BYTES[training.precision]
+
+
 def narrow_bytes(parameters: int, precision: Precision) -> int:
     """The copy of so many weights that a layer computes with, where that is of another type."""
     return parameters * ACTIVATION_ITEM_BYTES[precision] if precision == "bf16" else 0

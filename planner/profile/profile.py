@@ -12,7 +12,14 @@ MOST_BYTES, MOST_BYTES_IN_ALL = 2**60 - 1, 2**62 - 1
 LEAST_RATE, MOST_RATE = 1.0, 1e18
 MOST_LAYERS = 1024
 #: Fields of a layer in bytes.
-OPTIONAL_BYTES = ("sum_bytes", "tied_bytes", "working_bytes", "mapped_bytes", "exchange_bytes")
+OPTIONAL_BYTES = (
+    "moved_bytes",
+    "sum_bytes",
+    "tied_bytes",
+    "working_bytes",
+    "mapped_bytes",
+    "exchange_bytes",
+)
 BYTES = ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes", *OPTIONAL_BYTES)
 _MOST = {"microbatch": 2**31 - 1, "gpus_per_node": 1024, "gpu_memory_bytes": MOST_BYTES}
 
@@ -45,12 +52,14 @@ class LayerProfile:
     forward_s: Mapping[int, float]
     backward_s: Mapping[int, float]
     parameter_bytes: int
-    #: Weights, gradients and optimizer moments.
+    #: Weights, gradients and optimizer moments, and what else of the layer stays in memory.
     state_bytes: int
     #: Kept per micro-batch from its forward to its backward.
     activation_bytes: int
     #: Sent to the next stage per micro-batch.
     output_bytes: int
+    #: The part of `state_bytes` that is sent where the layer moves to another worker; 0: all.
+    moved_bytes: int = 0
     #: The sum of the layer's gradients over all workers that hold the layer, where several do.
     sum_bytes: int = 0
     #: The part of `sum_bytes` that the layer shares with another: summed in every plan.
@@ -95,12 +104,18 @@ class LayerProfile:
                 raise self._wrong(name, f"{value} is negative; give bytes >= 0")
             if value > MOST_BYTES:
                 raise self._wrong(name, "is too large; give bytes < 2^60")
-        if self.tied_bytes > self.sum_bytes:
-            raise self._wrong(
-                "tied_bytes",
-                f"{self.tied_bytes} is more than sum_bytes ({self.sum_bytes}), of which it is a "
-                "part; correct one of them or leave tied_bytes out",
-            )
+        for part, whole in (("tied_bytes", "sum_bytes"), ("moved_bytes", "state_bytes")):
+            if getattr(self, part) > getattr(self, whole):
+                raise self._wrong(
+                    part,
+                    f"{getattr(self, part)} is more than {whole} ({getattr(self, whole)}), of "
+                    f"which it is a part; correct one of them or leave {part} out",
+                )
+
+    @property
+    def travelling_bytes(self) -> int:
+        """Of the layer, where it moves to another worker."""
+        return self.moved_bytes or self.state_bytes
 
     def _wrong(self, field_path: str, problem: str) -> InvalidProfile:
         return InvalidProfile(f"layer {self.name}: ", field_path, problem)

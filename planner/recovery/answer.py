@@ -102,7 +102,7 @@ def idle(change: Change, plan: Plan) -> tuple[NodeName, ...]:
 def moves(change: Change, plan: Plan) -> tuple[int, int]:
     """Bytes of state that workers lack before `plan` can begin, and those of the node that receives
     or sends most."""
-    received, sent = _moves(change, plan, [layer.state_bytes for layer in change.profile.layers])
+    received, sent = _moves(change, plan, [la.travelling_bytes for la in change.profile.layers])
     return received.total(), max((*received.values(), *sent.values()), default=0)
 
 
@@ -111,7 +111,7 @@ def outrun_bytes(change: Change, plan: Plan, step_s: float) -> int:
     the gradients of each step, and a node's link carries no more of these than fit into one."""
     layers = change.profile.layers
     room = change.profile.links.inter_node_bytes_per_s * step_s
-    state = _moves(change, plan, [layer.state_bytes for layer in layers])
+    state = _moves(change, plan, [layer.travelling_bytes for layer in layers])
     gradients = _moves(change, plan, [layer.parameter_bytes for layer in layers])
     return max(
         sum(

@@ -220,7 +220,7 @@ def _least_cost(
     """The change of least step time and transfer; of those that tie, where no node is lost, of the
     most pipelines; of those of the fewest bytes, and of those the first."""
     fastest = min(time for time, _ in timed)
-    state_bytes = [layer.state_bytes for layer in profile.layers]
+    state_bytes = [layer.travelling_bytes for layer in profile.layers]
     rate = profile.links.inter_node_bytes_per_s
     least = float("inf")
     ways: list[tuple[float, int, int, Change, Seats]] = []

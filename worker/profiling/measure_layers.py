@@ -190,6 +190,7 @@ def _measure(
         update_s={1: median(seconds.update)},
         parameter_bytes=state.gradient.nbytes,
         state_bytes=sum(tensor.nbytes for tensor in state.tensors) + constant_bytes(state.module),
+        moved_bytes=state.storage.nbytes,
         sum_bytes=state.gradient.nbytes,
         tied_bytes=state.layout.tied * state.gradient.itemsize,
         activation_bytes=sum(kept),

@@ -26,7 +26,7 @@ def recut(plan: Plan, profile: Profile) -> Plan:
     memory holds what its schedule keeps; those stay that are as good as that. Who holds layers and
     runs none has no part in it."""
     table = StageTable(profile)
-    state = np.cumsum([0, *(layer.state_bytes for layer in profile.layers)], dtype=np.float64)
+    state = np.cumsum([0, *(layer.travelling_bytes for layer in profile.layers)], dtype=np.float64)
     pipelines = tuple(_recut(one, plan, table, state) for one in plan.pipelines)
     if pipelines == plan.pipelines:
         return plan

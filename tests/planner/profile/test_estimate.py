@@ -29,6 +29,8 @@ def test_parameters_are_those_of_the_built_in_model(precision: Precision, item: 
     # In a bf16 job all but the embedding compute with a copy of half the size.
     copies = [0, *(count * 2 * (precision == "bf16") for count in counts[1:])]
     assert [la.state_bytes - 4 * la.parameter_bytes for la in profile.layers] == copies
+    # Neither the gradient nor that copy moves with a layer.
+    assert [la.travelling_bytes for la in profile.layers] == [3 * item * n for n in counts]
 
 
 def test_the_counts_match_the_model_that_is_trained() -> None:

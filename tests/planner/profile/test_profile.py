@@ -78,6 +78,12 @@ def test_split_and_update_times_may_be_left_out() -> None:
     assert "update_s" not in json.loads(format_profile(parse(tree)))["layers"][1]
 
 
+def test_all_of_the_state_moves_where_nothing_else_is_said() -> None:
+    assert parse(TREE).layers[1].travelling_bytes == 400
+    layer = parse(changed("layers", 1, "moved_bytes", value=300)).layers[1]
+    assert (layer.state_bytes, layer.travelling_bytes) == (400, 300)
+
+
 @pytest.mark.parametrize("number", [2**31 + 1, 2**53 + 1, 2**60 - 1])
 def test_large_byte_counts_just_work(number: int) -> None:
     tree = changed("gpu_memory_bytes", value=number)
@@ -195,6 +201,11 @@ def test_large_byte_counts_just_work(number: int) -> None:
         (
             changed("layers", 3, "forward_s", "2", value=1e-300),
             'layers[3].forward_s["2"]: 1e-300 is not a time',
+        ),
+        (
+            changed("layers", 2, "moved_bytes", value=401),
+            "layers[2].moved_bytes: 401 is more than state_bytes (400), of which it is a part; "
+            "correct one of them or leave moved_bytes out",
         ),
         (
             changed("layers", 3, "state_bytes", value=2**60),

@@ -1,6 +1,7 @@
 """What a change of plans moves, counted where most of it passes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.profile.profile import Links
@@ -72,6 +73,14 @@ def test_what_nobody_holds_is_received_all_the_same() -> None:
 def test_a_layer_of_fewer_bytes_than_workers_share_it() -> None:
     one, two = (plan_of_cuts(*[([(LAYERS, 2)], 1)] * count) for count in (1, 2))
     assert moved_between(one, two, 1) == (2 * LAYERS, 2 * LAYERS)
+
+
+def test_gradients_do_not_move() -> None:
+    plan, then = plan_of(["n0"]), plan_of(["n0", "n1"])
+    change = change_between(plan, then, BYTES)
+    layers = tuple(replace(layer, moved_bytes=BYTES - 2) for layer in change.profile.layers)
+    change = replace(change, profile=replace(change.profile, layers=layers))
+    assert moves(change, then) == (LAYERS * (BYTES - 2),) * 2
 
 
 def test_what_the_gradients_of_a_step_outrun_is_copied_at_the_switch() -> None:

@@ -44,6 +44,7 @@ def test_bytes_of_state_and_messages_are_those_of_training(
         assert layer.parameter_bytes == item * parameters
         copy = 2 * parameters if precision == "bf16" and number else 0
         assert layer.state_bytes == 4 * item * parameters + copy
+        assert layer.travelling_bytes == 3 * item * parameters
         assert layer.sum_bytes == item * parameters
     assert found.kinds[0].output_bytes == found.kinds[1].output_bytes == 2 * 8 * 16 * sent
     assert found.kinds[2].output_bytes == 0
