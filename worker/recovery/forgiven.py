@@ -42,8 +42,8 @@ class Forgiven:
         self._short_after: deque[int] = deque(maxlen=_MOST_SHORT)
         #: The newest step whose record was told, while this worker trains.
         self.recorded = 0
-        #: The processes of the meeting in which one's memory could not be mapped.
-        self._unmapped_with: tuple[str, ...] = ()
+        #: The processes of the meeting in which one's memory could not be mapped; None: it could.
+        self._unmapped_with: tuple[str, ...] | None = None
         #: Where other workers of this node are in the generation too: its membership, and the step
         #: committed last when a peer was lost.
         self._beside: Membership | None = None
