@@ -44,6 +44,8 @@ COMMANDS = {
         "oobleck.cli.planning.profile:profile",
         "Measure a job's model on the real devices.",
     ),
+    "up": ("oobleck.cli.ssh.up:up", "Have agents run on machines, by ssh."),
+    "down": ("oobleck.cli.ssh.down:down", "End them."),
     "doctor": (
         "oobleck.cli.cluster.doctor:doctor",
         "Look for what is wrong with this host.",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FILE = re.compile(
     r"\b(?:planner|host|proto|master|agent|worker|cli|bench|deploy|tests)/[\w/]+\.(?:py|proto|txt)\b"
 )

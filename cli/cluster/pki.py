@@ -22,7 +22,6 @@ from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.security.credentials import (
     ROLES,
     TOKEN_VARIABLE,
-    Credentials,
     check_writable,
     read_credentials,
     read_file,
@@ -131,21 +130,10 @@ def token(role: "Role", name: str, ttl_s: float, out: Path | None, master: Endpo
     if out is not None:
         _check_out(out)  # before there is a token
     from oobleck.cli.client import MasterClient
-    from oobleck.host.security import pki as certificates
-    from oobleck.host.security.join_token import format_token
+    from oobleck.cli.cluster.token import make_token
 
-    key = certificates.new_key()
     with MasterClient(master) as connection:
-        reply = connection.create_token(
-            certificates.new_request(key), role=role, name=name, ttl_s=ttl_s
-        )
-    made = format_token(
-        Credentials(
-            authority=reply.authority.encode(),
-            certificate=reply.certificate.encode(),
-            key=certificates.key_pem(key),
-        )
-    )
+        made = make_token(connection, role=role, name=name, ttl_s=ttl_s)
     if out is None:
         click.echo(made)
         return

@@ -8,9 +8,6 @@ its `every$` lines make; and `scp`, which here copies into the other machine's h
 import json
 import os
 import re
-import signal
-import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,24 +19,15 @@ from bench.support.network import Network, unusable
 from oobleck.host.security import pki
 from oobleck.host.security.credentials import read_credentials
 from support.folders import ROOT
-from support.waiting import PATIENCE_S, until
+from support.reader import Line, Machine, lines_of
 
 SECTION = "### On real machines, by hand"
 MACHINES = {"10.0.0.1": "head", "10.0.0.2": "ops", "10.0.0.3": "n1"}
-#: What a daemon's log says once it is up.
-UP = {"oobleck-master": "listening on", "oobleck-agent": "session began"}
 STEPS = 3
-_LINE = re.compile(r"^    (\w+)\$ (.+)$", re.MULTILINE)
-_END = "the line has ended with"
-
-Line = tuple[str, str]
 
 
 def typed() -> list[Line]:
-    """Machine and line, in README's order."""
-    _, found, after = (ROOT / "README.md").read_text().partition(SECTION)
-    assert found
-    return _LINE.findall(re.split(r"^#", after, maxsplit=1, flags=re.MULTILINE)[0])
+    return lines_of(ROOT / "README.md", SECTION)
 
 
 def of_node(line: Line, name: str, address: str) -> Line:
@@ -47,56 +35,6 @@ def of_node(line: Line, name: str, address: str) -> Line:
     machine, text = line
     of_n1, n1 = r"\bn1\b", next(number for number, name in MACHINES.items() if name == "n1")
     return re.sub(of_n1, name, machine), re.sub(of_n1, name, text).replace(n1, address)
-
-
-class Machine:
-    """A reader's shell on a host."""
-
-    def __init__(self, within: list[str], home: Path, path: str) -> None:
-        #: A copy of this project is here, for the reader.
-        self.folder = home / "oobleck"
-        self.folder.mkdir(parents=True)
-        self.home = home
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("OOBLECK_")}
-        self._shell = subprocess.Popen(
-            [*within, "bash"],
-            cwd=self.folder,
-            env={**kept, "HOME": str(home), "PATH": path, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            umask=0o022,
-            start_new_session=True,
-        )
-
-    def type(self, line: str) -> str:
-        """What the line prints; where it starts a daemon, once that is up. It must succeed, and in
-        time: at the deadline it is killed, with all else that this shell has started."""
-        assert self._shell.stdin is not None
-        assert self._shell.stdout is not None
-        self._shell.stdin.write(f"{line}\ncode=$?; echo; echo {_END} $code\n")
-        self._shell.stdin.flush()
-        deadline = threading.Timer(PATIENCE_S, os.killpg, (self._shell.pid, signal.SIGKILL))
-        deadline.start()
-        told = ""
-        try:
-            while _END not in told:
-                part = self._shell.stdout.readline()
-                assert part, f"{line}\n{told}has not ended after {PATIENCE_S:g} s, or its shell has"
-                told += part
-        finally:
-            deadline.cancel()
-        assert told.endswith(f"{_END} 0\n"), f"{line}\n{told}"
-        if line.endswith("&"):
-            log = self.folder / line.split()[-3]
-            (sign,) = (sign for program, sign in UP.items() if program in line)
-            until(lambda: log.exists() and sign in log.read_text(), f"{sign!r} of '{line}'")
-        return told
-
-    def close(self) -> None:
-        self._shell.kill()
-        self._shell.communicate()
 
 
 @pytest.fixture

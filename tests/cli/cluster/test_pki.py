@@ -18,58 +18,9 @@ from oobleck.host.security import pki
 from oobleck.host.security.credentials import read_credentials
 from oobleck.host.security.join_token import format_token, read_token
 from support.commands import end, refused, run
+from support.secured import Secured
 
 DEADLINE_S = 60.0
-
-
-class Secured:
-    """A master on a loopback address that wants certificates all the same."""
-
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.folder = folder
-        self.pki = folder / "state" / "pki"
-        assert run("pki", "init", "--dir", str(self.pki), "--name", "10.1.2.3").returncode == 0
-        self.operator = self.pki / "operator"
-        self.log = folder / "master.log"
-        self.address = "127.0.0.1:0"
-        self._options = options
-        self.process = self._start()
-
-    def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "oobleck.master", "--listen", self.address]
-        with self.log.open("a") as log:
-            process = subprocess.Popen(
-                [*command, "--state-dir", str(self.folder / "state"), *self._options],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("listening on "), self.log.read_text()
-        self.address = line.split()[-1]
-        return process
-
-    def restart(self) -> None:
-        self.process.kill()
-        end(self.process)
-        self.process = self._start()
-
-    def oobleck(self, *arguments: str, who: Path | None = None) -> subprocess.CompletedProcess[str]:
-        shown = ("--credentials", str(who or self.operator))
-        return run(*arguments, "--master", self.address, *shown)
-
-    def token(self, *arguments: str) -> Path:
-        """A file with a new one."""
-        path = self.folder / f"token-{os.urandom(4).hex()}"
-        made = self.oobleck("pki", "token", *arguments, "--out", str(path))
-        assert (made.returncode, made.stdout) == (0, f"{path}\n"), made
-        return path
-
-    def states(self) -> dict[str, str]:
-        nodes = self.oobleck("nodes", "--json")
-        return {node["node"]: node["state"] for node in json.loads(nodes.stdout)}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,212 @@
+"""A connection to a host by ssh: requests to `remote` there, and files that are copied there.
+
+Host keys are checked against known_hosts, always. Nobody is asked for a password, and the
+operator's ssh-agent stays here. Every failure is a HostFailed of one line with the fix.
+"""
+
+import contextlib
+import json
+import logging
+import secrets
+import shlex
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import asyncssh
+
+from oobleck.cli.ssh.hosts import Host
+from oobleck.host.display import one_line
+
+CONNECT_S = 10.0
+LOGIN_S = 20.0
+#: Of a request; an installation may fetch gigabytes.
+MOST_S = 3600.0
+_KNOWN_HOSTS = (Path("~/.ssh/known_hosts"), Path("/etc/ssh/ssh_known_hosts"))
+_TOO_OLD = "too old: "
+#: The text of `remote` comes over standard input, with what it is asked; nobody else sees that.
+_BOOTSTRAP = (
+    f'import sys; print("{_TOO_OLD}%d.%d" % sys.version_info[:2]) '
+    "if sys.version_info < (3, 11) else exec(sys.stdin.read())"
+)
+_NOT_THERE = 127
+_NOT_RUN = 126
+
+# What it logs of a connection that fails, the command says in one line.
+logging.getLogger("asyncssh").setLevel(logging.CRITICAL)
+
+
+class HostFailed(Exception):
+    """What cannot be done on this host; the text says why, and the fix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """How hosts are reached, and what of Oobleck is where there."""
+
+    #: Private key; None: the operator's usual ones, and those in the ssh-agent.
+    identity: Path | None
+    #: None: the operator's and the system's.
+    known_hosts: Path | None
+    python: str
+    directory: str
+
+    @property
+    def key_files(self) -> list[str]:
+        paths = _KNOWN_HOSTS if self.known_hosts is None else (self.known_hosts,)
+        return [str(path.expanduser()) for path in paths if path.expanduser().is_file()]
+
+
+class _Client(asyncssh.SSHClient):
+    """Refuses host keys that are not known, and remembers them."""
+
+    key = ""
+
+    def validate_host_public_key(
+        self, host: str, addr: str, port: int, key: asyncssh.SSHKey
+    ) -> bool:
+        self.key = f"{key.get_algorithm()} {key.get_fingerprint()}"
+        return False
+
+
+class Connection:
+    def __init__(self, ssh: asyncssh.SSHClientConnection, access: Access) -> None:
+        self._ssh = ssh
+        self._access = access
+
+    async def call(self, action: str, **arguments: object) -> dict[str, Any]:
+        """What `remote` answers. Raises HostFailed."""
+        request = {"action": action, "directory": self._access.directory, **arguments}
+        text = files("oobleck.cli.ssh").joinpath("remote.py").read_text()
+        asked = f"{text}\nmain(json.loads({json.dumps(request)!r}))\n"
+        command = shlex.join([self._access.python, "-c", _BOOTSTRAP])
+        try:
+            done = await self._ssh.run(command, input=asked, timeout=MOST_S, check=False)
+        except (asyncssh.Error, OSError) as error:
+            raise HostFailed(f"the connection ended while it was at '{action}': {error}") from error
+        output, errors = str(done.stdout or ""), str(done.stderr or "")
+        if done.exit_status in (_NOT_THERE, _NOT_RUN):
+            raise HostFailed(
+                f"there is no {self._access.python!r} that can be run; install Python 3.11 or "
+                "newer there, or name it with --python"
+            )
+        last = (output.strip() or errors.strip() or "no word").splitlines()[-1]
+        if last.startswith(_TOO_OLD):
+            raise HostFailed(
+                f"{self._access.python} is {last.removeprefix(_TOO_OLD)}, and 3.11 is the oldest "
+                "that will do; name another with --python"
+            )
+        try:
+            reply: dict[str, Any] = json.loads(last)
+        except ValueError:
+            code = done.exit_status
+            raise HostFailed(f"'{action}' ends there with exit code {code}: {last}") from None
+        if "refused" in reply:
+            raise HostFailed(reply["refused"])
+        found: dict[str, Any] = reply["reply"]
+        return found
+
+    async def put(self, source: Path, target: str) -> None:
+        """Copy a file; it is there whole, or not at all. Raises HostFailed."""
+        folder = target.rpartition("/")[0]
+        part = f"{target}.{secrets.token_hex(4)}.part"
+        try:
+            async with self._ssh.start_sftp_client() as sftp:
+                await sftp.makedirs(folder, exist_ok=True)
+                try:
+                    await sftp.put(str(source), part)
+                    await sftp.posix_rename(part, target)
+                except BaseException:
+                    with contextlib.suppress(asyncssh.SFTPError):
+                        await sftp.remove(part)
+                    raise
+        except asyncssh.ChannelOpenError as error:
+            text = "its ssh server has no SFTP; enable 'Subsystem sftp' in its sshd_config"
+            raise HostFailed(text) from error
+        except (asyncssh.Error, OSError) as error:
+            text = f"{source.name} cannot be copied to {folder} ({error}); make room there, or "
+            raise HostFailed(f"{text}name another place with --directory") from error
+
+
+@contextlib.asynccontextmanager
+async def connected(host: Host, access: Access) -> AsyncIterator[Connection]:
+    """Raises HostFailed."""
+    client = _Client()
+    known = access.key_files
+    options: dict[str, Any] = {"client_keys": [str(access.identity)]} if access.identity else {}
+    if host.user:
+        options["username"] = host.user
+    if host.port is not None:
+        options["port"] = host.port
+    try:
+        ssh, _ = await asyncssh.create_connection(
+            lambda: client,
+            host.address,
+            known_hosts=known or b"",
+            agent_forwarding=False,
+            password_auth=False,
+            kbdint_auth=False,
+            connect_timeout=CONNECT_S,
+            login_timeout=LOGIN_S,
+            keepalive_interval=10,
+            **options,
+        )
+    except (asyncssh.Error, OSError, ValueError) as error:
+        raise HostFailed(_why(error, host, client.key, known, access)) from error
+    try:
+        yield Connection(ssh, access)
+    finally:
+        ssh.close()
+        with contextlib.suppress(asyncssh.Error, OSError):
+            await ssh.wait_closed()
+
+
+def _why(error: Exception, host: Host, key: str, known: list[str], access: Access) -> str:
+    match error:
+        case asyncssh.HostKeyNotVerifiable() | asyncssh.KeyExchangeFailed() if key or _keys(
+            host, known
+        ):
+            return _about_key(host, key, known, access)
+        case asyncssh.PermissionDenied():
+            given = f"the key {access.identity}" if access.identity else "all your keys"
+            return (
+                f"it refuses {given}; 'ssh-copy-id {host.user or 'USER'}@{host.address}' adds one"
+            )
+        case asyncssh.KeyImportError() | asyncssh.KeyEncryptionError():
+            text = f"--identity {access.identity}: {one_line(str(error))}"
+            return f"{text}; put it into the ssh-agent with ssh-add, and leave --identity out"
+        case ConnectionRefusedError():
+            return "nobody listens at its ssh port; start sshd there, or give the port as host:port"
+        case TimeoutError():
+            return "no answer to ssh in time; is it up, and its name or address right?"
+        case OSError():
+            return f"cannot be reached by ssh: {error.strerror or error}"
+        case _:
+            return f"no connection by ssh: {one_line(str(error))}"
+
+
+def _keys(host: Host, known: list[str]) -> bool:
+    """Whether any key of the host is known."""
+    if not known:
+        return False
+    port = None if host.port in (None, 22) else host.port
+    return any(asyncssh.match_known_hosts(known, host.address, "", port)[:2])
+
+
+def _about_key(host: Host, key: str, known: list[str], access: Access) -> str:
+    file = access.known_hosts or _KNOWN_HOSTS[0]
+    port = f"-p {host.port} " if host.port is not None else ""
+    scan = f"ssh-keyscan {port}{host.address} >> {file}"
+    if not _keys(host, known):
+        return (
+            f"its host key ({key}) is not known; compare it with the host's own (ssh-keygen -lf "
+            f"/etc/ssh/ssh_host_*_key.pub there), then '{scan}'"
+        )
+    name = host.address if host.port in (None, 22) else f"[{host.address}]:{host.port}"
+    return (
+        f"its host key HAS CHANGED ({key or 'to one of another kind'}): somebody may stand "
+        "between. Only if the host was made anew: "
+        f"'ssh-keygen -f {file} -R {shlex.quote(name)}', then '{scan}'"
+    )

@@ -1,0 +1,130 @@
+"""What is copied to every host: Oobleck's wheel, and wheels of what it needs where the operator has
+them. Knows no ssh.
+"""
+
+import base64
+import hashlib
+import json
+import zipfile
+from dataclasses import dataclass
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+from oobleck.cli.options import USAGE
+from oobleck.host.command import CommandFailed
+
+_NAME = "oobleck-cluster"
+_PREFIX = "oobleck_cluster-"
+#: What is in a wheel's folder of metadata only once it is installed.
+_OF_INSTALLING = {"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"}
+_MOST_CONSTRAINT_BYTES = 1 << 20
+#: A zip file's earliest time, so that the same files make the same wheel.
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+_DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wheel:
+    path: Path
+    digest: str
+    bytes: int
+    unpacked_bytes: int
+
+    @property
+    def place(self) -> str:
+        """Below the folder of wheels on a host."""
+        return f"{self.digest[:_DIGITS]}/{self.path.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    #: Oobleck's own is the first.
+    wheels: tuple[Wheel, ...]
+    #: Text of a constraints file of pip; may be empty.
+    constraint: str
+    #: Nothing but these wheels may be installed.
+    alone: bool
+    python: str
+
+    @property
+    def key(self) -> str:
+        """Differs wherever another installation would come of it."""
+        parts = [*(wheel.place for wheel in self.wheels), self.constraint, self.python]
+        return hashlib.sha256(json.dumps([*parts, self.alone]).encode()).hexdigest()[:_DIGITS]
+
+
+def make_payload(
+    own: Path | None, others: Path | None, constraint: Path | None, python: str, scratch: Path
+) -> Payload:
+    """`own`: Oobleck's wheel; None: made in the folder `scratch` of what is installed here.
+    `others`: a folder of wheels. Raises CommandFailed."""
+    try:
+        paths = [own if own is not None else installed_wheel(distribution(_NAME), scratch)]
+        if others is not None:
+            found = sorted(path for path in others.glob("*.whl"))
+            paths += [path for path in found if not path.name.startswith(_PREFIX)]
+            if len(paths) == 1:
+                raise CommandFailed(
+                    f"--with-dependencies {others}: has no wheel; fill it with 'pip download "
+                    f"--only-binary :all: -d {others} {paths[0].name}'",
+                    USAGE,
+                )
+        text = constraint.read_bytes()[:_MOST_CONSTRAINT_BYTES].decode() if constraint else ""
+        wheels = tuple(map(_read, paths))
+    except OSError as error:
+        raise CommandFailed(f"{error.filename}: {error.strerror}", USAGE) from error
+    except UnicodeDecodeError as error:
+        raise CommandFailed(f"--constraint {constraint}: is not UTF-8 text", USAGE) from error
+    except PackageNotFoundError as error:
+        raise CommandFailed(f"{_NAME} is not installed here; name --wheel", USAGE) from error
+    if not wheels[0].path.name.startswith(_PREFIX):
+        raise CommandFailed(f"--wheel {own}: is not Oobleck's; name {_PREFIX}*.whl", USAGE)
+    return Payload(wheels=wheels, constraint=text, alone=others is not None, python=python)
+
+
+def _read(path: Path) -> Wheel:
+    """Raises CommandFailed, OSError."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked_bytes = sum(info.file_size for info in archive.infolist())
+    except zipfile.BadZipFile as error:
+        raise CommandFailed(f"{path}: is no wheel; build or copy it anew", USAGE) from error
+    return Wheel(path=path, digest=digest, bytes=path.stat().st_size, unpacked_bytes=unpacked_bytes)
+
+
+def installed_wheel(installed: Distribution, folder: Path) -> Path:
+    """Pack what is installed into a wheel again. Raises CommandFailed, OSError."""
+    origin = json.loads(installed.read_text("direct_url.json") or "{}")
+    if origin.get("dir_info", {}).get("editable"):
+        source = str(origin.get("url", "")).removeprefix("file://")
+        raise CommandFailed(
+            "this Oobleck runs from its sources, of which there is no wheel; make one with 'pip "
+            f"wheel --no-deps --wheel-dir dist {source}' and name it with --wheel",
+            USAGE,
+        )
+    target = folder / f"{_PREFIX}{installed.version}-py3-none-any.whl"
+    lines = []
+    metadata = ""
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+
+        def add(name: str, content: bytes) -> None:
+            entry = zipfile.ZipInfo(name, _EPOCH)
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, content)
+
+        for file in sorted(installed.files or ()):
+            of_installing = ".dist-info" in file.parts[0] and file.name in _OF_INSTALLING
+            # Programs are outside of the packages, and pip makes them anew.
+            if ".." in file.parts or "__pycache__" in file.parts or of_installing:
+                continue
+            if ".dist-info" in file.parts[0]:
+                metadata = file.parts[0]
+            content = Path(str(file.locate())).read_bytes()
+            hashed = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=")
+            lines.append(f"{file},sha256={hashed.decode()},{len(content)}\n")
+            add(str(file), content)
+        record = f"{metadata}/RECORD"
+        add(record, "".join([*lines, f"{record},,\n"]).encode())
+    return target

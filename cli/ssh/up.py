@@ -1,0 +1,284 @@
+"""`oobleck up`: agents on all hosts of a file, by ssh. What is so already is left as it is."""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from oobleck.cli.options import USAGE, master_option
+from oobleck.cli.ssh.hosts import Host, read_hosts
+from oobleck.cli.ssh.options import hosts_argument, ssh_options
+from oobleck.host.address import is_loopback, split_address
+from oobleck.host.command import CommandFailed
+from oobleck.host.display import inline
+from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.planner.units import format_bytes
+
+if TYPE_CHECKING:
+    from oobleck.cli.client import MasterClient
+    from oobleck.cli.ssh.connection import Access, Connection
+    from oobleck.cli.ssh.payload import Payload
+    from oobleck.proto import control_pb2 as pb
+
+#: Of a join token, which is used at once.
+_TOKEN_S = 600.0
+#: For an agent that has started to be known to the master.
+_KNOWN_S = 60.0
+_POLL_S = 0.3
+#: How often a host is asked meanwhile whether its agent still runs.
+_LOOK_S = 2.0
+#: Of agents' options, those that are `up`'s to give.
+_OURS = ("--master", "--name", "--credentials", "--token-file", "--insecure")
+
+
+@click.command(
+    epilog="Exit codes: 0 all hosts are up, 1 not all of them (each line says why), 2 wrong usage, "
+    "4 no master answers, 5 denied."
+)
+@hosts_argument
+@click.argument("agent_options", metavar="[-- AGENT-OPTION...]", nargs=-1)
+@click.option(
+    "--wheel",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Oobleck's wheel.  [default: made of what is installed here]",
+)
+@click.option(
+    "--with-dependencies",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Copy the wheels in DIR too, and install nothing from elsewhere.",
+)
+@click.option(
+    "--constraint",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Versions for pip, so that all hosts get the same.",
+)
+@click.option("--dry-run", is_flag=True, help="Only show what would be done.")
+@ssh_options
+@master_option
+def up(
+    file: Path,
+    agent_options: tuple[str, ...],
+    wheel: Path | None,
+    with_dependencies: Path | None,
+    constraint: Path | None,
+    dry_run: bool,
+    identity: Path | None,
+    known_hosts: Path | None,
+    python: str,
+    directory: str,
+    parallel: int,
+    as_json: bool,
+    master: Endpoint,
+) -> int:
+    """Have an agent run on each host of HOSTS.txt: copy Oobleck there by ssh, install it, let the
+    node join, start its agent and wait until the master knows it.
+
+    A line of HOSTS.txt is [user@]host[:port] [name=NAME] [workers=G] [device=cpu|cuda]
+    [gpus=GPU,...]. Called again, only what has changed is done. The master has to run, and to be
+    asked with an operator's credentials; options behind -- go to every agent.
+    """
+    hosts = read_hosts(file)
+    check_master(master, hosts)
+    for option in agent_options:
+        if option.partition("=")[0] in _OURS:
+            raise click.UsageError(f"{option}: is not for agents here; 'oobleck up' gives it")
+    from oobleck.cli.client import MasterClient
+    from oobleck.cli.ssh.connection import Access
+    from oobleck.cli.ssh.payload import make_payload
+    from oobleck.cli.ssh.report import exit_code, on_each
+
+    access = Access(identity=identity, known_hosts=known_hosts, python=python, directory=directory)
+    with tempfile.TemporaryDirectory() as scratch, MasterClient(master) as connection:
+        connection.nodes()  # before anything is done, whether it answers
+        payload = make_payload(wheel, with_dependencies, constraint, python, Path(scratch))
+        bringing = _Bringing(
+            access=access,
+            payload=payload,
+            endpoint=master,
+            options=agent_options,
+            roll=_Roll(connection),
+            dry_run=dry_run,
+        )
+        return exit_code(
+            asyncio.run(on_each(hosts, bringing.up, parallel=parallel, as_json=as_json))
+        )
+
+
+def check_master(master: Endpoint, hosts: Sequence[Host]) -> None:
+    """Raises CommandFailed unless agents on the hosts may reach it, and be let in."""
+    address, _ = split_address(master.address)
+    away = next((host for host in hosts if not is_loopback(host.address)), None)
+    if is_loopback(address) and away is not None:
+        raise CommandFailed(
+            f"--master {master.address}: {away.address} cannot reach that; give the address by "
+            "which hosts reach the master, as in --master 10.0.0.1:7070",
+            USAGE,
+        )
+    if master.credentials is None:
+        raise CommandFailed(
+            f"--master {master.address}: to let nodes in takes an operator's credentials; give "
+            "--credentials DIR, or OOBLECK_CREDENTIALS ('oobleck pki init' makes the first)",
+            USAGE,
+        )
+
+
+class _Roll:
+    """The nodes as the master tells them, asked once for all who want to know."""
+
+    def __init__(self, master: "MasterClient") -> None:
+        self.master = master
+        self._lock = asyncio.Lock()
+        self._asked_at = 0.0
+        self._nodes: dict[str, pb.NodeInfo] = {}
+
+    async def pid_of(self, name: str) -> tuple[int, str]:
+        """Process and host of the agent that has a session as this node; 0: none has. Raises
+        CommandFailed."""
+        async with self._lock:
+            if time.monotonic() - self._asked_at > _POLL_S:
+                found = await asyncio.to_thread(self.master.nodes)
+                self._nodes = {node.node: node for node in found}
+                self._asked_at = time.monotonic()
+        node = self._nodes.get(name)
+        if node is None or node.state in ("lost", "disconnected"):
+            return 0, ""
+        return node.pid, node.hostname
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bringing:
+    access: "Access"
+    payload: "Payload"
+    endpoint: Endpoint
+    options: tuple[str, ...]
+    roll: _Roll
+    dry_run: bool
+
+    async def up(self, host: Host) -> list[str]:
+        """What was done. Raises HostFailed."""
+        from oobleck.cli.ssh.connection import HostFailed, connected
+
+        try:
+            async with connected(host, self.access) as there:
+                return await self._steps(host, there)
+        except CommandFailed as failed:  # of the master
+            raise HostFailed(failed.format_message()) from failed
+
+    async def _steps(self, host: Host, there: "Connection") -> list[str]:
+        key = self.payload.key
+        found = await there.call("look", key=key)
+        done = []
+        if not found["installed"]:
+            wheels = [wheel for wheel in self.payload.wheels if wheel.place not in found["wheels"]]
+            self._check_room(found)
+            done.append(f"copied {format_bytes(sum(wheel.bytes for wheel in wheels))}")
+            done.append("installed")
+            if not self.dry_run:
+                await self._install(there, found["folder"], wheels)
+        if not self._has_joined(host, found):
+            await self._check_name(host, found)
+            done.append("joined")
+            if not self.dry_run:
+                await self._join(host, there)
+        options = ["--master", self.endpoint.address, "--name", host.name, *host.agent_options]
+        options += self.options
+        running = f"venvs/{key}/bin/oobleck-agent"
+        same = found["command"][1:-2] == options and found["command"][0].endswith(running)
+        if not (same and found["pid"] and not done):
+            done.append("started" if not found["pid"] else "started anew")
+        if self.dry_run:
+            return [f"would be {word}" for word in done]
+        started = await there.call("start", key=key, options=options)
+        await self._await_known(host, there, started)
+        return done
+
+    def _check_room(self, found: dict[str, Any]) -> None:
+        """Raises HostFailed."""
+        from oobleck.cli.ssh.connection import HostFailed
+
+        needed = sum(wheel.unpacked_bytes for wheel in self.payload.wheels)
+        needed += sum(
+            wheel.bytes for wheel in self.payload.wheels if wheel.place not in found["wheels"]
+        )
+        if found["free_bytes"] < needed:
+            raise HostFailed(
+                f"{found['folder']} has room for {format_bytes(found['free_bytes'])}, and "
+                f"{format_bytes(needed)} are needed; make room there, or name another place with "
+                "--directory"
+            )
+
+    async def _install(self, there: "Connection", folder: str, wheels: Sequence[Any]) -> None:
+        for wheel in wheels:
+            await there.put(wheel.path, f"{folder}/wheels/{wheel.place}")
+        await there.call(
+            "install",
+            key=self.payload.key,
+            wheels=[wheel.place for wheel in self.payload.wheels],
+            constraint=self.payload.constraint,
+            alone=self.payload.alone,
+        )
+
+    def _has_joined(self, host: Host, found: dict[str, Any]) -> bool:
+        """Whether the certificate there is the node's, of this cluster, and good still."""
+        from oobleck.host.security import pki
+
+        try:
+            identity = pki.identity_of(found["certificate"].encode())
+            authority = pki.fingerprint(found["authority"].encode())
+        except ValueError:
+            return False
+        assert self.endpoint.credentials is not None, "checked before"
+        ours = pki.fingerprint(self.endpoint.credentials.authority)
+        holder = (identity.role, identity.name, authority)
+        return holder == ("agent", host.name, ours) and identity.expires_at > time.time()
+
+    async def _check_name(self, host: Host, found: dict[str, Any]) -> None:
+        """A token takes the name from whoever has it. Raises HostFailed."""
+        from oobleck.cli.ssh.connection import HostFailed
+
+        pid, hostname = await self.roll.pid_of(host.name)
+        if pid not in (0, found["pid"]):
+            raise HostFailed(
+                f"another agent is node {host.name} (pid {pid} on {hostname}); end that, or give "
+                "this host another name="
+            )
+
+    async def _join(self, host: Host, there: "Connection") -> None:
+        from oobleck.cli.cluster.token import make_token
+
+        token = await asyncio.to_thread(
+            make_token, self.roll.master, role="agent", name=host.name, ttl_s=_TOKEN_S
+        )
+        await there.call(
+            "join",
+            key=self.payload.key,
+            master=self.endpoint.address,
+            name=host.name,
+            token=token,
+        )
+
+    async def _await_known(self, host: Host, there: "Connection", agent: dict[str, Any]) -> None:
+        """Raises HostFailed."""
+        from oobleck.cli.ssh.connection import HostFailed
+
+        deadline = time.monotonic() + _KNOWN_S
+        look_at = time.monotonic() + _LOOK_S
+        while agent["pid"] == 0 or (await self.roll.pid_of(host.name))[0] != agent["pid"]:
+            if time.monotonic() > look_at:
+                agent = await there.call("state")
+                look_at = time.monotonic() + _LOOK_S
+            log = f"{self.access.directory}/agent.log there: {inline(agent['last'])}"
+            if not agent["pid"]:
+                raise HostFailed(f"its agent has ended; the last line of {log}")
+            if time.monotonic() > deadline:
+                text = f"the master does not know its agent after {_KNOWN_S:.0f} s; the last line"
+                raise HostFailed(f"{text} of {log}")
+            await asyncio.sleep(_POLL_S)

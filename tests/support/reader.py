@@ -1,0 +1,74 @@
+"""A reader who types the lines of a page, each on the machine that it names."""
+
+import os
+import re
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+from support.waiting import PATIENCE_S, until
+
+#: What a daemon's log says once it is up.
+UP = {"oobleck-master": "listening on", "oobleck-agent": "session began"}
+_LINE = re.compile(r"^    (\w+)\$ (.+)$", re.MULTILINE)
+_END = "the line has ended with"
+
+Line = tuple[str, str]
+
+
+def lines_of(page: Path, section: str) -> list[Line]:
+    """Machine and line, in the page's order. `section`: its heading."""
+    _, found, after = page.read_text().partition(section)
+    assert found
+    return _LINE.findall(re.split(r"^#", after, maxsplit=1, flags=re.MULTILINE)[0])
+
+
+class Machine:
+    """A reader's shell on a host."""
+
+    def __init__(self, within: list[str], home: Path, path: str) -> None:
+        #: A copy of this project is here, for the reader.
+        self.folder = home / "oobleck"
+        self.folder.mkdir(parents=True)
+        self.home = home
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("OOBLECK_")}
+        self._shell = subprocess.Popen(
+            [*within, "bash"],
+            cwd=self.folder,
+            env={**kept, "HOME": str(home), "PATH": path, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            umask=0o022,
+            start_new_session=True,
+        )
+
+    def type(self, line: str) -> str:
+        """What the line prints; where it starts a daemon, once that is up. It must succeed, and in
+        time: at the deadline it is killed, with all else that this shell has started."""
+        assert self._shell.stdin is not None
+        assert self._shell.stdout is not None
+        self._shell.stdin.write(f"{line}\ncode=$?; echo; echo {_END} $code\n")
+        self._shell.stdin.flush()
+        deadline = threading.Timer(PATIENCE_S, os.killpg, (self._shell.pid, signal.SIGKILL))
+        deadline.start()
+        told = ""
+        try:
+            while _END not in told:
+                part = self._shell.stdout.readline()
+                assert part, f"{line}\n{told}has not ended after {PATIENCE_S:g} s, or its shell has"
+                told += part
+        finally:
+            deadline.cancel()
+        assert told.endswith(f"{_END} 0\n"), f"{line}\n{told}"
+        if line.endswith("&"):
+            log = self.folder / line.split()[-3]
+            (sign,) = (sign for program, sign in UP.items() if program in line)
+            until(lambda: log.exists() and sign in log.read_text(), f"{sign!r} of '{line}'")
+        return told
+
+    def close(self) -> None:
+        self._shell.kill()
+        self._shell.communicate()
