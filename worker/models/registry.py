@@ -22,8 +22,10 @@ _HUGGING_FACE = f"{__package__}.huggingface.causal_lm"
 
 
 def load(kind: str) -> bool:
-    """Import what `kind` needs; whether that brought in transformers. Raises ImportError where it
-    is missing."""
+    """Import what `kind` needs beyond this module; whether that brought in transformers. Raises
+    ImportError where it is missing."""
+    if kind == "own":
+        return False
     name = _HUGGING_FACE if kind == "huggingface" else f"{_FAMILIES}.{kind}"
     new = name not in sys.modules
     importlib.import_module(name)
