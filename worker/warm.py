@@ -145,11 +145,16 @@ class ForkServer:
     def _reap(self) -> None:
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
-            if pid == 0:
+            if ended is None:
                 return
+            # What the job's code has started would go on for ever. Nobody else can have the
+            # group's number before its leader is reaped.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(ended.si_pid, signal.SIGKILL)
+            pid, status = os.waitpid(ended.si_pid, 0)
             killed = os.WIFSIGNALED(status)
             self._agent.send(
                 ChildExited(

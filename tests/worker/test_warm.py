@@ -6,12 +6,13 @@ import subprocess
 import sys
 
 from oobleck.host.ipc.channel import Channel, frame
-from oobleck.host.ipc.messages import Fork, Forked, ForkFailed, FromWarm, Warm
+from oobleck.host.ipc.messages import ChildExited, Fork, Forked, ForkFailed, FromWarm, Warm
 from oobleck.planner.ids import Incarnation
 
-#: The first fork finds no process left, as under a limit that others have used up.
+#: The first fork finds no process left, as under a limit that others have used up. Each worker has
+#: a process beside it, as a job's code may start one, that would go on.
 PROGRAM = """
-import errno, os
+import errno, os, time
 real, calls = os.fork, []
 def fork():
     calls.append(1)
@@ -20,6 +21,12 @@ def fork():
     return real()
 os.fork = fork
 from oobleck.worker import warm
+def configure():
+    if len(calls) > 1 and real() == 0:
+        time.sleep(60)
+        os.write(1, b"outlived the worker")
+        os._exit(0)
+warm.host_log.configure = configure
 warm.main()
 """
 
@@ -67,7 +74,7 @@ def test_a_step_of_training_loads_nothing_more() -> None:
     assert done.stdout.split() == []
 
 
-def test_a_fork_that_fails_is_told_and_the_next_one_works() -> None:
+def test_a_fork_that_fails_is_told_and_what_the_next_one_started_ends_with_it() -> None:
     ours, theirs = socket.socketpair()
     ours.settimeout(300)
     process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=theirs)
@@ -83,6 +90,9 @@ def test_a_fork_that_fails_is_told_and_the_next_one_works() -> None:
             answer = fork(ours, channel, "second")
             assert isinstance(answer, Forked)
             assert answer.incarnation == "second"
+            ended = channel.receive()
+            assert isinstance(ended, ChildExited)
+            assert ended.pid == answer.pid
         assert process.wait(120) == 0
     finally:
         process.kill()
@@ -97,6 +107,7 @@ def fork(ours: socket.socket, channel: "Channel[FromWarm]", incarnation: str) ->
     answer = channel.receive()
     for end in theirs:
         end.close()
-    os.close(reading)
     os.close(writing)
+    with open(reading, "rb") as output:
+        assert output.read() == b""  # to its end, when nobody has it open
     return answer
