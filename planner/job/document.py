@@ -18,6 +18,7 @@ Scalar = str | int | float | bool | None
 
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 _NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _YES = frozenset({"true", "yes", "on"})
 #: Aliases may repeat a node; a job has nowhere near as many values.
 _MAX_NODES = 10_000
@@ -205,6 +206,8 @@ def _scalar(node: yaml.Node, place: str) -> Scalar:
         if not math.isfinite(number):
             raise InvalidJob(f"{place}: {text} is too large")
         return number
+    if plain and _NOT_FINITE.fullmatch(text):
+        raise InvalidJob(f"{place}: {text} is not finite; give a number, or quote it as a text")
     if node.tag == "tag:yaml.org,2002:null":
         return None
     if node.tag == "tag:yaml.org,2002:bool":

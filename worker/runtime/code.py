@@ -59,7 +59,10 @@ def described(error: BaseException) -> str:
         for frame, line in traceback.walk_tb(error.__traceback__)
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS
     ]
-    text = str(error).strip().partition("\n")[0]
+    try:
+        text = str(error).strip().partition("\n")[0]
+    except Exception:  # noqa: BLE001  # it is theirs too, and may raise anything
+        text = ""
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return inline(f"{what}{places[-1] if places else ''}")
 

@@ -70,9 +70,9 @@ class InvariantViolation(Exception):
 
 def for_want_of_memory(error: Exception) -> bool:
     """Whether it was raised since there is too little memory."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        "can't allocate memory" in str(error).partition("\n")[0]
-    )
+    if type(error) is not RuntimeError:  # as torch says it of a CPU; others may have no text
+        return isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return "can't allocate memory" in str(error).partition("\n")[0]
 
 
 def whose_fault(error: torch.AcceleratorError) -> Literal["user", "node"]:

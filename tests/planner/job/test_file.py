@@ -168,6 +168,7 @@ def refusal(text: str, *overrides: str) -> str:
         ("steps: 200", "steps: 0", "job.yaml:5: training.steps: 0 is too small"),
         ("lr: 3e-4", "lr: fast", "job.yaml:8: training.optimizer.lr must be a number, not the"),
         ("lr: 3e-4", "lr: 1e999", "job.yaml:8: 1e999 is too large"),
+        ("lr: 3e-4", "lr: -.inf", "job.yaml:8: -.inf is not finite; give a number"),
         ("name: cosine", "name: step", "schedule.name must be constant or linear or cosine, not t"),
         (
             "name: adamw,",

@@ -8,6 +8,7 @@ import pytest
 
 from oobleck.planner.job.code import NO_ARGUMENTS, Code
 from oobleck.worker.runtime import code
+from oobleck.worker.runtime.errors import for_want_of_memory
 
 FILES = {
     "fingerprinted.py": "def model():\n    from fingerprinted_parts.deep import layer\n",
@@ -45,3 +46,12 @@ def test_what_is_imported_within_functions_counts(tmp_path: Path) -> None:
     for number, name in enumerate(FILES):
         same = fingerprint(tmp_path / str(number), changed=name) == first
         assert same == (name == "fingerprinted_parts/unused.py"), name
+
+
+def test_an_error_without_a_text_is_told_by_its_name() -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise ValueError("it has none")
+
+    assert code.described(Silent()) == "Silent"
+    assert not for_want_of_memory(Silent())
