@@ -79,7 +79,7 @@ class OwnLayer(Layer):
     def _called(self, x: Any) -> Any:
         try:
             return run_compiled(self.module, x) if self._compiled else self.module(x)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if of_the_device(error):
                 raise
             raise JobError(
@@ -175,7 +175,7 @@ def build(spec: OwnModelSpec, layer: int) -> nn.Module:
         made = builders(spec)[layer]()
     except NodeError:
         raise  # such as files of weights that are gone here alone
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise JobError(f"model: layer {layer} cannot be built: {code.described(error)}") from error
     if not isinstance(made, nn.Module):
         raise JobError(
@@ -272,7 +272,7 @@ def row_losses(spec: OwnModelSpec, output: Tree, targets: Tree, rows: int) -> Te
     """What the user's loss gives, one number per row (rows,). Raises JobError otherwise."""
     try:
         found = user_model(spec).loss(output, targets)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if of_the_device(error):
             raise
         raise JobError(
@@ -300,7 +300,7 @@ def metric_sums(spec: OwnModelSpec, output: Tree, targets: Tree, rows: int) -> d
         return {str(name): _summed(name, values, rows) for name, values in found.items()}
     except JobError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if of_the_device(error):
             raise
         raise JobError(f"model: the metrics failed: {code.described(error)}") from error

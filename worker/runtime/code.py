@@ -45,7 +45,7 @@ def call(code: Code, key: str, *given: Any, **more: Any) -> Any:
         if code.ours and isinstance(error, NodeError):
             raise  # ours says by itself what is wrong
         raise NodeError(f"{key}: {code.name} failed: {described(error)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if code.ours and isinstance(error, JobError):
             raise
         raise JobError(f"{key}: {code.name} failed: {described(error)}") from error

@@ -8,7 +8,7 @@ import pytest
 
 from oobleck.planner.job.code import NO_ARGUMENTS, Code
 from oobleck.worker.runtime import code
-from oobleck.worker.runtime.errors import for_want_of_memory
+from oobleck.worker.runtime.errors import JobError, for_want_of_memory
 
 FILES = {
     "fingerprinted.py": "def model():\n    from fingerprinted_parts.deep import layer\n",
@@ -55,3 +55,12 @@ def test_an_error_without_a_text_is_told_by_its_name() -> None:
 
     assert code.described(Silent()) == "Silent"
     assert not for_want_of_memory(Silent())
+
+
+def test_code_that_ends_its_process_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "ending.py").write_text("import sys\n\ndef model():\n    sys.exit(3)\n")
+    source = Code(name="ending:model", group=None, path=str(tmp_path), arguments=NO_ARGUMENTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path])
+        with pytest.raises(JobError, match=r"ending:model failed: SystemExit: 3 \(ending.py:4\)"):
+            code.call(source, "model")
