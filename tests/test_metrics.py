@@ -8,13 +8,16 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
 
 from oobleck.agent.metrics import collect as of_agent
-from oobleck.host.metrics.families import Family
+from oobleck.host.metrics.families import Durations, Family, Reading, families_of, render
 from oobleck.master.metrics import collect as of_master
 from support.metrics_table import PAGE, with_tables
 
@@ -69,6 +72,30 @@ def test_names_follow_prometheus_conventions() -> None:
         # What Prometheus itself puts on every series would hide ours.
         assert not _OF_TARGETS & set(family.labels), family
         assert not re.search("_(ms|milli|percent|kb|mb)", family.name)
+
+
+@pytest.mark.parametrize("families", [of_master.FAMILIES, of_agent.FAMILIES])
+def test_both_formats_can_be_read(families: tuple[Family, ...]) -> None:
+    """Of every family a value, by parsers that refuse what Prometheus does, and more."""
+    took = Durations().read()
+    readings = [
+        Reading(f, {tuple("x" * len(f.labels)): took if f.kind == "histogram" else 1})
+        for f in families
+    ]
+    plain, with_units = (render(readings, openmetrics=wish).decode() for wish in (False, True))
+    names = {family.base for family in families}
+    assert names <= {found.name for found in text_string_to_metric_families(plain)}
+    assert names <= {found.name for found in openmetrics.text_string_to_metric_families(with_units)}
+
+
+def test_one_family_has_one_name_in_openmetrics() -> None:
+    module = ModuleType("probe")
+    module.__dict__.update(
+        gauge=Family("gauge", "probe_steps", "A."),
+        counter=Family("counter", "probe_steps_total", "B."),
+    )
+    with pytest.raises(ValueError, match="probe_steps in OpenMetrics; rename one"):
+        families_of(module)
 
 
 def test_every_alert_says_what_is_wrong_and_the_fix() -> None:

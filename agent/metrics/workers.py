@@ -29,9 +29,9 @@ STEP = Family(
     "gauge", "oobleck_worker_committed_step", "Newest step that the worker has committed.", _SLOT
 )
 COMPUTED = Family(
-    "gauge",
-    "oobleck_worker_compute_seconds",
-    "Time that the worker has computed in whole steps of its generation.",
+    "counter",
+    "oobleck_worker_compute_seconds_total",
+    "Time that the worker has computed in whole steps; it begins anew with each generation.",
     _SLOT,
 )
 PEAK = Family(

@@ -5,6 +5,7 @@ know whose metrics they are, nor who reads them.
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -33,9 +34,14 @@ class Family:
             raise ValueError(f"{self.name}: counters alone end with _total")
 
     @property
+    def base(self) -> str:
+        """Its name in OpenMetrics."""
+        return self.name.removesuffix("_total")
+
+    @property
     def unit(self) -> str:
         """Empty: it has none, as what is counted."""
-        last = self.name.removesuffix("_total").rpartition("_")[2]
+        last = self.base.rpartition("_")[2]
         return last if last in _UNITS else ""
 
 
@@ -74,9 +80,14 @@ class Reading(NamedTuple):
 
 
 def families_of(*modules: ModuleType) -> tuple[Family, ...]:
-    """All that the modules define, in their order."""
+    """All that the modules define, in their order. Raises ValueError where two are one family to
+    OpenMetrics, for which `_total` is no part of a name."""
     values = (value for module in modules for value in vars(module).values())
-    return tuple(value for value in values if isinstance(value, Family))
+    families = tuple(value for value in values if isinstance(value, Family))
+    twice = [name for name, n in Counter(family.base for family in families).items() if n > 1]
+    if twice:
+        raise ValueError(f"more than one family is called {twice[0]} in OpenMetrics; rename one")
+    return families
 
 
 def single(family: Family, value: float | Distribution) -> Reading:
@@ -121,8 +132,7 @@ def _metric(reading: Reading) -> "Metric":
     from prometheus_client import Metric
 
     family = reading.family
-    name = family.name.removesuffix("_total") if family.kind == "counter" else family.name
-    metric = Metric(name, family.help, family.kind, family.unit)
+    metric = Metric(family.base, family.help, family.kind, family.unit)
     for labels, value in reading.values.items():
         named = dict(zip(family.labels, labels, strict=True))
         if isinstance(value, Distribution):

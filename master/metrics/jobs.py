@@ -31,7 +31,7 @@ STATE = Family(
     "gauge", "oobleck_job_state", "1 for the state that the job is in.", ("job_id", "state")
 )
 
-STEPS = _gauge("steps", "Steps that the job is to train.")
+STEPS = _gauge("target_steps", "Steps that the job is to train.")
 COMMITTED = _gauge("committed_step", "Newest step whose record is in metrics.jsonl.")
 GENERATION = _gauge("generation", "Number of the newest plan.")
 NODES = _gauge("nodes", "Nodes of the newest plan that are not lost.")
@@ -39,9 +39,9 @@ PIPELINES = _gauge("pipelines", "Pipelines of the newest plan.")
 TOLERANCE = _gauge("fault_tolerance", "Losses of nodes at a time that the job asks to survive.")
 CAN_LOSE = _gauge("can_lose_nodes", "Nodes that may be lost now without a checkpoint.")
 SLOW = _gauge("slow_workers", "Workers that compute more slowly than the others.")
-SUBMITTED_AT = _gauge("submitted_time_seconds", "Unix time of the submission.")
-STARTED_AT = _gauge("started_time_seconds", "Unix time of the job's first turn.")
-FINISHED_AT = _gauge("finished_time_seconds", "Unix time of the job's end.")
+SUBMITTED_AT = _gauge("submitted_timestamp_seconds", "Unix time of the submission.")
+STARTED_AT = _gauge("started_timestamp_seconds", "Unix time of the job's first turn.")
+FINISHED_AT = _gauge("finished_timestamp_seconds", "Unix time of the job's end.")
 
 LOSS = _gauge("loss", "Training loss of the newest step.")
 GRADIENT = _gauge("gradient_norm", "Norm of the gradient in the newest step.")
@@ -65,12 +65,14 @@ TOKENS = _counter("tokens", "Tokens of these steps.")
 PHASES = Family(
     "counter",
     "oobleck_job_recovery_phase_seconds_total",
-    "Time on the way into plans after the first one, by phase.",
+    "Time of recoveries, by phase.",
     ("job_id", "phase"),
 )
-WAYS = _counter("recoveries", "Ways into plans after the first one that are over.")
-STALL = _counter("stall_seconds", "Time without a committed step on these ways, less one step.")
-MOVED = _counter("recovery_received_bytes", "State that workers received on these ways.")
+RECOVERIES = _counter(
+    "recoveries", "Changes of plan that have ended, at a step or at the next change."
+)
+STALL = _counter("stall_seconds", "Time without a committed step in recoveries, less one step.")
+MOVED = _counter("recovery_received_bytes", "State that workers received in recoveries.")
 REDONE = _counter("redone_steps", "Steps that were begun or committed, and done again.")
 SALVAGED = _counter("salvaged_microbatches", "Micro-batches of these that need not be redone.")
 WORKERS_LOST = _counter("workers_lost", "Workers that were lost while their node lived.")
@@ -99,7 +101,7 @@ _OF_A_JOB = (
     *(STEPS, COMMITTED, GENERATION, NODES, PIPELINES, TOLERANCE, CAN_LOSE, SLOW),
     *(SUBMITTED_AT, STARTED_AT, FINISHED_AT, LOSS, GRADIENT, STEP_S, STEP_AGE, SPEED),
     *(EVALUATED, CHECKPOINT, SAVES_FAIL, GOODPUT, SKIPPED, CHANGES, INCIDENTS, TRAINED, COUNTED),
-    *(TOKENS, PHASES, WAYS, STALL, MOVED, REDONE, SALVAGED, WORKERS_LOST, SAVED, SAVED_BYTES),
+    *(TOKENS, PHASES, RECOVERIES, STALL, MOVED, REDONE, SALVAGED, WORKERS_LOST, SAVED, SAVED_BYTES),
     *(SAVED_S, SAVE_FAILURES),
 )
 
@@ -128,8 +130,8 @@ def read(state: ClusterState, tally: Tally, now: float, unix: float) -> Iterator
     for family, column in columns.items():
         yield Reading(family, column)
     yield Reading(PLANS, dict(tally.plans))
-    ways = tally.reconfigurations.items()
-    yield Reading(RECONFIGURATION, {(cause,): durations.read() for cause, durations in ways})
+    took = tally.reconfigurations.items()
+    yield Reading(RECONFIGURATION, {(cause,): durations.read() for cause, durations in took})
 
 
 def _of_plan(job: Job) -> Mapping[Family, float | None]:
@@ -176,7 +178,7 @@ def _counted(counted: JobTally) -> Mapping[Family, float]:
         TRAINED: counted.training_s,
         COUNTED: counted.steps,
         TOKENS: counted.tokens,
-        WAYS: counted.reconfigurations,
+        RECOVERIES: counted.recoveries,
         STALL: counted.stall_s,
         MOVED: counted.received_bytes,
         REDONE: counted.redone_steps,

@@ -23,7 +23,7 @@ STATE = Family(
 )
 SILENT = Family(
     "gauge",
-    "oobleck_node_last_heard_seconds",
+    "oobleck_node_last_heard_age_seconds",
     "Time since the node's agent was last heard of.",
     ("node",),
 )

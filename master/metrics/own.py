@@ -31,13 +31,13 @@ LATE_TIMES = Family(
 WAITING = Family(
     "gauge", "oobleck_master_waiting_messages", "Messages and questions that the loop has not seen."
 )
-SESSIONS = Family("gauge", "oobleck_agent_sessions", "Sessions of agents that are open.")
+SESSIONS = Family("gauge", "oobleck_master_agent_sessions", "Sessions of agents that are open.")
 OPENED = Family(
-    "counter", "oobleck_agent_sessions_opened_total", "Sessions of agents that were opened."
+    "counter", "oobleck_master_agent_sessions_opened_total", "Sessions of agents that were opened."
 )
 RECEIVED = Family(
     "counter",
-    "oobleck_agent_messages_total",
+    "oobleck_master_agent_messages_total",
     "Messages of agents that were taken, by kind.",
     ("kind",),
 )

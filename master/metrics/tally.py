@@ -42,12 +42,13 @@ class JobTally:
     training_s: float = 0.0
     #: Unix time at which the first of these steps began; None: there is none.
     since: float | None = None
-    #: Ways into another plan that are over, and the seconds of their phases.
-    reconfigurations: int = 0
+    #: Changes of plan that have ended, and the seconds of their phases.
+    recoveries: int = 0
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     stall_s: float = 0.0
     received_bytes: int = 0
-    #: Steps that were begun and done again, or committed and lost with the way to a checkpoint.
+    #: Steps that were begun and done again, or committed and lost on going back to a
+    #: checkpoint.
     redone_steps: int = 0
     salvaged_microbatches: int = 0
     checkpoints: int = 0
@@ -115,13 +116,13 @@ class Tally:
     def _reconfigured(
         self, state: ClusterState, job_id: JobId, stats: ReconfigurationStats | None
     ) -> None:
-        """The way into the newest generation is over; into the first one it is no change."""
+        """The change to the newest generation has ended; the first one is none."""
         known = state.jobs[job_id]
         made = known.current.made
         if stats is None or made is None or known.lineage.before is None:
             return
         job = self._job(job_id)
-        job.reconfigurations += 1
+        job.recoveries += 1
         for phase, seconds in stats.phases.items():
             job.phases[phase] += seconds
         job.stall_s += stats.stall_s or 0.0

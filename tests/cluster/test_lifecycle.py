@@ -57,7 +57,7 @@ def test_lost_node_and_its_return(small_cluster: LocalCluster, text: str) -> Non
     master = address_of(cluster.state_dir / "log" / "master.log")
     at_first = Scraped(master)
     assert at_first(jobs.STATE, job_id=job_id, state="running") == 1
-    assert at_first(jobs.CHANGES, job_id=job_id) == at_first(jobs.WAYS, job_id=job_id) == 0
+    assert at_first(jobs.CHANGES, job_id=job_id) == at_first(jobs.RECOVERIES, job_id=job_id) == 0
     assert at_first(nodes.NODES, state="live") == 3
     cluster.kill_node("n2")
     cluster.wait(lambda: len(cluster.events(job_id, "reconfigured")) == 1, "the recovery")
@@ -115,7 +115,7 @@ def assert_counted(
     assert page(jobs.LOSS, job_id=job_id) == pytest.approx(lines[-1]["loss"])
     assert 0 < page(jobs.GOODPUT, job_id=job_id) <= 1
 
-    assert page(jobs.CHANGES, job_id=job_id) == page(jobs.WAYS, job_id=job_id) == 1
+    assert page(jobs.CHANGES, job_id=job_id) == page(jobs.RECOVERIES, job_id=job_id) == 1
     told = {phase: page(jobs.PHASES, job_id=job_id, phase=phase) for phase in record["phases"]}
     assert told == pytest.approx(record["phases"])
     assert page(jobs.MOVED, job_id=job_id) == record["received_bytes"]
