@@ -5,6 +5,7 @@ the time before is not counted again. What is about a job goes with the job. Mus
 shown.
 """
 
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -30,6 +31,8 @@ from oobleck.master.events.reports import Observed, RecordsReceived
 from oobleck.master.events.unions import Event
 from oobleck.master.state.cluster import ClusterState
 from oobleck.planner.ids import JobId
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -70,9 +73,19 @@ class Tally:
         self.quarantines = 0
         #: From the first evidence to the first step, by what the plan answers.
         self.reconfigurations: dict[str, Durations] = {}
+        self._failed = False
 
     def note(self, state: ClusterState, event: Event) -> None:
-        """Before `event` changes `state`."""
+        """Before `event` changes `state`. Raises nothing: a master that counts wrong is better than
+        one that ends."""
+        try:
+            self._note(state, event)
+        except Exception:
+            if not self._failed:
+                self._failed = True
+                log.exception("metrics are wrong: an event could not be counted")
+
+    def _note(self, state: ClusterState, event: Event) -> None:
         if not isinstance(event, Observed):
             self.events[type(event).__name__] += 1
         match event:
