@@ -110,10 +110,15 @@ def test_the_page_has_all_metrics() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-@pytest.mark.parametrize("what", [("rules", "alerts.yml"), ("config", "prometheus.yml")])
-def test_promtool_takes_the_alerts(what: tuple[str, str]) -> None:
-    path = DEPLOY / "prometheus" / what[1]
-    done = subprocess.run(
-        ["promtool", "check", what[0], str(path)], capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize(
+    ("task", "path"),
+    [
+        ("check rules", DEPLOY / "prometheus" / "alerts.yml"),
+        ("check config", DEPLOY / "prometheus" / "prometheus.yml"),
+        ("test rules", Path(__file__).parent / "alerts.yml"),
+    ],
+)
+def test_promtool_takes_the_alerts_and_they_fire_when_they_should(task: str, path: Path) -> None:
+    command = ["promtool", *task.split(), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -22,7 +22,10 @@ AVAILABLE = Family(
 )
 SWAPPED = Family("gauge", "oobleck_host_swap_used_bytes", "Memory that is swapped out.")
 DISK = Family(
-    "gauge", "oobleck_host_disk_bytes", "Size of a file system on a local disk.", ("mount",)
+    "gauge",
+    "oobleck_host_disk_bytes",
+    "Size of a file system on a local disk that can be written.",
+    ("mount",),
 )
 DISK_FREE = Family(
     "gauge",
@@ -77,8 +80,10 @@ def read() -> Iterator[Reading]:
 
 def _disks() -> Iterator[Reading]:
     sizes, free = {}, {}
+    # What cannot be written never fills up: images of packages and CDs are full.
+    parts = (part for part in psutil.disk_partitions() if "ro" not in part.opts.split(","))
     # A container sees one disk at many places; the first one tells as much as all.
-    mounts = {part.device: part.mountpoint for part in reversed(psutil.disk_partitions())}
+    mounts = {part.device: part.mountpoint for part in reversed([*parts])}
     for mount in sorted(mounts.values()):
         try:
             found = os.statvfs(mount)

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from oobleck.host.metrics.families import Durations
+from oobleck.proto import control_pb2 as pb
 
 #: By the numbers that gRPC's contexts have for them.
 _CODES = {code.value[0]: code.name for code in grpc.StatusCode}
@@ -18,8 +19,15 @@ class Calls:
         self._now = now
         #: By method: its name alone, as in GetJob.
         self.open: Counter[str] = Counter()
-        #: By method and the name of the status.
-        self.ended: Counter[tuple[str, str]] = Counter()
+        #: By method and the name of the status. What an alert looks for is there from the start, as
+        #: Prometheus sees no increase in what begins at 1.
+        self.ended: Counter[tuple[str, str]] = Counter(
+            {
+                (method.name, grpc.StatusCode.INTERNAL.name): 0
+                for service in pb.DESCRIPTOR.services_by_name.values()
+                for method in service.methods
+            }
+        )
         #: Of calls that are no streams.
         self.took: dict[str, Durations] = {}
 

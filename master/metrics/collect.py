@@ -26,7 +26,7 @@ class Collector:
 
     def read(self) -> Iterator[Reading]:
         master, tally = self._parts.master, self._tally
-        now = master.now()
-        yield from nodes.read(master.state, tally, now)
-        yield from jobs.read(master.state, tally, now, self._unix())
+        now, unix = master.now(), self._unix()
+        yield from nodes.read(master.state, tally, now, unix)
+        yield from jobs.read(master.state, tally, now, unix)
         yield from own.read(self._parts, tally)

@@ -50,7 +50,9 @@ STEP_AGE = _gauge("last_step_age_seconds", "Time since the newest step, of a job
 SPEED = _gauge("tokens_per_second", "Tokens trained per second, over the last ten steps.")
 EVALUATED = _gauge("evaluation_loss", "Loss of the newest evaluation on held-out data.")
 CHECKPOINT = _gauge("checkpoint_step", "Step of the newest checkpoint; 0: there is none.")
-SAVES_FAIL = _gauge("save_failing", "1 while the newest checkpoint could not be written.")
+SAVES_FAIL = _gauge(
+    "save_failing", "1 while the newest checkpoint of a job that goes on could not be written."
+)
 GOODPUT = _gauge(
     "goodput_ratio",
     "Share of the time since the first step counted that went into steps that were kept.",
@@ -148,7 +150,7 @@ def _of_plan(job: Job) -> Mapping[Family, float | None]:
         STARTED_AT: job.started_at or None,
         FINISHED_AT: job.finished_at or None,
         CHECKPOINT: job.saves.checkpoint.step if job.saves.checkpoint is not None else 0,
-        SAVES_FAIL: job.saves.failure != "",
+        SAVES_FAIL: not over and job.saves.failure != "",
         CHANGES: job.lineage.reconfigurations,
         INCIDENTS: job.incidents,
     }

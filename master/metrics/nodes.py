@@ -8,8 +8,10 @@ from oobleck.host.metrics.families import Family, Reading, single
 from oobleck.master.api.view import node_state
 from oobleck.master.metrics.tally import Tally
 from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.node import Node
 
-_STATES = ("live", "disconnected", "quarantined", "draining", "drained", "lost")
+#: left: it is away since somebody wanted it so, and no loss to look after.
+_STATES = ("live", "disconnected", "quarantined", "draining", "drained", "lost", "left")
 LOST_BY = ("witnesses", "lease", "restarted", "left")
 
 NODES = Family("gauge", "oobleck_nodes", "Nodes that the master knows, by their state.", ("state",))
@@ -42,7 +44,7 @@ MEMORY = Family(
 FAILURES = Family(
     "gauge",
     "oobleck_node_failures",
-    "Failures of the node that count towards its quarantine.",
+    "Losses of the node, and of workers on it, within the last ten minutes.",
     ("node",),
 )
 LOST = Family(
@@ -53,10 +55,10 @@ QUARANTINES = Family(
 )
 
 
-def read(state: ClusterState, tally: Tally, now: float) -> Iterator[Reading]:
+def read(state: ClusterState, tally: Tally, now: float, unix: float) -> Iterator[Reading]:
     names = [node.facts.node for node in state.nodes.values()]
     nodes = list(state.nodes.values())
-    states = [node_state(node) for node in nodes]
+    states = [_state(node) for node in nodes]
     counts = Counter(states)
     job = state.job
     busy = frozenset(job.current.members) if job is not None else frozenset()
@@ -74,6 +76,12 @@ def read(state: ClusterState, tally: Tally, now: float) -> Iterator[Reading]:
     yield Reading(WORKERS, dict(zip(keys, workers, strict=True)))
     memory = (n.facts.memory_per_worker_bytes for n in nodes)
     yield Reading(MEMORY, dict(zip(keys, memory, strict=True)))
-    yield Reading(FAILURES, dict(zip(keys, (len(n.failures.times) for n in nodes), strict=True)))
+    failures = (node.failures.recent(unix) for node in nodes)
+    yield Reading(FAILURES, dict(zip(keys, failures, strict=True)))
     yield Reading(LOST, {(cause,): tally.nodes_lost[cause] for cause in LOST_BY})
     yield single(QUARANTINES, tally.quarantines)
+
+
+def _state(node: Node) -> str:
+    wished = node.drain is not None and node.drain.by in ("operator", "agent")
+    return "left" if not node.registered and wished else node_state(node)

@@ -30,12 +30,10 @@ from oobleck.master.state import evidence
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.job_states import lose
-from oobleck.master.state.node import Drain, Failures, Node, NodeSeen
+from oobleck.master.state.node import WINDOW_S, Drain, Failures, Node, NodeSeen
 from oobleck.planner.ids import NodeName
 from oobleck.proto.types import NodeFacts
 
-#: Failures within this time of each other count together.
-WINDOW_S = 600.0
 #: A quarantine so long after the last one is the first one again.
 FORGET_S = 3600.0
 

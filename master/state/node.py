@@ -91,6 +91,10 @@ class Drain:
     until_ready: bool = False
 
 
+#: Failures within this time of each other count together.
+WINDOW_S = 600.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
     """Of one node, over all starts of its agent."""
@@ -101,6 +105,10 @@ class Failures:
     #: Quarantines that followed on each other, and when the newest ends or has ended (Unix time).
     quarantines: int = 0
     quarantined_until: float = 0.0
+
+    def recent(self, unix: float) -> int:
+        """How many were less than WINDOW_S ago."""
+        return sum(at > unix - WINDOW_S for at in self.times)
 
 
 @dataclass(slots=True, kw_only=True)
