@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 #: Open at a time; with one more the oldest is closed.
 MOST_CONNECTIONS = 16
-#: From the first byte of a request to the last one of the answer.
+#: From the connection to the last byte of the answer.
 LONGEST_S = 10.0
 _MOST_REQUEST_BYTES = 8 << 10
 #: Who asks again within this time gets the same page.
@@ -68,9 +68,8 @@ class MetricsPage:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         #: Oldest first.
         self._open: dict[asyncio.Task[None], None] = {}
-        #: Whether it is OpenMetrics; when it was read, and the page.
-        self._pages: dict[bool, tuple[float, bytes]] = {}
-        self._rendering = asyncio.Lock()
+        #: By whether it is OpenMetrics: when the page was begun, and what makes it.
+        self._pages: dict[bool, tuple[float, asyncio.Task[bytes | None]]] = {}
 
     async def run(self) -> None:
         """Never returns; ends by cancellation."""
@@ -83,7 +82,7 @@ class MetricsPage:
             await asyncio.get_running_loop().create_future()
         finally:
             server.close()
-            for task in self._open:
+            for task in (*self._open, *(making for _, making in self._pages.values())):
                 task.cancel()
             self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -125,19 +124,30 @@ class MetricsPage:
         accepts = (line for line in lines if line.lower().startswith("accept:"))
         openmetrics = any("application/openmetrics-text" in line for line in accepts)
         page = await self._page(openmetrics=openmetrics)
+        if page is None:
+            text = b"the metrics could not be read; the log tells why\n"
+            return _response("500 Internal Server Error", _PLAIN, text)
         kind = content_type(openmetrics=openmetrics)
         return _response("200 OK", kind, page, bare=method == "HEAD")
 
-    async def _page(self, *, openmetrics: bool) -> bytes:
-        async with self._rendering:
-            now = asyncio.get_running_loop().time()
-            read_at, page = self._pages.get(openmetrics, (0.0, b""))
-            if not page or now >= read_at + _FRESH_S:
-                readings = list(self._read())
-                loop = asyncio.get_running_loop()
-                page = await loop.run_in_executor(self._thread, self._render, readings, openmetrics)
-                self._pages[openmetrics] = now, page
-            return page
+    async def _page(self, *, openmetrics: bool) -> bytes | None:
+        """None: it could not be made. Whoever asks while one is made waits for that one, which goes
+        on when they go away."""
+        loop = asyncio.get_running_loop()
+        begun, making = self._pages.get(openmetrics, (0.0, None))
+        if making is None or (making.done() and loop.time() >= begun + _FRESH_S):
+            making = loop.create_task(self._make(openmetrics))
+            self._pages[openmetrics] = loop.time(), making
+        return await asyncio.shield(making)
+
+    async def _make(self, openmetrics: bool) -> bytes | None:
+        try:
+            readings = list(self._read())
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, self._render, readings, openmetrics)
+        except Exception:
+            log.exception("metrics could not be read")
+            return None
 
     def _render(self, readings: list[Reading], openmetrics: bool) -> bytes:
         return render([*readings, *self._read_slowly()], openmetrics=openmetrics)

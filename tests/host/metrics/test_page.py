@@ -1,7 +1,8 @@
 """The page of metrics over real sockets: what it answers, and what strangers can do to it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -30,9 +31,11 @@ class Probe:
 
 
 @asynccontextmanager
-async def served(probe: Probe) -> AsyncIterator[tuple[str, int]]:
+async def served(
+    probe: Probe, read_slowly: Callable[[], Iterable[Reading]] = tuple
+) -> AsyncIterator[tuple[str, int]]:
     listening = bind("--metrics-listen", "127.0.0.1:0")
-    serving = asyncio.create_task(MetricsPage(listening, probe.read).run())
+    serving = asyncio.create_task(MetricsPage(listening, probe.read, read_slowly).run())
     try:
         yield listening.getsockname()[:2]
     finally:
@@ -126,6 +129,48 @@ def test_the_page_is_made_once_a_second_whoever_asks() -> None:
 
     reads, took_s = asyncio.run(run())
     assert 1 <= reads <= 1 + took_s
+
+
+def test_a_page_goes_on_without_who_asked_for_it_first() -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def read_slowly() -> Iterator[Reading]:
+        begun.set()
+        assert goes_on.wait(60)
+        yield from ()
+
+    async def run() -> tuple[Exception | tuple[str, str], list[tuple[str, str]], int]:
+        probe = Probe()
+        async with served(probe, read_slowly) as address:
+            first = asyncio.create_task(ask(address, GET + "\r\n"))
+            await asyncio.to_thread(begun.wait, 60)
+            others = [
+                asyncio.create_task(ask(address, GET + "\r\n")) for _ in range(MOST_CONNECTIONS)
+            ]
+            (lost,) = await asyncio.gather(first, return_exceptions=True)
+            reads = probe.reads
+            goes_on.set()
+            return lost, await asyncio.gather(*others), reads
+
+    lost, answers, reads = asyncio.run(run())
+    assert isinstance(lost, ConnectionError) or lost == ("", "")
+    assert [status for status, _ in answers] == ["200 OK"] * MOST_CONNECTIONS
+    assert reads == 1
+
+
+def test_metrics_that_cannot_be_read_are_answered_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def read_slowly() -> Iterator[Reading]:
+        raise NotImplementedError("no such file in this kernel")
+        yield
+
+    async def run() -> list[str]:
+        async with served(Probe(), read_slowly) as address:
+            return [(await ask(address, GET + "\r\n"))[0] for _ in range(2)]
+
+    assert asyncio.run(run()) == ["500 Internal Server Error"] * 2
+    assert "no such file in this kernel" in caplog.text
 
 
 @pytest.mark.parametrize("address", ["", "no port", "127.0.0.1", "127.0.0.1:99999", "192.0.2.1:1"])
