@@ -1,6 +1,7 @@
 """Metrics of the host, as its kernel tells them. Reading them may wait for a disk, so it is not for
 the event loop. Must not know workers, nor what the agent does."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 
@@ -34,10 +35,10 @@ DISK_FREE = Family(
     ("mount",),
 )
 DISK_READ = Family(
-    "counter", "oobleck_host_disk_read_bytes_total", "Bytes read of a disk.", ("disk",)
+    "counter", "oobleck_host_disk_read_bytes_total", "Bytes read of a whole disk.", ("disk",)
 )
 DISK_WRITTEN = Family(
-    "counter", "oobleck_host_disk_written_bytes_total", "Bytes written to a disk.", ("disk",)
+    "counter", "oobleck_host_disk_written_bytes_total", "Bytes written to a whole disk.", ("disk",)
 )
 RECEIVED = Family(
     "counter",
@@ -62,15 +63,30 @@ _MODES = ("user", "system", "iowait", "steal", "idle")
 
 
 def read() -> Iterator[Reading]:
+    """What this kernel does not tell, or a container may not see, is left out alone."""
+    for group in (_processors, _memory, _swap, _file_systems, _disks, _network):
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            yield from group()
+
+
+def _processors() -> Iterator[Reading]:
     yield single(PROCESSORS, os.cpu_count() or 1)
     times = psutil.cpu_times()
     yield Reading(BUSY, {(mode,): getattr(times, mode) for mode in _MODES})
     yield single(LOAD, os.getloadavg()[0])
+
+
+def _memory() -> Iterator[Reading]:
     memory = psutil.virtual_memory()
     yield single(MEMORY, memory.total)
     yield single(AVAILABLE, memory.available)
+
+
+def _swap() -> Iterator[Reading]:
     yield single(SWAPPED, psutil.swap_memory().used)
-    yield from _disks()
+
+
+def _network() -> Iterator[Reading]:
     traffic = psutil.net_io_counters(pernic=True)
     yield Reading(RECEIVED, {(name,): one.bytes_recv for name, one in traffic.items()})
     yield Reading(SENT, {(name,): one.bytes_sent for name, one in traffic.items()})
@@ -78,7 +94,7 @@ def read() -> Iterator[Reading]:
     yield Reading(ERRORS, lost)
 
 
-def _disks() -> Iterator[Reading]:
+def _file_systems() -> Iterator[Reading]:
     sizes, free = {}, {}
     # What cannot be written never fills up: images of packages and CDs are full.
     parts = (part for part in psutil.disk_partitions() if "ro" not in part.opts.split(","))
@@ -89,10 +105,21 @@ def _disks() -> Iterator[Reading]:
             found = os.statvfs(mount)
         except OSError:
             continue
-        sizes[mount,] = found.f_blocks * found.f_frsize
-        free[mount,] = found.f_bavail * found.f_frsize
+        name = os.fsencode(mount).decode(errors="replace")  # a kernel's names are any bytes
+        sizes[name,] = found.f_blocks * found.f_frsize
+        free[name,] = found.f_bavail * found.f_frsize
     yield Reading(DISK, sizes)
     yield Reading(DISK_FREE, free)
-    disks = psutil.disk_io_counters(perdisk=True) or {}
+
+
+def _disks() -> Iterator[Reading]:
+    counters = psutil.disk_io_counters(perdisk=True) or {}
+    disks = {name: disk for name, disk in counters.items() if _is_whole(name)}
     yield Reading(DISK_READ, {(name,): disk.read_bytes for name, disk in disks.items()})
     yield Reading(DISK_WRITTEN, {(name,): disk.write_bytes for name, disk in disks.items()})
+
+
+def _is_whole(disk: str) -> bool:
+    """Whether it is hardware, and no partition, loop, memory or what is made of other disks: their
+    bytes would count twice."""
+    return os.path.exists(f"/sys/block/{disk.replace('/', '!')}/device")
