@@ -8,6 +8,8 @@ shown.
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import product
+from typing import get_args
 
 from oobleck.host.metrics.families import Durations
 from oobleck.master.events.jobs import (
@@ -23,14 +25,16 @@ from oobleck.master.events.jobs import (
 from oobleck.master.events.nodes import NodeLost, NodeQuarantined, WorkerLost
 from oobleck.master.events.plans import (
     PHASES,
+    Cause,
     FirstStepCommitted,
     PlanMade,
     ReconfigurationStats,
 )
 from oobleck.master.events.reports import Observed, RecordsReceived
-from oobleck.master.events.unions import Event
+from oobleck.master.events.unions import Event, Journaled
 from oobleck.master.state.cluster import ClusterState
 from oobleck.planner.ids import JobId
+from oobleck.planner.recovery.answer import Policy
 
 log = logging.getLogger(__name__)
 
@@ -65,14 +69,17 @@ class Tally:
     def __init__(self) -> None:
         self.jobs: dict[JobId, JobTally] = {}
         #: Journaled events by their names.
-        self.events: Counter[str] = Counter()
-        #: By cause and policy.
-        self.plans: Counter[tuple[str, str]] = Counter()
+        self.events: Counter[str] = Counter({event.__name__: 0 for event in get_args(Journaled)})
+        #: By cause and policy. Here and below, all that can come is there from the start: who reads
+        #: a series for the first time sees no increase in it.
+        self.plans: Counter[tuple[str, str]] = Counter(
+            dict.fromkeys(product(get_args(Cause), get_args(Policy)), 0)
+        )
         #: By cause.
         self.nodes_lost: Counter[str] = Counter()
         self.quarantines = 0
         #: From the first evidence to the first step, by what the plan answers.
-        self.reconfigurations: dict[str, Durations] = {}
+        self.reconfigurations = {cause: Durations() for cause in get_args(Cause)}
         self._failed = False
 
     def note(self, state: ClusterState, event: Event) -> None:
@@ -142,4 +149,4 @@ class Tally:
         job.received_bytes += stats.received_bytes
         job.redone_steps += stats.redo_step is not None
         job.salvaged_microbatches += stats.salvaged_microbatches
-        self.reconfigurations.setdefault(made.cause, Durations()).add(stats.total_s)
+        self.reconfigurations[made.cause].add(stats.total_s)

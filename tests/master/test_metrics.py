@@ -6,6 +6,7 @@ from oobleck.host.metrics.families import Family
 from oobleck.master.api.calls import Calls
 from oobleck.master.events.jobs import JobCancelled
 from oobleck.master.events.nodes import NodeLost
+from oobleck.master.events.plans import PlanMade
 from oobleck.master.metrics import jobs, nodes
 from oobleck.master.metrics.tally import Tally
 from oobleck.master.state.cluster import ClusterState
@@ -73,3 +74,12 @@ def test_every_method_may_fail_for_the_first_time() -> None:
     calls = Calls(lambda: 0.0)
     assert calls.ended["Submit", "INTERNAL"] == 0
     assert ("Session", "INTERNAL") in calls.ended
+
+
+def test_all_that_can_be_counted_by_cause_is_there_from_the_start() -> None:
+    player = Player()
+    player.play(START)
+    (plan,) = (event for _, event in player.journal if isinstance(event, PlanMade))
+    assert values(player, jobs.PLANS)[plan.cause, plan.policy] == 0
+    assert values(player, jobs.RECONFIGURATION).keys() >= {("node lost",), ("worker lost",)}
+    assert PlanMade.__name__ in Tally().events
