@@ -17,7 +17,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from oobleck.agent.metrics import collect as of_agent
-from oobleck.host.metrics.families import Durations, Family, Reading, families_of, render
+from oobleck.host.metrics.families import SHORT_S, Durations, Family, Reading, families_of, render
 from oobleck.master.metrics import collect as of_master
 from support.metrics_table import PAGE, with_tables
 
@@ -77,7 +77,7 @@ def test_names_follow_prometheus_conventions() -> None:
 @pytest.mark.parametrize("families", [of_master.FAMILIES, of_agent.FAMILIES])
 def test_both_formats_can_be_read(families: tuple[Family, ...]) -> None:
     """Of every family a value, by parsers that refuse what Prometheus does, and more."""
-    took = Durations().read()
+    took = Durations(SHORT_S).read()
     readings = [
         Reading(f, {tuple("x" * len(f.labels)): took if f.kind == "histogram" else 1})
         for f in families

@@ -16,8 +16,27 @@ if TYPE_CHECKING:
 
 Kind = Literal["gauge", "counter", "histogram"]
 _UNITS = ("seconds", "bytes", "ratio")
-#: Upper bounds of buckets: from a write to a disk to the longest recovery, seconds.
-_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+#: Upper bounds of buckets, seconds: of what a processor does at once, of what waits for a disk, a
+#: process or a caller, and of what takes many hosts.
+SHORT_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+USUAL_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    60.0,
+    600.0,
+)
+LONG_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +65,10 @@ class Family:
 
 
 class Distribution(NamedTuple):
-    """How many durations were at most each bound, how many there were, and their sum in seconds."""
+    """How many durations were at most each bound and above the one before it, those above the last
+    one too, and the sum of all in seconds."""
 
+    bounds_s: Sequence[float]
     counts: Sequence[int]
     sum_s: float
 
@@ -55,17 +76,18 @@ class Distribution(NamedTuple):
 class Durations:
     """Counts durations by their length."""
 
-    def __init__(self) -> None:
-        self._counts = [0] * (len(_BOUNDS_S) + 1)
+    def __init__(self, bounds_s: Sequence[float] = USUAL_S) -> None:
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
         self._sum_s = 0.0
 
     def add(self, seconds: float) -> None:
-        self._counts[bisect_left(_BOUNDS_S, seconds)] += 1
+        self._counts[bisect_left(self._bounds_s, seconds)] += 1
         self._sum_s += seconds
 
     def read(self) -> Distribution:
         """As it is now."""
-        return Distribution(tuple(self._counts), self._sum_s)
+        return Distribution(self._bounds_s, tuple(self._counts), self._sum_s)
 
 
 #: By the values of the labels, a tuple of texts.
@@ -144,7 +166,7 @@ def _metric(reading: Reading) -> "Metric":
 
 def _add_buckets(metric: "Metric", labels: dict[str, str], value: Distribution) -> None:
     total = 0
-    for bound, count in zip((*map(str, _BOUNDS_S), "+Inf"), value.counts, strict=True):
+    for bound, count in zip((*map(str, value.bounds_s), "+Inf"), value.counts, strict=True):
         total += count
         metric.add_sample(f"{metric.name}_bucket", {**labels, "le": bound}, total)
     metric.add_sample(f"{metric.name}_count", labels, total)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import get_args
 
-from oobleck.host.metrics.families import Durations
+from oobleck.host.metrics.families import LONG_S, Durations
 from oobleck.master.events.jobs import (
     CheckpointPublished,
     JobCancelled,
@@ -79,7 +79,7 @@ class Tally:
         self.nodes_lost: Counter[str] = Counter()
         self.quarantines = 0
         #: From the first evidence to the first step, by what the plan answers.
-        self.reconfigurations = {cause: Durations() for cause in get_args(Cause)}
+        self.reconfigurations = {cause: Durations(LONG_S) for cause in get_args(Cause)}
         self._failed = False
 
     def note(self, state: ClusterState, event: Event) -> None:
