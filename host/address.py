@@ -59,7 +59,21 @@ def pinned(address: str) -> str:
     found = sorted(_addresses(address), key=lambda number: ":" in number)
     if host == "localhost" or not found:
         return address
-    return f"[{found[0]}]:{port}" if ":" in found[0] else f"{found[0]}:{port}"
+    return joined(found[0], port)
+
+
+def joined(host: str, port: int) -> str:
+    """HOST:PORT of a host without brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_number(host: str) -> bool:
+    """Whether it is an address, without brackets, and no name."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def _addresses(address: str) -> list[str]:

@@ -46,7 +46,6 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     """Serve until a signal ends it. Raises Unusable, StorageFailed, and OutputFailed where nobody
     can be told the address."""
     _check_address(config.listen)
-    listening = _open_page(config.metrics_listen)
     authority = _read_authority(config)
     planner = PlanningProcess()
     master = Master(config, journal, planner=planner)
@@ -76,6 +75,8 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
             port = server.add_secure_port(config.listen, authority.server_credentials())
     except RuntimeError as error:
         raise Unusable(f"--listen {config.listen} cannot be bound; choose another one") from error
+    # Behind the other: where both name one port, this one is at fault.
+    listening = _open_page(config.metrics_listen)
     tracking = Tracking(master, functools.partial(_show, config, authority))
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -8,11 +8,12 @@ metrics are.
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from oobleck.host.address import split_address
+from oobleck.host.address import is_loopback, is_number, joined, split_address
 from oobleck.host.metrics.families import Reading, content_type, render
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ class MetricsPage:
             self._connected, sock=self._socket, limit=_MOST_REQUEST_BYTES
         )
         host, port = self._socket.getsockname()[:2]
-        log.info("metrics are served", extra={"address": f"{host}:{port}", "path": _PATH})
+        address = joined(host, port)
+        log.info("metrics are served", extra={"address": address, "path": _PATH})
         try:
             await asyncio.get_running_loop().create_future()
         finally:
@@ -115,20 +117,33 @@ class MetricsPage:
     async def _answer(self, head: str) -> bytes:
         request, *lines = head.split("\r\n")
         match request.split(" "):
-            case ["GET" | "HEAD" as method, target, version] if version.startswith("HTTP/1."):
+            case [method, target, version] if version.startswith("HTTP/1."):
                 pass
             case _:
-                return _response("400 Bad Request", _PLAIN, b"this is no GET of HTTP/1.1\n")
+                return _refusal("400 Bad Request", "this is no request of HTTP/1.1")
+        bare = method == "HEAD"
+        if method not in ("GET", "HEAD"):
+            return _refusal(
+                "405 Method Not Allowed", "metrics can be read alone", "Allow: GET, HEAD"
+            )
+        if self._is_rebound(_values(lines, "host")):
+            told = "this page is for this host alone; ask for localhost or an address"
+            return _refusal("421 Misdirected Request", told, bare=bare)
         if target.partition("?")[0] != _PATH:
-            return _response("404 Not Found", _PLAIN, f"metrics are at {_PATH}\n".encode())
-        accepts = (line for line in lines if line.lower().startswith("accept:"))
-        openmetrics = any("application/openmetrics-text" in line for line in accepts)
+            return _refusal("404 Not Found", f"metrics are at {_PATH}", bare=bare)
+        openmetrics = any(map(_wants_openmetrics, _values(lines, "accept")))
         page = await self._page(openmetrics=openmetrics)
         if page is None:
-            text = b"the metrics could not be read; the log tells why\n"
-            return _response("500 Internal Server Error", _PLAIN, text)
-        kind = content_type(openmetrics=openmetrics)
-        return _response("200 OK", kind, page, bare=method == "HEAD")
+            told = "the metrics could not be read; the log tells why"
+            return _refusal("500 Internal Server Error", told, bare=bare)
+        return _response("200 OK", content_type(openmetrics=openmetrics), page, bare=bare)
+
+    def _is_rebound(self, hosts: list[str]) -> bool:
+        """Whether the page is for this host alone, and was asked for by another name: a site whose
+        name leads here would read it through a browser on this host."""
+        if not is_loopback(self._socket.getsockname()[0]):
+            return False
+        return not all(is_number(host) or host == "localhost" for host in map(_without_port, hosts))
 
     async def _page(self, *, openmetrics: bool) -> bytes | None:
         """None: it could not be made. Whoever asks while one is made waits for that one, which goes
@@ -153,10 +168,35 @@ class MetricsPage:
         return render([*readings, *self._read_slowly()], openmetrics=openmetrics)
 
 
-def _response(status: str, kind: str, body: bytes, *, bare: bool = False) -> bytes:
+def _values(lines: Iterable[str], name: str) -> list[str]:
+    """Of a header, in lower case."""
+    pairs = (line.lower().partition(":") for line in lines)
+    return [value.strip() for found, _, value in pairs if found == name]
+
+
+def _without_port(host: str) -> str:
+    return re.sub(r":[0-9]*$", "", host).strip("[]") if not is_number(host) else host
+
+
+def _wants_openmetrics(accept: str) -> bool:
+    """Whether it is named, and not with q=0."""
+    for part in accept.split(","):
+        kind, *parameters = (text.strip() for text in part.split(";"))
+        if kind == "application/openmetrics-text":
+            return not any(re.fullmatch(r"q=0(\.0*)?", text) for text in parameters)
+    return False
+
+
+def _refusal(status: str, told: str, *headers: str, bare: bool = False) -> bytes:
+    return _response(status, _PLAIN, f"{told}\n".encode(), *headers, bare=bare)
+
+
+def _response(status: str, kind: str, body: bytes, *headers: str, bare: bool = False) -> bytes:
     """`bare`: without the body, whose length it tells."""
+    more = "".join(f"{header}\r\n" for header in headers)
     head = (
         f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-        "Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\nConnection: close\r\n\r\n"
+        "Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\nConnection: close\r\n"
+        f"{more}\r\n"
     )
     return head.encode() + (b"" if bare else body)

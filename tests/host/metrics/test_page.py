@@ -15,7 +15,7 @@ from oobleck.host.metrics.page import MOST_CONNECTIONS, MetricsPage, bind
 GAUGE = Family("gauge", "probe_bytes", "Some bytes.", ("name",))
 COUNTER = Family("counter", "probe_reads_total", "How often it was read.")
 HISTOGRAM = Family("histogram", "probe_seconds", "Some times.")
-GET = "GET /metrics HTTP/1.1\r\nHost: here\r\n"
+GET = "GET /metrics HTTP/1.1\r\nHost: localhost\r\n"
 
 
 class Probe:
@@ -81,7 +81,8 @@ def test_the_page_is_what_prometheus_reads() -> None:
     ("request_", "status"),
     [
         ("GET / HTTP/1.1\r\n\r\n", "404 Not Found"),
-        ("POST /metrics HTTP/1.1\r\n\r\n", "400 Bad Request"),
+        ("POST /metrics HTTP/1.1\r\n\r\n", "405 Method Not Allowed"),
+        ("GET /metrics HTTP/1.1\r\nHost: a.example:9460\r\n\r\n", "421 Misdirected Request"),
         ("\x16\x03\x01 no http\r\n\r\n", "400 Bad Request"),
         ("GET /metrics\r\n\r\n", "400 Bad Request"),
         ("GET /metrics HTTP/1.1\r\nX: " + "x" * 100_000, ""),
@@ -100,6 +101,26 @@ def test_what_is_no_request_for_it(request_: str, status: str) -> None:
             return told
 
     assert asyncio.run(run()) == status
+
+
+@pytest.mark.parametrize(
+    ("headers", "served_as"),
+    [
+        ("Host: 127.0.0.1:9460\r\nACCEPT: Text/Plain, Application/OpenMetrics-Text;q=0.5", "openm"),
+        ("host: [::1]:9460\r\nAccept: application/openmetrics-text;q=0.0, text/plain", "plain"),
+        ("Host: ::1\r\nAccept: */*", "plain"),
+    ],
+)
+def test_how_a_reader_may_ask(headers: str, served_as: str) -> None:
+    async def run() -> tuple[str, tuple[str, str], tuple[str, str]]:
+        async with served(Probe()) as address:
+            _, page = await ask(address, f"GET /metrics HTTP/1.1\r\n{headers}\r\n\r\n")
+            head = await ask(address, f"HEAD /metrics HTTP/1.1\r\n{headers}\r\n\r\n")
+            return page, head, await ask(address, f"HEAD / HTTP/1.1\r\n{headers}\r\n\r\n")
+
+    page, *heads = asyncio.run(run())
+    assert page.endswith("# EOF\n") == (served_as == "openm")
+    assert heads == [("200 OK", ""), ("404 Not Found", "")]
 
 
 def test_strangers_keep_nobody_from_the_page() -> None:
