@@ -10,11 +10,16 @@ from oobleck.master.metrics.tally import Tally
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.node import Node
 
-#: left: it is away since somebody wanted it so, and no loss to look after.
+#: left: lost, but drained by an operator or told to end, so nobody has to look after it.
 _STATES = ("live", "disconnected", "quarantined", "draining", "drained", "lost", "left")
 LOST_BY = ("witnesses", "lease", "restarted", "left")
 
-NODES = Family("gauge", "oobleck_nodes", "Nodes that the master knows, by their state.", ("state",))
+NODES = Family(
+    "gauge",
+    "oobleck_nodes",
+    "Nodes that the master knows, by their state; left: lost, as somebody wanted it.",
+    ("state",),
+)
 FREE = Family(
     "gauge",
     "oobleck_nodes_without_work",
