@@ -1,9 +1,9 @@
 """The flat order of a layer's numbers, and which of them belong to a share of the layer.
 
-First the part that is tied to another layer, then what weight decay acts on, then the rest; so each
-of these is one slice, and so is `own`, all but the tied part. A share of a layer, such as the
-second of three, is that share of the tied part and that of the own one. Knows the model
-and what of it the job does not decay, alone.
+First the part that is tied to other layers, then the own one; in each, what weight decay acts on
+comes first, so these are four slices. A share of a layer, such as the second of three, is that
+share of the tied part and that of the own one. Knows the model and what of it the job does not
+decay, alone.
 """
 
 import math
@@ -75,16 +75,14 @@ class Layout:
 def layout(spec: AnyModel, layer: int, no_decay: tuple[str, ...] = ()) -> Layout:
     """The flat layout of `layer`: a function of the job alone, the same for all holders. What is
     not decayed begins at a multiple of `CUT_NUMBERS`, as shares do; the gap before it stays
-    zero. `no_decay`: the job's patterns; tied matrices are decayed if none has any of them, by
-    its name in any layer."""
+    zero. `no_decay`: the job's patterns; a tied parameter is spared by its name in any layer."""
     with torch.device("meta"):
         module = build_layer(spec, layer)
     shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad}
     tied = [*tied_parameters(spec, layer)]
     spared = _matching(_names(module), no_decay)
-    matrices = [name for name in shapes if len(shapes[name]) > 1]
-    decayed = [name for name in matrices if name not in spared and name not in tied]
-    rest = [name for name in shapes if name not in (*decayed, *tied)]
+    spared.update(tied[number] for number in _spared_ties(spec, _sharing(spec, layer), no_decay))
+    decayed = [name for name in shapes if len(shapes[name]) > 1 and name not in spared]
     parameters: list[ParameterRange] = []
 
     def append(names: list[str], end: int) -> int:
@@ -94,11 +92,12 @@ def layout(spec: AnyModel, layer: int, no_decay: tuple[str, ...] = ()) -> Layout
         return end
 
     # The order is the same in all layers that share them.
-    tied_matrices = [name for name in tied if name in matrices]
-    tied_vectors = [name for name in tied if name not in matrices]
-    tied_decayed = _whole_cuts(append(tied_matrices, 0), tied_vectors)
-    tied_end = append(tied_vectors, tied_decayed)
-    own_decayed = append(decayed, tied_end) - tied_end
+    tied_rest = [name for name in tied if name not in decayed]
+    end = append([name for name in tied if name in decayed], 0)
+    tied_decayed = _whole_cuts(end, tied_rest)
+    tied_end = append(tied_rest, tied_decayed)
+    rest = [name for name in shapes if name not in decayed and name not in tied]
+    own_decayed = append([name for name in decayed if name not in tied], tied_end) - tied_end
     decayed_end = tied_end + _whole_cuts(own_decayed, rest)
     size = append(rest, decayed_end)
     return Layout(
@@ -106,7 +105,7 @@ def layout(spec: AnyModel, layer: int, no_decay: tuple[str, ...] = ()) -> Layout
         tied=tied_end,
         decayed=decayed_end,
         size=size,
-        tied_decayed=0 if _spares_tied(spec, no_decay, layer) else tied_decayed,
+        tied_decayed=tied_decayed,
     )
 
 
@@ -125,17 +124,24 @@ def _matching(names: Mapping[str, str], patterns: tuple[str, ...]) -> set[str]:
     return {n for n, told in names.items() if any(fnmatchcase(told, one) for one in patterns)}
 
 
+def _sharing(spec: AnyModel, layer: int) -> tuple[int, ...]:
+    """The layers that share parameters with `layer`, itself too; none: it shares nothing."""
+    return next((g for g in groups(spec.ties, spec.layer_count) if layer in g), ())
+
+
 @lru_cache(maxsize=1024)
-def _spares_tied(spec: AnyModel, no_decay: tuple[str, ...], layer: int) -> bool:
-    """Whether a pattern has any of the parameters that `layer` shares, by its name in any of the
-    layers that have it."""
-    shared = [places for places in groups(spec.ties, spec.layer_count) if layer in places]
-    for place in shared[0] if no_decay and shared else ():
+def _spared_ties(
+    spec: AnyModel, sharing: tuple[int, ...], no_decay: tuple[str, ...]
+) -> frozenset[int]:
+    """Which of the parameters that these layers share a pattern has, by its name in any of them:
+    places in `tied_parameters`."""
+    spared: set[int] = set()
+    for layer in sharing if no_decay else ():
         with torch.device("meta"):
-            names = _names(build_layer(spec, place))
-        if _matching(names, no_decay).intersection(tied_parameters(spec, place)):
-            return True
-    return False
+            fitting = _matching(_names(build_layer(spec, layer)), no_decay)
+        tied = tied_parameters(spec, layer)
+        spared.update(number for number, name in enumerate(tied) if name in fitting)
+    return frozenset(spared)
 
 
 def check_no_decay(spec: AnyModel, no_decay: tuple[str, ...]) -> None:

@@ -66,8 +66,16 @@ def test_tied_vectors_follow_tied_matrices_and_are_not_decayed(make_job):
     job = replace(job, model=replace(spec, described=describe(job, (row, row))))
     state = ModelState(job, CPU)
     held = [state.initialise(layer) for layer in (0, 1)]
+    spared = {
+        pattern: [layout(job.model, layer, (pattern,)) for layer in (0, 1)]
+        for pattern in ("*.bias", "0.weight", "1.weight", "1.*")
+    }
     code.allow(())
     assert torch.equal(held[0].storage, held[1].storage)
+    for pattern, both in spared.items():
+        decayed = 16 if pattern == "*.bias" else 0  # the bias is not decayed in any case
+        for flat in both:
+            assert (flat.tied_decayed, flat.tied) == (decayed, decayed + 3 if decayed else 12)
     flat = held[1].layout
     assert (flat.tied_decayed, flat.tied, flat.decayed, flat.size) == (16, 19, 19, 19)
     assert [(len(one.gradient), one.decayed) for one in held[1].slices()] == [
