@@ -19,11 +19,12 @@ from oobleck.host.device import find_gpus, worker_environment
 from oobleck.host.display import inline
 from oobleck.host.finding import Finding
 from oobleck.host.gpu.choice import GpuReport, chosen_gpus
-from oobleck.host.system.process import with_parent
+from oobleck.host.system.process import completed, with_parent
 
-#: In this order, with seconds for each; the first ones need one GPU, the others two.
-_ALONE = {"forks": 90, "memory": 60, "killed": 60, "products": 60, "copies": 60, "waits": 60}
-_TOGETHER = {"peers": 60, "sums": 60, "aborts": 60}
+#: In this order, with seconds for each, ten minutes in all; the first ones need one GPU, the others
+#: two. Checks with a limit of their own have half a minute beyond it, in which torch starts.
+ALONE = {"forks": 90, "memory": 60, "killed": 80, "products": 60, "copies": 45, "waits": 45}
+TOGETHER = {"peers": 45, "sums": 85, "aborts": 85}
 #: What a host without a GPU can be asked.
 _ON_CPUS = {"forks": 90}
 _HANGS = (
@@ -86,9 +87,9 @@ def _look(option: str | None) -> Iterator[Finding]:
     visible = ",".join(gpu.visible for gpu in report.gpus)
     devices = [f"cuda:{number}" for number in range(len(report.gpus))]
     seen = {**environment, "CUDA_VISIBLE_DEVICES": visible}
-    yield from _checks(_ALONE, devices, seen)
+    yield from _checks(ALONE, devices, seen)
     if len(devices) > 1:
-        yield from _checks(_TOGETHER, devices, seen)
+        yield from _checks(TOGETHER, devices, seen)
 
 
 def _described(report: GpuReport) -> Finding:
@@ -118,24 +119,20 @@ def run_check(
     name: str, command: Sequence[str], limit_s: float, environment: Mapping[str, str]
 ) -> Iterator[Finding]:
     """What a check says, and how it ended where it says nothing."""
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(environment)
-    ) as process:
-        try:
-            output, errors = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            what = f"no answer within {limit_s:g} s: it hangs"
-            yield Finding(check=name, level="fail", what=what, fix=_HANGS)
-            return
-    lines = errors.decode(errors="replace").strip().splitlines()
     try:
-        found = [msgspec.json.decode(line, type=Finding) for line in output.splitlines()]
+        result = completed(command, limit_s, environment)
+    except subprocess.TimeoutExpired:
+        what = f"no answer within {limit_s:g} s: it hangs"
+        yield Finding(check=name, level="fail", what=what, fix=_HANGS)
+        return
+    lines = result.stderr.decode(errors="replace").strip().splitlines()
+    try:
+        found = [msgspec.json.decode(line, type=Finding) for line in result.stdout.splitlines()]
     except msgspec.DecodeError:
-        found, lines = [], output.decode(errors="replace").strip().splitlines()
+        found, lines = [], result.stdout.decode(errors="replace").strip().splitlines()
     yield from found
-    if process.returncode or not found:
+    if result.returncode or not found:
         last = lines[-1] if lines else "it says nothing"
-        what = f"ends with exit code {process.returncode}: {last}"
+        what = f"ends with exit code {result.returncode}: {last}"
         fix = "look at the driver (nvidia-smi, dmesg) and at torch's build for CUDA"
         yield Finding(check=name, level="fail", what=what, fix=fix)

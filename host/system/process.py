@@ -30,19 +30,24 @@ def with_parent(module: str) -> list[str]:
     return [sys.executable, "-m", "oobleck.host.system.die_with_parent", str(os.getpid()), module]
 
 
-def output_of(
+def completed(
     command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
-) -> bytes:
-    """What the command prints. Unlike `subprocess.run`, it does not wait for one that does not end
-    though it is killed, as where a driver hangs. Raises OSError, and of `subprocess` TimeoutExpired
-    and CalledProcessError."""
+) -> subprocess.CompletedProcess[bytes]:
+    """How the command ended, and what it printed. Unlike `subprocess.run`, it kills what the
+    command has started too, and does not wait for what does not end though it is killed, as where a
+    driver hangs. Raises OSError and subprocess.TimeoutExpired."""
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
     )
     try:
         output, errors = process.communicate(timeout=timeout_s)
     except BaseException:
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_KILLED_S)
         raise
@@ -50,9 +55,16 @@ def output_of(
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command, output, errors)
-    return output
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def output_of(
+    command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
+) -> bytes:
+    """What the command prints. Raises as `completed` does, and subprocess.CalledProcessError."""
+    result = completed(command, timeout_s, environment)
+    result.check_returncode()
+    return result.stdout
 
 
 def end_signals() -> tuple[signal.Signals, ...]:

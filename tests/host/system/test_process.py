@@ -3,11 +3,14 @@
 import os
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from oobleck.host.system.process import end_signals, output_of
+from support.waiting import all_gone
 
 
 def test_the_end_of_a_terminal_counts_unless_it_was_ignored_before() -> None:
@@ -20,13 +23,18 @@ def test_the_end_of_a_terminal_counts_unless_it_was_ignored_before() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_what_does_not_end_though_it_is_killed_is_not_waited_for(tmp_path: Path) -> None:
-    """Its output stays open in a process that it has left behind."""
-    left = tmp_path / "left"
-    command = ["sh", "-c", f"sleep 60 & echo $! > {left}.new; mv {left}.new {left}; wait"]
+def test_what_hangs_is_killed_with_all_that_it_has_started_and_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    """Its output stays open in a process that has left its session."""
+    started = tmp_path / "started"
+    script = f"sleep 60 & echo $! > {started}; setsid sleep 60 & echo $! >> {started}; wait"
     with pytest.raises(subprocess.TimeoutExpired):
-        output_of(command, 0.3)
-    os.kill(int(left.read_text()), signal.SIGKILL)  # it is still there
+        output_of(["sh", "-c", script], 1.0)
+    own, left = map(int, started.read_text().split())
+    with suppress(psutil.NoSuchProcess):
+        all_gone([psutil.Process(own)])
+    os.kill(left, signal.SIGKILL)  # it is still there
 
 
 def test_what_a_command_prints_or_why_it_failed() -> None:
