@@ -1,12 +1,13 @@
-"""Checks of one device at a time. Of several the first one; `memory` and `products` try each."""
+"""Checks of one device at a time. Of several, `memory`, `products` and `copies` try each, `forks`
+deals them out, and `killed` and `waits` try the first."""
 
 import functools
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,6 +20,9 @@ from oobleck.planner.units import format_bytes
 _FORKS = 4
 _READY_S = 15.0
 _FREE_S = 5.0
+#: For the memory of a killed process; the host is told to be sick after that.
+FREED_S = 30.0
+_KILLED_S = 1.0
 #: Of what the table of GPUs says: below it something is wrong.
 _SLOW = 0.6
 #: Of a board's memory that is taken and given back.
@@ -44,7 +48,7 @@ def forks(devices: Sequence[str]) -> Iterator[Finding]:
     spent_s = time.monotonic() - began
     what = f"{_FORKS} workers are forked at once and compute after {spent_s:.1f} s"
     if any(failed):
-        what, fix = f"forked workers end with {failed}", "look at what they print above"
+        what, fix = f"forked workers end with {failed}", _by_hand("forks", devices)
         yield Finding(check="forks", level="fail", what=what, fix=fix)
     elif spent_s > _READY_S:
         fix = "a persistent driver (nvidia-smi -pm 1) starts faster"
@@ -82,15 +86,19 @@ def memory(devices: Sequence[str]) -> Iterator[Finding]:
         right = bool((block == 7).all())
         del block
         torch.cuda.empty_cache()
-        what = f"{device}: {format_bytes(free)} of {format_bytes(total)} are free"
-        if not right:
-            what, fix = f"{device}: memory does not hold what is written", "replace the GPU"
-            yield Finding(check="memory", level="fail", what=what, fix=fix)
-        elif free < 0.9 * total:
-            fix = "end what else uses it (nvidia-smi), or give --memory-per-worker"
-            yield Finding(check="memory", level="warn", what=what, fix=fix)
-        else:
-            yield Finding(check="memory", level="pass", what=what)
+        yield of_memory(device, free, total, right=right)
+
+
+def of_memory(device: str, free: int, total: int, *, right: bool) -> Finding:
+    """`free`, `total`: bytes; `right`: they hold what is written."""
+    if not right:
+        what, fix = f"{device}: memory does not hold what is written", "replace the GPU"
+        return Finding(check="memory", level="fail", what=what, fix=fix)
+    what = f"{device}: {format_bytes(free)} of {format_bytes(total)} are free"
+    if free < 0.9 * total:
+        fix = "end what else uses it (nvidia-smi), or give --memory-per-worker"
+        return Finding(check="memory", level="warn", what=what, fix=fix)
+    return Finding(check="memory", level="pass", what=what)
 
 
 def killed(devices: Sequence[str]) -> Iterator[Finding]:
@@ -98,30 +106,73 @@ def killed(devices: Sequence[str]) -> Iterator[Finding]:
     device = devices[0]
     code = (
         "import sys, torch; d = sys.argv[1]; n = int(torch.cuda.mem_get_info(d)[0] * 0.5); "
-        "t = torch.empty(n, dtype=torch.uint8, device=d); print('ready', flush=True); "
+        "t = torch.empty(n, dtype=torch.uint8, device=d); print('taken', n, flush=True); "
         "sys.stdin.read()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, device], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as holder:
-        assert holder.stdout is not None
-        ready = holder.stdout.readline() == b"ready\n"
-        before, total = torch.cuda.mem_get_info(device)
-        began = time.monotonic()
-        holder.send_signal(signal.SIGKILL)
-        while ready and torch.cuda.mem_get_info(device)[0] < before + total // 4:
-            time.sleep(0.01)
-        spent_s = time.monotonic() - began
-    if not ready:
-        fix = "look at what it prints above"
-        yield Finding(check="killed", level="fail", what="no process can hold memory", fix=fix)
-        return
-    what = f"memory of a killed process is free after {spent_s:.1f} s"
-    if spent_s > _FREE_S:
+
+    def free() -> int:
+        return torch.cuda.mem_get_info(device)[0]
+
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, device],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    line = ""
+    for line in holder.stdout:
+        if line.startswith("taken "):
+            break
+    taken = int(line.split()[1]) if line.startswith("taken ") else 0
+    held = free()
+    holder.kill()
+    freed_s = freed_after(free, held + taken // 2) if taken else None
+    with suppress(subprocess.TimeoutExpired):  # a driver may hold it
+        holder.wait(_KILLED_S)
+    holder.stdin.close()
+    holder.stdout.close()
+    yield of_killed(taken, freed_s, line.strip())
+
+
+def freed_after(
+    free: Callable[[], int],
+    wanted: int,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> float | None:
+    """Seconds until so many bytes are free; None: they are not within `FREED_S`."""
+    began = clock()
+    while free() < wanted:
+        if clock() - began > FREED_S:
+            return None
+        sleep(0.01)
+    return clock() - began
+
+
+def of_killed(taken: int, freed_s: float | None, said: str) -> Finding:
+    """`taken`: bytes; `said`: by whom they were to be taken."""
+    if not taken:
+        what = f"no process can hold memory: {said or 'it says nothing'}"
+        fix = "end what else uses the GPU (nvidia-smi)"
+        return Finding(check="killed", level="fail", what=what, fix=fix)
+    if freed_s is None:
+        what = f"of {format_bytes(taken)} of a killed process half are not free in {FREED_S:.0f} s"
+        fix = "see whether it ends (ps: state D), or others took them (nvidia-smi)"
+        return Finding(check="killed", level="fail", what=what, fix=fix)
+    what = f"memory of a killed process is free after {freed_s:.1f} s"
+    if freed_s > _FREE_S:
         fix = "recoveries wait for that: update the driver"
-        yield Finding(check="killed", level="slow", what=what, fix=fix)
-    else:
-        yield Finding(check="killed", level="pass", what=what)
+        return Finding(check="killed", level="slow", what=what, fix=fix)
+    return Finding(check="killed", level="pass", what=what)
+
+
+def _by_hand(check: str, devices: Sequence[str]) -> str:
+    command = " ".join(["python -m oobleck.worker.doctor", check, *devices])
+    return f"run '{command}' and see what it prints"
 
 
 def products(devices: Sequence[str]) -> Iterator[Finding]:

@@ -1,5 +1,6 @@
 """Checks of two processes, with a GPU each or (for a CPU) over gloo: sums, aborts, lost peers."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -10,15 +11,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import permutations
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from oobleck.host.finding import Finding
+from oobleck.host.system.process import with_parent
 from oobleck.planner.profile.machine import machine_of
 
 _LIMIT_S = 40.0
 _END_S = 5.0
+_KILLED_S = 1.0
+#: `_pair` has ended after that.
+PAIR_S = _LIMIT_S + 2 * (_END_S + _KILLED_S)
 #: Numbers of a sum.
 _SUM = 1 << 26
 _SMALL_SUM = 1 << 10
@@ -82,13 +88,14 @@ def aborts(devices: Sequence[str]) -> Iterator[Finding]:
     yield Finding(check="aborts", level="pass", what=what)
 
 
-def _pair(what: str, devices: Sequence[str]) -> tuple[str, list[int]]:
-    """Two members: the last line that the first one says, and how each ended."""
+def _pair(what: str, devices: Sequence[str]) -> tuple[str, list[int | None]]:
+    """Two members: the last line that the first one says, and how each ended (None: it has not,
+    though it was killed)."""
     with tempfile.TemporaryDirectory(prefix="oobleck-doctor-") as folder:
-        module = "oobleck.worker.doctor"
+        command = [*with_parent("oobleck.worker.doctor"), "member", what]
         members = [
             subprocess.Popen(
-                [sys.executable, "-m", module, "member", what, str(rank), devices[rank], folder],
+                [*command, str(rank), devices[rank], folder],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -103,11 +110,12 @@ def _pair(what: str, devices: Sequence[str]) -> tuple[str, list[int]]:
             with suppress(subprocess.TimeoutExpired):
                 each.wait(_END_S)
             each.kill()
-            each.wait()
+            with suppress(subprocess.TimeoutExpired):  # a driver may hold it
+                each.wait(_KILLED_S)
             if each.stdout is not None:
                 each.stdout.close()
     lines = said.strip().splitlines()
-    return (lines[-1] if lines else ""), [each.returncode for each in members]
+    return (lines[-1] if lines else ""), [each.poll() for each in members]
 
 
 def member(arguments: Sequence[str]) -> None:
@@ -129,7 +137,7 @@ def member(arguments: Sequence[str]) -> None:
     dist.all_reduce(first)
     assert float(first.sum()) == 2 * _SMALL_SUM, "the sum is wrong"
     connect_s = time.monotonic() - began
-    words = _sum(place, connect_s) if what == "sum" else _lose(place, int(rank))
+    words = _sum(place, connect_s) if what == "sum" else _lose(place, int(rank), Path(folder))
     if rank == "0":
         sys.stdout.write(words + "\n")
         sys.stdout.flush()
@@ -148,20 +156,45 @@ def _sum(place: torch.device, connect_s: float) -> str:
     return f"{connect_s} {rate}"
 
 
-def _lose(place: torch.device, rank: int) -> str:
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+def _lose(place: torch.device, rank: int, folder: Path) -> str:
+    """Rank 1 is killed while rank 0 waits for what it sends: seconds until that is given up."""
     numbers = torch.ones(_SMALL_SUM, device=place)
-    work = dist.irecv(numbers, 1)
-    assert work is not None
-    time.sleep(1.0)  # its kernel runs, and waits
+    posted = folder / "posted"
+    with (folder / "alive").open("w") as alive:
+        if rank == 1:
+            fcntl.flock(alive, fcntl.LOCK_EX)  # until it ends
+        # NCCL connects a pair at its first message, which takes both.
+        _exchange(numbers, rank)
+        if rank == 1:
+            while not posted.exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        work = dist.irecv(numbers, 1)
+        assert work is not None
+        posted.touch()
+        fcntl.flock(alive, fcntl.LOCK_EX)
     began = time.monotonic()
     if place.type == "cuda":
         dist.distributed_c10d._abort_process_group()  # not public
         torch.cuda.synchronize()
     else:
-        with suppress(RuntimeError):  # what gloo says of a lost peer
-            work.wait(timedelta(seconds=1))
+        try:
+            work.wait(timedelta(seconds=_END_S))
+        except RuntimeError:  # what gloo says of a lost peer
+            pass
+        else:
+            raise AssertionError("a receive from a killed peer has ended well")
     spent_s = time.monotonic() - began
     assert float(torch.ones(8, 8, device=place).sum()) == 64.0, "the device computes no more"
     return str(spent_s)
+
+
+def _exchange(numbers: torch.Tensor, rank: int) -> None:
+    """A message each way."""
+    for sender in (0, 1):
+        if rank == sender:
+            dist.send(numbers, 1 - rank)
+        else:
+            dist.recv(numbers, sender)
+    if numbers.is_cuda:
+        torch.cuda.synchronize()

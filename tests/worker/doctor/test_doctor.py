@@ -1,23 +1,63 @@
-"""Checks of two devices that CPUs can stand for: two processes connect and sum."""
+"""Checks of two devices that CPUs can stand for, and what is concluded from what a GPU says."""
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable, Iterator, Sequence
 
-import msgspec
+import pytest
 
+from oobleck.cli.cluster.doctor import ALONE, TOGETHER
 from oobleck.host.device import worker_environment
 from oobleck.host.finding import Finding
+from oobleck.worker.doctor.single import FREED_S, freed_after, of_killed, of_memory
+from oobleck.worker.doctor.together import PAIR_S, aborts, sums
+
+Check = Callable[[Sequence[str]], Iterator[Finding]]
 
 
-def test_two_processes_connect_and_sum() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "oobleck.worker.doctor", "sums", "cpu", "cpu"],
-        env={**os.environ, **worker_environment("cuda")},
-        capture_output=True,
-        check=True,
-        timeout=150,
-    )
-    found = msgspec.json.decode(result.stdout, type=Finding)
-    assert (found.check, found.level) == ("sums", "pass")
-    assert "a sum is right" in found.what
+@pytest.mark.parametrize(
+    ("check", "what"), [(sums, "a sum is right"), (aborts, "a receive from a killed peer is given")]
+)
+def test_two_processes_connect_sum_and_lose_each_other(
+    check: Check, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in worker_environment("cuda").items():
+        monkeypatch.setenv(name, value)
+    (found,) = check(["cpu", "cpu"])
+    assert (found.level, what in found.what) == ("pass", True), found
+
+
+def test_the_memory_of_a_killed_process_is_waited_for_and_not_for_ever() -> None:
+    now = 0.0
+
+    def wait(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def freed(after_s: float) -> float | None:
+        nonlocal now
+        now = 0.0
+        return freed_after(lambda: 7 if now >= after_s else 6, 7, clock=lambda: now, sleep=wait)
+
+    assert freed(0) == 0
+    assert freed(2.5) == pytest.approx(2.5, abs=0.02)
+    assert freed(FREED_S + 1) is None
+
+
+def test_what_is_concluded() -> None:
+    def level(found: Finding) -> str:
+        assert bool(found.fix) == (found.level != "pass"), found
+        return found.level
+
+    assert level(of_killed(1 << 30, 0.4, "taken 1073741824")) == "pass"
+    assert level(of_killed(1 << 30, 9.0, "taken 1073741824")) == "slow"
+    assert level(of_killed(1 << 30, None, "taken 1073741824")) == "fail"
+    unable = of_killed(0, None, "torch.OutOfMemoryError: CUDA out of memory")
+    assert (level(unable), "CUDA out of memory" in unable.what) == ("fail", True)
+    assert level(of_memory("cuda:0", 79 << 30, 80 << 30, right=True)) == "pass"
+    assert level(of_memory("cuda:0", 60 << 30, 80 << 30, right=True)) == "warn"
+    assert level(of_memory("cuda:0", 79 << 30, 80 << 30, right=False)) == "fail"
+
+
+def test_limits_leave_room_for_those_of_the_checks_themselves() -> None:
+    assert min(TOGETHER["sums"], TOGETHER["aborts"]) >= PAIR_S + 30
+    assert ALONE["killed"] >= FREED_S + 30
+    assert sum((*ALONE.values(), *TOGETHER.values())) <= 600, "ten minutes in all"
