@@ -11,6 +11,7 @@ from oobleck.cli.options import USAGE, json_option, set_option
 from oobleck.cli.planning.question import Flags, Question, from_job, from_profile
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import printable
+from oobleck.planner.profile.machine import GPUS
 from oobleck.planner.schedules import SCHEDULES, Schedule
 from oobleck.planner.units import count, format_bytes
 
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--gpu",
-    type=click.Choice(["a100", "a100-40gb", "h100", "h200"]),
+    type=click.Choice(sorted(GPUS), case_sensitive=False),
     help="Estimate a job without a measured profile for nodes of 8 (or G) such GPUs, with NVLink "
     "and a network adapter for each: published figures, as docs/planning.md says.",
 )

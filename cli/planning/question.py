@@ -22,6 +22,9 @@ _NOMINAL_TIMES = (
     "times are of one nominal CPU core per worker: only their proportions mean something; --gpu "
     "NAME, or a measured profile, gives real ones"
 )
+_NO_SPEED = (
+    "no tokens/s and MFU are said: a model of your own does not say how many tokens a sample has"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,7 @@ def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
         profile = _estimate(job, flags)
     min_nodes = job.resources.min_nodes_per_pipeline
     used = on_usable_gpus(profile, gpus=profile.gpus_per_node, min_nodes=min_nodes)
+    speed = None if text else _speed(job, flags)
     return Question(
         profile=used,
         fault_tolerance=job.fault_tolerance,
@@ -126,8 +130,8 @@ def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
         tied=job.model.ties,
         shadows=job.recovery.shadows == "auto",
         policy=job.recovery.policy,
-        notes=(*_unused(profile, used), *([] if text or flags.gpu else [_NOMINAL_TIMES])),
-        speed=None if text else _speed(job, flags),
+        notes=(*_unused(profile, used), *notes_of_times(flags, speed, measured=bool(text))),
+        speed=speed,
     )
 
 
@@ -169,6 +173,13 @@ def _speed(job: "JobSpec", flags: Flags) -> "Speed | None":
         tokens_per_sample=job.model.sequence_length,
         peak_flops_per_s=machine.peak(job.training),
     )
+
+
+def notes_of_times(flags: Flags, speed: "Speed | None", *, measured: bool) -> tuple[str, ...]:
+    """What times are of, and why no speed follows from them."""
+    if measured or speed is not None:
+        return ()
+    return (_NOMINAL_TIMES,) if flags.gpu is None else (_NO_SPEED,)
 
 
 def _on_machines(profile: "Profile", flags: Flags, *, limit: int | None) -> "Profile":

@@ -12,7 +12,7 @@ from oobleck.master.state.node import Node
 from oobleck.planner.errors import ModelTooLarge, PlanInfeasible
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.estimate import estimate_profile
-from oobleck.planner.profile.machine import machine_of
+from oobleck.planner.profile.machine import slowest_of
 from oobleck.planner.profile.memory import budget_bytes
 from oobleck.planner.profile.profile import InvalidProfile, Profile
 from oobleck.planner.search.specification import node_specification, on_usable_gpus
@@ -24,8 +24,8 @@ class Machines:
 
     worker_slots: int
     memory_bytes: int
-    #: Name of what all of their workers compute on; empty: they differ, or it is not known.
-    device_kind: str = ""
+    #: Names of what their workers compute on.
+    device_kinds: frozenset[str] = frozenset()
     #: The job's profile; None: the estimate.
     profile: Profile | None = None
 
@@ -35,11 +35,10 @@ class Machines:
         if not nodes:
             raise PlanInfeasible("no node is ready; start oobleck-agent on the machines to use")
         limit = job.spec.resources.memory_per_worker_bytes
-        kinds = {node.facts.device_kind for node in nodes}
         return cls(
             worker_slots=nodes[0].facts.worker_slots,
             memory_bytes=limit or min(node.facts.memory_per_worker_bytes for node in nodes),
-            device_kind=kinds.pop() if len(kinds) == 1 else "",
+            device_kinds=frozenset(node.facts.device_kind for node in nodes),
             profile=job.profiling.chosen.profile if job.profiling.chosen is not None else None,
         )
 
@@ -60,7 +59,7 @@ def profile_on(spec: JobSpec, machines: Machines) -> Profile:
                 spec,
                 gpus_per_node=machines.worker_slots,
                 memory_per_worker_bytes=machines.memory_bytes,
-                machine=machine_of(machines.device_kind),
+                machine=slowest_of(machines.device_kinds, spec.training),
             )
     except InvalidProfile as error:  # of a model beyond all machines
         raise ModelTooLarge(f"the model's profile: {error}") from error

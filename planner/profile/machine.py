@@ -1,14 +1,14 @@
 """What kinds of workers do per second, for estimates of jobs that nobody has measured.
 
-Peaks are those that makers publish, dense: NVIDIA's data sheets of the SXM boards, NVLink one way,
-and the adapter that a DGX has for each GPU. Shares of them that a model reaches are assumptions:
+Peaks are those that makers publish, dense: NVIDIA's data sheets of SXM boards, NVLink one way, and
+the adapter that a DGX has for each GPU. Shares of them that a model reaches are assumptions:
 products of cuBLAS reach 60 to 70 % of the bf16 peak at the boards' power limits, copies 80 to 90 %
 of the memory's. docs/planning.md holds the estimates against published training speeds.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from oobleck.planner.job.spec import Precision, TrainingSpec
 
@@ -41,6 +41,20 @@ class Machine:
     memory_bytes: int = 0
     #: How many a node has, where nobody says.
     per_node: int = 1
+
+    def shared(self, by: int) -> "Machine":
+        """What each of so many workers has of it."""
+        if by == 1 or self.memory_bytes_per_s is None:
+            return self
+        return replace(
+            self,
+            peak_flops_per_s={name: peak / by for name, peak in self.peak_flops_per_s.items()},
+            tf32_flops_per_s=self.tf32_flops_per_s / by,
+            memory_bytes_per_s=self.memory_bytes_per_s / by,
+            intra_node_bytes_per_s=self.intra_node_bytes_per_s / by,
+            inter_node_bytes_per_s=self.inter_node_bytes_per_s / by,
+            memory_bytes=self.memory_bytes // by,
+        )
 
     @property
     def is_gpu(self) -> bool:
@@ -79,7 +93,7 @@ def _gpu(
     fp64: float,
     memory_gib: int,
     memory: float,
-    nvlink: float,
+    links: float,
     network: float,
 ) -> Machine:
     """In units of 1e12 FLOP/s and 1e9 bytes/s; `memory_gib`: as torch sees it."""
@@ -88,7 +102,7 @@ def _gpu(
         peak_flops_per_s={"bf16": bf16 * 1e12, "fp32": fp32 * 1e12, "fp64": fp64 * 1e12},
         tf32_flops_per_s=tf32 * 1e12,
         memory_bytes_per_s=_MEMORY_SHARE * memory * 1e9,
-        intra_node_bytes_per_s=_LINKS_SHARE * nvlink * 1e9,
+        intra_node_bytes_per_s=_LINKS_SHARE * links * 1e9,
         inter_node_bytes_per_s=_LINKS_SHARE * network * 1e9,
         latency_s=2e-5,
         least_s=_LAUNCHES_S,
@@ -97,25 +111,55 @@ def _gpu(
     )
 
 
-_HOPPER = {"bf16": 989.0, "tf32": 494.0, "fp32": 67.0, "fp64": 67.0, "nvlink": 450, "network": 50}
-_AMPERE = {"bf16": 312.0, "tf32": 156.0, "fp32": 19.5, "fp64": 19.5, "nvlink": 300, "network": 25}
+_BLACKWELL = {"bf16": 2250.0, "tf32": 1125.0, "fp32": 75.0, "fp64": 37.0}
+_HOPPER = {"bf16": 989.0, "tf32": 494.0, "fp32": 67.0, "fp64": 67.0, "links": 450, "network": 50}
+_AMPERE = {"bf16": 312.0, "tf32": 156.0, "fp32": 19.5, "fp64": 19.5}
+_NVLINK_3 = {"links": 300, "network": 25}
 GPUS: Mapping[str, Machine] = {
     machine.name: machine
     for machine in (
+        _gpu("b200", **_BLACKWELL, links=900, network=50, memory_gib=178, memory=7700),
         _gpu("h200", **_HOPPER, memory_gib=140, memory=4800),
         _gpu("h100", **_HOPPER, memory_gib=79, memory=3350),
-        _gpu("a100-40gb", **_AMPERE, memory_gib=39, memory=1555),
-        _gpu("a100", **_AMPERE, memory_gib=79, memory=2039),
+        _gpu("a100-40gb", **_AMPERE, **_NVLINK_3, memory_gib=39, memory=1555),
+        _gpu("a100", **_AMPERE, **_NVLINK_3, memory_gib=79, memory=2039),
     )
 }
 
 
+#: By the names that drivers give their boards. Others with the same chip, such as H100 PCIe, and
+#: slices of them (MIG) compute less, or have no NVLink.
+_BOARDS: Mapping[str, str] = {
+    "B200": "b200",
+    "H200": "h200",
+    "GH200 144G HBM3e": "h200",
+    "H100 80GB HBM3": "h100",
+    "GH200 480GB": "h100",
+    "A100-SXM4-40GB": "a100-40gb",
+    "A100-SXM4-80GB": "a100",
+}
+#: A guess for all other GPUs: an A100 without NVLink, on PCIe of the fourth generation.
+OTHER_GPU = _gpu("gpu", **_AMPERE, links=32, network=12.5, memory_gib=39, memory=1555)
+_KIND = re.compile(r"cuda (?P<names>.+?)(, shared by (?P<sharing>[1-9][0-9]{0,3}))?")
+
+
 def machine_of(device_kind: str) -> Machine:
-    """By what an agent calls its workers' devices, such as `cuda NVIDIA H100 80GB HBM3`."""
-    words = re.findall(r"[a-z0-9]+", device_kind.lower())
-    if words[:1] != ["cuda"]:
+    """By what an agent calls its workers' devices, such as `cuda NVIDIA H100 80GB HBM3`; if a node
+    has several kinds of GPUs, the slowest one."""
+    match = _KIND.fullmatch(device_kind)
+    if match is None:
         return NOMINAL
-    for name, machine in GPUS.items():
-        if all(part in words for part in name.split("-")):
-            return machine
-    return NOMINAL
+    boards = [_board(name) for name in match["names"].split(", ")]
+    slowest = min(boards, key=lambda board: board.peak_flops_per_s["bf16"])
+    return slowest.shared(int(match["sharing"] or 1))
+
+
+def _board(name: str) -> Machine:
+    known = _BOARDS.get(name.removeprefix("NVIDIA "))
+    return OTHER_GPU if known is None else GPUS[known]
+
+
+def slowest_of(device_kinds: Collection[str], training: TrainingSpec) -> Machine:
+    """For this job; `NOMINAL` of none."""
+    machines = [machine_of(kind) for kind in sorted(device_kinds)]
+    return min(machines, key=lambda one: one.flops_per_s(training), default=NOMINAL)

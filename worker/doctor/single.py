@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from oobleck.host.finding import Finding
-from oobleck.planner.profile.machine import machine_of
+from oobleck.planner.profile.machine import GPUS, machine_of
 from oobleck.planner.units import format_bytes
 
 #: Forked at once, as an agent does for a node of so many workers.
@@ -185,10 +185,10 @@ def products(devices: Sequence[str]) -> Iterator[Finding]:
         _timed(multiply, on_gpu)
         reached = 2 * size**3 / _timed(multiply, on_gpu, times=10)
         name = torch.cuda.get_device_name(device) if on_gpu else "cpu"
-        machine = machine_of(f"cuda {name}")
+        machine = machine_of(f"cuda {name}" if on_gpu else "")
         what = f"{device} ({name}): {reached / 1e12:.3g} TFLOP/s in bf16"
         least = _SLOW * machine.products_share * machine.peak_flops_per_s["bf16"]
-        if machine.is_gpu and reached < least:
+        if machine.name in GPUS and reached < least:
             what += f", where {least / 1e12:.0f} are the least of such a GPU"
             fix = "look at its clocks, heat and power (the check gpus), and for other users"
             yield Finding(check="products", level="slow", what=what, fix=fix)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from oobleck.host.finding import Finding
 from oobleck.host.system.process import with_parent
-from oobleck.planner.profile.machine import machine_of
+from oobleck.planner.profile.machine import GPUS, machine_of
 
 _LIMIT_S = 40.0
 _END_S = 5.0
@@ -58,7 +58,7 @@ def peers(devices: Sequence[str]) -> Iterator[Finding]:
     rate = 8 * block.numel() / (time.perf_counter() - began)
     what = f"GPUs reach each other's memory, at {rate / 1e9:.0f} GB/s"
     machine = machine_of(f"cuda {torch.cuda.get_device_name(devices[0])}")
-    if machine.is_gpu and rate < 0.5 * machine.intra_node_bytes_per_s:
+    if machine.name in GPUS and rate < 0.5 * machine.intra_node_bytes_per_s:
         fix = "look at its NVLinks (nvidia-smi nvlink --status, nvidia-smi topo -m)"
         yield Finding(check="peers", level="slow", what=what, fix=fix)
     else:

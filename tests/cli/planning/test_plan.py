@@ -4,12 +4,13 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from oobleck.cli.planning.question import Flags, notes_of_times
 from oobleck.planner.job.file import parse_job
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.file import format_profile
@@ -71,7 +72,7 @@ def test_a_job_for_gpus_gets_believable_times(tmp_path: Path) -> None:
     assert speed["tokens_per_s"] == pytest.approx(1024 * 8192 / report["plan"]["step_s"])
     assert speed["tokens_per_s_per_worker"] == pytest.approx(speed["tokens_per_s"] / 128)
     assert "notes" not in report
-    shown = run("plan", str(job), "--nodes", "16", "--gpu", "h100").stdout
+    shown = run("plan", str(job), "--nodes", "16", "--gpu", "H100").stdout
     assert re.search(r"^speed: [\d,]+ tokens/s, [\d,]+ per GPU; \d+ TFLOP/s per GPU, ", shown, re.M)
 
 
@@ -271,3 +272,13 @@ def test_what_is_no_profile_file_is_refused_at_once(job_file: JobFile, tmp_path:
             f"oobleck: profile: {path}: {problem}; give measure, estimate or the path of a "
             "profile file"
         )
+
+
+def test_without_a_speed_it_is_said_why() -> None:
+    """Of a model of one's own for a GPU, and of no GPU; a measured profile speaks for itself."""
+    flags = Flags(**dict.fromkeys(field.name for field in fields(Flags)))
+    (own,) = notes_of_times(replace(flags, gpu="h100"), None, measured=False)
+    assert own.startswith("no tokens/s and MFU are said: a model of your own")
+    (nominal,) = notes_of_times(flags, None, measured=False)
+    assert nominal.startswith("times are of one nominal CPU core")
+    assert notes_of_times(flags, None, measured=True) == ()

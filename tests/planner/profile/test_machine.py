@@ -7,7 +7,7 @@ import pytest
 from oobleck.planner.job.file import parse_job
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.estimate import estimate_profile, flops_per_token
-from oobleck.planner.profile.machine import GPUS, NOMINAL, machine_of
+from oobleck.planner.profile.machine import GPUS, NOMINAL, OTHER_GPU, machine_of, slowest_of
 from oobleck.planner.profile.profile import Profile
 
 TOKENS = 8192
@@ -60,11 +60,36 @@ def test_peaks_follow_the_precision() -> None:
         ("cuda NVIDIA H100 80GB HBM3", "h100"),
         ("cuda NVIDIA H200", "h200"),
         ("cuda NVIDIA A100-SXM4-80GB", "a100"),
-        ("cuda NVIDIA A100-SXM4-40GB, shared by 2", "a100-40gb"),
-        ("cuda NVIDIA L4", NOMINAL.name),
+        ("cuda A100-SXM4-40GB", "a100-40gb"),
+        ("cuda NVIDIA B200", "b200"),
+        ("cuda NVIDIA GH200 480GB", "h100"),
+        ("cuda NVIDIA A100-SXM4-80GB, NVIDIA H100 80GB HBM3", "a100"),
+        ("cuda NVIDIA H100 PCIe", OTHER_GPU.name),
+        ("cuda NVIDIA H100 NVL", OTHER_GPU.name),
+        ("cuda NVIDIA A100 80GB PCIe", OTHER_GPU.name),
+        ("cuda NVIDIA A100-SXM4-40GB MIG 1g.5gb", OTHER_GPU.name),
+        ("cuda NVIDIA H100 80GB HBM3 MIG 3g.40gb", OTHER_GPU.name),
+        ("cuda NVIDIA H100 PCIe, NVIDIA H100 80GB HBM3", OTHER_GPU.name),
+        ("cuda NVIDIA L4", OTHER_GPU.name),
         ("cpu AMD EPYC H100, 1 thread", NOMINAL.name),
         ("", NOMINAL.name),
     ],
 )
 def test_a_device_is_known_by_its_name(kind: str, name: str) -> None:
     assert machine_of(kind).name == name
+
+
+def test_workers_that_share_a_gpu_have_a_part_of_it() -> None:
+    half, whole = machine_of("cuda NVIDIA H100 80GB HBM3, shared by 2"), GPUS["h100"]
+    assert 2 * half.flops_per_s(JOB.training) == whole.flops_per_s(JOB.training)
+    assert 2 * half.memory_bytes == whole.memory_bytes
+    assert 2 * (half.memory_bytes_per_s or 0) == whole.memory_bytes_per_s
+    assert machine_of("cuda NVIDIA L4, shared by 2") == OTHER_GPU.shared(2)
+
+
+def test_the_slowest_kind_counts() -> None:
+    h100, a100 = "cuda NVIDIA H100 80GB HBM3", "cuda NVIDIA A100-SXM4-80GB"
+    assert slowest_of({h100, a100}, JOB.training).name == "a100"
+    assert slowest_of({h100, h100 + ", shared by 4"}, JOB.training) == GPUS["h100"].shared(4)
+    assert slowest_of({h100, "cpu AMD EPYC, 1 thread"}, JOB.training) is NOMINAL
+    assert slowest_of((), JOB.training) is NOMINAL
