@@ -185,15 +185,19 @@ def products(devices: Sequence[str]) -> Iterator[Finding]:
         _timed(multiply, on_gpu)
         reached = 2 * size**3 / _timed(multiply, on_gpu, times=10)
         name = torch.cuda.get_device_name(device) if on_gpu else "cpu"
-        machine = machine_of(f"cuda {name}" if on_gpu else "")
-        what = f"{device} ({name}): {reached / 1e12:.3g} TFLOP/s in bf16"
-        least = _SLOW * machine.products_share * machine.peak_flops_per_s["bf16"]
-        if machine.name in GPUS and reached < least:
-            what += f", where {least / 1e12:.0f} are the least of such a GPU"
-            fix = "look at its clocks, heat and power (the check gpus), and for other users"
-            yield Finding(check="products", level="slow", what=what, fix=fix)
-        else:
-            yield Finding(check="products", level="pass", what=what)
+        yield of_products(device, name, reached)
+
+
+def of_products(device: str, name: str, reached: float) -> Finding:
+    """`name`: of the board; `reached`: FLOP/s in bf16."""
+    machine = machine_of(f"cuda {name}")
+    what = f"{device} ({name}): {reached / 1e12:.3g} TFLOP/s in bf16"
+    least = _SLOW * machine.products_share * machine.peak_flops_per_s["bf16"]
+    if machine.name in GPUS and reached < least:
+        what += f", where {least / 1e12:.0f} are the least of such a GPU"
+        fix = "look at its clocks, heat and power (the check gpus), and for other users"
+        return Finding(check="products", level="slow", what=what, fix=fix)
+    return Finding(check="products", level="pass", what=what)
 
 
 def _timed(call: Callable[[], object], on_gpu: bool, times: int = 1) -> float:

@@ -56,13 +56,17 @@ def peers(devices: Sequence[str]) -> Iterator[Finding]:
         there.copy_(block)
     torch.cuda.synchronize()
     rate = 8 * block.numel() / (time.perf_counter() - began)
+    yield of_peers(torch.cuda.get_device_name(devices[0]), rate)
+
+
+def of_peers(name: str, rate: float) -> Finding:
+    """`name`: of the board; `rate`: bytes/s."""
     what = f"GPUs reach each other's memory, at {rate / 1e9:.0f} GB/s"
-    machine = machine_of(f"cuda {torch.cuda.get_device_name(devices[0])}")
+    machine = machine_of(f"cuda {name}")
     if machine.name in GPUS and rate < 0.5 * machine.intra_node_bytes_per_s:
         fix = "look at its NVLinks (nvidia-smi nvlink --status, nvidia-smi topo -m)"
-        yield Finding(check="peers", level="slow", what=what, fix=fix)
-    else:
-        yield Finding(check="peers", level="pass", what=what)
+        return Finding(check="peers", level="slow", what=what, fix=fix)
+    return Finding(check="peers", level="pass", what=what)
 
 
 def sums(devices: Sequence[str]) -> Iterator[Finding]:

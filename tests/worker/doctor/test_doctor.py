@@ -7,8 +7,15 @@ import pytest
 from oobleck.cli.cluster.doctor import ALONE, TOGETHER
 from oobleck.host.device import worker_environment
 from oobleck.host.finding import Finding
-from oobleck.worker.doctor.single import FREED_S, freed_after, of_killed, of_memory
-from oobleck.worker.doctor.together import PAIR_S, aborts, sums
+from oobleck.worker.doctor.single import (
+    FREED_S,
+    freed_after,
+    of_killed,
+    of_memory,
+    of_products,
+    products,
+)
+from oobleck.worker.doctor.together import PAIR_S, aborts, of_peers, sums
 
 Check = Callable[[Sequence[str]], Iterator[Finding]]
 
@@ -55,6 +62,19 @@ def test_what_is_concluded() -> None:
     assert level(of_memory("cuda:0", 79 << 30, 80 << 30, right=True)) == "pass"
     assert level(of_memory("cuda:0", 60 << 30, 80 << 30, right=True)) == "warn"
     assert level(of_memory("cuda:0", 79 << 30, 80 << 30, right=False)) == "fail"
+    h100, pcie, slice_ = "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 1g"
+    assert level(of_products("cuda:0", h100, 600e12)) == "pass"
+    assert level(of_products("cuda:0", h100, 200e12)) == "slow"
+    assert level(of_peers(h100, 300e9)) == "pass"
+    assert level(of_peers(h100, 40e9)) == "slow"
+    for other in (pcie, slice_):
+        assert level(of_products("cuda:0", other, 60e12)) == "pass", "it is not in the table"
+        assert level(of_peers(other, 15e9)) == "pass"
+
+
+def test_products_are_timed() -> None:
+    (found,) = products(["cpu"])
+    assert (found.level, "TFLOP/s in bf16" in found.what) == ("pass", True)
 
 
 def test_limits_leave_room_for_those_of_the_checks_themselves() -> None:
