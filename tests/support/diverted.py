@@ -1,11 +1,10 @@
 """Calls for links go to somebody on the way instead of to whom they are for.
 
-As a program (MODULE behind it) it runs a module in a process whose calls do. Must not import any
+As a program (Python code behind it) it runs that in a process whose calls do. Must not import any
 other module of the tests, which such a process has not.
 """
 
 import contextlib
-import runpy
 import socket
 import sys
 from collections.abc import Iterator
@@ -30,8 +29,7 @@ def calls_diverted() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    *_, module = sys.argv
-    sys.argv = [module]
+    code = sys.argv.pop()
     sys.path.pop(0)  # this folder
     with calls_diverted():
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        exec(code)

@@ -289,7 +289,7 @@ def test_what_is_not_worth_a_change_follows_no_more() -> None:
 
 def test_a_re_routed_plan_is_told_with_its_routes_and_what_workers_hold() -> None:
     player = Player()
-    player.play(START.replace("demo", "demo hidden=4096 memory=68719476736") + "1.0 steps 1 1 1\n")
+    player.play(START.replace("demo", "demo hidden=5120 memory=68719476736") + "1.0 steps 1 1 1\n")
     job = player.state.jobs[JobId("demo-1")]
     before = job_status(player.state, job, CONFIG, 1.0)
     assert (before.policy, before.then) == ("templates", "")
