@@ -157,6 +157,8 @@ def test_what_layers_draw_is_the_same_on_every_plan(cluster: LocalCluster) -> No
     assert losses != pytest.approx(without, rel=1e-3)
 
 
+# Half a minute of compiling; test_compiled_layers.py proves the same of workers alone.
+@pytest.mark.soak
 def test_what_is_compiled_trains_as_what_is_not(cluster: LocalCluster) -> None:
     job = job_of(
         "compiled",
