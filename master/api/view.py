@@ -157,11 +157,14 @@ def step_age_s(seen: JobSeen, now: float) -> float | None:
 
 
 def tokens_per_s(recent: Sequence[StepRecord]) -> float:
-    """Over the time between the first and the last of the recent steps."""
-    if len(recent) < 2:
-        return recent[0].tokens / recent[0].step_seconds if recent[:1] else 0.0
-    span_s = recent[-1].time - recent[0].time
-    return sum(record.tokens for record in recent[1:]) / span_s if span_s > 0 else 0.0
+    """Over the time between the first and the last of the recent steps; of one alone, over its own.
+    0: they took no time, or there are none."""
+    if not recent:
+        return 0.0
+    first, *others = recent
+    span_s = others[-1].time - first.time if others else first.step_seconds
+    tokens = sum(record.tokens for record in others or recent)
+    return tokens / span_s if span_s > 0 else 0.0
 
 
 def _reason(state: ClusterState, job: Job, config: MasterConfig, now: float) -> str:

@@ -35,6 +35,13 @@ def test_a_job_that_does_not_move_has_no_speed() -> None:
     assert status.last_step_age_s == pytest.approx(2.1)
 
 
+def test_a_step_that_took_no_time_has_no_speed() -> None:
+    player = Player()
+    player.play(START + "1.0 steps 1 1 1 0\n")
+    job = player.state.jobs[JobId("demo-1")]
+    assert job_status(player.state, job, CONFIG, 1.0).tokens_per_s == 0.0
+
+
 def test_a_step_that_a_master_before_recorded_is_as_old_as_the_calendar_says() -> None:
     player = Player()
     player.play(START + "1.0 steps 1 2 1\n601.0 restart\n602.0 look\n")
