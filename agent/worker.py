@@ -69,6 +69,8 @@ class WorkerState:
     sent: Generation = NO_GENERATION
     #: Newest generation that it has entered, its transfers done.
     entered: Generation = NO_GENERATION
+    #: Which layers it held last on the way into a generation.
+    received: PhaseReached | None = None
     committed_step: int | None = None
     memory: MemoryUse | None = None
     #: In the generation `stepped`; None: not told, or what it told makes no sense.
@@ -154,7 +156,9 @@ class WorkerState:
                     self.told_at = None
             case PhaseReached(phase="transferred", generation=generation):
                 # A loss at the very end starts a generation for what is still to be saved.
-                self.entered, self.finished = generation, False
+                self.entered, self.finished, self.received = generation, False, None
+            case PhaseReached(phase="received"):
+                self.received = message
             case PhaseReached(committed_step=int(step)):
                 self.committed_step = step
             case Committed(record=record, memory=memory, compute=compute):

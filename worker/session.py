@@ -245,6 +245,7 @@ class Session:
         if not assign.boundary:
             return 0, membership.standings
         fed = self._preparing.take_over(membership.host)
+        self._recovery.tell_received(assign.plan, fed)
         standing = self._recovery.standing(assign.plan)
         return fed, membership.transport.gather(standing)
 

@@ -18,8 +18,8 @@ def report_of(worker: WorkerState, what: types.Happening) -> types.WorkerReport:
 
 def standing_reports(state: NodeState) -> list[types.WorkerReport]:
     """What a new session must hear again, since the one before may have lost it: ends that no plan
-    has answered yet, failures (also why a slot stays empty), losses and measurements, and the last
-    words on checkpoints and evaluations."""
+    has answered yet, failures (also why a slot stays empty), losses and measurements, what has been
+    received on the way into a plan, and the last words on checkpoints and evaluations."""
     failed = [
         slot.failed
         for slot in state.slots
@@ -38,6 +38,7 @@ def standing_reports(state: NodeState) -> list[types.WorkerReport]:
         for what in (
             worker.failure,
             worker.hung,
+            worker.received,
             worker.peer_lost,
             *worker.measured,
             *worker.checkpoints,

@@ -209,12 +209,15 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive"):
 class PhaseReached(msgspec.Struct, frozen=True, kw_only=True, tag="phase"):
     """The worker has ended a phase on its way into `generation`.
 
-    aborted: it is out of the old generation's groups (a fresh worker is at once); joined: the
-    new groups are up and the survivors' states known; transferred: it holds every layer it needs.
+    aborted: it is out of the old generation's groups (a fresh worker is at once); received: it
+    holds `layers`, which others may have had alone; joined: the new groups are up and the
+    survivors' states known; transferred: it holds every layer it needs.
     """
 
     generation: Generation
-    phase: Literal["aborted", "joined", "transferred"]
+    phase: Literal["aborted", "received", "joined", "transferred"]
+    #: With `received`: those of the plan's layers that this worker holds, as the plan wants them.
+    layers: tuple[int, ...] = ()
     #: With `joined`: the last step that is committed in the new generation's state.
     committed_step: int | None = None
     #: With `joined`: whether this worker applied a step whose vote it had not seen.

@@ -166,7 +166,7 @@ def _held_layers(
 ) -> dict[WorkerId, frozenset[Shard]]:
     """What each worker holds: by the newest plan that it has entered, and by every one since the
     last plan with a committed step. Until the next step is committed, a worker keeps the layers
-    that a newer plan takes away."""
+    that a newer plan takes away, and those that it has received on the way into one."""
     shards: dict[Generation, ShardTable] = {}
 
     def planned(generation: Generation, worker: WorkerId) -> frozenset[Shard]:
@@ -189,8 +189,13 @@ def _held_layers(
         reported = job.seen.processes.entered.get(process.incarnation, frozenset())
         entered = {process.generation, process.stepped, *reported}
         last = max(entered)
-        if stepped is not None and _is_behind(worker, last, stepped):
-            continue
-        kept = {generation for generation in entered if generation >= trained}
-        held[worker] = frozenset().union(*(planned(at, worker) for at in {last, *kept}))
+        received = job.seen.processes.received.get(process.incarnation)
+        own: frozenset[Shard] = frozenset()
+        if received is not None and received.generation >= trained:
+            of_plan = planned(received.generation, worker)
+            own |= {shard for shard in of_plan if shard.layer in received.layers}
+        if stepped is None or not _is_behind(worker, last, stepped):
+            kept = {generation for generation in entered if generation >= trained}
+            own = own.union(*(planned(at, worker) for at in {last, *kept}))
+        held[worker] = own
     return held

@@ -180,6 +180,7 @@ def _forget_what_led_there(job: Job) -> None:
     seen = job.seen
     seen.timeline = None
     seen.processes.entered.clear()
+    seen.processes.received.clear()
     seen.processes.finished.clear()
     seen.profiling.measured.clear()
     seen.peers_lost.clear()

@@ -118,6 +118,11 @@ def _step(state: ClusterState, job: Job, event: FirstStepCommitted, unix: float)
     for process, before in job.seen.processes.entered.items():
         entered[process] = entered.get(process, frozenset()) | (before & job.lineage.plans.keys())
     job.seen.processes.entered = entered
+    job.seen.processes.received = {
+        process: received
+        for process, received in job.seen.processes.received.items()
+        if received.generation in job.lineage.plans
+    }
     if job.state == "running":
         job.reason = ""
     if event.step >= job.rollback.redo_until:
@@ -137,6 +142,7 @@ def _forget_processes(state: ClusterState, job: Job) -> None:
         seen.exits,
         seen.hung,
         seen.entered,
+        seen.received,
         seen.finished,
     )
     for told in by_process:

@@ -155,6 +155,12 @@ class SinceStep:
     no_way: dict[NodeName, set[tuple[NodeName, NodeName]]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Received:
+    generation: Generation
+    layers: frozenset[int]
+
+
 @dataclass(slots=True, kw_only=True)
 class ProcessesSeen:
     #: How they ended; and those that their agents have given up on, since they hang.
@@ -162,6 +168,8 @@ class ProcessesSeen:
     hung: dict[Incarnation, Hung] = field(default_factory=dict)
     #: Generations that each has entered, of those whose plans are kept (`Lineage.plans`).
     entered: dict[Incarnation, frozenset[Generation]] = field(default_factory=dict)
+    #: Layers that each has received on the way into the newest such generation.
+    received: dict[Incarnation, Received] = field(default_factory=dict)
     #: Generation that each has finished in.
     finished: dict[Incarnation, Generation] = field(default_factory=dict)
 

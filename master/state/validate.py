@@ -374,9 +374,10 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
         lambda _, job: _counts_progress(job),
     ),
     (
-        "processes have entered generations whose plans are kept alone",
-        lambda _, job: all(
-            entered <= job.lineage.plans.keys() for entered in job.seen.processes.entered.values()
+        "processes have entered generations whose plans are kept alone, and received for these",
+        lambda _, job: (
+            all(e <= job.lineage.plans.keys() for e in job.seen.processes.entered.values())
+            and all(r.generation in job.lineage.plans for r in job.seen.processes.received.values())
         ),
     ),
 )

@@ -22,7 +22,7 @@ from oobleck.master.events.reports import WorkerReported
 from oobleck.master.state import evidence
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
-from oobleck.master.state.job_observed import SaveReport
+from oobleck.master.state.job_observed import Received, SaveReport
 from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.proto.types import Hung, WorkerExited
 
@@ -205,11 +205,23 @@ def note_entered(job: Job, process: Incarnation, generation: Generation) -> None
         job.seen.processes.entered[process] = before | {generation}
 
 
+def _note_received(job: Job, process: Incarnation, reached: PhaseReached) -> None:
+    before = job.seen.processes.received.get(process)
+    # Where a plan is not known any more a step has been committed in a newer one.
+    if reached.generation in job.lineage.plans and (
+        before is None or before.generation <= reached.generation
+    ):
+        received = Received(reached.generation, frozenset(reached.layers))
+        job.seen.processes.received[process] = received
+
+
 def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -> None:
     process = job.current.processes().get(worker)
     now -= reached.seconds_ago
     if reached.phase == "transferred" and process is not None:
         note_entered(job, process, reached.generation)
+    if reached.phase == "received" and process is not None:
+        _note_received(job, process, reached)
     timeline = job.seen.timeline
     note_progress(job, reached.generation, now)
     if timeline is None or reached.generation != job.current.generation:
@@ -220,6 +232,8 @@ def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -
                 # Others have nothing to leave.
                 timeline.aborted_at = max(now, timeline.aborted_at or now)
             timeline.answered.add(worker)
+        case "received":
+            pass  # is noted, also where it is of an older plan
         case "joined":
             timeline.joined_at = max(now, timeline.joined_at or now)
             timeline.joined.add(worker)

@@ -207,6 +207,7 @@ HAPPENINGS: tuple[Happening, ...] = (
     WorkerExited(pid=77, exit_code=1, signal=None),
     Hung(reason="no sign of life", seconds=10.0),
     PhaseReached(generation=_ONE, phase="aborted", committed_step=1),
+    PhaseReached(generation=_ONE, phase="received", layers=(0, 1)),
     PhaseReached(generation=_ONE, phase="joined", committed_step=1),
     PhaseReached(generation=_ONE, phase="transferred", received_bytes=9),
     PeerLost(generation=_ONE, step=1, detail="closed"),

@@ -267,6 +267,14 @@ class Trainer:
             progress.joined = giver.progress.joined
             progress.voted = giver.progress.voted
             progress.voted_generation = giver.progress.voted_generation
+        if fed:
+            self._tell_received(assign.plan)
+
+    def _tell_received(self, plan: Plan) -> None:
+        """As `oobleck.worker.recovery.recover` does it."""
+        held = {Shard(i, h.part, h.parts) for i, h in self.progress.layers.items()}
+        layers = tuple(sorted(s.layer for s in held & plan.shards.get(self.worker, frozenset())))
+        self.say(PhaseReached(generation=plan.generation, phase="received", layers=layers))
 
     def _hold(self, shard: Shard, step: int) -> None:
         progress = self.progress
@@ -309,8 +317,10 @@ class Trainer:
         if not is_whole(agreement.held, plan.layer_count):
             return
         await self._roll_forward(plan, agreement, gathering)
-        await self._transfer(plan, agreement, gathering)
+        received = await self._transfer(plan, agreement, gathering)
         self.progress.join(agreement, plan.generation)
+        if received:
+            self._tell_received(plan)
         await self._exchange(gathering, "arrived", None)
 
     async def _roll_forward(self, plan: Plan, agreement: Agreement, gathering: Gathering) -> bool:
@@ -362,7 +372,8 @@ class Trainer:
         self.say(PhaseReached(generation=generation, phase="transferred"))
         return True
 
-    async def _transfer(self, plan: Plan, agreement: Agreement, gathering: Gathering) -> None:
+    async def _transfer(self, plan: Plan, agreement: Agreement, gathering: Gathering) -> bool:
+        """Whether anything came."""
         progress, step = self.progress, agreement.step
         current = agreement.held[self.worker]
         for held in (progress.layers, progress.former):
@@ -381,6 +392,7 @@ class Trainer:
         await self._exchange(gathering, "layers", None)
         for shard in needed:
             self._hold(shard, step)
+        return bool(needed)
 
     # ---- steps
 

@@ -536,6 +536,18 @@ class Player:
             worker = WorkerId(NodeName(name), 0)
             self._phase(job.id, worker, reached)
 
+    def do_received(self, generation: str, layers: str, name: str) -> None:
+        """Its worker holds these layers, as `0-2,5`, on the way into the generation."""
+        job = self.state.job
+        assert job is not None
+        spans = [[int(end) for end in span.split("-")] for span in layers.split(",")]
+        reached = PhaseReached(
+            generation=Generation(int(generation)),
+            phase="received",
+            layers=tuple(layer for span in spans for layer in range(span[0], span[-1] + 1)),
+        )
+        self._phase(job.id, WorkerId(NodeName(name), 0), reached)
+
     def do_joined(self, generation: str, step: str, *names: str) -> None:
         """Their workers have met and agreed on the step."""
         job = self.state.job

@@ -141,8 +141,19 @@ class Recovery:
             ballot = self._learn_vote(members, agreement, transport)
         received = fetch_layers(self._context, plan, members, agreement, transport)
         self._join(agreement, plan.generation, ballot)
+        self.tell_received(plan, received)
         transport.all_gather(torch.zeros(1))  # whoever leaves may end: all has arrived
         return received
+
+    def tell_received(self, plan: Plan, count: int) -> None:
+        """Have the master count on this worker, where `count` bytes have come: whoever sent them
+        may be gone before all have met in the plan."""
+        held = {state.shard for state in self._state.layers.values()}
+        layers = tuple(sorted(s.layer for s in held & plan.shards.get(self._worker, frozenset())))
+        if count > 0 and layers:
+            self._control.report(
+                PhaseReached(generation=plan.generation, phase="received", layers=layers)
+            )
 
     def _join(
         self, agreement: Agreement, generation: Generation, ballot: torch.Tensor | None

@@ -2,9 +2,10 @@
 
 import pytest
 
-from oobleck.agent.connection.reports import status_of
+from oobleck.agent.connection.reports import standing_reports, status_of
 from oobleck.agent.events import WorkerSaid
-from oobleck.host.ipc.messages import Committed, ComputeTime
+from oobleck.host.ipc.messages import Committed, ComputeTime, PhaseReached
+from oobleck.planner.ids import Generation
 from oobleck.proto.status import read_status, status_message
 from support.agents import A, Node, record
 
@@ -31,3 +32,13 @@ def test_a_time_that_makes_no_sense_is_none(seconds: float) -> None:
     good = ComputeTime(steps=1, seconds=0.5)
     assert told(good, ComputeTime(steps=2, seconds=seconds)) == (0, 0.0)
     assert told(ComputeTime(steps=1, seconds=seconds), good) == (1, 0.5)
+
+
+def test_a_new_session_hears_which_layers_were_received_until_the_plan_is_entered() -> None:
+    node = Node().with_worker()
+    received = PhaseReached(generation=Generation(2), phase="received", layers=(0, 1))
+    entered = PhaseReached(generation=Generation(2), phase="transferred")
+    node.state.apply(WorkerSaid(incarnation=A, message=received), node.now)
+    assert [report.what for report in standing_reports(node.state)] == [received]
+    node.state.apply(WorkerSaid(incarnation=A, message=entered), node.now)
+    assert standing_reports(node.state) == []

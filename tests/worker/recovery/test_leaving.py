@@ -97,6 +97,8 @@ def test_what_only_the_leaving_hold_is_handed_over(
         cluster.stop()
         assert cluster.losses() == pytest.approx(undisturbed, rel=1e-12)
         assert sum(word.received_bytes for word in said(cluster, without, "transferred")) > 0
+        told = {word.layers for word in said(cluster, without, "received")}
+        assert told >= {(0, 1, 2), (3, 4)}, "the master counts on them from then on"
         if boundary:
             assert not any(word.redo for word in said(cluster, without, "joined"))
         lost = [cluster.said(worker, PeerLost, without.generation) for worker in without.workers]
