@@ -138,8 +138,10 @@ def departing(state: ClusterState, job: Job, plan: Plan) -> tuple[WorkerId, ...]
 
 
 def was_trained(state: ClusterState, job: Job) -> bool:
-    """Whether there is a state to lose. After a restart of the master the step may be unknown."""
-    return job.current.stepped > NO_GENERATION or committed_step(state, job) > 0
+    """Whether there is a state to lose. After a restart of the master the step may be unknown, and
+    whoever has told of one may be gone."""
+    known = max(committed_step(state, job), job.seen.steps.furthest_step)
+    return job.current.stepped > NO_GENERATION or known > 0
 
 
 def committed_step(state: ClusterState, job: Job) -> int:
