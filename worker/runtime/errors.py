@@ -68,7 +68,7 @@ class InvariantViolation(Exception):
     """Ours: a state that must not exist. The worker crashes with it rather than train on."""
 
 
-def for_want_of_memory(error: Exception) -> bool:
+def for_want_of_memory(error: BaseException) -> bool:
     """Whether it was raised since there is too little memory."""
     if type(error) is not RuntimeError:  # as torch says it of a CPU; others may have no text
         return isinstance(error, MemoryError | torch.OutOfMemoryError)
@@ -81,7 +81,7 @@ def whose_fault(error: torch.AcceleratorError) -> Literal["user", "node"]:
     return "user" if "device-side assert" in str(error) else "node"
 
 
-def of_the_device(error: Exception) -> bool:
+def of_the_device(error: BaseException) -> bool:
     """Whether it says something of the device, and nothing of the code that ran there."""
     if isinstance(error, torch.AcceleratorError):
         return whose_fault(error) == "node"
