@@ -97,8 +97,9 @@ def _read(path: Path) -> Wheel:
 def installed_wheel(installed: Distribution, folder: Path) -> Path:
     """Pack what is installed into a wheel again. Raises CommandFailed, OSError."""
     origin = json.loads(installed.read_text("direct_url.json") or "{}")
-    if origin.get("dir_info", {}).get("editable"):
-        source = str(origin.get("url", "")).removeprefix("file://")
+    # The metadata that a build leaves beside the sources are no installation's.
+    if origin.get("dir_info", {}).get("editable") or not installed.read_text("METADATA"):
+        source = str(origin.get("url", ".")).removeprefix("file://")
         raise CommandFailed(
             "this Oobleck runs from its sources, of which there is no wheel; make one with 'pip "
             f"wheel --no-deps --wheel-dir dist {source}' and name it with --wheel",

@@ -40,7 +40,7 @@ WHILE_S = 3.0
 LOST_S = 0.8
 #: A slow worker's rate is told anew when it has changed by more.
 _CHANGE = 0.2
-#: For so many seconds a worker that is not well is told as no faster than its plan counts on. Who
+#: For so many seconds a worker that is still slow is told as no faster than its plan counts on. Who
 #: is held to a part of a processor saves up while it waits: with less to do it computes faster than
 #: it could with more. How fast that is shows by trying alone, which may cost a minute.
 TRIED_S = 600.0
@@ -114,7 +114,8 @@ def _changed(context: Context, job: Job) -> Iterator[RateChanged]:
         else:
             run = _run(samples, worker, _differs(told.rate, now), SLOW_STEPS)
             rate = _rate(run, worker) if run else told.rate
-            if rate > told.rate and context.now < (job.seen.planned_at or 0.0) + TRIED_S:
+            tried = rate * SLOW >= 1 or context.now >= (job.seen.planned_at or 0.0) + TRIED_S
+            if rate > told.rate and not tried:
                 rate = max(told.rate, min(rate, planned.get(worker, 1.0)))
         if rate != (1.0 if told is None else told.rate):
             why = "" if rate == 1 else _hindrance(context, worker)

@@ -49,9 +49,7 @@ def test_mistakes_are_answered_and_do_not_disturb_a_running_job(
     cluster.wait_step(job_id, 3)
     workers = cluster.worker_pids()
 
-    # A step that is under way stays so meanwhile, and does not take the processor.
-    with cluster.frozen("n1"):
-        make_mistakes(cluster, text, tmp_path)
+    make_mistakes(cluster, text, tmp_path)
     cluster.wait_step(job_id, cluster.last_step(job_id) + 5)
     assert cluster.worker_pids() == workers
     assert cluster.status(job_id)["generation"] == 1

@@ -1,7 +1,7 @@
 """Oobleck as pip would install it from this checkout, without a build; and what it needs."""
 
 import sysconfig
-from importlib.metadata import PathDistribution, distribution
+from importlib.metadata import PathDistribution, distributions
 from pathlib import Path
 
 from support.folders import ROOT
@@ -11,7 +11,9 @@ PACKAGES = ("agent", "cli", "host", "master", "oobleck", "planner", "proto", "wo
 
 def install(folder: Path) -> PathDistribution:
     """Into `folder`, as a site-packages; with links to the sources."""
-    here = distribution("oobleck-cluster")
+    # A build leaves metadata of another form beside the sources.
+    found = distributions(name="oobleck-cluster")
+    here = next(one for one in found if one.read_text("METADATA"))
     metadata = folder / f"oobleck_cluster-{here.version}.dist-info"
     metadata.mkdir(parents=True)
     names = ("METADATA", "entry_points.txt", "WHEEL")

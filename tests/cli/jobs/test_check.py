@@ -76,7 +76,7 @@ def test_code_that_ends_its_process_is_named(tmp_path: Path) -> None:
     done = run("check", written(tmp_path, "quits"))
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line == "oobleck: model: its code ended the process that looked at it (I leave)"
+    assert line.startswith("oobleck: model: bad_models:quits failed: SystemExit: I leave (bad_mod")
 
 
 def test_of_a_built_in_model_files_are_looked_for(tmp_path: Path) -> None:
