@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from oobleck.planner.cost.formula import ticks
 from oobleck.planner.profile.profile import Profile
+from oobleck.planner.profile.sharing import running_exchange_bytes
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -62,7 +63,11 @@ class StageTable:
         kept = _running([la.activation_bytes for la in layers])
         working = np.array([la.working_bytes for la in layers], dtype=np.int64)
         mapped = np.array([la.mapped_bytes for la in layers], dtype=np.int64)
-        exchange = np.array([la.exchange_bytes for la in layers], dtype=np.int64)
+        #: From each layer on, as further layers join it in a stage of several workers.
+        exchange = [
+            np.array(running_exchange_bytes(layers[i:]), dtype=np.int64)
+            for i in range(self.layers if self.choices[-1:] > (1,) else 0)
+        ]
         for k, gpus in enumerate(self.choices):
             units = np.array([round(t * self.per_s) if t != np.inf else t for t in seconds[k]])
             memory = min(profile.gpu_memory_bytes * gpus, 2**62)
@@ -71,7 +76,7 @@ class StageTable:
                 left = memory - (state[i + 1 :] - state[i])
                 left -= np.maximum.accumulate(working[i:]) + np.maximum.accumulate(mapped[i:])
                 if gpus > 1:
-                    left -= gpus * np.maximum.accumulate(exchange[i:])
+                    left -= gpus * exchange[i]
                 each = kept[i + 1 :] - kept[i]
                 room = np.where(each > 0, left // np.maximum(each, 1), UNBOUNDED)
                 self.room[k, i, i + 1 :] = np.where(left >= 0, np.minimum(room, UNBOUNDED), 0)

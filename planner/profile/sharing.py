@@ -4,6 +4,7 @@ A stage of d workers splits each micro-batch: worker i takes the i-th d-th of it
 sharded: worker i keeps the i-th d-th of each layer's weights, gradients and moments. A layer's
 weights are gathered for its forward and backward, and its gradients are summed into the shares
 after (fully sharded data parallelism, as ZeRO-3 of Rajbhandari et al., 2020, inside one stage).
+While a layer is computed, the weights of the next one and the gradients of the last one travel.
 With room for it a worker does both once per step instead of once per micro-batch (`resident`).
 
 Owns the sizes that a profile offers and the bytes of both ways. Must not know cuts or schedules.
@@ -66,9 +67,43 @@ def exchange_bytes(layers: Sequence[LayerProfile], gpus: int, *, resident: bool)
     if gpus == 1:
         return 0
     if not resident:
-        return max(layer.exchange_bytes for layer in layers)
+        return running_exchange_bytes(layers)[-1]
     parameters = [layer.parameter_bytes for layer in layers]
     return sum(map(_gathered, layers)) + sum(parameters) + (_GRADIENTS - 1) * max(parameters)
+
+
+def running_exchange_bytes(layers: Sequence[LayerProfile]) -> list[int]:
+    """The same of the first layer, of the first two, and so on, where none is resident.
+
+    Most are there in the backward of a layer: its weights and gradient, the weights of the one
+    below, which come, and of the one above its gradient and the others' shares of it.
+    """
+    running: list[int] = []
+    before: tuple[int, int] | None = None  # of the layer below: bytes of weights and of a gradient
+    below = 0  # the weights of the one below that
+    most = 0
+    for layer in layers:
+        weights, gradient = _moving(layer)
+        most = max(most, layer.exchange_bytes)
+        if before is not None:
+            # This layer's own backward, and that of the one below.
+            most = max(
+                most,
+                weights + gradient + before[0],
+                sum(before) + below + _GRADIENTS * gradient,
+            )
+            below = before[0]
+        before = weights, gradient
+        running.append(most)
+    return running
+
+
+def _moving(layer: LayerProfile) -> tuple[int, int]:
+    """Its weights and its gradient, as its profile says them or may mean them."""
+    weights = layer.exchange_bytes - _GRADIENTS * layer.parameter_bytes
+    if weights > 0:
+        return weights, layer.parameter_bytes
+    return (layer.exchange_bytes // (1 + _GRADIENTS),) * 2
 
 
 def _gathered(layer: LayerProfile) -> int:

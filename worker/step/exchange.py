@@ -2,8 +2,9 @@
 
 The weights of a layer are gathered from all shares; then the gradients, each worker's of its own
 rows, are summed into the shares (fully sharded data parallelism, as ZeRO-3 of Rajbhandari et al.,
-2020). A resident stage does both once per step, any other for each micro-batch. All workers of the
-stage do the same in the same order. Must not know what is computed.
+2020). A resident stage does both once per step, any other for each micro-batch. While a layer is
+computed, the weights of the one after it are on their way, and the gradients of the one before it.
+All workers of the stage do the same in the same order. Must not know what is computed.
 """
 
 from collections import defaultdict
@@ -27,6 +28,9 @@ _FIRST_TAG = 1 << 29
 _KINDS = 4
 _GATHER, _REDUCE = 0, 2
 
+#: A layer, and the micro-batches that its gradient in the state has now and did not have before.
+Added = tuple[int, Sequence[int]]
+
 
 class Exchange:
     """What a stage does around the computation of a layer: nothing, where it is on one worker,
@@ -38,17 +42,30 @@ class Exchange:
     def begin(self, due: Mapping[int, int]) -> None:
         """Begin a step in which each layer's gradient gets so many micro-batches."""
 
-    def computing(self, layer: int, *, gradients: bool) -> AbstractContextManager[None]:
-        """Within, the layer's module has its weights and, if `gradients`, takes gradients."""
+    def computing(
+        self, layer: int, *, gradients: bool, following: int | None = None
+    ) -> AbstractContextManager[None]:
+        """Within, the layer's module has its weights and, if `gradients`, takes gradients.
+        `following`: the layer that is computed next; None: what is, is not known."""
         return nullcontext()
 
     def take_gradients(self, layer: int) -> None:
         """Have the layer's module take gradients, without weights."""
 
-    def add(self, layer: int, microbatch: int) -> Sequence[int]:
-        """The gradients of `microbatch` are complete. Returns the micro-batches that the state's
-        gradient has now and did not have before."""
-        return (microbatch,)
+    def add(self, layer: int, microbatch: int) -> Sequence[Added]:
+        """The layer's gradients of `microbatch` are complete. Returns what the state has of them at
+        once; where that is nothing, `finish` has to be called before the next layer's are added,
+        and at the end of a pass."""
+        return ((layer, (microbatch,)),)
+
+    def finish(self) -> Sequence[Added]:
+        """Wait for the sum that is on its way, if one is; it is in the state then."""
+        return ()
+
+    @property
+    def on_its_way(self) -> Sequence[int]:
+        """The layers whose sums are."""
+        return ()
 
     def end(self) -> None:
         """Wait until nothing of the step is on its way; call it before the update."""
@@ -81,6 +98,8 @@ class StageExchange(Exchange):
         self._due: dict[int, int] = {}
         #: By layer: the micro-batches whose gradients this worker has of its own rows alone.
         self._apart: defaultdict[int, list[int]] = defaultdict(list)
+        #: The layer whose gradients are on their way into the shares.
+        self._reducing: int | None = None
 
     def begin(self, due: Mapping[int, int]) -> None:
         self._due = dict(due)
@@ -91,11 +110,15 @@ class StageExchange(Exchange):
                 shared.start_gathering()
 
     @contextmanager
-    def computing(self, layer: int, *, gradients: bool) -> Iterator[None]:
+    def computing(
+        self, layer: int, *, gradients: bool, following: int | None = None
+    ) -> Iterator[None]:
         shared = self._layers[layer]
         with self._timeline.span("gather", layer), self._stopwatch.paused():
             shared.start_gathering()
             shared.finish_gathering()
+            if following is not None:
+                self._layers[following].start_gathering()
         if gradients:
             shared.take_gradients()
         yield
@@ -105,14 +128,28 @@ class StageExchange(Exchange):
     def take_gradients(self, layer: int) -> None:
         self._layers[layer].take_gradients()
 
-    def add(self, layer: int, microbatch: int) -> Sequence[int]:
+    def add(self, layer: int, microbatch: int) -> Sequence[Added]:
+        assert self._reducing is None, "one layer's memory at a time: the one before is finished"
         self._due[layer] -= 1
         self._apart[layer].append(microbatch)
-        if layer in self._resident and self._due[layer]:
+        if layer not in self._resident or not self._due[layer]:
+            with self._stopwatch.paused():
+                self._layers[layer].start_reducing()
+            self._reducing = layer
+        return ()
+
+    def finish(self) -> Sequence[Added]:
+        if self._reducing is None:
             return ()
+        layer = self._reducing
         with self._timeline.span("reduce", layer), self._stopwatch.paused():
-            self._layers[layer].reduce()
-        return self._apart.pop(layer)
+            self._layers[layer].finish_reducing()
+        self._reducing = None
+        return ((layer, self._apart.pop(layer)),)
+
+    @property
+    def on_its_way(self) -> Sequence[int]:
+        return () if self._reducing is None else (self._reducing,)
 
     def end(self) -> None:
         for shared in self._layers.values():
@@ -144,7 +181,10 @@ class _SharedLayer:
         self._weights = weights.data
         self._gradient: Tensor | None = None
         self._gathered = False
-        self._pending: list[Pending] = []
+        self._gathering: list[Pending] = []
+        self._reducing: list[Pending] = []
+        #: While gradients are on their way: those of the own share, by the part that they are from.
+        self._summands: dict[int, list[Tensor]] = {}
         self._memory.resize_(0)
 
     def start_gathering(self) -> None:
@@ -159,12 +199,14 @@ class _SharedLayer:
         for part, theirs in self._others():
             for kind in range(len(own)):
                 into = self._weights[theirs[kind].start : theirs[kind].stop]
-                self._receive(into, part, _GATHER + kind)
-                self._send(weights[state.columns(own[kind])], part, _GATHER + kind)
+                self._gathering += self._receive(into, part, _GATHER + kind)
+                self._gathering += self._send(
+                    weights[state.columns(own[kind])], part, _GATHER + kind
+                )
 
     def finish_gathering(self) -> None:
-        while self._pending:
-            self._pending.pop().wait()
+        while self._gathering:
+            self._gathering.pop().wait()
 
     def release(self) -> None:
         """Free the weights; they are gathered anew."""
@@ -182,8 +224,9 @@ class _SharedLayer:
                 view = self._gradient[span.offset : span.end].view(span.shape)
                 named[span.name].grad = view
 
-    def reduce(self) -> None:
-        """Add what all workers have to the shares, in the same order everywhere, and free it."""
+    def start_reducing(self) -> None:
+        """Send all other workers what their shares get, of the gradients of the whole layer, which
+        the next backward takes anew."""
         self.take_gradients()
         gradient = self._gradient
         assert gradient is not None, "it was taken"
@@ -192,26 +235,33 @@ class _SharedLayer:
         for part, theirs in self._others():
             found[part] = [gradient.new_empty(len(numbers)) for numbers in own]
             for kind, numbers in enumerate(theirs):
-                self._receive(found[part][kind], part, _REDUCE + kind)
-                self._send(gradient[numbers.start : numbers.stop], part, _REDUCE + kind)
-        self.finish_gathering()
-        for part in range(len(self._ranks)):
-            for numbers, values in zip(own, found[part], strict=True):
-                self._state.gradient[self._state.columns(numbers)] += values
+                self._reducing += self._receive(found[part][kind], part, _REDUCE + kind)
+                self._reducing += self._send(
+                    gradient[numbers.start : numbers.stop], part, _REDUCE + kind
+                )
+        self._summands = found
         for parameter in self._state.module.parameters():
             parameter.grad = None
         self._gradient = None
+
+    def finish_reducing(self) -> None:
+        """Add what all workers have to the own share, in the same order everywhere, and free it."""
+        while self._reducing:
+            self._reducing.pop().wait()
+        own = self._cuts[self._part]
+        for part in range(len(self._ranks)):
+            for numbers, values in zip(own, self._summands[part], strict=True):
+                self._state.gradient[self._state.columns(numbers)] += values
+        self._summands = {}
 
     def _others(self) -> Iterator[tuple[int, tuple[range, range]]]:
         """The parts of the other workers, and their numbers of the layer."""
         return ((part, cut) for part, cut in enumerate(self._cuts) if part != self._part)
 
-    def _receive(self, into: Tensor, part: int, kind: int) -> None:
+    def _receive(self, into: Tensor, part: int, kind: int) -> Iterator[Pending]:
         if into.numel():
-            peer, tag = self._ranks[part], self._tag + kind
-            self._pending.append(self._transport.receive(into, peer, tag))
+            yield self._transport.receive(into, self._ranks[part], self._tag + kind)
 
-    def _send(self, tensor: Tensor, part: int, kind: int) -> None:
+    def _send(self, tensor: Tensor, part: int, kind: int) -> Iterator[Pending]:
         if tensor.numel():
-            peer, tag = self._ranks[part], self._tag + kind
-            self._pending.append(self._transport.send(tensor, peer, tag))
+            yield self._transport.send(tensor, self._ranks[part], self._tag + kind)

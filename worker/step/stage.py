@@ -7,8 +7,9 @@ backward. Any order of micro-batches is right. Knows nothing of peers or steps.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.precision import autocasts, state_dtype, stream_dtype
-from oobleck.worker.step.exchange import Exchange
+from oobleck.worker.step.exchange import Added, Exchange
 from oobleck.worker.step.segment import Gradients, Segment
 from oobleck.worker.step.wire import wire
 
@@ -106,7 +107,7 @@ class StageRunner:
         recompute = self._job.training.recompute == "layer"
         count = len(rows.positions)
         by_layer = by_layer or recompute or self._exchange.shared
-        for layer in self._layers:
+        for layer, following in zip_longest(self._layers, self._layers[1:]):
             wanted = layer >= lowest
             adds = wanted and (adding is None or layer in adding)
             deferred = DeferredGradients() if split and adds else None
@@ -120,7 +121,7 @@ class StageRunner:
             with (
                 self._timeline.span("layer", layer),
                 torch.set_grad_enabled(graph),
-                self._exchange.computing(layer, gradients=False),
+                self._exchange.computing(layer, gradients=False, following=following),
             ):
                 if count:
                     x = run()
@@ -217,13 +218,14 @@ class StageRunner:
         rows, gradients = segments[0].rows, self._take_gradient(gradient)
         while segments:
             segment = segments.pop()
-            gradients = self._backward(segment, gradients)
+            gradients = self._backward(segment, gradients, segments)
+            self._finish(on_layer)
             # Autograd has added to all of them: that is noted before anything else can fail.
             added = segment.layers[::-1] if segment.adds else []
-            for layer in added:
-                self._add(layer, microbatch)
-            for layer in added:
-                on_layer(layer)
+            complete = [one for layer in added for one in self._exchange.add(layer, microbatch)]
+            self._note(complete)
+            _tell(complete, on_layer)
+        self._finish(on_layer)
         return self._give_gradient(gradients, rows)
 
     def backward_input(self, microbatch: int, gradient: Tensor | None = None) -> Tensor | None:
@@ -239,7 +241,7 @@ class StageRunner:
         rows, gradients = segments[0].rows, self._take_gradient(gradient)
         while segments:
             segment = segments.pop()
-            gradients = self._backward(segment, gradients)
+            gradients = self._backward(segment, gradients, segments)
             due.extend(reversed(segment.deferred))
         return self._give_gradient(gradients, rows)
 
@@ -255,13 +257,18 @@ class StageRunner:
             return None
         return self._wires[self._layers[0] - 1].gradients.pack(gradients, rows, self.device)
 
-    def _backward(self, segment: Segment, gradients: Gradients | None) -> Gradients | None:
+    def _backward(
+        self, segment: Segment, gradients: Gradients | None, left: Sequence[Segment]
+    ) -> Gradients | None:
+        """`left`: those whose backward comes after, the next one last."""
         first, last = segment.layers[0], segment.layers[-1]
         name = "layer" if first == last else f"layers {first} to"
         with (
             self._timeline.span(name, last),
             # Where there is an exchange, a segment is one layer.
-            self._exchange.computing(first, gradients=segment.adds),
+            self._exchange.computing(
+                first, gradients=segment.adds, following=left[-1].layers[0] if left else None
+            ),
         ):
             try:
                 return segment.backward(gradients)
@@ -273,9 +280,15 @@ class StageRunner:
                     f"model: the backward of {which} failed: {described(error)}"
                 ) from error
 
-    def _add(self, layer: int, microbatch: int) -> None:
-        for complete in self._exchange.add(layer, microbatch):
-            self._state.layers[layer].added.add(complete)
+    def _finish(self, on_layer: OnLayer) -> None:
+        """See the sum that goes on in the exchange to its end."""
+        complete = self._exchange.finish()
+        self._note(complete)
+        _tell(complete, on_layer)
+
+    def _note(self, complete: Iterable[Added]) -> None:
+        for layer, microbatches in complete:
+            self._state.layers[layer].added.update(microbatches)
 
     def settle(self) -> None:
         """Leave a step in the middle: drop what is in flight, and add what was left for later, so
@@ -284,9 +297,11 @@ class StageRunner:
         may have the other part already, does not count."""
         self._in_flight.clear()
         if self._exchange.shared:
-            for due in self._deferred.values():
-                for layer, _ in due:
-                    self._state.layers[layer].added.clear()
+            unsure = {layer for due in self._deferred.values() for layer, _ in due}
+            # A sum that goes on when the rest of a backward was added has a part of it alone.
+            unsure.update(self._exchange.on_its_way if self._deferred else ())
+            for layer in unsure:
+                self._state.layers[layer].added.clear()
             self._deferred.clear()
         for microbatch in list(self._deferred):
             self.backward_weight(microbatch)
@@ -299,11 +314,20 @@ class StageRunner:
             layer, deferred = due[0]
             self._exchange.take_gradients(layer)
             deferred.add()
-            self._add(layer, microbatch)
+            self._finish(on_layer)
+            complete = self._exchange.add(layer, microbatch)
+            self._note(complete)
             # Only now: where the exchange fails, `settle` must find the layer.
             due.popleft()
-            on_layer(layer)
+            _tell(complete, on_layer)
+        self._finish(on_layer)
         del self._deferred[microbatch]
+
+
+def _tell(complete: Iterable[Added], on_layer: OnLayer) -> None:
+    for layer, microbatches in complete:
+        for _ in microbatches:
+            on_layer(layer)
 
 
 def _widened(tensor: Tensor) -> Tensor:
