@@ -3,8 +3,8 @@
 Must not know where the samples are from, nor when they were taken.
 """
 
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from oobleck.host.gpu.health import LOOK, hindrance, troubles
@@ -24,11 +24,16 @@ class GpuHealth:
     _samples: dict[str, deque[GpuSample]] = field(default_factory=dict)
     #: All that the driver has reported of them since the agent began, oldest first.
     _xids: list[Xid] = field(default_factory=list)
+    #: How often each was reported, by place and code.
+    xid_counts: Counter[tuple[str, int]] = field(default_factory=Counter)
+    #: Of the newest sample that had one.
+    driver: str = ""
     #: Why nothing is known now; empty: it is.
     _problem: str = ""
 
     def take(self, sample: Sample) -> None:
         self._problem = sample.problem
+        self.driver = sample.driver or self.driver
         for board in sample.gpus:
             if board.bus in self.places:
                 self._samples.setdefault(board.bus, deque(maxlen=LOOK)).append(board)
@@ -37,13 +42,31 @@ class GpuHealth:
             # NVML may be read by another process than before, which cannot open it any more.
             self._samples[bus].append(GpuSample(bus=bus, error="NVML does not show it any more"))
         for xid in sample.xids:
-            mine = not xid.bus or xid.bus in self.places
-            if mine and xid not in self._xids and len(self._xids) < _MOST_XIDS:
+            if xid.bus and xid.bus not in self.places:
+                continue
+            if xid not in self._xids:
+                if len(self._xids) == _MOST_XIDS:
+                    continue
                 self._xids.append(xid)
+            self.xid_counts[xid.bus, xid.code] += 1
+
+    @property
+    def watched(self) -> bool:
+        """Whether samples come."""
+        return bool(self.places) and not self._problem
+
+    def newest(self) -> Mapping[str, GpuSample]:
+        """What was last said of each GPU, by its place."""
+        return {bus: samples[-1] for bus, samples in self._samples.items()}
+
+    def sick_places(self) -> set[str]:
+        """Of the GPUs that nothing should be trained on."""
+        found = troubles(self.newest().values(), self._xids)
+        return {trouble.bus for trouble in found if trouble.sick}
 
     def told(self) -> tuple[str, str]:
         """Why nothing should be trained here, and what else is wrong; empty: nothing is."""
-        found = troubles((samples[-1] for samples in self._samples.values()), self._xids)
+        found = troubles(self.newest().values(), self._xids)
         sick = [str(trouble) for trouble in found if trouble.sick]
         rest = [str(trouble) for trouble in found if not trouble.sick]
         if self._problem:

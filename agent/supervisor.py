@@ -35,7 +35,7 @@ from oobleck.agent.events import (
     WorkerSaid,
 )
 from oobleck.agent.health import GpuHealth
-from oobleck.agent.metrics import workers
+from oobleck.agent.metrics import gpus, workers
 from oobleck.agent.processes.children import WarmProcess, WorkerProcess
 from oobleck.agent.processes.code import CodeCache, Fetch
 from oobleck.agent.processes.memory import kernel_kills
@@ -125,8 +125,9 @@ class Supervisor:
             self._pool.kill_all()
 
     def metrics(self) -> Iterator[Reading]:
-        """Of this agent and its workers."""
-        return workers.read(self._state, self._config.name, self._config.versions.oobleck)
+        """Of this agent, its workers and their GPUs."""
+        yield from workers.read(self._state, self._config.name, self._config.versions.oobleck)
+        yield from gpus.read(self._state.health)
 
     # ---- from the session
 

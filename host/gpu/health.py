@@ -54,6 +54,15 @@ _REASONS: Mapping[int, str] = {
     0x02: "clocks are set lower",
     0x100: "clocks are set lower for a display",
 }
+#: The same bits by what they are called where they are counted.
+CLOCK_HOLDS: Mapping[str, int] = {
+    "heat": 0x20 | 0x40,
+    "power_supply": 0x80,
+    "power_limit": 0x04,
+    "hardware": 0x08,
+    "slower_gpu": 0x10,
+    "setting": 0x02 | 0x100,
+}
 #: So many samples are one look: a moment says nothing.
 LOOK = 6
 

@@ -122,6 +122,7 @@ class _Reader:
             reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
         memory = ask("nvmlDeviceGetMemoryInfo", handle)
         milliwatts = ask("nvmlDeviceGetPowerUsage", handle)
+        use = ask("nvmlDeviceGetUtilizationRates", handle)
         divided = ask("nvmlDeviceGetMigMode", handle)
         running = ask("nvmlDeviceGetComputeRunningProcesses_v3", handle)
         return GpuSample(
@@ -145,6 +146,7 @@ class _Reader:
             most_clock_mhz=ask("nvmlDeviceGetMaxClockInfo", handle, nvml.NVML_CLOCK_SM),
             temperature_c=ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
             power_w=None if milliwatts is None else milliwatts / 1000,
+            utilization=None if use is None else use.gpu / 100,
             memory_bytes=None if memory is None else memory.total,
             memory_used_bytes=None if memory is None else memory.used,
             divided=divided is not None and bool(divided[0]),

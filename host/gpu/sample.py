@@ -39,6 +39,8 @@ class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
     most_clock_mhz: int | None = None
     temperature_c: int | None = None
     power_w: float | None = None
+    #: Part of the last moment in which a kernel ran, 0 to 1.
+    utilization: float | None = None
     memory_bytes: int | None = None
     memory_used_bytes: int | None = None
     #: It is divided into parts (MIG).

@@ -55,6 +55,7 @@ def test_all_that_is_told_of_a_board_and_what_an_old_driver_does_not_know(driver
         most_clock_mhz=1980,
         temperature_c=88,
         power_w=423.5,
+        utilization=0.97,
         memory_bytes=80 << 30,
         memory_used_bytes=3 << 30,
         processes=(),
