@@ -4,9 +4,9 @@
 
 Trains one job on a local cluster with a checkpoint every so many steps, and compares steps with
 steps of the same run: those of the second half of each interval, in which nothing is saved, are the
-baseline. `at` is the step whose end takes the copy (the only stall), the others run while a thread
-hashes and writes. `per save` is what all steps of an interval take beyond the baseline, and
-`amortised` that over the default interval of 100 steps.
+baseline. `at` is the step at whose end a thread begins to copy, `+1` the one whose update waits for
+that copy; the others run while the thread hashes and writes. `per save` is what all steps of an
+interval take beyond the baseline, and `amortised` that over the default interval of 100 steps.
 """
 
 import argparse

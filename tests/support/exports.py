@@ -1,6 +1,7 @@
 """Models of transformers as jobs in this process, with no cluster: described, held, exported."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.job.code import Json
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import CheckpointSpec, DataSpec, JobSpec, TrainingSpec
+from oobleck.worker.checkpoint.snapshots import Ring, Snapshots
 from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
 from oobleck.worker.models import check_weights
 from oobleck.worker.models.checks.describe import describe
@@ -63,6 +65,14 @@ def logits(state: ModelState, ids: Tensor) -> Tensor:
     return x[0] if isinstance(x, tuple) else x
 
 
+def snapshots(state: ModelState, layers: Iterable[int]) -> Snapshots:
+    """To be made, of layers in host memory."""
+    found = Snapshots(Ring(torch.device("cpu")))
+    for layer in layers:
+        found.add(layer, state.layers[layer].storage)
+    return found
+
+
 def exported(job: JobSpec, state: ModelState, folder: Path) -> list[str]:
     """Writes a checkpoint of it, and an export to folder/model; the files' names."""
     writer = WorkerId(NodeName("a"), 0)
@@ -79,8 +89,9 @@ def exported(job: JobSpec, state: ModelState, folder: Path) -> list[str]:
         writers=((writer, layers),),
         rank=0,
     )
-    snapshots = {layer: state.snapshot(layer) for layer in layers}
-    saving = CheckpointWriter(order, saved, snapshots, report=lambda _: None, reached=lambda: None)
+    saving = CheckpointWriter(
+        order, saved, snapshots(state, layers), report=lambda _: None, reached=lambda: None
+    )
     saving.others_are_done()
     until(lambda: not saving.busy, "the checkpoint")
     return export(*checkpoint(folder), folder / "model", file_bytes=60_000)

@@ -2,7 +2,9 @@
 
 One is due every so many steps, when the plan holds too few copies of a layer, and when an operator
 wishes it. All begin it after the same step, and none before the last one has ended everywhere.
-Training waits only while this worker's layers are copied; `writer` writes the copy.
+Training goes on while this worker's layers are copied (`snapshots`) and written (`writer`); the
+update of the next step waits for the copies, and so does this step for those of layers that several
+workers share.
 """
 
 import logging
@@ -17,6 +19,7 @@ from oobleck.host.storage.folder import open_folder
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.recovery.checkpoint import folder_name, writers
 from oobleck.planner.recovery.reconfigure import can_lose
+from oobleck.worker.checkpoint.snapshots import Ring, Snapshots
 from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime import pulse
@@ -31,6 +34,11 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.05
 #: Between two attempts at the last checkpoint, which must not be lost.
 _RETRY_S = 10.0
+
+
+def _wait(snapshots: Snapshots) -> None:
+    with pulse.FILES:
+        snapshots.wait()
 
 
 class Saver:
@@ -51,6 +59,8 @@ class Saver:
         #: One is due since an earlier step.
         self._overdue = False
         self._at_risk = False
+        #: Made with the first checkpoint: pinned memory is taken once.
+        self._ring: Ring | None = None
         #: Newest wish that was answered, and newest step that is known to be saved.
         self._served = 0
         self._saved_step = 0
@@ -155,19 +165,26 @@ class Saver:
         self._last = CheckpointWriter(
             order, open_folder(spec.path), snapshots, report=self._control.report, reached=reached
         )
+        self._context.state.read_until(partial(_wait, snapshots))
         self._open, self._overdue = True, False
 
-    def _snapshots(self, chosen: Mapping[WorkerId, tuple[int, ...]]) -> dict[int, torch.Tensor]:
+    def _snapshots(self, chosen: Mapping[WorkerId, tuple[int, ...]]) -> Snapshots:
         """Of the layers that this worker writes. Raises TransportError."""
         assert self._assign is not None, "steps are run in a generation"
         assert self._transport is not None, "it comes with the assignment"
+        state, plan, transport = self._context.state, self._assign.plan, self._transport
+        ring = self._ring = self._ring or Ring(self._context.connector.device)
         writer_of = {layer: writer for writer, layers in chosen.items() for layer in layers}
-        found: dict[int, torch.Tensor] = {}
+        found = Snapshots(ring)
         for layer, writer in sorted(writer_of.items()):
-            state, plan, transport = self._context.state, self._assign.plan, self._transport
-            whole = collect(state, layer, transport, plan, worker=self._worker, writer=writer)
+            if plan.hold_of(writer, layer).workers == (self._worker,):
+                found.add(layer, state.layers[layer].storage)
+                continue
+            whole = collect(
+                state, layer, transport, plan, worker=self._worker, writer=writer, copy=ring.copy
+            )
             if whole is not None:
-                found[layer] = whole
+                found.add_copy(layer, whole)
         return found
 
     def finish(self, transport: Transport, step: int, *, needed: bool) -> None:

@@ -1,4 +1,4 @@
-"""Writes one checkpoint in a thread: this worker's layers and, on one worker, the manifest.
+"""Makes one checkpoint in a thread: this worker's layers and, on one worker, the manifest.
 
 Each writer leaves its layers' files and then a list of them with their hashes; the publisher waits
 for all lists and writes the manifest, which alone makes a checkpoint. So workers need only the
@@ -9,7 +9,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +33,7 @@ from oobleck.planner.recovery.checkpoint import (
     part_file,
 )
 from oobleck.planner.redact import redact
+from oobleck.worker.checkpoint.snapshots import Snapshots
 from oobleck.worker.state.layer_file import pack
 from oobleck.worker.state.layout import layout
 
@@ -83,19 +84,19 @@ class CheckpointWriter:
         self,
         order: Order,
         folder: Folder,
-        snapshots: Mapping[int, torch.Tensor],
+        snapshots: Snapshots,
         *,
         report: Callable[[CheckpointSaved | SaveFailed], None],
         reached: Callable[[], None],
         seen_after_s: float = SEEN_AFTER_S,
     ) -> None:
-        """`folder`: of all checkpoints; `snapshots`: of the layers that this worker writes, which
-        nobody changes any more, freed as they are written; `reached`: called before each."""
+        """`folder`: of all checkpoints; `snapshots`: of the layers that this worker writes, made
+        here and freed as they are written; `reached`: called before each is written."""
         self.order = order
         #: This worker could not write them.
         self.failed = False
         self._folder = folder
-        self._snapshots = dict(snapshots)
+        self._snapshots = snapshots
         self._report = report
         self._reached = reached
         self._seen_after_s = seen_after_s
@@ -130,6 +131,7 @@ class CheckpointWriter:
     def _run(self) -> None:
         manifest: Manifest | None = None
         try:
+            self._snapshots.make()
             self._write()
             if self.order.publishes:
                 manifest = self._publish()
@@ -177,7 +179,7 @@ class CheckpointWriter:
             if self._abandoned:
                 raise _Abandoned
             self._reached()
-            files.append(self._write_layer(layer, self._snapshots.pop(layer)))
+            files.append(self._write_layer(layer, self._snapshots.take(layer)))
         self._folder.write(f"{order.name}/{part_file(order.rank)}", [encode(files)])
 
     def _write_layer(self, layer: int, snapshot: torch.Tensor) -> LayerFile:

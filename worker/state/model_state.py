@@ -4,7 +4,7 @@ Owns which layers, or shares of them, are held or on their way, and the update; 
 one layer's numbers. Must not know stages, peers or plans.
 """
 
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from fractions import Fraction
 
 import torch
@@ -64,6 +64,8 @@ class ModelState:
         self._job = job
         self._device = device
         self._dtype = state_dtype(job.training.precision)
+        #: Each returns when somebody has read what is held, beside training.
+        self._readers: list[Callable[[], object]] = []
 
     def initialise(self, layer: int, *, part: int = 0, parts: int = 1) -> LayerState:
         """Hold `layer`, or a share of it, as it is before the first step (version 0)."""
@@ -172,6 +174,10 @@ class ModelState:
     def snapshot(self, layer: int) -> Tensor:
         """A copy in host memory of the whole state of `layer` (1 + moments, n)."""
         return self.layers[layer].storage.detach().to("cpu", copy=True)
+
+    def read_until(self, done: Callable[[], object]) -> None:
+        """Somebody reads what is held until `done` returns: the next update waits for it."""
+        self._readers.append(done)
 
     def load(
         self, layer: int, snapshot: Tensor, *, version: int, part: int = 0, parts: int = 1
@@ -294,6 +300,8 @@ class ModelState:
         """Take every held layer from version `step` - 1 to `step` with its reduced gradient times
         `scale`; one that is at `step` already stays as it is."""
         due = self._due(step)
+        while self._readers:
+            self._readers.pop()()
         # All places of a tied weight on one worker have one reduced gradient.
         reduced = {
             gradient.data_ptr(): gradient for state in due for _, gradient in state.applied()

@@ -3,6 +3,8 @@
 Owns the messages, which are those of one stage. Must not know what becomes of the layers.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,14 @@ from oobleck.worker.transport.transport import Transport
 _FIRST_TAG = 1 << 30
 
 
+#: Has the first one's rows in the second one, which is in host memory.
+Copy = Callable[[Tensor, Tensor], None]
+
+
+def _copy(source: Tensor, into: Tensor) -> None:
+    into.copy_(source)
+
+
 def collect(
     state: ModelState,
     layer: int,
@@ -24,10 +34,11 @@ def collect(
     *,
     worker: WorkerId,
     writer: WorkerId,
+    copy: Copy = _copy,
 ) -> Tensor | None:
     """The whole state of `layer` (1 + moments, n) in host memory, for `writer`, who holds it or a
-    share of it; None for all others. All who share it with the writer call this for the same
-    layers in the same order. Raises TransportError."""
+    share of it; None for all others. `copy`: puts rows of a tensor into host memory. All who share
+    it with the writer call this for the same layers in the same order. Raises TransportError."""
     members = plan.hold_of(writer, layer).workers
     if worker not in members:
         return None
@@ -52,6 +63,6 @@ def collect(
     transport.complete()
     whole = torch.zeros(len(own.storage), own.layout.size, dtype=own.storage.dtype)
     for (tied, rest), piece in zip(cuts, pieces, strict=True):
-        whole[:, tied.start : tied.stop] = piece[:, : len(tied)]
-        whole[:, rest.start : rest.stop] = piece[:, len(tied) :]
+        copy(piece[:, : len(tied)], whole[:, tied.start : tied.stop])
+        copy(piece[:, len(tied) :], whole[:, rest.start : rest.stop])
     return whole

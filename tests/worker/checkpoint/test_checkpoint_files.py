@@ -52,6 +52,7 @@ from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
 from oobleck.worker.state.layer_file import pack, unpack
 from oobleck.worker.state.layout import layout
 from oobleck.worker.state.model_state import ModelState
+from support.exports import snapshots
 from support.plans import plan_of_cuts
 from support.waiting import until
 
@@ -103,7 +104,7 @@ def save(
                 rank=rank,
             ),
             folder,
-            {layer: state.snapshot(layer) for layer in shares[rank][1]},
+            snapshots(state, shares[rank][1]),
             report=reports.append,
             reached=partial(before_layer, rank),
         )
@@ -371,12 +372,11 @@ def test_a_folder_that_not_all_see_fails_the_save_with_the_node(job):
         rank=0,
     )
     reports: list = []
-    snapshots = {layer: state.snapshot(layer) for layer in shares[0][1]}
     folder = open_folder(job.checkpoint.path)
     saving = CheckpointWriter(
         order,
         folder,
-        snapshots,
+        snapshots(state, shares[0][1]),
         report=reports.append,
         reached=lambda: None,
         seen_after_s=0.05,
