@@ -21,10 +21,14 @@ from oobleck.host.finding import Finding
 from oobleck.host.gpu.choice import GpuReport, chosen_gpus
 from oobleck.host.system.process import completed, with_parent
 
-#: In this order, with seconds for each, ten minutes in all; the first ones need one GPU, the others
-#: two. Checks with a limit of their own have half a minute beyond it, in which torch starts.
+#: In this order, with seconds for each; the first ones need one GPU, the others two. Checks with a
+#: limit of their own have half a minute beyond it, in which torch starts.
 ALONE = {"forks": 90, "memory": 60, "killed": 80, "products": 60, "copies": 45, "waits": 45}
-TOGETHER = {"peers": 45, "sums": 85, "aborts": 85}
+TOGETHER = {"peers": 45, "sums": 85, "aborts": 85, "groups": 85, "replicas": 85}
+#: With jobs on a small cluster of this host.
+WITH_JOBS = {"kills": 180, "speed": 170}
+#: Of all, whichever hang.
+MOST_S = 600.0
 #: What a host without a GPU can be asked.
 _ON_CPUS = {"forks": 90}
 _HANGS = (
@@ -81,15 +85,14 @@ def _look(option: str | None) -> Iterator[Finding]:
         what, _, fix = str(error).removeprefix("--device cuda: ").partition("; ")
         fix = fix.removesuffix(", or use --device cpu")
         yield Finding(check="gpu", level="fail", what=what, fix=fix)
-        yield from _checks(_ON_CPUS, ["cpu"], environment)
+        yield from checks(_ON_CPUS, ["cpu"], environment)
         return
     yield _described(report)
     visible = ",".join(gpu.visible for gpu in report.gpus)
     devices = [f"cuda:{number}" for number in range(len(report.gpus))]
     seen = {**environment, "CUDA_VISIBLE_DEVICES": visible}
-    yield from _checks(ALONE, devices, seen)
-    if len(devices) > 1:
-        yield from _checks(TOGETHER, devices, seen)
+    several = {**TOGETHER, **WITH_JOBS} if len(devices) > 1 else {"kills": WITH_JOBS["kills"]}
+    yield from checks({**ALONE, **several}, devices, seen)
 
 
 def _described(report: GpuReport) -> Finding:
@@ -107,12 +110,23 @@ def _described(report: GpuReport) -> Finding:
     return Finding(check="gpu", level="pass", what=what)
 
 
-def _checks(
-    checks: Mapping[str, int], devices: Sequence[str], environment: Mapping[str, str]
+def checks(
+    limits: Mapping[str, float],
+    devices: Sequence[str],
+    environment: Mapping[str, str],
+    most_s: float = MOST_S,
 ) -> Iterator[Finding]:
-    for name, limit_s in checks.items():
+    """Run them in this order, each with its limit, and all of them within `most_s`."""
+    until = time.monotonic() + most_s
+    for name, limit_s in limits.items():
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            what = f"not tried: those before it took {most_s:g} s"
+            by_hand = f"python -m oobleck.worker.doctor {name} {' '.join(devices)}"
+            yield Finding(check=name, level="warn", what=what, fix=f"run '{by_hand}'")
+            continue
         command = [*with_parent("oobleck.worker.doctor"), name, *devices]
-        yield from run_check(name, command, limit_s, environment)
+        yield from run_check(name, command, round(min(limit_s, left_s), 1), environment)
 
 
 def run_check(

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from oobleck.host.finding import Finding
-from oobleck.worker.doctor import single, together
+from oobleck.worker.doctor import jobs, replicas, single, together
+from oobleck.worker.doctor.pair import Task, member
 
 Check = Callable[[Sequence[str]], Iterator[Finding]]
 CHECKS: Mapping[str, Check] = {
@@ -23,13 +24,25 @@ CHECKS: Mapping[str, Check] = {
     "peers": together.peers,
     "sums": together.sums,
     "aborts": together.aborts,
+    "groups": replicas.groups,
+    "replicas": replicas.replicas,
+    "kills": jobs.kills,
+    "speed": jobs.speed,
+}
+#: Of two processes.
+TASKS: Mapping[str, Task] = {
+    "sum": together.sum_of_two,
+    "lost": together.lose,
+    "groups": replicas.connect_many,
+    "replicas": replicas.train_alike,
+    "ddp": replicas.train_by_ddp,
 }
 
 
 def main() -> None:
     name, *devices = sys.argv[1:]
     if name == "member":
-        return together.member(devices)
+        return member(devices, TASKS)
     for finding in CHECKS[name](devices):
         sys.stdout.write(msgspec.json.encode(finding).decode() + "\n")
         sys.stdout.flush()

@@ -3,12 +3,8 @@
 import fcntl
 import os
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from itertools import permutations
 from pathlib import Path
@@ -17,17 +13,11 @@ import torch
 import torch.distributed as dist
 
 from oobleck.host.finding import Finding
-from oobleck.host.system.process import with_parent
 from oobleck.planner.profile.machine import GPUS, machine_of
+from oobleck.worker.doctor.pair import END_S, SMALL, pair
 
-_LIMIT_S = 40.0
-_END_S = 5.0
-_KILLED_S = 1.0
-#: `_pair` has ended after that.
-PAIR_S = _LIMIT_S + 2 * (_END_S + _KILLED_S)
 #: Numbers of a sum.
 _SUM = 1 << 26
-_SMALL_SUM = 1 << 10
 _NETWORK = (
     "see NCCL_DEBUG=INFO; on one host try NCCL_P2P_DISABLE=1, which tells whether GPUs reach each "
     "other's memory (IOMMU and ACS in the BIOS keep them from it), and look at /dev/shm"
@@ -71,7 +61,7 @@ def of_peers(name: str, rate: float) -> Finding:
 
 def sums(devices: Sequence[str]) -> Iterator[Finding]:
     """A sum of two processes: right, connected how soon, and how fast."""
-    words, codes = _pair("sum", devices)
+    words, codes = pair("sum", devices)
     if codes != [0, 0]:
         yield Finding(check="sums", level="fail", what=f"a sum of two fails: {words}", fix=_NETWORK)
         return
@@ -82,7 +72,7 @@ def sums(devices: Sequence[str]) -> Iterator[Finding]:
 
 def aborts(devices: Sequence[str]) -> Iterator[Finding]:
     """That a receive whose peer was killed can be given up, and its GPU goes on."""
-    words, codes = _pair("lost", devices)
+    words, codes = pair("lost", devices)
     if codes[0] != 0:
         what = f"a receive from a killed peer cannot be given up: {words or 'it hangs'}"
         fix = "update the driver and NCCL: every recovery needs that"
@@ -92,65 +82,9 @@ def aborts(devices: Sequence[str]) -> Iterator[Finding]:
     yield Finding(check="aborts", level="pass", what=what)
 
 
-def _pair(what: str, devices: Sequence[str]) -> tuple[str, list[int | None]]:
-    """Two members: the last line that the first one says, and how each ended (None: it has not,
-    though it was killed)."""
-    with tempfile.TemporaryDirectory(prefix="oobleck-doctor-") as folder:
-        command = [*with_parent("oobleck.worker.doctor"), "member", what]
-        members = [
-            subprocess.Popen(
-                [*command, str(rank), devices[rank], folder],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        try:
-            said, _ = members[0].communicate(timeout=_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            said = f"no answer within {_LIMIT_S:.0f} s"
-        for each in members:
-            with suppress(subprocess.TimeoutExpired):
-                each.wait(_END_S)
-            each.kill()
-            with suppress(subprocess.TimeoutExpired):  # a driver may hold it
-                each.wait(_KILLED_S)
-            if each.stdout is not None:
-                each.stdout.close()
-    lines = said.strip().splitlines()
-    return (lines[-1] if lines else ""), [each.poll() for each in members]
-
-
-def member(arguments: Sequence[str]) -> None:
-    """One of the two."""
-    what, rank, device, folder = arguments
-    place = torch.device(device)
-    on_gpu = place.type == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(place)
-    began = time.monotonic()
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=int(rank),
-        world_size=2,
-        timeout=timedelta(seconds=_LIMIT_S),
-    )
-    first = torch.ones(_SMALL_SUM, device=place)
-    dist.all_reduce(first)
-    assert float(first.sum()) == 2 * _SMALL_SUM, "the sum is wrong"
-    connect_s = time.monotonic() - began
-    words = _sum(place, connect_s) if what == "sum" else _lose(place, int(rank), Path(folder))
-    if rank == "0":
-        sys.stdout.write(words + "\n")
-        sys.stdout.flush()
-    # Groups hold up the end of a process whose peer is gone.
-    os._exit(0)
-
-
-def _sum(place: torch.device, connect_s: float) -> str:
-    numbers = torch.ones(_SUM if place.type == "cuda" else _SMALL_SUM, device=place)
+def sum_of_two(place: torch.device, rank: int, folder: Path, connect_s: float) -> str:
+    """Seconds until they were connected, and bytes of a sum per second."""
+    numbers = torch.ones(_SUM if place.type == "cuda" else SMALL, device=place)
     began = time.perf_counter()
     for _ in range(4):
         dist.all_reduce(numbers)
@@ -160,9 +94,9 @@ def _sum(place: torch.device, connect_s: float) -> str:
     return f"{connect_s} {rate}"
 
 
-def _lose(place: torch.device, rank: int, folder: Path) -> str:
+def lose(place: torch.device, rank: int, folder: Path, connect_s: float) -> str:
     """Rank 1 is killed while rank 0 waits for what it sends: seconds until that is given up."""
-    numbers = torch.ones(_SMALL_SUM, device=place)
+    numbers = torch.ones(SMALL, device=place)
     posted = folder / "posted"
     with (folder / "alive").open("w") as alive:
         if rank == 1:
@@ -183,7 +117,7 @@ def _lose(place: torch.device, rank: int, folder: Path) -> str:
         torch.cuda.synchronize()
     else:
         try:
-            work.wait(timedelta(seconds=_END_S))
+            work.wait(timedelta(seconds=END_S))
         except RuntimeError:  # what gloo says of a lost peer
             pass
         else:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.cli.cluster.doctor import run_check
+from oobleck.cli.cluster.doctor import checks, run_check
 from oobleck.cli.cluster.host_checks import environment, health, locked_memory, shared_memory
 from oobleck.host.finding import Finding
 from oobleck.host.gpu.sample import GpuProcess, GpuSample, Sample, Xid
@@ -56,6 +56,15 @@ def test_a_check_that_hangs_or_dies_is_a_finding(code: str, what: str) -> None:
     (found,) = check(code, 0.2 if "sleep" in code else 60)
     assert (found.level, found.what) == ("fail", what)
     assert found.fix
+
+
+def test_all_checks_end_within_their_time_whichever_hang() -> None:
+    found = list(checks({"forks": 0.2, "memory": 60}, ["cpu"], os.environ, most_s=0.2))
+    assert [(one.check, one.what) for one in found] == [
+        ("forks", "no answer within 0.2 s: it hangs"),
+        ("memory", "not tried: those before it took 0.2 s"),
+    ]
+    assert found[1].fix == "run 'python -m oobleck.worker.doctor memory cpu'"
 
 
 def test_the_health_of_gpus_is_by_nvml() -> None:

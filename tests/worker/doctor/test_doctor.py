@@ -4,9 +4,22 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from oobleck.cli.cluster.doctor import ALONE, TOGETHER
+from oobleck.cli.cluster.doctor import ALONE, TOGETHER, WITH_JOBS
 from oobleck.host.device import worker_environment
 from oobleck.host.finding import Finding
+from oobleck.planner.profile.memory import sum_bytes
+from oobleck.worker.doctor.__main__ import CHECKS
+from oobleck.worker.doctor.jobs import (
+    JOBS_S,
+    KILLS,
+    kills,
+    of_kills,
+    of_speed,
+    of_use,
+    speed,
+)
+from oobleck.worker.doctor.pair import PAIR_S
+from oobleck.worker.doctor.replicas import groups, of_groups, of_replicas, replicas
 from oobleck.worker.doctor.single import (
     FREED_S,
     freed_after,
@@ -15,13 +28,19 @@ from oobleck.worker.doctor.single import (
     of_products,
     products,
 )
-from oobleck.worker.doctor.together import PAIR_S, aborts, of_peers, sums
+from oobleck.worker.doctor.together import aborts, of_peers, sums
 
 Check = Callable[[Sequence[str]], Iterator[Finding]]
 
 
 @pytest.mark.parametrize(
-    ("check", "what"), [(sums, "a sum is right"), (aborts, "a receive from a killed peer is given")]
+    ("check", "what"),
+    [
+        (sums, "a sum is right"),
+        (aborts, "a receive from a killed peer is given"),
+        pytest.param(groups, "20 groups connect in", marks=pytest.mark.soak),
+        (replicas, "are the same to the bit after 20 steps"),
+    ],
 )
 def test_two_processes_connect_sum_and_lose_each_other(
     check: Check, what: str, monkeypatch: pytest.MonkeyPatch
@@ -72,12 +91,53 @@ def test_what_is_concluded() -> None:
         assert level(of_peers(other, 15e9)) == "pass"
 
 
+def test_what_is_concluded_of_groups_replicas_and_jobs() -> None:
+    each = sum_bytes()
+
+    def level(found: Finding) -> str:
+        assert bool(found.fix) == (found.level != "pass"), found
+        return found.level
+
+    assert level(of_groups(2.0, 20 * each, 0, 0, 0.3)) == "pass"
+    assert level(of_groups(40.0, 20 * each, 0, 0, 0.3)) == "slow"
+    assert level(of_groups(2.0, 40 * each, 0, 0, 0.3)) == "warn"
+    assert level(of_groups(2.0, 20 * each, 15 * each, 0, 0.3)) == "fail"
+    assert level(of_groups(2.0, 20 * each, 0, 20, 0.3)) == "fail"
+    assert level(of_replicas("equal", True)) == "pass"
+    assert level(of_replicas("0, 3", True)) == "fail"
+    assert level(of_replicas("", False)) == "fail"
+    losses, soon = [5.5, 5.25, 5.125], [1.0] * len(KILLS)
+    assert level(of_kills(losses, [losses, [5.5, 5.25 + 1e-12, 5.125]], soon)) == "pass"
+    assert level(of_kills(losses, [losses], [30.0, *soon[1:]])) == "slow"
+    assert level(of_kills(losses, [losses], [1.0])) == "warn"
+    assert level(of_kills(losses, [losses, [5.5, 5.25, 5.1251]], soon)) == "fail"
+    assert level(of_kills(losses, [losses[:2]], soon)) == "fail"
+    assert level(of_speed(95.0, 100.0)) == "pass"
+    assert level(of_speed(60.0, 100.0)) == "slow"
+    assert level(of_use("n1/0", 1 << 30, 1 << 30)) == "pass"
+    assert level(of_use("n1/0", 1 << 30, 5 << 28)) == "warn"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("check", [kills, speed])
+def test_jobs_run_on_a_cluster_of_this_host(check: Check) -> None:
+    """On CPUs: what of them is slow there says nothing."""
+    found = list(check(["cpu", "cpu"]))
+    assert {one.level for one in found} <= {"pass", "slow", "warn"}, found
+    if check is kills:
+        (only,) = found
+        assert f"{len(KILLS)} of {len(KILLS)} kills were recovered from" in only.what
+
+
 def test_products_are_timed() -> None:
     (found,) = products(["cpu"])
     assert (found.level, "TFLOP/s in bf16" in found.what) == ("pass", True)
 
 
 def test_limits_leave_room_for_those_of_the_checks_themselves() -> None:
-    assert min(TOGETHER["sums"], TOGETHER["aborts"]) >= PAIR_S + 30
+    pairs = ("sums", "aborts", "groups", "replicas")
+    assert min(TOGETHER[name] for name in pairs) >= PAIR_S + 30
     assert ALONE["killed"] >= FREED_S + 30
-    assert sum((*ALONE.values(), *TOGETHER.values())) <= 600, "ten minutes in all"
+    assert WITH_JOBS["kills"] >= 2 * JOBS_S
+    assert WITH_JOBS["speed"] >= PAIR_S + JOBS_S + 30
+    assert {*ALONE, *TOGETHER, *WITH_JOBS} == {*CHECKS}
