@@ -28,7 +28,7 @@ def plan_end_s(
     for bucket in gradient_buckets(plan, tied=tied):
         own = {part.layer: part.share for part in bucket.parts if part.part == "own"}
         taken_s = all_reduce_s(
-            sum(s.of_bytes(profile.layers[layer].parameter_bytes) for layer, s in own.items()),
+            sum(s.of_bytes(profile.layers[layer].summed_bytes) for layer, s in own.items()),
             workers=len(bucket.owners),
             same_node=len({owner.node for owner in bucket.owners}) == 1,
             links=profile.links,

@@ -75,7 +75,7 @@ def pipeline_cost(template: PipelineTemplate, profile: Profile) -> PipelineCost:
             if inside > period * (end - start + 1):
                 period = inside // (end - start + 1)
     gradient_bytes = max(
-        sum(profile.layers[layer].parameter_bytes for layer in stage.layers) // stage.gpus
+        sum(profile.layers[layer].summed_bytes for layer in stage.layers) // stage.gpus
         for stage in stages
     )
     return PipelineCost(

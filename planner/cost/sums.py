@@ -76,7 +76,7 @@ def _summed(
 ) -> Iterator[tuple[list[tuple[int, int]], list[int], int]]:
     """What is summed in one go: the (kind, stage) that hold it, the bytes of each layer's own
     parameters, and those of what layers share, if it is of them."""
-    own = [layer.parameter_bytes for layer in profile.layers]
+    own = [layer.summed_bytes for layer in profile.layers]
     shared = {places: min(own[layer] for layer in places) for places in groups(tied, len(own))}
     for places, weight in shared.items():
         for layer in places:

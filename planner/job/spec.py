@@ -17,6 +17,7 @@ from oobleck.planner.schedules import Schedule
 Precision = Literal["fp32", "bf16", "fp64"]
 Products = Literal["highest", "high", "medium"]
 Recompute = Literal["none", "layer"]
+GradientSums = Literal["full", "bf16"]
 OnStateLost = Literal["fail", "restart"]
 RecoveryPolicy = Literal["auto", "templates", "reroute", "uneven"]
 Shadows = Literal["auto", "none"]
@@ -99,6 +100,8 @@ class TrainingSpec:
     precision: Precision = "fp32"
     #: How exactly float32 matrices are multiplied, in torch's words.
     float32_matmul: Products = "highest"
+    #: How gradients travel to be summed: as they are trained, or rounded.
+    gradient_sums: GradientSums = "full"
     #: layer: keep each layer's input alone between forward and backward, and compute it twice.
     recompute: Recompute = "none"
     #: Layers of a model of the user's go through torch's compiler, as far as they can.
@@ -118,6 +121,11 @@ class TrainingSpec:
         at_least(self, 0, "seed")
         at_most(self, steps=10**9, global_batch=1 << 17, seed=(1 << 63) - 1)
         check_paths("path", [self.optimizer.path])
+        if self.gradient_sums == "bf16" and self.precision == "fp64":
+            raise ValueError(
+                "gradient_sums: bf16 rounds gradients to 8 bits, and precision is fp64; leave it "
+                "out, or choose precision fp32 or bf16"
+            )
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip: {self.clip} must be > 0; leave it out for no clipping")
         if self.max_skipped_steps is not None:

@@ -27,6 +27,7 @@ from oobleck.planner.profile.memory import (
 )
 from oobleck.planner.profile.profile import LayerProfile, Links, Profile
 from oobleck.planner.profile.sharing import gathered_bytes, sharing_sizes, with_exchanges
+from oobleck.planner.profile.sums import with_sums
 
 #: Memory of the nominal worker.
 _NOMINAL_BYTES_PER_S = 5e9
@@ -69,7 +70,11 @@ def estimate_profile(
         ),
         layers=tuple(
             with_exchanges(
-                _shared(layer, sizes if job.model.may_share(number) else (1,), machine),
+                _shared(
+                    with_sums(layer, job.training),
+                    sizes if job.model.may_share(number) else (1,),
+                    machine,
+                ),
                 links,
                 gathered_bytes(job, number, layer.parameter_bytes),
             )

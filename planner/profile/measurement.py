@@ -17,6 +17,7 @@ from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.machine import NOMINAL
 from oobleck.planner.profile.profile import BYTES, InvalidProfile, LayerProfile, Links, Profile
 from oobleck.planner.profile.sharing import gathered_bytes, with_exchanges
+from oobleck.planner.profile.sums import with_sums
 from oobleck.planner.units import count
 
 Scope = Literal["intra_node", "inter_node"]
@@ -80,6 +81,8 @@ def profile_key(
         "workers_per_host": workers_per_host,
         "several_nodes": several_nodes,
     }
+    if training.gradient_sums != "full":
+        matters["gradient_sums"] = training.gradient_sums
     digest = hashlib.sha256(encode(matters)).hexdigest()[:16]
     return f"{job.model.label}-b{training.microbatch}-{training.precision}-{digest}"
 
@@ -111,6 +114,7 @@ def assemble_profile(
     kinds = []
     for kind in range(1 + max(order)):
         found = _combine([(m.device, m.kinds[kind]) for m in measurements])
+        found = with_sums(found, job.training)
         gathered = gathered_bytes(job, order.index(kind), found.parameter_bytes)
         kinds.append(with_exchanges(found, wires, gathered))
     names = [layer.name for layer in _expected(job)]

@@ -14,6 +14,7 @@ MOST_LAYERS = 1024
 #: Fields of a layer in bytes.
 OPTIONAL_BYTES = (
     "moved_bytes",
+    "gradient_bytes",
     "sum_bytes",
     "tied_bytes",
     "working_bytes",
@@ -60,6 +61,8 @@ class LayerProfile:
     output_bytes: int
     #: The part of `state_bytes` that is sent where the layer moves to another worker; 0: all.
     moved_bytes: int = 0
+    #: What is sent of the layer's gradient where it is summed; 0: `parameter_bytes`.
+    gradient_bytes: int = 0
     #: The sum of the layer's gradients over all workers that hold the layer, where several do.
     sum_bytes: int = 0
     #: The part of `sum_bytes` that the layer shares with another: summed in every plan.
@@ -116,6 +119,11 @@ class LayerProfile:
     def travelling_bytes(self) -> int:
         """Of the layer, where it moves to another worker."""
         return self.moved_bytes or self.state_bytes
+
+    @property
+    def summed_bytes(self) -> int:
+        """Of the layer's gradient, where it is sent to be summed."""
+        return self.gradient_bytes or self.parameter_bytes
 
     def _wrong(self, field_path: str, problem: str) -> InvalidProfile:
         return InvalidProfile(f"layer {self.name}: ", field_path, problem)

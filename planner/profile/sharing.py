@@ -54,7 +54,7 @@ def with_exchanges(layer: LayerProfile, links: Links, gathered: int) -> LayerPro
         update_s={
             gpus: layer.update_s.get(gpus, 0.0)
             + exchange_s(gathered, gpus=gpus, links=links)
-            + exchange_s(layer.parameter_bytes, gpus=gpus, links=links)
+            + exchange_s(layer.summed_bytes, gpus=gpus, links=links)
             for gpus in sizes
         },
         exchange_bytes=gathered + _GRADIENTS * layer.parameter_bytes,

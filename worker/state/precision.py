@@ -40,6 +40,12 @@ def stream_dtype(job: JobSpec) -> torch.dtype:
     return torch.bfloat16 if narrow else state_dtype(job.training.precision)
 
 
+def sums_dtype(job: JobSpec) -> torch.dtype:
+    """Of gradients that travel to be summed."""
+    rounded = job.training.gradient_sums == "bf16"
+    return torch.bfloat16 if rounded else state_dtype(job.training.precision)
+
+
 def weights_dtype(job: JobSpec, layer: int) -> torch.dtype:
     """Of the weights that a layer computes with."""
     return state_dtype(job.training.precision) if layer == 0 else stream_dtype(job)

@@ -83,14 +83,16 @@ class StageExchange(Exchange):
         transport: Transport,
         ranks: Sequence[int],
         *,
+        sums: torch.dtype,
         resident: Collection[int],
         timeline: Timeline,
         stopwatch: Stopwatch,
     ) -> None:
-        """`ranks`: of the workers that hold `layers` together, by their part; `resident`: those of
-        the layers that are; `stopwatch`: is paused while the others are waited for."""
+        """`ranks`: of the workers that hold `layers` together, by their part; `sums`: in which type
+        gradients are sent; `resident`: those of the layers that are; `stopwatch`: is paused while
+        the others are waited for."""
         self._layers = {
-            layer: _SharedLayer(state.layers[layer], transport, ranks) for layer in layers
+            layer: _SharedLayer(state.layers[layer], transport, ranks, sums) for layer in layers
         }
         self._resident = resident
         self._timeline = timeline
@@ -159,12 +161,15 @@ class StageExchange(Exchange):
 class _SharedLayer:
     """One layer: the whole's weights and gradients while they are there."""
 
-    def __init__(self, state: LayerState, transport: Transport, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, state: LayerState, transport: Transport, ranks: Sequence[int], sums: torch.dtype
+    ) -> None:
         shard, flat = state.shard, state.layout
         self._state = state
         self._transport = transport
         self._part = shard.part
         self._ranks = ranks
+        self._sums = sums
         #: By part: which numbers of the tied part and of the own one.
         self._cuts = [
             flat.shard(Shard(shard.layer, part, shard.parts)) for part in range(len(ranks))
@@ -233,12 +238,11 @@ class _SharedLayer:
         own = self._cuts[self._part]
         found = {self._part: [gradient[numbers.start : numbers.stop] for numbers in own]}
         for part, theirs in self._others():
-            found[part] = [gradient.new_empty(len(numbers)) for numbers in own]
+            found[part] = [gradient.new_empty(len(numbers), dtype=self._sums) for numbers in own]
             for kind, numbers in enumerate(theirs):
                 self._reducing += self._receive(found[part][kind], part, _REDUCE + kind)
-                self._reducing += self._send(
-                    gradient[numbers.start : numbers.stop], part, _REDUCE + kind
-                )
+                sent = gradient[numbers.start : numbers.stop].to(self._sums)
+                self._reducing += self._send(sent, part, _REDUCE + kind)
         self._summands = found
         for parameter in self._state.module.parameters():
             parameter.grad = None

@@ -19,6 +19,7 @@ from oobleck.worker.data.prefetch import Prefetcher
 from oobleck.worker.preparation.preparing import Preparing
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.random import RowKeys
+from oobleck.worker.state.precision import sums_dtype
 from oobleck.worker.step import vote
 from oobleck.worker.step.commit import commit, make_record, scale_of
 from oobleck.worker.step.gradient_sums import GradientSums
@@ -123,7 +124,14 @@ class Executor:
         self.compute: ComputeTime | None = None
         if any(isinstance(instruction, ops.Compute) for instruction in own.program):
             self.compute = ComputeTime(steps=0, seconds=0.0)
-        self._sums = GradientSums(own.program, rank, context.state, transport, context.timeline)
+        self._sums = GradientSums(
+            own.program,
+            rank,
+            context.state,
+            transport,
+            context.timeline,
+            sums_dtype(context.job),
+        )
         self.hops = Hops(context, plan, transport)
         #: For a whole step.
         self._whole = self._make_step_plan(own)

@@ -2,7 +2,9 @@
 
 A bucket's sum starts as soon as the last of its layers has its last micro-batch, beside the
 backward of the layers below. The result goes into a buffer of its own: the worker's own sums stay
-until the commit. Must not know how gradients are computed.
+until the commit. If sums are in bfloat16, a rounded copy is sent and added, which comes back the
+same to the bit on all owners; then the buffer has it in the type of what is trained. Must not know
+how gradients are computed.
 """
 
 from collections import Counter
@@ -29,11 +31,13 @@ class _Bucket:
         self.started = False
         self.recorded: OpenSpan | None = None
         self._buffer: torch.Tensor | None = None
+        #: What is sent of it; None: itself.
+        self._rounded: torch.Tensor | None = None
 
     def begin(self) -> None:
-        self.pending, self.started = None, False
+        self.pending, self.started, self._rounded = None, False, None
 
-    def start(self, state: ModelState, transport: Transport) -> None:
+    def start(self, state: ModelState, transport: Transport, dtype: torch.dtype) -> None:
         self.started = True
         tied = [part for part in self.sync.parts if part.part == "tied"]
         own = [part for part in self.sync.parts if part.part == "own"]
@@ -59,8 +63,24 @@ class _Bucket:
             total = state.reduced_part(tied[0])
             total.add_(state.gradient_part(other))
             state.set_reduced(other, total)
-        if not alone:
-            self.pending = transport.all_reduce(self._buffer, self.group)
+        if alone:
+            return
+        if dtype != self._buffer.dtype:
+            self._rounded = self._buffer.to(dtype)
+        sent = self._buffer if self._rounded is None else self._rounded
+        self.pending = transport.all_reduce(sent, self.group)
+
+    def finish(self) -> None:
+        """Wait until the sum is in the buffer. Raises TransportError."""
+        if self.pending is None:
+            return
+        self.pending.wait()
+        if self._rounded is not None:
+            assert self._buffer is not None, "it was rounded"
+            self._buffer.copy_(self._rounded)
+            self._rounded = None
+        if self.recorded is not None:
+            self.recorded.close()
 
 
 class GradientSums:
@@ -73,7 +93,10 @@ class GradientSums:
         state: ModelState,
         transport: Transport,
         timeline: Timeline,
+        dtype: torch.dtype,
     ) -> None:
+        """`dtype`: of what is sent."""
+        self._dtype = dtype
         self._timeline = timeline
         self._state = state
         self._transport = transport
@@ -117,7 +140,7 @@ class GradientSums:
                 waiting.add(bucket.group)
             else:
                 bucket.recorded = self._timeline.sum("sum", bucket.sync.bucket)
-                bucket.start(self._state, self._transport)
+                bucket.start(self._state, self._transport, self._dtype)
 
     def check_started(self, sync: SyncGradient) -> None:
         """At its place in the program, a sum is under way: the layers are done there."""
@@ -129,9 +152,6 @@ class GradientSums:
         TransportError."""
         left = Counter(layer for bucket in self._buckets for layer in bucket.layers)
         for bucket in self._buckets:
-            if bucket.pending is not None:
-                bucket.pending.wait()
-                if bucket.recorded is not None:
-                    bucket.recorded.close()
+            bucket.finish()
             left.subtract(bucket.layers)
             yield frozenset(layer for layer in bucket.layers if not left[layer])

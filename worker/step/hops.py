@@ -23,6 +23,7 @@ from oobleck.worker.data.objective import inputs_and_targets
 from oobleck.worker.data.samples import Samples
 from oobleck.worker.models.tree import Tree
 from oobleck.worker.runtime.random import RowKeys
+from oobleck.worker.state.precision import sums_dtype
 from oobleck.worker.step.exchange import Exchange, StageExchange
 from oobleck.worker.step.mailbox import Mailbox, Receive, Send, joined
 from oobleck.worker.step.stage import OnLayer, StageRunner
@@ -79,6 +80,7 @@ class Hops:
                 layers,
                 self._transport,
                 [self._rank[member] for member in workers],
+                sums=sums_dtype(self._context.job),
                 resident={layer for hold in holds if hold.resident for layer in hold.layers},
                 timeline=self._context.timeline,
                 stopwatch=self._context.stopwatch,

@@ -71,8 +71,14 @@ def refusal(text: str, *overrides: str) -> str:
             "  steps: 200\n",
             "  qqqq: 200\n",
             "job.yaml:5: unknown key 'qqqq' in training; known keys: steps, global_batch, "
-            "microbatch, seed, precision, float32_matmul, recompute, compile, optimizer, schedule, "
-            "pipeline_schedule, clip, max_skipped_steps",
+            "microbatch, seed, precision, float32_matmul, gradient_sums, recompute, compile, "
+            "optimizer, schedule, pipeline_schedule, clip, max_skipped_steps",
+        ),
+        (
+            "  steps: 200\n",
+            "  steps: 200\n  precision: fp64\n  gradient_sums: bf16\n",
+            "job.yaml:7: training.gradient_sums: bf16 rounds gradients to 8 bits, and precision "
+            "is fp64; leave it out, or choose precision fp32 or bf16",
         ),
         (
             "  steps: 200\n",

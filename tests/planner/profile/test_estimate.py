@@ -1,11 +1,15 @@
 """The estimated profile has true byte counts; profile files survive their text."""
 
+from dataclasses import replace
+
 import pytest
 
+from oobleck.planner.cost.ends import plan_end_s
 from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.spec import DataSpec, JobSpec, Precision, ResourceSpec, TrainingSpec
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.file import format_profile, parse_profile
+from support.plans import plan_of_cuts
 
 
 def job(precision: Precision = "fp32", memory: int | None = None) -> JobSpec:
@@ -59,6 +63,27 @@ def test_in_bf16_activations_and_messages_are_half_as_large() -> None:
     )
     assert wide.activation_bytes == 2 * narrow.activation_bytes
     assert wide.output_bytes == 2 * narrow.output_bytes
+
+
+def test_sums_in_bf16_send_half_and_keep_a_copy_of_it() -> None:
+    wide = job()
+    narrow = replace(wide, training=replace(wide.training, gradient_sums="bf16"))
+    full, half = (
+        estimate_profile(each, gpus_per_node=2, memory_per_worker_bytes=1 << 30)
+        for each in (wide, narrow)
+    )
+    for before, after in zip(full.layers, half.layers, strict=True):
+        assert before.summed_bytes == before.parameter_bytes == 2 * after.summed_bytes
+        assert after.parameter_bytes == before.parameter_bytes
+        assert 2 * after.sum_bytes == 3 * before.sum_bytes
+        assert after.exchange_bytes == before.exchange_bytes, "a rounded copy, and rounded shares"
+        assert after.update_s[2] < before.update_s[2]
+    plan = plan_of_cuts(([4], 2), ([4], 2))
+    ends = dict.fromkeys(plan.workers, 0.0)
+    slow, fast = (plan_end_s(plan, ends, each, tied=wide.model.ties) for each in (full, half))
+    sent = sum(layer.parameter_bytes for layer in full.layers)
+    rate = full.links.inter_node_bytes_per_s
+    assert slow - fast == pytest.approx(sent / 2 / rate, rel=0.2)
 
 
 def test_the_jobs_budget_takes_the_place_of_the_machines() -> None:

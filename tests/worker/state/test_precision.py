@@ -114,8 +114,11 @@ def test_families_compute_close_to_float32(make_job, kind):
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=5e-3)
 
 
-@pytest.mark.parametrize("resident", [True, False])
-def test_workers_of_a_stage_gather_the_copy_and_sum_in_float32(make_job, resident):
+@pytest.mark.parametrize(
+    ("resident", "sums"),
+    [(True, torch.float32), (False, torch.float32), (False, torch.bfloat16)],
+)
+def test_workers_of_a_stage_gather_the_copy_and_sum_in_float32(make_job, resident, sums):
     job = make_job(precision="bf16")
     whole = made(job)
     states = [ModelState(job, CPU) for _ in range(2)]
@@ -129,12 +132,18 @@ def test_workers_of_a_stage_gather_the_copy_and_sum_in_float32(make_job, residen
         def work(part):
             transport, state = party.transports[part], states[part]
             send = transport.send
-            transport.send = lambda tensor, *to: sent.append(tensor.dtype) or send(tensor, *to)
+
+            def note(tensor, peer, tag):
+                sent.append((tag % 4 // 2, tensor.dtype))  # weights are of the even kinds
+                return send(tensor, peer, tag)
+
+            transport.send = note
             exchange = StageExchange(
                 state,
                 LAYERS,
                 transport,
                 [0, 1],
+                sums=sums,
                 resident=set(LAYERS) if resident else (),
                 timeline=Timeline(),
                 stopwatch=Stopwatch.on(CPU),
@@ -148,7 +157,7 @@ def test_workers_of_a_stage_gather_the_copy_and_sum_in_float32(make_job, residen
         party.everywhere(lambda transport: work(transport.rank))
     for m in range(3):
         run(StageRunner(whole, LAYERS, job, CPU), job, m)
-    assert set(sent) == {torch.bfloat16, torch.float32}
+    assert set(sent) == {(0, torch.bfloat16), (0, torch.float32), (1, sums)}
     for layer in LAYERS:
         for state in states:
             shared = state.layers[layer]

@@ -1,5 +1,6 @@
 """When a bucket's sum starts, and that the worker's own sums stay as they are."""
 
+import pytest
 import torch
 
 from oobleck.planner.programs.compile import compile_programs
@@ -8,8 +9,10 @@ from oobleck.planner.programs.instructions import LayerPart
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.layout import layer_sizes
 from oobleck.worker.state.model_state import ModelState
+from oobleck.worker.state.precision import sums_dtype
 from oobleck.worker.step.gradient_sums import GradientSums
 from oobleck.worker.transport.transport import Group
+from support.meeting import Party
 from support.plans import plan_of_cuts, worker
 
 CPU = torch.device("cpu")
@@ -48,7 +51,8 @@ def make_sums(job, plan, layers):
     programs = compile_programs(plan, tied=job.model.tied, layer_bytes=sizes)
     rank = {member: index for index, member in enumerate(plan.workers)}
     state, peers = state_of(job, layers), Peers()
-    return GradientSums(programs[worker(0)], rank, state, peers, Timeline()), state, peers
+    dtype = sums_dtype(job)
+    return GradientSums(programs[worker(0)], rank, state, peers, Timeline(), dtype), state, peers
 
 
 def test_a_sum_starts_with_the_last_micro_batch_of_its_layers(make_job) -> None:
@@ -68,6 +72,63 @@ def test_a_sum_starts_with_the_last_micro_batch_of_its_layers(make_job) -> None:
         assert torch.all(
             state.reduced_part(LayerPart(layer=layer, part="own")) == layer + 1.0 + OTHER
         )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_in_bf16_are_the_same_to_the_bit_on_all_and_no_others_change(make_job, size) -> None:
+    """Over real links: what each owner has of its own stays as it was."""
+    job = make_job(tied=True, precision="fp32", gradient_sums="bf16")
+    plan = plan_of_cuts(*[([5], 1)] * size)
+    layers = range(5)
+    programs = compile_programs(plan, tied=job.model.ties)
+    rank = {member: index for index, member in enumerate(plan.workers)}
+    states = [state_of(job, layers) for _ in range(size)]
+    for number, state in enumerate(states):
+        source = torch.Generator().manual_seed(number)
+        for held in state.layers.values():
+            held.gradient.normal_(generator=source)
+    own = [{n: held.gradient.clone() for n, held in state.layers.items()} for state in states]
+    sent = []
+    with Party(size) as party:
+        party.meet()
+
+        def add_up(transport) -> None:
+            all_reduce = transport.all_reduce
+            transport.all_reduce = lambda tensor, group: (
+                sent.append(tensor.dtype) or all_reduce(tensor, group)
+            )
+            worker = plan.workers[transport.rank]
+            sums = GradientSums(
+                programs[worker],
+                rank,
+                states[transport.rank],
+                transport,
+                Timeline(),
+                sums_dtype(job),
+            )
+            for _ in range(2):  # the buffers of a step serve the next one
+                sums.begin(dict.fromkeys(layers, 0))
+                list(sums.as_completed())
+
+        party.everywhere(add_up)
+    assert set(sent) == {torch.bfloat16}
+    for layer in layers:
+        for state, before in zip(states, own, strict=True):
+            assert torch.equal(state.layers[layer].gradient, before[layer])
+        for kind in ("own", "tied") if states[0].layers[layer].layout.tied else ("own",):
+            part = LayerPart(layer=layer, part=kind)
+            first, *others = (state.reduced_part(part) for state in states)
+            assert first.dtype == torch.float32
+            assert torch.equal(first, first.bfloat16().float())
+            assert all(torch.equal(first, other) for other in others)
+            places = (0, 4) if kind == "tied" else (layer,)
+            exact = sum(
+                state.gradient_part(LayerPart(layer=place, part=kind))
+                for state in states
+                for place in places
+            )
+            assert torch.allclose(first, exact, rtol=2e-2, atol=5e-2)
+            assert not torch.equal(first, exact)
 
 
 def test_a_layer_that_gets_nothing_more_is_summed_in_its_turn(make_job) -> None:

@@ -97,6 +97,7 @@ def test_the_next_layers_weights_and_the_last_ones_gradients_travel_meanwhile(ma
                 LAYERS,
                 transport,
                 range(PART),
+                sums=torch.float64,
                 resident=set(LAYERS) if resident else (),
                 timeline=Timeline(),
                 stopwatch=Stopwatch.on(CPU),

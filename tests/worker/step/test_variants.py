@@ -28,6 +28,20 @@ def job(**training: object) -> JobSpec:
     )
 
 
+def test_sums_in_bf16_change_losses_by_their_rounding_alone(warm: WarmWorkers) -> None:
+    trained = job(precision="fp32", gradient_sums="bf16", optimizer=NESTEROV)
+    with Director(warm, trained, transport="nccl") as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        cluster.assign(BEFORE)
+        cluster.wait_finished(BEFORE)
+        cluster.stop()
+        losses = cluster.losses()
+    expected = {step.step: step.loss for step in train_reference(trained).steps}
+    assert losses == pytest.approx(expected, rel=5e-3)
+    assert losses[1] == pytest.approx(expected[1], rel=1e-6), "nothing was summed before it"
+    assert losses[5] != pytest.approx(expected[5], rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("training", "transport"),
     [

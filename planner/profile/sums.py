@@ -1,0 +1,22 @@
+"""What sums of gradients take where a job has them sent in fewer bytes than it trains with.
+
+Must not know how sums are made.
+"""
+
+from dataclasses import replace
+
+from oobleck.planner.job.spec import TrainingSpec
+from oobleck.planner.profile.profile import LayerProfile
+
+
+def with_sums(layer: LayerProfile, training: TrainingSpec) -> LayerProfile:
+    """`layer`, whose sums are told as of numbers that are sent as they are trained. Of others there
+    is a copy of half the bytes beside the sum, as long as that is under way."""
+    if training.gradient_sums == "full":
+        return layer
+    return replace(
+        layer,
+        gradient_bytes=layer.parameter_bytes // 2,
+        sum_bytes=layer.sum_bytes + layer.sum_bytes // 2,
+        tied_bytes=layer.tied_bytes + layer.tied_bytes // 2,
+    )
