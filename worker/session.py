@@ -159,6 +159,7 @@ class Session:
 
     def _measure(self, wish: Measure) -> Assign | Measure:
         """In no generation; return what follows."""
+        self._context.connector.release()
         self._measuring.run(wish, self._entered)
         heap.give_back()  # else it would count as what was there before the layers
         return self._context.control.wait_next(self._entered)
@@ -189,6 +190,7 @@ class Session:
             if context.worker in assign.leaving:
                 log.info("left the plan", extra={"generation": generation})
                 self._executor = None
+                context.connector.release()
                 return control.wait_next(generation)
             with timeline.phase("rendezvous"):
                 own = self._preparing.own_program(assign.plan)

@@ -1,8 +1,10 @@
 """Which communicators of NCCL a plan needs, and in which order they are used first.
 
 One for each set of owners whose gradients are summed, and one for each link, which is a sender and
-a receiver of the step's messages. Workers make exactly these, and `oobleck plan` tells how many
-they are and what they take (`oobleck.planner.profile.memory` has the bytes). Must not know NCCL.
+a receiver of the step's messages. Workers have exactly these while they train by the plan: of those
+of the plan before they keep what is among these, and end the others before they make one. `oobleck
+plan` tells how many they are and what they take (`oobleck.planner.profile.memory` has the bytes).
+Must not know NCCL.
 """
 
 from collections import Counter, defaultdict

@@ -228,7 +228,7 @@ class Director:
             self.switch.__exit__()
 
     def _fake(self) -> tuple[str, str, str] | None:
-        return ("support.fake_switch", "maker", self.switch.path) if self.switch else None
+        return ("support.fake_switch", "RemoteMaker", self.switch.path) if self.switch else None
 
     def start(self, *nodes: str, at: tuple[WarmWorkers, str] | None = None) -> None:
         """Fork one worker per node and wait until they are ready; `at` another host's warm process

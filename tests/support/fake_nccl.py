@@ -8,8 +8,9 @@ freed) waits for all kernels that run. A group is connected when all its members
 marks the group, which ends its kernels and leaves garbage where a message should be, and then
 frees memory, and so waits for the kernels of all other groups; whoever asks about the group then
 would wait for that, and Python with it. The first use of each operation of a group waits for all
-kernels of the device. What real NCCL does not promise is not done here: nothing is buffered, and
-nothing ends by itself.
+kernels of the device. A group runs in the next stream of the device's pool, whoever is in that
+already, and a stream runs one kernel at a time. What real NCCL does not promise is not done here:
+nothing is buffered, and nothing ends by itself.
 """
 
 import queue
@@ -51,11 +52,27 @@ def nccl_error(result: str, words: str, last: str) -> RuntimeError:
 class Device:
     """What a rank computes on."""
 
-    def __init__(self, room: int = 4) -> None:
-        """`room`: kernels that run at once."""
+    def __init__(self, room: int = 4, streams: int = 32) -> None:
+        """`room`: kernels that run at once; `streams`: those of the pool."""
+        self._streams = [threading.Lock() for _ in range(streams)]
+        self._taken = 0
         self._changed = threading.Condition()
         self._room = room
         self._running: set[object] = set()
+
+    def take_stream(self) -> int:
+        self._taken += 1
+        return self._taken % len(self._streams)
+
+    def turn_in(self, stream: int, ended: Callable[[], bool]) -> bool:
+        """Wait until nothing runs in the stream; False where it has `ended` first."""
+        while not self._streams[stream].acquire(timeout=_POLL_S):
+            if ended():
+                return False
+        return True
+
+    def done_in(self, stream: int) -> None:
+        self._streams[stream].release()
 
     def enter(self, kernel: object, ended: Callable[[], bool]) -> None:
         """Return when there is room, or `ended`."""
@@ -211,6 +228,8 @@ class FakeGroup:
         #: While an abort is under way.
         self.aborting = threading.Event()
         self._used: set[str] = set()
+        #: Of the device's pool, from when it begins to connect.
+        self.stream = -1
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="fake NCCL", daemon=True).start()
 
@@ -223,6 +242,7 @@ class FakeGroup:
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         self._strike("connect")
+        self.stream = self._device.take_stream()
         self.communicator.come(self.rank)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
@@ -298,6 +318,7 @@ class FakeGroup:
         work = FakeWork(self.aborting, self._faults, hopeless)
 
         def run() -> None:
+            has_turn = self._device.turn_in(self.stream, lambda: self._aborted)
             self._device.enter(work, lambda: self._aborted)
             error: Exception | None = None
             try:
@@ -307,6 +328,8 @@ class FakeGroup:
                 error = raised
             finally:
                 self._device.leave(work)
+                if has_turn:
+                    self._device.done_in(self.stream)
                 work.end(error)
 
         self._queue.put(run)
@@ -337,9 +360,10 @@ class RankOfFabric:
         self.faults: Faults = {}
         self._fabric = fabric
 
-    def make_group(
-        self, identifiers: Identifiers, rank: int, size: int, most_ctas: int
-    ) -> FakeGroup:
+    def take_stream(self) -> int:
+        return self.device.take_stream()
+
+    def make(self, identifiers: Identifiers, rank: int, size: int, most_ctas: int) -> FakeGroup:
         group = FakeGroup(self._fabric, self.device, identifiers, rank, size, self.faults)
         self.groups.append(group)
         return group

@@ -23,6 +23,8 @@ from support.fake_nccl import Device, Fabric, FakeGroup, FakeWork
 
 _POLL_S = 0.002
 _KEY = "0"
+#: Of a process: which one a group gets is not asked of it, so none is ever given twice.
+_STREAMS = 1 << 12
 #: Said of an operation before its result: that will not come, since a member has left.
 _HOPELESS = "hopeless"
 #: What a message is sent as: type, shape and bytes.
@@ -53,8 +55,9 @@ class Switch:
         self._listener = Listener(self.path, "AF_UNIX", backlog=256)
         self._members: list[threading.Thread] = []
         self._ended = threading.Event()
-        #: Operations that were done.
+        #: Operations that were done, and groups that a member has begun to connect.
         self.done = 0
+        self.made = 0
         self._accepting = threading.Thread(target=self._accept, name="switch")
         self._accepting.start()
 
@@ -85,7 +88,8 @@ class Switch:
         group: FakeGroup | None = None
         try:
             identifier, rank, size, pid = connection.recv()
-            device = self._devices.setdefault(pid, Device())
+            device = self._devices.setdefault(pid, Device(streams=_STREAMS))
+            self.made += 1
             group = FakeGroup(self._fabric, device, Identifiers({_KEY: identifier}), rank, size)
             group.eager_connect_single_device(None)
             while self._until(lambda: connection.poll(_POLL_S)):
@@ -213,10 +217,18 @@ class RemoteGroup:
             kernel()
 
 
-def maker(path: str) -> Callable[[Identifiers, int, int, int], RemoteGroup]:
-    """What workers call in NCCL's place; `path`: of the switch."""
+class RemoteMaker:
+    """What workers call in NCCL's place."""
 
-    def make(identifiers: Identifiers, rank: int, size: int, most_ctas: int) -> RemoteGroup:
-        return RemoteGroup(path, identifiers, rank, size)
+    def __init__(self, path: str) -> None:
+        """`path`: of the switch."""
+        self._path = path
+        self._taken = 0
 
-    return make
+    def make(self, identifiers: Identifiers, rank: int, size: int, most_ctas: int) -> RemoteGroup:
+        return RemoteGroup(self._path, identifiers, rank, size)
+
+    def take_stream(self) -> int:
+        # Of a pool as large as torch's; what groups do at the switch they do in others.
+        self._taken += 1
+        return self._taken % 32

@@ -26,7 +26,8 @@ from oobleck.planner.ties import Ties
 from oobleck.worker.runtime.device import limit_allocator, nccl_version, open_device
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.aborts import Aborts
-from oobleck.worker.transport.nccl.group import MakeGroup, make_nccl_group
+from oobleck.worker.transport.nccl.communicators import Communicators, stamps_of
+from oobleck.worker.transport.nccl.group import GroupMaker, NcclMaker
 from oobleck.worker.transport.nccl.lines import Name
 from oobleck.worker.transport.nccl.transport import NcclTransport
 from oobleck.worker.transport.staged import StagedTransport
@@ -109,6 +110,8 @@ class Announced(msgspec.Struct, frozen=True, kw_only=True):
     nccl: str = ""
     #: How many groups of NCCL's it would be in.
     groups: int = 0
+    #: Which ones it has, as `Communicators.told`.
+    has: bytes = b""
 
 
 class Connector:
@@ -119,12 +122,13 @@ class Connector:
         self.device, self._board = open_device(launch.device)
         self._wanted = launch.job.resources.transport
         self._stage_everything = launch.stage_everything
-        self._make_group: MakeGroup = make_nccl_group
+        maker: GroupMaker = NcclMaker(self.device)
         if launch.nccl is not None:
             module, name, given = launch.nccl
-            self._make_group = getattr(importlib.import_module(module), name)(given)
+            maker = getattr(importlib.import_module(module), name)(given)
             self._board = str(launch.worker)
-        self._aborts = Aborts(self.device, replaced=launch.replaced)
+        aborts = Aborts(self.device, replaced=launch.replaced)
+        self._communicators = Communicators(self.device, aborts, maker)
 
     @property
     def has_gpu(self) -> bool:
@@ -134,8 +138,13 @@ class Connector:
         """What the others must know of this device."""
         if not self._board:
             return encode(Announced())
-        count = len(wiring.names)
-        return encode(Announced(board=self._board, nccl=nccl_version(), groups=count))
+        said = Announced(
+            board=self._board,
+            nccl=nccl_version(),
+            groups=len(wiring.names),
+            has=self._communicators.told(),
+        )
+        return encode(said)
 
     def near(self, rank: int, size: int, wiring: Wiring) -> set[int]:
         """Ranks that a worker has links to from the begin: few workers to all, so that whoever
@@ -159,15 +168,22 @@ class Connector:
         `words`: what each has announced. Raises TransportError when it cannot be built, or `host`
         is aborted meanwhile; HelperLost and NodeError where the GPU cannot be used any more.
         """
-        self._aborts.settle(host.check)
-        choice = choose(self.has_gpu, self._wanted, [decode(Announced, word) for word in words])
+        self._communicators.settle(host.check)
+        said = [decode(Announced, word) for word in words]
+        choice = choose(self.has_gpu, self._wanted, said)
         below: Transport = host
         if choice != "links" or self._stage_everything:
             below = StagedTransport(host, everything=self._stage_everything)
+        if wiring is NO_WIRING:
+            return below
         if choice != "nccl":
+            self.release()
             limit_allocator(self.device, 0)
             return below
         limit_allocator(self.device, wiring.device_bytes)
-        return NcclTransport(
-            host, below, self.device, self._aborts, wiring.names, make_group=self._make_group
-        )
+        has = [stamps_of(one.has) for one in said]
+        return NcclTransport(host, below, self._communicators, wiring.names, has)
+
+    def release(self) -> None:
+        """This worker is in no plan that uses NCCL: give back what it has of the GPU."""
+        self._communicators.end_all()

@@ -257,6 +257,14 @@ class Meeting:
             raise TransportError(f"{card.host} does not take a connection: {problem}")
         return False
 
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def identities(self, ranks: Iterable[int]) -> tuple[bytes, ...]:
+        """Of the processes that have met."""
+        return tuple(self._peers[rank] for rank in ranks)
+
     def reach(self, peer: int) -> bytes:
         """The identity of `peer`, to whom there is a link from now on."""
         self.reach_all([peer])

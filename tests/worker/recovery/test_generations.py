@@ -9,6 +9,8 @@ from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.planner.programs.communicators import Communicator, communicators
+from oobleck.planner.programs.plan import Plan
 from support.director import Director, WarmWorkers, make_plan
 from support.folders import TEXT
 
@@ -37,9 +39,10 @@ def footprint(pid: int) -> tuple[int, int, int]:
     return descriptors, int(values["Threads"]), int(values["VmRSS"].split()[0])
 
 
-def enter(cluster: Director, generation: int, *, boundary: bool = False) -> None:
-    cuts, shares = CUTS[generation % len(CUTS)]
-    plan = make_plan(generation, cuts, shares)
+def enter(
+    cluster: Director, generation: int, *, boundary: bool = False, plan: Plan | None = None
+) -> None:
+    plan = plan or make_plan(generation, *CUTS[generation % len(CUTS)])
     cluster.assign(plan, boundary=boundary)
     cluster.wait(
         lambda: any(r[0].generation == generation for r in cluster.records.values()),
@@ -59,6 +62,26 @@ def as_large(before: list[tuple[int, int, int]], after: list[tuple[int, int, int
             before, after, strict=True
         )
     )
+
+
+def test_a_change_at_a_boundary_connects_only_what_is_new(warm: WarmWorkers) -> None:
+    """Over the fake of NCCL, whose switch counts the members of all groups that were made."""
+    with Director(warm, job(), transport="nccl") as cluster:
+        switch = cluster.switch
+        assert switch is not None
+        cluster.start("a", "b", "c")
+        had: set[Communicator] = set()
+        made = 0
+        for generation in range(1, 8):
+            plan = make_plan(generation, *CUTS[generation * generation % len(CUTS)])
+            wanted = set(communicators(plan, tied=cluster.job.model.ties))
+            made += sum(len(new.members) for new in wanted - had)
+            had = wanted
+            enter(cluster, generation, boundary=generation > 1, plan=plan)
+            cluster.wait(lambda made=made: switch.made >= made, "all groups")  # type: ignore[misc]
+            assert switch.made == made, f"of generation {generation}"
+        cluster.stop()
+        cluster.losses()
 
 
 def test_thirty_generations_leave_nothing_behind(warm: WarmWorkers) -> None:

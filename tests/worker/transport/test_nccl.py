@@ -15,7 +15,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch._C._distributed_c10d import AllreduceOptions
 
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.compile import compile_programs
@@ -36,6 +35,7 @@ from oobleck.worker.step.mailbox import AHEAD
 from oobleck.worker.transport.connect import wiring_of
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.aborts import Aborts
+from oobleck.worker.transport.nccl.communicators import Communicators, is_kept, stamps_of
 from oobleck.worker.transport.nccl.failures import peers_may_fail
 from oobleck.worker.transport.nccl.lines import Line, Name
 from oobleck.worker.transport.nccl.transport import NcclTransport
@@ -57,12 +57,22 @@ SOON_S = 0.2
 class Cluster:
     """Ranks with a device each, and the transports between them."""
 
-    def __init__(self, party: Party, size: int, *, room: int = 4, together: int = 0) -> None:
+    def __init__(
+        self, party: Party, size: int, *, room: int = 4, together: int = 0, streams: int = 32
+    ) -> None:
         self.party = party
         fabric = Fabric(together)
-        self.ranks = [RankOfFabric(fabric, Device(room)) for _ in range(size)]
-        self.aborts = [Aborts(CPU, limit_s=10) for _ in range(size)]
+        self.ranks = [RankOfFabric(fabric, Device(room, streams)) for _ in range(size)]
+        self.aborts: list[Aborts] = []
+        self.communicators: list[Communicators] = []
+        self.end_within(10)
         self.transports: list[NcclTransport] = []
+
+    def end_within(self, seconds: float) -> None:
+        """So long an abort may take."""
+        self.aborts = [Aborts(CPU, limit_s=seconds) for _ in self.ranks]
+        pairs = zip(self.aborts, self.ranks, strict=True)
+        self.communicators = [Communicators(CPU, aborts, rank) for aborts, rank in pairs]
 
     def connect(
         self,
@@ -87,21 +97,27 @@ class Cluster:
         self, links: LinkTransport, names: Sequence[Name], limit_s: float = 20
     ) -> NcclTransport:
         """One rank's transport in the present meeting."""
-        return NcclTransport(
-            links,
-            links,
-            CPU,
-            self.aborts[links.rank],
-            names,
-            make_group=self.ranks[links.rank].make_group,
-            limit_s=limit_s,
-        )
+        own = self.communicators[self.party.links.index(links.links)]
+        told = [stamps_of(each) for each in links.gather(own.told())]
+        return NcclTransport(links, links, own, names, told, limit_s=limit_s)
+
+    def join_alone(self, links: LinkTransport, names: Sequence[Name]) -> NcclTransport:
+        """The same where others may not come as far, and nobody has any of before."""
+        own = self.communicators[self.party.links.index(links.links)]
+        return NcclTransport(links, links, own, names, [frozenset()] * links.size)
+
+    def settle(self) -> None:
+        """All communicators are ended."""
+        for communicators in self.communicators:
+            communicators.end_all()
+            communicators.settle(lambda: None)
 
     def close(self) -> None:
+        for links in self.party.transports:
+            links.abort()  # whoever still connects
         for transport in self.transports:
             transport.abort()
-        for aborts in self.aborts:
-            aborts.settle(lambda: None)
+        self.settle()
 
 
 @pytest.fixture
@@ -239,17 +255,18 @@ def test_no_group_waits_for_another_one_to_be_connected(cluster, size, groups, w
 def test_all_groups_end_where_each_abort_waits_for_the_kernels_of_the_others(cluster):
     here = cluster(2)
     first, _ = here.connect([(0, 1)], PAIR)
-    to_second, owners, _ = here.ranks[0].groups
-    # Neither for the first time, which would wait for the other.
-    to_second._used, owners._used = {"send"}, {"allreduce"}
-    to_second.send([torch.ones(1)], 1, 0)
-    owners.allreduce([torch.ones(1)], AllreduceOptions())
+    to_second, owners = first.communicator("link", (0, 1)), first.communicator("owners", (0, 1))
+    to_second.launch("send", torch.ones(1))
+    until(lambda: here.ranks[0].device.running == 1, "a kernel")
+    owners.launch("sum", torch.ones(1))
     until(lambda: here.ranks[0].device.running == 2, "two kernels")
-    alone = threading.Thread(target=to_second.abort, daemon=True)
+    alone = threading.Thread(target=to_second.group.abort, daemon=True)
+    to_second.failed = True  # so nobody asks about it meanwhile
     alone.start()
     alone.join(SOON_S)
     assert alone.is_alive(), "one abort waits for the kernels of the others"
     first.abort()
+    here.communicators[0].end_all()
     here.aborts[0].settle(lambda: None)
     alone.join(10)
     assert not alone.is_alive()
@@ -296,6 +313,7 @@ def test_what_an_abort_leaves_behind_is_no_message(cluster):
     receiver.abort()
     waiting.join(30)
     assert fault.is_set()
+    here.communicators[1].await_idle()
     here.aborts[1].settle(lambda: None)
     assert torch.isnan(tensor).all(), "the fake leaves garbage, as NCCL may"
 
@@ -383,8 +401,7 @@ def test_whatever_fails_in_any_call_ends_in_one_error(cluster, call, strike):
     names: list[Name] = [("owners", (0, 1)), *(("link", way) for way in PAIR)]
     here.party.meet()
     first, second = here.party.everywhere(train)
-    for aborts in here.aborts:
-        aborts.settle(lambda: None)
+    here.settle()
     assert call not in faults, "it has struck"
     if told is None or call == "abort":
         assert (first, second) == (None, None)
@@ -416,24 +433,26 @@ def test_a_sick_gpu_is_no_lost_peer_while_groups_connect(cluster, call):
 
 
 def test_nobody_asks_about_a_group_while_it_is_aborted(cluster):
-    """In torch that would hold Python's lock, and so all threads, until the abort is over."""
+    """In torch that would hold Python's lock, and so all threads, until the abort is over. The fake
+    ends a thread that does."""
     here = cluster(2)
     first, _ = here.connect([(0, 1)], PAIR)
+    asked = FakeWork(threading.Event())
+    asked._aborting.set()
+    with pytest.raises(AssertionError, match="asked during an abort"):
+        asked.is_completed()
     first.receive(torch.zeros(1), 1, 0)
     pending = first.all_reduce(torch.ones(1), (0, 1))
-    to_second, owners, _ = here.ranks[0].groups
-    held = owners.allreduce([torch.ones(1)], AllreduceOptions())
-    until(lambda: here.ranks[0].device.running == 1, "a kernel")
-    ended = threading.Thread(target=to_second.abort, daemon=True)
-    ended.start()
-    until(to_second.aborting.is_set, "the abort")
-    with pytest.raises(AssertionError, match="asked during an abort"):
-        FakeWork(to_second.aborting).is_completed()
+    # In vain, and an abort waits for it.
+    first.communicator("owners", (0, 1)).launch("sum", torch.ones(1))
+    ends = threading.Event()
+    here.ranks[0].faults["abort"] = partial(ends.wait, 30)
     first.abort()
     with pytest.raises(TransportError, match="aborted"):
         pending.wait()
-    ended.join(30)
-    assert held.wait_for(30)
+    here.communicators[0].await_idle()
+    ends.set()
+    here.aborts[0].settle(lambda: None)
 
 
 def test_a_peer_that_counts_in_another_way_is_at_fault(cluster):
@@ -483,10 +502,8 @@ def test_whoever_never_comes_is_not_waited_for(cluster):
             here.party.links[2].close()
             return "gone"
 
-        names: list[Name] = [("owners", (0, 1, 2))]
-        make = here.ranks[rank].make_group
         with pytest.raises(TransportError):
-            NcclTransport(links, links, CPU, here.aborts[rank], names, make_group=make)
+            here.join_alone(links, [("owners", (0, 1, 2))])
         return "released"
 
     assert here.party.everywhere(join) == ["released", "released", "gone"]
@@ -496,7 +513,7 @@ def test_whoever_never_comes_is_not_waited_for(cluster):
 def test_a_call_that_never_returns_is_left_behind(cluster, call):
     """The meeting's end, of which another thread tells, is the end of waiting for it."""
     here = cluster(2)
-    here.aborts[0] = Aborts(CPU, limit_s=0.05)
+    here.end_within(0.05)
     hangs, returns = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -514,7 +531,7 @@ def test_a_call_that_never_returns_is_left_behind(cluster, call):
     ending = threading.Thread(target=end_meeting)
     ending.start()
     with pytest.raises(TransportError, match="given up"):
-        here.join(first, [("owners", (0, 1))])
+        here.join_alone(first, [("owners", (0, 1))])
     ending.join()
     with pytest.raises(HelperLost, match="did not end"):
         here.aborts[0].settle(lambda: None)
@@ -532,16 +549,126 @@ def test_groups_that_never_connect_are_given_up(cluster):
 def test_generation_after_generation_nothing_is_left_behind(cluster):
     here, threads = cluster(2), []
     for _ in range(4):
-        first, second = here.connect([(0, 1)], PAIR)
-        tensor = torch.ones(2)
-        sums = [transport.all_reduce(tensor.clone(), (0, 1)) for transport in (first, second)]
-        for pending in sums:
-            pending.wait()
-        for transport in (first, second):
-            transport.complete()
+        here.connect([(0, 1)], PAIR)
+        here.party.everywhere(lambda links: step_of(here.transports[links.rank]))
+        for transport in here.transports:
             transport.dispose()
-        for aborts in here.aborts:
-            aborts.settle(lambda: None)
+        for communicators in here.communicators:
+            communicators.await_idle()
+            communicators.settle(lambda: None)
         names = [thread.name for thread in threading.enumerate()]
         threads.append(sum(name in ("abort", "connect") for name in names))
     assert threads == [0] * 4
+    assert [len(rank.groups) for rank in here.ranks] == [3, 3], "made once and kept"
+
+
+def test_communicators_without_the_dead_are_kept(cluster):
+    """Whatever rank their members have in the next generation; what the plan wants no more is
+    ended."""
+    here = cluster(4)
+    here.connect([(0, 1, 2), (1, 2, 3), (1, 3), (0, 2)], [(1, 2), (2, 3), (0, 1), (3, 2)])
+    before = [list(rank.groups) for rank in here.ranks]
+    here.transports[0].abort()
+    here.party.links[0].close()
+    for transport in here.transports[1:]:
+        until(lambda links=transport.links.links: len(links.peers) == 2, "the loss")
+        transport.abort()
+    here.party.meet(members=[here.party.links[old] for old in (3, 1, 2)])
+    #: By the new ranks: 0 was 3.
+    names: list[Name] = [
+        *(("owners", group) for group in ((0, 1, 2), (1, 2))),
+        *(("link", way) for way in ((1, 2), (2, 1), (2, 0))),
+    ]
+    new = here.party.everywhere(lambda links: here.join(links, names))
+    assert [transport.kept for transport in new] == [2, 2, 3]
+    assert sum(not group.is_aborted for group in before[2]) == 3
+    here.transports = new
+
+    def train(links: LinkTransport) -> float:
+        transport = here.transports[links.rank]
+        summed = torch.tensor([2.0**transport.rank])
+        transport.all_reduce(summed, (0, 1, 2)).wait()
+        if transport.rank == 1:
+            transport.send(torch.full((1,), 5.0), 2, 1)
+        if transport.rank == 2:
+            came = torch.zeros(1)
+            transport.receive(came, 1, 1).wait()
+            summed += came
+        transport.complete()
+        return summed.item()
+
+    assert here.party.everywhere(train) == [7.0, 7.0, 12.0]
+
+
+def test_what_not_all_have_launched_is_made_anew(cluster):
+    """A send that the receiver has not come to: in NCCL it may end all the same, by its buffers."""
+    here = cluster(2)
+    first, _ = here.connect([(0, 1)], PAIR)
+    first.communicator("link", (0, 1)).launched += 1
+    for transport in here.transports:
+        transport.dispose()
+    here.connect([(0, 1)], PAIR)
+    assert [transport.kept for transport in here.transports] == [2, 2]
+    first.communicator("owners", (0, 1)).launch("sum", torch.ones(1))  # it never ends
+    for transport in here.transports:
+        transport.dispose()
+    here.connect([(0, 1)], PAIR)
+    assert [transport.kept for transport in here.transports] == [2, 2]
+    here.party.everywhere(lambda links: step_of(here.transports[links.rank]))
+
+
+def test_what_one_has_made_alone_is_made_anew(cluster):
+    """A meeting breaks off as one has ended the old communicators, and the other one has not."""
+    here = cluster(2)
+    here.connect([(0, 1)], PAIR)
+    for transport in here.transports:
+        transport.dispose()
+    here.party.meet()
+
+    def join(links: LinkTransport) -> None:
+        if links.rank == 1:
+            until(lambda: len(here.ranks[0].groups) == 5, "two more")
+            links.abort()
+            return
+        with pytest.raises(TransportError):
+            here.join_alone(links, [("owners", (0, 1)), ("link", (0, 1))])
+
+    here.party.everywhere(join)
+    here.connect([(0, 1)], PAIR)
+    assert [transport.kept for transport in here.transports] == [0, 0]
+    here.party.everywhere(lambda links: step_of(here.transports[links.rank]))
+
+
+def test_no_two_communicators_are_in_one_stream(cluster):
+    """The pool's streams are handed out in turns, also those that kept ones are in."""
+    here = cluster(2, streams=4)
+    for turn in range(6):
+        here.connect([(0, 1)], PAIR if turn % 2 else PAIR[:1])
+        for rank in here.ranks:
+            live = [group.stream for group in rank.groups if not group.is_aborted]
+            assert len(live) == len(set(live)) == 2 + turn % 2
+        for transport in here.transports:
+            transport.dispose()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_all_members_keep_the_same(seed):
+    """By whatever stamps they may have told."""
+    chance = random.Random(seed)
+    groups = [("a", (0, 1, 2)), ("b", (0, 1)), ("c", (1, 2, 3))]
+    kept = 0
+    for _ in range(300):
+        #: By rank and group: which one it has, if any.
+        has = [
+            {g: chance.choice((b"x", b"x", b"x", b"y", None)) for g, _ in groups} for _ in "0123"
+        ]
+        told = [{g.encode() + s for g, s in each.items() if s is not None} for each in has]
+        for group, members in groups:
+            stamps = [has[member][group] for member in members]
+            said = {
+                stamp is not None and is_kept(group.encode() + stamp, members, told)
+                for stamp in stamps
+            }
+            assert said == {len(set(stamps)) == 1 and None not in stamps}, has
+            kept += said == {True}
+    assert kept > 50

@@ -24,7 +24,8 @@ from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.meeting import secret_of
 from oobleck.worker.transport.nccl.aborts import Aborts
-from oobleck.worker.transport.nccl.group import Identifiers, make_nccl_group
+from oobleck.worker.transport.nccl.communicators import Communicators
+from oobleck.worker.transport.nccl.group import Identifiers, NcclMaker
 from oobleck.worker.transport.nccl.lines import Name
 from oobleck.worker.transport.nccl.transport import NcclTransport
 from oobleck.worker.transport.staged import StagedTransport
@@ -60,14 +61,9 @@ class Rank:
         if self._kind in ("staged", "nccl"):
             self.transport = StagedTransport(self.host, everything=True)
         if self._kind == "nccl":
-            self.transport = NcclTransport(
-                self.host,
-                self.transport,
-                CPU,
-                Aborts(CPU),
-                NAMES,
-                make_group=self.nccl.make_group,
-            )
+            communicators = Communicators(CPU, Aborts(CPU), self.nccl)
+            has = [frozenset[bytes]()] * SIZE
+            self.transport = NcclTransport(self.host, self.transport, communicators, NAMES, has)
         return self.transport
 
     def end(self) -> None:
@@ -219,7 +215,7 @@ def test_a_group_comes_up_again_after_every_abort_and_leaves_nothing(
         monkeypatch.setenv(name, value)
     threads = []
     for _ in range(20):
-        group = make_nccl_group(Identifiers(), 0, 1, 1)
+        group = NcclMaker(device()).make(Identifiers(), 0, 1, 1)
         group.eager_connect_single_device(device())
         tensor = torch.full((1000,), 3.0, device=device())
         group.allreduce([tensor], AllreduceOptions()).wait()

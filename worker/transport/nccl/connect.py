@@ -17,12 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 import torch
 
-from oobleck.planner.profile.memory import LINK_CTAS, SUM_CTAS
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.nccl.failures import peers_may_fail
-from oobleck.worker.transport.nccl.group import Identifiers, MakeGroup, ProcessGroup, use_device
+from oobleck.worker.transport.nccl.group import Identifiers
 from oobleck.worker.transport.nccl.lines import Name, key_of
 
 #: NCCL finds out about the machines' wires while it makes a communicator.
@@ -58,24 +56,6 @@ def begin_groups(
         make(name, Identifiers(_unpacked(room)))
     for sent in told:
         sent.wait()
-
-
-def connect_group(
-    make_group: MakeGroup,
-    name: Name,
-    rank: int,
-    identifiers: Identifiers,
-    device: torch.device,
-    keep: Callable[[ProcessGroup], None],
-) -> None:
-    """Make the group and begin to connect it. It is kept before: an abort is to end that, too.
-    Raises what NCCL's errors mean, and what `keep` raises."""
-    use_device(device)
-    most_ctas = LINK_CTAS if name[0] == "link" else SUM_CTAS
-    with peers_may_fail():
-        group = make_group(identifiers, name[1].index(rank), len(name[1]), most_ctas)
-        keep(group)
-        group.eager_connect_single_device(device)
 
 
 def abandonable(

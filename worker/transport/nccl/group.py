@@ -5,7 +5,7 @@ store; here that store is a table in memory, and the identifier travels as a mes
 between workers, which are sealed and can be given up.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -14,6 +14,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, Store, Work
 
 from oobleck.worker.transport.transport import OPERATION_TIMEOUT
+
+#: torch takes what is out of range for the nearest priority there is.
+_HIGHEST = -100
 
 
 class ProcessGroup(Protocol):
@@ -54,23 +57,40 @@ class Identifiers(Store):
             raise KeyError(f"nothing is known as {', '.join(keys)}")
 
 
-#: Makes a process group from its identifiers, this member's number, the number of members, and how
-#: many multiprocessors an operation may take.
-MakeGroup = Callable[[Identifiers, int, int, int], ProcessGroup]
+class GroupMaker(Protocol):
+    """Makes process groups on one device."""
+
+    def make(self, identifiers: Identifiers, rank: int, size: int, most_ctas: int) -> ProcessGroup:
+        """`rank`: this member's number, of `size`; `most_ctas`: how many multiprocessors an
+        operation may take."""
+
+    def take_stream(self) -> int:
+        """Take the next stream of the pool that groups have theirs from, where the next group that
+        connects takes the one behind it; which one it is."""
 
 
-def make_nccl_group(identifiers: Identifiers, rank: int, size: int, most_ctas: int) -> ProcessGroup:
-    """A group whose communicator is made without waiting for the other members."""
-    from torch._C._distributed_c10d import ProcessGroupNCCL  # builds of torch for CPUs lack it
+class NcclMaker:
+    """Makes NCCL's."""
 
-    options = ProcessGroupNCCL.Options()
-    options._timeout = OPERATION_TIMEOUT
-    options.config.blocking = 0
-    # Channels and their buffers follow from it: many groups must fit beside each other.
-    options.config.max_ctas = most_ctas
-    # Streams of a pool that nothing else takes from: no two groups share one, up to 32.
-    options.is_high_priority_stream = True
-    return ProcessGroupNCCL(identifiers, rank, size, options)  # type: ignore[return-value]  # stubs
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def make(self, identifiers: Identifiers, rank: int, size: int, most_ctas: int) -> ProcessGroup:
+        """A group whose communicator is made without waiting for the other members."""
+        from torch._C._distributed_c10d import ProcessGroupNCCL  # builds of torch for CPUs lack it
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = OPERATION_TIMEOUT
+        options.config.blocking = 0
+        # Channels and their buffers follow from it: many groups must fit beside each other.
+        options.config.max_ctas = most_ctas
+        # Streams of a pool that nothing else takes from.
+        options.is_high_priority_stream = True
+        return ProcessGroupNCCL(identifiers, rank, size, options)  # type: ignore[return-value]  # stubs
+
+    def take_stream(self) -> int:
+        # The highest priority there is, which that pool has.
+        return torch.cuda.Stream(self._device, priority=_HIGHEST).cuda_stream  # type: ignore[no-untyped-call]  # no types
 
 
 def use_device(device: torch.device) -> None:

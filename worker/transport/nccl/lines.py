@@ -101,12 +101,18 @@ class Line:
         if any(notes.confused for notes in self._notes):
             raise TransportError("a peer counts the operations of NCCL in another way")
         ready = min(notes.count for notes in self._notes)
-        while self._wanted and self._launched < ready:
+        while self._wanted and self._launched < ready and self._is_joined():
             launch = self._wanted.popleft()
             self._launched += 1
             launch()
             if self._part == "send":
                 self._say()
+
+    def _is_joined(self) -> bool:
+        """Whether the peers launch the next one, too: who has left does not. A sender has done it
+        before it says so."""
+        left = self._links.links.has_left
+        return self._part == "receive" or not any(left(notes.peer) for notes in self._notes)
 
     def _say(self) -> None:
         number = memoryview(_NUMBER.pack(self._said))

@@ -1,7 +1,7 @@
 """NCCL between GPUs: the messages of a program and the sums of gradients.
 
-There is one process group per set of owners, for sums, and one per link (a sender and a receiver).
-A link has its own communicator and stream, and its messages go one way, so they arrive in the order
+There is one communicator per set of owners, for sums, and one per link (a sender and a receiver). A
+link has its own communicator and stream, and its messages go one way, so they arrive in the order
 in which they are sent. Everything else goes over the `host` transport: host tensors (votes,
 recovery states), and layer state between workers that the program does not connect.
 
@@ -17,6 +17,11 @@ and NCCL's own errors end them. For sums, of which nothing is computed before th
 sends, `Pending.wait` only orders what is queued on the device later behind the result; `complete`
 is where the host learns whether everything has happened. torch's own watchdog must leave errors
 alone (`oobleck.host.device.worker_environment`).
+
+Communicators outlive the transport (`communicators`). When it is given up it launches nothing more,
+and what was launched at all members ends by itself; a thread of its own waits for that, so long and
+no longer (`_let_end`), and then has those aborted that are not whole. None is aborted before: that
+might wait for the kernels of the others, and Python with it.
 """
 
 import threading
@@ -28,140 +33,82 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, Work
+from torch._C._distributed_c10d import Work
 
+from oobleck.planner.profile.memory import LINK_CTAS, SUM_CTAS
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.nccl.aborts import Aborts
-from oobleck.worker.transport.nccl.connect import (
-    LIMIT_S,
-    abandonable,
-    begin_groups,
-    connect_group,
-)
+from oobleck.worker.transport.nccl.communicator import Communicator, Key
+from oobleck.worker.transport.nccl.communicators import Communicators
+from oobleck.worker.transport.nccl.connect import LIMIT_S, abandonable, begin_groups
 from oobleck.worker.transport.nccl.failures import peers_may_fail
-from oobleck.worker.transport.nccl.group import (
-    Identifiers,
-    MakeGroup,
-    ProcessGroup,
-    make_nccl_group,
-    use_device,
-)
+from oobleck.worker.transport.nccl.group import Identifiers, use_device
 from oobleck.worker.transport.nccl.lines import Line, Name, Part
+from oobleck.worker.transport.nccl.operation import Arriving, Operation
 from oobleck.worker.transport.transport import Group, Pending, Transport
 
 #: A wait looks without a pause for so long, and then now and then.
 _EAGER_S = 0.0005
 _PAUSE_S = 0.0001
-
-
-class _Operation:
-    """One operation, from when it is asked for; keeps its tensor until its end is seen."""
-
-    def __init__(
-        self,
-        transport: "NcclTransport",
-        peers: Collection[int],
-        tensor: Tensor,
-        begin: Callable[[Tensor], Work],
-    ) -> None:
-        """`begin`: queues it on the device."""
-        self._transport = transport
-        self.peers = peers
-        self._tensor: Tensor | None = tensor
-        self._begin = begin
-        self._work: Work | None = None
-        self._ended = False
-
-    def launch(self) -> None:
-        assert self._tensor is not None, "it has not ended"
-        with peers_may_fail():
-            self._work = self._begin(self._tensor)
-
-    def is_launched(self) -> bool:
-        self._transport.advance()
-        return self._work is not None
-
-    def has_ended(self) -> bool:
-        """Raises TransportError where it has failed."""
-        if self._work is None or self._ended:
-            return self._ended
-        with peers_may_fail(), self._transport.unaborted():
-            if not self._work.is_completed():
-                return False
-            if (error := self._work.exception()) is not None:
-                raise error
-        self._ended, self._tensor = True, None
-        return True
-
-    def wait(self) -> None:
-        """On the device: what is queued from now on comes behind it."""
-        self._transport.wait_until(self.is_launched, self.peers)
-        assert self._work is not None, "it is launched"
-        with peers_may_fail():
-            self._work.wait()
-        self._transport.check()  # it ends by an abort, too, where no device has a queue
-
-
-class _Arriving:
-    """A receive, whose end the host waits for."""
-
-    def __init__(self, transport: "NcclTransport", operation: _Operation, peer: int) -> None:
-        self._transport = transport
-        self._operation = operation
-        self._peer = peer
-
-    def wait(self) -> None:
-        self._transport.advance()
-        self._transport.wait_until(self._operation.has_ended, [self._peer])
-        # In the queue of what is computed now, which this does not hold up: it has ended.
-        self._operation.wait()
+#: So long what was launched may take to end when the transport is given up. A message takes
+#: milliseconds. What waits for one who is gone, or has not launched it, never ends.
+END_S = 0.2
 
 
 class NcclTransport:
-    """Groups of one generation on one GPU per rank."""
+    """Operations of one generation on one GPU per rank."""
 
     def __init__(
         self,
         links: LinkTransport,
         host: Transport,
-        device: torch.device,
-        aborts: Aborts,
+        communicators: Communicators,
         names: Sequence[Name],
+        told: Sequence[Collection[bytes]],
         *,
-        make_group: MakeGroup = make_nccl_group,
         limit_s: float = LIMIT_S,
     ) -> None:
-        """`names`: those that have this rank are connected here and used once in this order, which
-        all have in common, so that the first message of a step need not wait until its peer comes
-        to it. `links`: those of the host; `host`: what carries everything else over them.
+        """`names`: those that have this rank and that not all members have, as each has `told` by
+        rank, are connected here and used once in this order, which all have in common, so that the
+        first message of a step need not wait until its peer comes to it. `links`: those of the
+        host; `host`: what carries everything else over them.
 
-        Raises TransportError when a group cannot be connected within `limit_s`, or the meeting of
+        Raises TransportError when one cannot be connected within `limit_s`, or the meeting of
         `links` is over meanwhile; then `host` is the caller's to end.
         """
         self.rank = links.rank
         self.size = links.size
         self.links = links
         self._host = host
-        self._device = device
-        self._aborts = aborts
+        self._kept = communicators
+        self._device = communicators.device
+        self.has_queue = self._device.type == "cuda"
         #: Whoever asks NCCL how an operation is has the lock: it may wait for an abort then, and
         #: Python for it.
         self._asking = threading.Lock()
         self._aborted = False
-        self._groups: dict[Name, ProcessGroup] = {}
+        #: Those of this rank's names that were made.
+        self._communicators: dict[Name, Communicator] = {}
         #: Whoever launches has the lock, so that operations of a line are launched in their order.
         self._launching = threading.RLock()
         self._lines: dict[Name, Line] = {}
         self._news = threading.Event()
         #: Raised where the own thread launches something, for whoever waits.
         self._failure: Exception | None = None
+        #: Those that were asked for, but for the first ones, whose end was seen: the tensors stay
+        #: as long as something runs.
+        self._asked: deque[Operation] = deque()
         #: Sums and sends whose end was not seen yet.
-        self._under_way: deque[_Operation] = deque()
-        #: By which operations of a group come behind what was queued when they were asked for.
-        self._streams: dict[Name, torch.cuda.Stream] = {}
+        self._under_way: deque[Operation] = deque()
         names = [name for name in names if self.rank in name[1]]
+        keys = {name: _key(name, links) for name in names}
+        kept = communicators.keep({keys[name]: name[1] for name in names}, told)
+        communicators.settle(links.check)  # what is not kept gives its memory back first
+        communicators.begin_use()
+        self._communicators = {name: kept[key] for name, key in keys.items() if key in kept}
+        #: How many are those of before.
+        self.kept = len(self._communicators)
         members = {rank for _, group in names for rank in group} - {self.rank}
         try:
             with links.links.lock:
@@ -170,31 +117,44 @@ class NcclTransport:
                 self._lines[name] = Line(links, name, self._part(name), self._news.set)
 
             def given_up(call: Callable[[], None]) -> None:
-                abandonable(call, partial(links.check_there, members), aborts.wait_for, limit_s)
+                check = partial(links.check_there, members)
+                abandonable(call, check, communicators.leave_behind, limit_s)
 
             def make(name: Name, identifiers: Identifiers) -> None:
-                keep = partial(self._keep, name)
-                given_up(
-                    partial(connect_group, make_group, name, self.rank, identifiers, device, keep)
-                )
+                given_up(partial(self._connect, name, keys[name], identifiers))
 
-            begin_groups(names, links, make)
+            made = [name for name in names if keys[name] not in kept]
+            begin_groups(made, links, make)
             # Only when all have come as far: nobody can give up a group that waits for another one.
             host.gather(b"")
-            given_up(partial(self._try_all, names))
+            given_up(partial(self._try_all, made))
         except BaseException:
-            self._abort_groups()
+            self._give_up()
             raise
         threading.Thread(target=self._launch_all, name="nccl", daemon=True).start()
 
-    def _keep(self, name: Name, group: ProcessGroup) -> None:
-        """From the thread that makes it. Raises TransportError where it was given up before."""
+    def _connect(self, name: Name, key: Key, identifiers: Identifiers) -> None:
+        """Make the communicator and begin to connect it. It is kept before: an abort is to end
+        that, too. In a thread that may be left behind; raises what NCCL's errors mean, and
+        TransportError where it was given up before."""
+        use_device(self._device)
+        most_ctas = LINK_CTAS if name[0] == "link" else SUM_CTAS
+        with peers_may_fail():
+            made = self._kept.make(
+                key, self.links.epoch, name[1].index(self.rank), identifiers, most_ctas
+            )
         with self._asking:
-            if not self._aborted:
-                self._groups[name] = group
-                return
-        self._aborts.begin([group])
-        raise TransportError("the groups were aborted")
+            given_up = self._aborted
+            if not given_up:
+                self._communicators[name] = made
+        if given_up:
+            self._kept.end([made])
+            raise TransportError("the groups were aborted")
+        with made.calling():
+            made.group.eager_connect_single_device(self._device)
+
+    def communicator(self, purpose: str, members: Group) -> Communicator:
+        return self._communicators[purpose, members]
 
     def _part(self, name: Name) -> Part:
         if name[0] == "owners":
@@ -206,43 +166,47 @@ class NcclTransport:
         use_device(self._device)
         for name in names:
             probe = torch.zeros(1, device=self._device)
-            operation = _Operation(self, (), probe, self._beginner(name))
+            operation = self._operation(name, probe, ())
             operation.launch()
             while not operation.has_ended():
                 time.sleep(_PAUSE_S)
+            self._communicators[name].connected = True
 
     # ---- launching
 
     def _mark(self) -> torch.cuda.Event | None:
         """What is queued on the device by now."""
-        if self._device.type != "cuda":
+        if not self.has_queue:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # no types
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _beginner(self, name: Name) -> Callable[[Tensor], Work]:
-        """Queues an operation of that group behind what is queued by now, whoever calls it."""
-        part, group = self._part(name), self._groups[name]
-        asked = self._mark()
-        if asked is None:
-            return partial(_begin, part, group)
-        if (stream := self._streams.get(name)) is None:
-            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # no types
-            self._streams[name] = stream
+    def _operation(self, name: Name, tensor: Tensor, peers: Collection[int]) -> Operation:
+        """It comes behind what is queued by now, whoever launches it."""
+        part, communicator = self._part(name), self._communicators[name]
+        launch = partial(communicator.launch, part)
+        if (asked := self._mark()) is not None:
+            launch = partial(self._launch_behind, communicator, part, asked)
+        return Operation(self, communicator, peers, tensor, launch)
 
-        def begin(tensor: Tensor) -> Work:
-            with torch.cuda.stream(stream):
-                stream.wait_event(asked)
-                return _begin(part, group, tensor)
+    def _launch_behind(
+        self, communicator: Communicator, part: Part, asked: torch.cuda.Event, tensor: Tensor
+    ) -> Work:
+        if communicator.behind is None:
+            communicator.behind = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # no types
+        with torch.cuda.stream(communicator.behind):
+            communicator.behind.wait_event(asked)
+            return communicator.launch(part, tensor)
 
-        return begin
-
-    def _ask(self, name: Name, tensor: Tensor) -> _Operation:
+    def _ask(self, name: Name, tensor: Tensor) -> Operation:
         line = self._lines[name]
-        operation = _Operation(self, line.peers, tensor, self._beginner(name))
+        operation = self._operation(name, tensor, line.peers)
         with self._launching:
             self.check()
+            while self._asked and self._asked[0].was_seen_to_end:
+                self._asked.popleft()
+            self._asked.append(operation)
             line.want(operation.launch)
             line.advance()
         return operation
@@ -317,7 +281,7 @@ class NcclTransport:
         name = "link", (peer, self.rank)
         if name not in self._lines or not self._on_device(tensor):
             return self._host.receive(tensor, peer, tag)
-        return _Arriving(self, self._ask(name, tensor), peer)
+        return Arriving(self, self._ask(name, tensor), peer)
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
         name = "owners", group
@@ -351,24 +315,52 @@ class NcclTransport:
 
     def abort(self) -> None:
         # First the mark, then the kernels: whoever sees a result after this does not use it.
-        self._abort_groups()
+        self._give_up()
         self._host.abort()
 
-    def _abort_groups(self) -> None:
+    def dispose(self) -> None:
+        """Communicators stay, or are aborted, but never closed, which would be a talk with their
+        other members."""
+        self._give_up()
+        self._host.dispose()
+
+    def _give_up(self) -> None:
         with self._asking:
             first, self._aborted = not self._aborted, True
         if first:
-            self._aborts.begin(self._groups.values())
             self._news.set()
+            threading.Thread(target=self._let_end, name="end", daemon=True).start()
 
-    def dispose(self) -> None:
-        """Communicators are aborted, not closed, which would be a talk with their other members. At
-        once: after a step's last vote nothing is under way on any of them."""
-        self._abort_groups()
-        self._host.dispose()
+    def _let_end(self) -> None:
+        """Nobody asks NCCL about anything beside it: of a transport that was given up they raise
+        before."""
+        left = set(self._communicators.values())
+        try:
+            use_device(self._device)
+            end_at = time.monotonic() + END_S
+            # Whoever launches something now may be held up by what an abort alone ends.
+            if self._launching.acquire(timeout=END_S):
+                self._launching.release()
+                stay = {each for each in left if each.connected and self._is_complete(each)}
+                while time.monotonic() < end_at:
+                    if all(each.is_whole() or each.failed for each in stay):
+                        break
+                    time.sleep(_PAUSE_S)
+                left -= {each for each in stay if each.is_whole()}
+        finally:
+            self._kept.end(left)
+            self._kept.end_use()
+
+    def _is_complete(self, communicator: Communicator) -> bool:
+        """Whether no member of it is known to be gone."""
+        own = self.links.links.identity
+        return all(
+            process == own or self.links.links.linked(process)
+            for process in communicator.key.processes
+        )
 
 
-def _begin(part: Part, group: ProcessGroup, tensor: Tensor) -> Work:
-    if part == "sum":
-        return group.allreduce([tensor], AllreduceOptions())
-    return group.send([tensor], 1, 0) if part == "send" else group.recv([tensor], 0, 0)
+def _key(name: Name, links: LinkTransport) -> Key:
+    purpose, ranks = name
+    processes = links.identities(ranks)
+    return Key(purpose, tuple(sorted(processes)) if purpose == "owners" else processes)

@@ -1,0 +1,102 @@
+"""One communicator of NCCL's on one worker, from its making to its end.
+
+Owns what is known of it there: how many operations were launched, whether the last one has ended,
+and whether a call has failed. Operations of a communicator run one after the other, in the order of
+their launch, so the end of the last one is the end of all. Must not know generations.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions, Work
+
+from oobleck.worker.runtime.errors import NodeError, TransportError
+from oobleck.worker.transport.nccl.failures import peers_may_fail
+from oobleck.worker.transport.nccl.group import ProcessGroup
+from oobleck.worker.transport.nccl.lines import Part
+
+STAMP_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a communicator is for, and the processes that are in it: of a link the sender's and the
+    receiver's, of a sum's in order. A process has one of each key at most."""
+
+    purpose: str
+    #: Identities of their links, of one length.
+    processes: tuple[bytes, ...]
+
+
+class Communicator:
+    """Used by one thread at a time, but for `group`, whose abort any may call."""
+
+    def __init__(self, key: Key, born: int, group: ProcessGroup, stream: int) -> None:
+        """`born`: the epoch of the meeting in which it is made; `stream`: which one its operations
+        run in."""
+        self.key = key
+        self.born = born
+        self.group = group
+        self.stream = stream
+        #: All its members have used it.
+        self.connected = False
+        #: A call on it has failed.
+        self.failed = False
+        #: Operations, from its making on.
+        self.launched = 0
+        self._last: Work | None = None
+        #: By which its operations come behind what was queued when they were asked for.
+        self.behind: torch.cuda.Stream | None = None
+
+    @property
+    def stamp(self) -> bytes:
+        """The same at two of its members where both have launched as many operations, and else
+        another one, as is that of any other communicator: a digest, so none are by chance."""
+        told = f"{self.key.purpose} {self.born} {self.launched} ".encode()
+        return blake2b(told + b"".join(self.key.processes), digest_size=STAMP_BYTES).digest()
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Around a call of NCCL's on it. Raises what `peers_may_fail` does."""
+        try:
+            with peers_may_fail():
+                yield
+        except Exception:
+            self.failed = True
+            raise
+
+    def launch(self, part: Part, tensor: Tensor) -> Work:
+        """Queue its next operation on the device."""
+        with self.calling():
+            if part == "sum":
+                work = self.group.allreduce([tensor], AllreduceOptions())
+            elif part == "send":
+                work = self.group.send([tensor], 1, 0)
+            else:
+                work = self.group.recv([tensor], 0, 0)
+        self.launched += 1
+        self._last = work
+        return work
+
+    def is_whole(self) -> bool:
+        """Whether it is connected, and all that was launched on it has ended and succeeded."""
+        if not self.connected or self.failed:
+            return False
+        try:
+            return self._last is None or has_ended(self._last, self)
+        except (RuntimeError, TransportError, NodeError):  # whoever wants a result raises it
+            return False
+
+
+def has_ended(work: Work, communicator: Communicator) -> bool:
+    """Raises where it has failed, as `peers_may_fail` does."""
+    with communicator.calling():
+        if not work.is_completed():
+            return False
+        if (error := work.exception()) is not None:
+            raise error
+    return True

@@ -1,0 +1,163 @@
+"""The communicators of one worker, over all its generations: which are kept, and the end of others.
+
+To connect one takes a second or more on real GPUs. So those that a plan wants and that are whole at
+all their members stay, and the others alone are made anew. What a plan does not want is ended, so a
+GPU never holds more than the plan's (`oobleck.planner.programs.communicators` counts their bytes).
+
+A communicator is *whole* at a member if all members have used it, no call on it has failed, and
+whatever this member has launched on it has ended. Its *stamp* is a digest of what it is for, the
+processes in it, the meeting in which it was made, and how many operations this member has launched.
+When workers meet, each tells the stamps of those that are whole, and launches nothing on them until
+all have met. Then a communicator is kept if all its members have told one stamp, and else made
+anew.
+
+All members decide the same. What was told is one table for all. A member looks for its own stamp
+among what the others have told. Each tells one stamp at most for the same purpose and processes. If
+it finds its own at all of them, then these are their own too, and they find it at all as well. If
+it does not, or has none, then no other one finds its own at all of them.
+
+What is kept is fit for use. Equal stamps are of one communicator, since a meeting makes at most one
+for the same purpose and processes. NCCL matches the n-th operation of one member with the n-th of
+the others. All have launched as many, and at each the last one has ended, so nothing is under way
+or in a buffer, and the next one of each is the same one. This holds when the stamps are told, and
+nothing is launched before they are read.
+
+A meeting that breaks off may leave members that have decided and members that have not. Those that
+have decided have the communicator as it was, or none, or one of another meeting; the others have it
+as it was. So the next meeting finds equal stamps only where both have it as it was. A process that
+has ended tells nothing, and one in its place has another identity.
+
+Must not know transports, plans or devices' queues.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from oobleck.worker.runtime import pulse
+from oobleck.worker.runtime.errors import HelperLost
+from oobleck.worker.transport.nccl.aborts import LIMIT_S, Aborts
+from oobleck.worker.transport.nccl.communicator import STAMP_BYTES, Communicator, Key
+from oobleck.worker.transport.nccl.group import GroupMaker, Identifiers, ProcessGroup
+from oobleck.worker.transport.nccl.streams import StreamRing
+
+
+def stamps_of(told: bytes) -> frozenset[bytes]:
+    """What `Communicators.told` has said."""
+    starts = range(0, len(told), STAMP_BYTES)
+    return frozenset(told[start : start + STAMP_BYTES] for start in starts)
+
+
+def is_kept(stamp: bytes, members: Iterable[int], told: Sequence[Collection[bytes]]) -> bool:
+    """Whether all `members` have the communicator of this stamp, whole. `told`: by rank."""
+    return all(stamp in told[member] for member in members)
+
+
+class Communicators:
+    """Of one worker. Used by one thread at a time, but for what says otherwise."""
+
+    def __init__(self, device: torch.device, aborts: Aborts, maker: GroupMaker) -> None:
+        self.device = device
+        self._aborts = aborts
+        self._maker = maker
+        self._streams = StreamRing(maker.take_stream)
+        self._lock = threading.Lock()
+        #: All and only those that were made and whose end has not begun.
+        self._all: dict[Key, Communicator] = {}
+        #: Set where no transport uses any.
+        self._idle = threading.Event()
+        self._idle.set()
+
+    def told(self) -> bytes:
+        """The stamps of all that are whole, once no transport uses any more of them."""
+        self.await_idle()
+        with self._lock:
+            whole = [each for each in self._all.values() if each.is_whole()]
+        return b"".join(each.stamp for each in whole)
+
+    def keep(
+        self, wanted: Mapping[Key, Sequence[int]], told: Sequence[Collection[bytes]]
+    ) -> dict[Key, Communicator]:
+        """Those of `wanted`, by the ranks of their members, that all of them have, as each has
+        `told`; the others begin to end. Returns at once."""
+        self.await_idle()
+        with self._lock:
+            kept = {
+                key: each
+                for key, each in self._all.items()
+                if key in wanted and is_kept(each.stamp, wanted[key], told)
+            }
+            others = [each for key, each in self._all.items() if key not in kept]
+        self.end(others)
+        return kept
+
+    # ---- for the transport that uses them
+
+    def begin_use(self) -> None:
+        self._idle.clear()
+
+    def end_use(self) -> None:
+        """Nothing is launched any more. From any thread."""
+        self._idle.set()
+
+    def await_idle(self) -> None:
+        """Raises HelperLost where a transport that was given up is not done soon."""
+        with pulse.WAITING:
+            if not self._idle.wait(LIMIT_S):
+                raise HelperLost(
+                    f"NCCL did not say within {LIMIT_S:g} s what has ended; the worker's process "
+                    "is replaced"
+                )
+
+    def make(
+        self,
+        key: Key,
+        born: int,
+        member: int,
+        identifiers: Identifiers,
+        most_ctas: int,
+    ) -> Communicator:
+        """Make that one, which is there from then on; connecting it, which follows, takes its
+        stream. Raises what NCCL does."""
+        with self._lock:
+            stream = self._streams.hold_next()
+        try:
+            group = self._maker.make(identifiers, member, len(key.processes), most_ctas)
+        except BaseException:
+            with self._lock:
+                self._streams.let_go(stream)
+            raise
+        made = Communicator(key, born, group, stream)
+        with self._lock:
+            assert key not in self._all, "the one before was ended"
+            self._all[key] = made
+        return made
+
+    def end(self, some: Iterable[Communicator]) -> None:
+        """Abort them, all at once; returns at once. From any thread."""
+        ended: list[ProcessGroup] = []
+        with self._lock:
+            for each in some:
+                if self._all.get(each.key) is each:
+                    del self._all[each.key]
+                    self._streams.let_go(each.stream)
+                    ended.append(each.group)
+        self._aborts.begin(ended)
+
+    def end_all(self) -> None:
+        """No later generation uses any of them."""
+        self.await_idle()
+        with self._lock:
+            left = list(self._all.values())
+        self.end(left)
+
+    # ---- ends under way
+
+    def leave_behind(self, thread: threading.Thread) -> None:
+        """One that was left in a call of NCCL's."""
+        self._aborts.wait_for(thread)
+
+    def settle(self, check: Callable[[], None]) -> None:
+        """As `Aborts.settle`."""
+        self._aborts.settle(check)

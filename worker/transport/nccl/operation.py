@@ -1,0 +1,98 @@
+"""Operations of a transport over NCCL, from when they are asked for to when their end is seen.
+
+Must not know when they may be launched (`lines`), nor what others of the transport do.
+"""
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+
+from oobleck.worker.transport.nccl.communicator import Communicator, has_ended
+
+
+class Waiting(Protocol):
+    """The transport that an operation is of."""
+
+    #: Whether its device, and no thread, is what waits. Memory of the host has none.
+    has_queue: bool
+
+    def advance(self) -> None:
+        """Launch what may be."""
+
+    def unaborted(self) -> AbstractContextManager[None]:
+        """No abort begins within. Raises TransportError after one."""
+
+    def wait_until(self, done: Callable[[], bool], peers: Collection[int] = ()) -> None:
+        """Until the device has `done` something with `peers`. Raises TransportError after an abort,
+        or when one of them leaves, and what `done` raises."""
+
+
+class Operation:
+    """Keeps its tensor until its end is seen."""
+
+    def __init__(
+        self,
+        transport: Waiting,
+        communicator: Communicator,
+        peers: Collection[int],
+        tensor: Tensor,
+        begin: Callable[[Tensor], Work],
+    ) -> None:
+        """`begin`: queues it on the device."""
+        self._transport = transport
+        self._communicator = communicator
+        self.peers = peers
+        self._tensor: Tensor | None = tensor
+        self._begin = begin
+        self._work: Work | None = None
+        self._ended = False
+
+    def launch(self) -> None:
+        assert self._tensor is not None, "it has not ended"
+        self._work = self._begin(self._tensor)
+
+    def is_launched(self) -> bool:
+        self._transport.advance()
+        return self._work is not None
+
+    @property
+    def was_seen_to_end(self) -> bool:
+        return self._ended
+
+    def has_ended(self) -> bool:
+        """Raises TransportError where it has failed."""
+        if self._work is None or self._ended:
+            return self._ended
+        with self._transport.unaborted():
+            if not has_ended(self._work, self._communicator):
+                return False
+        self._ended, self._tensor = True, None
+        return True
+
+    def wait(self) -> None:
+        """On the device: what is queued from now on comes behind it."""
+        self._transport.wait_until(self.is_launched, self.peers)
+        assert self._work is not None, "it is launched"
+        with self._communicator.calling():
+            self._work.wait()
+        if not self._transport.has_queue:
+            # It returns, too, where the operation cannot end any more.
+            self._transport.wait_until(self.has_ended, self.peers)
+
+
+class Arriving:
+    """A receive, whose end the host waits for."""
+
+    def __init__(self, transport: Waiting, operation: Operation, peer: int) -> None:
+        self._transport = transport
+        self._operation = operation
+        self._peer = peer
+
+    def wait(self) -> None:
+        self._transport.advance()
+        self._transport.wait_until(self._operation.has_ended, [self._peer])
+        # In the queue of what is computed now, which this does not hold up: it has ended.
+        self._operation.wait()

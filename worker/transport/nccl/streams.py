@@ -1,0 +1,41 @@
+"""Which streams of torch's pool communicators run in: no two in the same.
+
+torch hands out the streams of a pool one after the other and begins anew with the first
+(c10/cuda/CUDAStream.h, "Stream pool note"), whether or not it is still in use. Communicators that
+are kept stay on theirs while others come and go, so before one is made this one takes streams from
+the pool until the next one is free. Must not know what runs in a stream.
+"""
+
+from collections.abc import Callable
+
+from oobleck.worker.runtime.errors import InvariantViolation
+
+
+class StreamRing:
+    """Used by one thread at a time, beside whom nobody takes streams of the pool."""
+
+    def __init__(self, take: Callable[[], int]) -> None:
+        """`take`: takes the pool's next stream, and says which it is."""
+        self._take = take
+        #: In the order in which they are handed out.
+        self._ring: list[int] = []
+        self._held: set[int] = set()
+
+    def hold_next(self) -> int:
+        """Have the pool's next stream be one that is not held; it is from now on. Returns which it
+        is. Raises InvariantViolation where all are held."""
+        taken = self._take()
+        if not self._ring:
+            while taken not in self._ring:
+                self._ring.append(taken)
+                taken = self._take()
+        for _ in self._ring:
+            following = self._ring[(self._ring.index(taken) + 1) % len(self._ring)]
+            if following not in self._held:
+                self._held.add(following)
+                return following
+            taken = self._take()
+        raise InvariantViolation(f"{len(self._held)} communicators have a stream of their own each")
+
+    def let_go(self, stream: int) -> None:
+        self._held.discard(stream)
