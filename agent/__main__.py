@@ -8,7 +8,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import click
@@ -39,6 +40,7 @@ from oobleck.host.system.process import die_with_parent, end_signals
 from oobleck.planner.codec import decode
 from oobleck.planner.ids import NodeName, nearest_name
 from oobleck.planner.units import parse_bytes
+from oobleck.proto.health import ALIVE, READY, HealthPort
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +68,11 @@ async def serve(
     holder: Holder,
     token: Credentials | None = None,
     listening: socket.socket | None = None,
+    health_listen: str | None = None,
 ) -> int:
     """Run until a signal or a refusal; the exit code. Without credentials the agent joins by the
-    token first. Raises CommandFailed where it cannot. `listening`: where metrics are served; None:
-    nowhere."""
-    if holder.folder is not None and holder.credentials is None and token is not None:
-        holder.credentials = await _join(config, holder.folder, token)
+    token first. Raises CommandFailed where it cannot. `listening`: where metrics are served,
+    `health_listen`: where health is; None: nowhere."""
     environment = Environment()
     incarnation = new_incarnation(environment)
     outbox = Outbox(incarnation)
@@ -87,6 +88,24 @@ async def serve(
         endpoint=lambda: holder.endpoint,
         node=supervisor,
     )
+    async with _answering_health(health_listen, supervisor):
+        if holder.folder is not None and holder.credentials is None and token is not None:
+            holder.credentials = await _join(config, holder.folder, token)
+        refusal = await _run(config, holder, supervisor, session, listening)
+    if refusal is not None:
+        click.echo(f"oobleck-agent: refused by the master: {inline(refusal)}", err=True)
+        return 2
+    return 0
+
+
+async def _run(
+    config: AgentConfig,
+    holder: Holder,
+    supervisor: Supervisor,
+    session: Session,
+    listening: socket.socket | None,
+) -> str | None:
+    """Until a signal, or the master's refusal, which is returned."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, supervisor.leave)
     for signum in end_signals():
@@ -113,10 +132,25 @@ async def serve(
         talking.cancel()
         for task in others:
             task.cancel()
-    if refusal is not None:
-        click.echo(f"oobleck-agent: refused by the master: {inline(refusal)}", err=True)
-        return 2
-    return 0
+    return refusal
+
+
+@asynccontextmanager
+async def _answering_health(address: str | None, supervisor: Supervisor) -> AsyncIterator[None]:
+    """Before the agent has joined too, which may take as long as the master is away."""
+    if address is None:
+        yield
+        return
+    probes = {ALIVE: lambda: True, READY: lambda: supervisor.is_ready}
+    try:
+        port = HealthPort("--health-listen", address, probes)
+    except ValueError as error:
+        raise command.CommandFailed(str(error), 2) from error
+    await port.start()
+    try:
+        yield
+    finally:
+        await port.stop()
 
 
 async def _join(config: AgentConfig, folder: Path, token: Credentials) -> Credentials:
@@ -272,6 +306,12 @@ def read_faults(path: Path) -> tuple[FaultRule, ...]:
     "nowhere]",
 )
 @click.option(
+    "--health-listen",
+    metavar="HOST:PORT",
+    help="Answer gRPC's health checks there, and nothing else, in the clear: for kubelets, which "
+    "show no certificate.  [default: nowhere]",
+)
+@click.option(
     "--exit-with-parent", is_flag=True, help="End, with all workers, when the parent process ends."
 )
 @click.option(
@@ -299,6 +339,7 @@ def agent(
     accept_code: bool | None,
     insecure: bool,
     metrics_listen: str | None,
+    health_listen: str | None,
     exit_with_parent: bool,
     fault_plan: Path | None,
 ) -> int:
@@ -356,7 +397,7 @@ def agent(
     log.configure()
     if withheld:
         logger.info(WITHHELD, extra={"variables": withheld})
-    return asyncio.run(serve(config, holder, token, listening))
+    return asyncio.run(serve(config, holder, token, listening, health_listen))
 
 
 def read_code(

@@ -124,6 +124,12 @@ class Supervisor:
                 self._timer.cancel()
             self._pool.kill_all()
 
+    @property
+    def is_ready(self) -> bool:
+        """A master hears it, and nobody has told it to end."""
+        state = self._state
+        return state.alone_since is None and state.leave_at is None and not state.shutting_down
+
     def metrics(self) -> Iterator[Reading]:
         """Of this agent, its workers and their GPUs."""
         yield from workers.read(self._state, self._config.name, self._config.versions.oobleck)

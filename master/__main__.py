@@ -115,6 +115,12 @@ def _time_out_flags(function: F) -> F:
     help="Serve metrics for Prometheus at /metrics there, to anybody who reaches it.  [default: "
     "nowhere]",
 )
+@click.option(
+    "--health-listen",
+    metavar="HOST:PORT",
+    help="Answer gRPC's health checks there, and nothing else, in the clear: for kubelets, which "
+    "show no certificate.  [default: nowhere]",
+)
 @click.option("--exit-with-parent", is_flag=True, help="End when the parent process ends.")
 @click.option(
     "--salvage-journal",
@@ -170,6 +176,7 @@ def master(
     insecure: bool,
     certificate_life_s: float,
     metrics_listen: str | None,
+    health_listen: str | None,
     exit_with_parent: bool,
     salvage_journal: bool,
     crash_at: str | None,
@@ -204,6 +211,7 @@ def master(
         config = MasterConfig(
             listen=listen,
             metrics_listen=metrics_listen,
+            health_listen=health_listen,
             state_dir=state,
             timing=timing,
             pki=choose_pki(listen, state, pki, insecure=insecure),

@@ -46,6 +46,8 @@ class MasterConfig:
     timing: Detection
     #: HOST:PORT of the page of metrics; None: there is none.
     metrics_listen: str | None = None
+    #: HOST:PORT where anybody may ask whether the master is well; None: nowhere.
+    health_listen: str | None = None
     #: Folder of the cluster's authority; None: the service is in the clear.
     pki: Path | None = None
     #: Of the certificates that agents, operators and viewers are given.

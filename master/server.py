@@ -34,6 +34,7 @@ from oobleck.master.state.trust import was_revoked
 from oobleck.master.storage.journal import Journal
 from oobleck.master.tracking import Tracking
 from oobleck.proto import control_pb2_grpc as rpc
+from oobleck.proto.health import ALIVE, READY, HealthPort, Probes, health_handler
 
 if TYPE_CHECKING:
     from oobleck.master.api.authority import AuthorityFolder
@@ -67,6 +68,10 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     rpc.add_ControlServicer_to_server(ControlService(master), server)  # type: ignore[no-untyped-call]
     rpc.add_OperatorServicer_to_server(OperatorService(master), server)  # type: ignore[no-untyped-call]
     rpc.add_PkiServicer_to_server(pki, server)  # type: ignore[no-untyped-call]
+    stopped = asyncio.Event()
+    # Whoever gets here holds the lock and has replayed the journal.
+    probes = {ALIVE: lambda: True, READY: lambda: not stopped.is_set()}
+    server.add_generic_rpc_handlers((health_handler(probes),))
     host = config.listen.rpartition(":")[0]
     try:
         if authority is None:
@@ -77,12 +82,14 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
         raise Unusable(f"--listen {config.listen} cannot be bound; choose another one") from error
     # Behind the other: where both name one port, this one is at fault.
     listening = _open_page(config.metrics_listen)
+    health = _open_health(config.health_listen, probes)
     tracking = Tracking(master, functools.partial(_show, config, authority))
-    stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, *end_signals()):
         loop.add_signal_handler(signum, stopped.set)
     await server.start()
+    if health is not None:
+        await health.start()
     tasks = [
         asyncio.create_task(master.run()),
         asyncio.create_task(planner.run()),
@@ -106,6 +113,8 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
         # Calls that are open now are cancelled, and gRPC tells of each in a traceback.
         logging.getLogger("grpc").setLevel(logging.CRITICAL)
         master.close()
+        if health is not None:
+            await health.stop()
         await server.stop(grace=0.1)
         await _all_ended()
     for task in tasks:
@@ -133,6 +142,14 @@ def _open_page(address: str | None) -> socket.socket | None:
     """None: no metrics are served. Raises Unusable."""
     try:
         return bind("--metrics-listen", address) if address is not None else None
+    except ValueError as error:
+        raise Unusable(str(error)) from error
+
+
+def _open_health(address: str | None, probes: Probes) -> HealthPort | None:
+    """None: nobody is answered without a certificate. Raises Unusable."""
+    try:
+        return HealthPort("--health-listen", address, probes) if address is not None else None
     except ValueError as error:
         raise Unusable(str(error)) from error
 

@@ -16,6 +16,7 @@ import grpc
 
 from oobleck.host.security.credentials import Role
 from oobleck.master.state.trust import Denied, Trust, check_caller
+from oobleck.proto.health import CHECK
 
 if TYPE_CHECKING:
     from oobleck.host.security.pki import Identity
@@ -53,6 +54,7 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     "/oobleck.Pki/CreateToken": _OPERATOR,
     "/oobleck.Pki/ListCredentials": _OPERATOR,
     "/oobleck.Pki/Revoke": _OPERATOR,
+    CHECK: _READING,
 }
 JOIN = "/oobleck.Pki/Join"
 

@@ -13,11 +13,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import grpc
 import psutil
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import (
@@ -35,6 +37,7 @@ from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.profile.measurement import LinkMeasurement
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.detection import keepalive_options
+from oobleck.proto.health import ALIVE, CHECK, READY
 from oobleck.proto.status import read_status
 from oobleck.proto.types import Hung, WorkerExited
 from support.folders import SUPPORT
@@ -490,6 +493,46 @@ async def test_sigterm_ends_the_agent_when_the_work_has_moved_off() -> None:
         await stream.say(assignment=pb.Assignment(version=2, drained=True))
         assert await agent.ended() == 0
         await agent.gone()
+
+
+def test_a_node_is_ready_while_a_master_hears_it_and_it_does_not_drain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HEALTH_LISTEN", "127.0.0.1:0")
+
+    async def body() -> None:
+        async with ScriptedMaster.running() as master:
+            agent = Agent(master.address)
+            asked = partial(probed, await asyncio.to_thread(health_of, agent.process))
+            assert await asked(ALIVE)
+            assert not await asked(READY)
+            stream = await master.next_session()
+            await stream.welcome()
+            await stream.assign("demo-1", job("demo"))
+            await stream.ready()
+            assert await asked(READY)
+            agent.process.send_signal(signal.SIGTERM)
+            await stream.until(lambda m: m.HasField("status") and m.status.leaving)
+            assert (await asked(ALIVE), await asked(READY)) == (True, False)
+            await stream.say(assignment=pb.Assignment(version=2, drained=True))
+            assert await agent.ended() == 0
+            assert agent.process.stderr is not None
+            agent.process.stderr.close()
+
+    scenario(body)()
+
+
+def health_of(process: "subprocess.Popen[str]") -> str:
+    assert process.stderr is not None
+    lines = (re.search(r"health is served.* address=(\S+)", line) for line in process.stderr)
+    return next(told[1] for told in lines if told is not None)
+
+
+async def probed(address: str, service: str) -> bool:
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = channel.unary_unary(CHECK, response_deserializer=HealthCheckResponse.FromString)
+        request = HealthCheckRequest(service=service).SerializeToString()
+        return bool((await call(request, timeout=60)).status == HealthCheckResponse.SERVING)
 
 
 @scenario

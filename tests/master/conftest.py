@@ -24,5 +24,6 @@ def everyone(folder: Path) -> dict[str, Credentials]:
 def running(
     folder: Path, everyone: dict[str, Credentials], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MasterProcess]:
-    with master(tmp_path_factory.mktemp("secured") / "state", "--pki", str(folder)) as process:
+    options = ("--pki", str(folder), "--health-listen", "127.0.0.1:0")
+    with master(tmp_path_factory.mktemp("secured") / "state", *options) as process:
         yield process

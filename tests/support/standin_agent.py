@@ -1,6 +1,6 @@
 """The real agent, but with the stand-in warm process: `standin_agent.py MASTER NAME WORKERS`.
 
-GPU_SAMPLES: a file with what NVML says of the GPUs that it has then.
+GPU_SAMPLES: a file with what NVML says of the GPUs that it has then. HEALTH_LISTEN: as the flag.
 """
 
 import asyncio
@@ -39,4 +39,6 @@ if __name__ == "__main__":
         environment=dict(os.environ),
         watch_command=("cat", samples) if samples else (),
     )
-    sys.exit(asyncio.run(serve(config, Holder(master=master, folder=None, credentials=None))))
+    holder = Holder(master=master, folder=None, credentials=None)
+    health = os.environ.get("HEALTH_LISTEN")
+    sys.exit(asyncio.run(serve(config, holder, health_listen=health)))

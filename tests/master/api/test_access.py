@@ -1,6 +1,7 @@
 """Every RPC with every role against a real master, and what certificates bind."""
 
 import asyncio
+import re
 import socket
 import ssl
 import threading
@@ -10,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 
 from oobleck.cli.cluster.authority import make_authority
 from oobleck.host.ipc.endpoint import Endpoint
@@ -18,6 +20,7 @@ from oobleck.host.security.credentials import MASTER_NAME, ROLES, Credentials, r
 from oobleck.master.api.access import ALLOWED, JOIN
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
+from oobleck.proto.health import CHECK
 from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.status import register_message
 from oobleck.proto.types import PROTOCOL, NodeStatus, Registration
@@ -32,7 +35,7 @@ METHODS = {
     f"/{service.full_name}/{method.name}": method
     for service in pb.DESCRIPTOR.services_by_name.values()
     for method in service.methods
-}
+} | {CHECK: health_pb2.DESCRIPTOR.services_by_name["Health"].methods_by_name["Check"]}
 
 
 async def call(endpoint: Endpoint, path: str, *requests: Any) -> grpc.StatusCode:
@@ -75,7 +78,7 @@ def test_the_table_has_every_rpc_and_no_other() -> None:
 def test_viewers_only_read_and_workers_have_nothing() -> None:
     viewers = {path.rpartition("/")[2] for path, roles in ALLOWED.items() if "viewer" in roles}
     reading = {"ListJobs", "GetJob", "WatchJob", "GetProfile", "ListNodes"}
-    assert viewers == reading | {"Events", "Metrics", "Logs", "Renew"}
+    assert viewers == reading | {"Events", "Metrics", "Logs", "Renew", "Check"}
     assert [path for path, roles in ALLOWED.items() if "worker" in roles] == ["/oobleck.Pki/Renew"]
     assert not [path for path, roles in ALLOWED.items() if len(roles) == len(ROLES) - 1]
 
@@ -107,6 +110,20 @@ def test_strangers_get_no_connection(
         endpoint = Endpoint(address=running.address, credentials=credentials)
         for path in METHODS:
             assert asyncio.run(call(endpoint, path)) is grpc.StatusCode.UNAVAILABLE
+
+
+def test_who_shows_no_certificate_reaches_health_and_nothing_else(
+    running: MasterProcess,
+) -> None:
+    told = re.search(r"health is served.* address=(\S+)", running.errors.read_text())
+    assert told is not None
+
+    async def walk() -> dict[str, grpc.StatusCode]:
+        async with grpc.aio.insecure_channel(told[1]) as channel:
+            return {path: (await _call(channel, path, ()))[0] for path in METHODS}
+
+    nothing = dict.fromkeys(METHODS, grpc.StatusCode.UNIMPLEMENTED)
+    assert asyncio.run(walk()) == {**nothing, CHECK: grpc.StatusCode.OK}
 
 
 def test_an_operator_does_not_talk_to_a_false_master(
