@@ -35,7 +35,12 @@ from oobleck.host.ipc.messages import (
     ToWorker,
     Warm,
 )
-from oobleck.host.system.process import allow_open_files, die_with_parent
+from oobleck.host.system.process import (
+    allow_open_files,
+    die_with_parent,
+    end_by_sigterm,
+    leave_ending_to_agent,
+)
 from oobleck.worker import process
 from oobleck.worker.models import registry
 from oobleck.worker.models.compiled import load_compiler
@@ -69,8 +74,10 @@ def run_worker(channel_fd: int, output_fd: int, warm_pid: int) -> NoReturn:
     os.setsid()
     die_with_parent(warm_pid)
     signal.set_wakeup_fd(-1)
-    for signum in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+    for signum in (signal.SIGCHLD, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)
+    leave_ending_to_agent()
+    os.register_at_fork(after_in_child=end_by_sigterm)  # what a user's code starts, and ends
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(output_fd, 1)
@@ -171,6 +178,7 @@ def main() -> None:
     host_log.configure()
     # The agent decides when this ends; a Ctrl-C in its terminal is the agent's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_ending_to_agent()
     agent = socket.socket(fileno=os.dup(0))
     keep_freed_memory()
     keep_pages()

@@ -75,6 +75,17 @@ def end_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGINT, signal.SIGHUP)
 
 
+def leave_ending_to_agent() -> None:
+    """Pass over SIGTERM, which is the agent's to answer with a drain: Slurm sends it to all
+    processes of a step. No program that this process starts inherits that."""
+    signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    signal.siginterrupt(signal.SIGTERM, False)  # calls of libraries go on
+
+
+def end_by_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def allow_open_files() -> int:
     """Raise the limit of this process's open files as far as it may; returns the new limit.
 

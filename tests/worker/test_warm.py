@@ -1,6 +1,7 @@
 """The warm process: what it has loaded, and when the kernel has no process to give."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -111,3 +112,45 @@ def fork(ours: socket.socket, channel: "Channel[FromWarm]", incarnation: str) ->
     with open(reading, "rb") as output:
         assert output.read() == b""  # to its end, when nobody has it open
     return answer
+
+
+#: A worker, and a process that a job's code has started in it.
+HEARD = """
+import os, signal, time
+from oobleck.host.ipc.channel import Channel
+from oobleck.worker import warm
+def receive(self):
+    if os.getpid() == warm_pid:
+        return real(self)
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writing, b"it runs")
+        time.sleep(600)
+    os.read(reading, 1)
+    for pid in (warm_pid, os.getpid(), child):
+        os.kill(pid, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    os._exit(os.WTERMSIG(status))
+warm_pid, real, Channel.receive = os.getpid(), Channel.receive, receive
+warm.main()
+"""
+
+
+def test_sigterm_is_the_agents_alone_to_answer() -> None:
+    """Slurm sends it to all processes of a step; what a worker has started ends by it as ever."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(300)
+    process = subprocess.Popen([sys.executable, "-c", HEARD], stdin=theirs)
+    theirs.close()
+    try:
+        with ours:
+            channel: Channel[FromWarm] = Channel(ours, FromWarm)
+            assert isinstance(channel.receive(), Warm)
+            assert isinstance(fork(ours, channel, "first"), Forked)
+            ended = channel.receive()
+            assert isinstance(ended, ChildExited)
+            assert (ended.exit_code, ended.signal) == (signal.SIGTERM, None)
+        assert process.wait(120) == 0
+    finally:
+        process.kill()
+        process.wait()

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oobleck.host.data.token_file import DataError
-from oobleck.host.system.process import die_with_parent
+from oobleck.host.system.process import die_with_parent, leave_ending_to_agent
 from oobleck.planner.job.code import Code
 from oobleck.worker.data.samples import Reader, Samples, joined
 from oobleck.worker.models.tree import flatten, structure, unflatten
@@ -126,6 +126,7 @@ def _forked(source: _Source) -> _Child:
 def _serve(parent_pid: int, source: _Source, pipe: "Connection[Any, Any]") -> None:
     """In the process."""
     die_with_parent(parent_pid)
+    leave_ending_to_agent()
     torch.set_num_threads(1)
     reader: Reader | None = None
     while True:
