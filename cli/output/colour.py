@@ -15,10 +15,11 @@ _COLOURS = {
     ),
     "red": ("failed", "cancelled", "lost"),
 }
-_COLOUR_OF = {state: colour for colour, states in _COLOURS.items() for state in states}
+#: By the state of a job or a node; one that needs no look has none.
+COLOUR_OF = {state: colour for colour, states in _COLOURS.items() for state in states}
 #: A state stands second: behind the name in a listing, behind `state` of one job.
 _STATE = re.compile(
-    rf"^(\S+ +)({'|'.join(sorted(_COLOUR_OF, key=len, reverse=True))})(?=:|\s|$)", re.MULTILINE
+    rf"^(\S+ +)({'|'.join(sorted(COLOUR_OF, key=len, reverse=True))})(?=:|\s|$)", re.MULTILINE
 )
 
 
@@ -35,4 +36,4 @@ def is_wanted() -> bool:
 
 def states(text: str) -> str:
     """`text` with the states of jobs and nodes in it coloured."""
-    return _STATE.sub(lambda found: found[1] + click.style(found[2], _COLOUR_OF[found[2]]), text)
+    return _STATE.sub(lambda found: found[1] + click.style(found[2], COLOUR_OF[found[2]]), text)

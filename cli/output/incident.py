@@ -55,7 +55,7 @@ def _labelled(label: str, value: str, room: int | None) -> Iterator[str]:
 
 def _headline(record: dict[str, Any], colour: bool, width: int | None) -> str:
     ended = inline(record["outcome"])
-    how = _how_it_ended(record, ended)
+    how = how_it_ended(record, ended)
     number, cause = f"incident {record['incident']}", inline(record["root_cause"]["summary"])
     line = f"{clock(record['opened_at'])}  {number}: {cause};"
     fits = width is None or len(line) + 1 + len(how) <= width
@@ -66,7 +66,7 @@ def _headline(record: dict[str, Any], colour: bool, width: int | None) -> str:
     return f"{line} {how}" if fits else f"{line}\n{_INDENT}{how}"
 
 
-def _how_it_ended(record: dict[str, Any], ended: str) -> str:
+def how_it_ended(record: dict[str, Any], ended: str) -> str:
     if "slow" in record:
         after = f"after {record['closed_at'] - record['opened_at']:.1f} s"
         return f"{'well again' if ended == 'recovered' else ended} {after}"
@@ -75,6 +75,23 @@ def _how_it_ended(record: dict[str, Any], ended: str) -> str:
 
 
 def _rows(record: dict[str, Any], room: int | None) -> Iterator[tuple[str, str]]:
+    yield from _seen(record)
+    yield from _phases(record, room)
+    yield from _outcome(record)
+    label = "last words"
+    for line in record["root_cause"]["log_tail"]:
+        for text in [line] if room is None else wrapped(inline(line), room - 2) or [""]:
+            yield label, f"| {text}"
+            label = ""
+
+
+def facts(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Label and value of all but phases and last words; an empty label is the one before."""
+    yield from _seen(record)
+    yield from _outcome(record)
+
+
+def _seen(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     began = record["opened_at"]
     first, witnesses = record["first_seen"], record["witnesses"]
     if first is not None:
@@ -92,18 +109,15 @@ def _rows(record: dict[str, Any], room: int | None) -> Iterator[tuple[str, str]]
         yield label, f"{_after(other['time'] - began)} {inline(other['summary'])} ({why})"
     if "slow" in record:
         yield from _slow(record)
-    yield from _phases(record, room)
+
+
+def _outcome(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if cost := _cost(record):
         yield "cost", cost
     if record["to_generation"]:
         yield "generation", _generations(record)
     if record["outcome"] == "recovered":
         yield "can lose", f"{count(record['can_lose'], 'more node')}, whichever"
-    label = "last words"
-    for line in record["root_cause"]["log_tail"]:
-        for text in [line] if room is None else wrapped(inline(line), room - 2) or [""]:
-            yield label, f"| {text}"
-            label = ""
 
 
 def _slow(record: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from google.protobuf.message import Message
@@ -101,7 +101,7 @@ def redoing(job: pb.JobStatus) -> str:
     return f"redoing {job.redo.first_step}-{job.redo.last_step}, at {at}"
 
 
-def _why(job: pb.JobStatus) -> str:
+def why_so(job: pb.JobStatus) -> str:
     """What is to be said beside the job's state."""
     return "; ".join(part for part in (redoing(job), job.reason, _exposed(job)) if part)
 
@@ -111,11 +111,11 @@ def _exposed(job: pb.JobStatus) -> str:
     return "DATA PLANE IN THE CLEAR" if job.data_plane == "clear" and job.state not in ENDED else ""
 
 
-def _heard(node: pb.NodeInfo) -> str:
+def heard(node: pb.NodeInfo) -> str:
     return f"{'> ' if node.heard_before else ''}{node.last_heard_s:.1f} s ago"
 
 
-def _pace(node: pb.NodeInfo) -> str:
+def pace(node: pb.NodeInfo) -> str:
     """Of workers that compute more slowly than the others, as a part of their pace, and why."""
     slow = [w for w in node.workers if 0 < w.rate < 1]
     alone = len(node.workers) == 1
@@ -151,7 +151,7 @@ _JOB_COLUMNS = (
         "CHECKPOINT", lambda job: ago(job.checkpoint_at) if job.checkpoint_at else "-", wide=True
     ),
     Column("SUBMITTED", lambda job: minute(job.submitted_at)),
-    Column("REASON", _why),
+    Column("REASON", why_so),
 )
 _NODE_COLUMNS = (
     Column("NODE", lambda node: node.node),
@@ -166,8 +166,8 @@ _NODE_COLUMNS = (
     Column("PID", lambda node: node.pid, wide=True),
     Column("JOB", lambda node: node.job_id or "-"),
     Column("GENERATION", lambda node: node.generation or "-", wide=True),
-    Column("PACE", _pace),
-    Column("HEARD", _heard),
+    Column("PACE", pace),
+    Column("HEARD", heard),
     Column("REASON", lambda node: node.reason),
 )
 
@@ -196,7 +196,7 @@ def versions_note(nodes: Iterable[pb.NodeInfo]) -> str:
 # ---- one job
 
 
-#: In front of what is told of one job.
+#: Columns of the labels in front of what is told of one job.
 _LABEL = 12
 
 
@@ -210,74 +210,90 @@ def last_step(job: pb.JobStatus, before: str = "") -> str:
 
 def job_text(job: pb.JobStatus, width: int | None = None) -> str:
     """All about one job, plan included."""
-    lines = [
-        f"job         {job.job_id}",
-        f"state       {job.state}" + (f": {inline(why)}" if (why := _why(job)) else ""),
-        f"step        {job.committed_step} of {job.steps} ({done(job)})"
-        f"{last_step(job, ', the last ')}",
-    ]
-    if job.HasField("loss"):
-        lines.append(f"loss        {job.loss:.6f}")
-    if job.skipped_steps:
-        lines.append(
-            f"skipped     {count(job.skipped_steps, 'step')} whose gradients were not finite"
-        )
-    if job.HasField("evaluation"):
-        lines.append(f"held out    {evaluation(job.evaluation)}")
-    if job.tokens_per_s:
-        eta = f", about {about(job.eta_s)} to go" if job.eta_s else ""
-        lines.append(f"speed       {job.tokens_per_s:,.0f} tokens/s{eta}")
-    lines.append(f"submitted   {moment(job.submitted_at)}")
-    if job.started_at:
-        lines.append(f"started     {moment(job.started_at)}")
-    if job.finished_at:
-        span = f" (after {seconds(job.finished_at - job.started_at)})" if job.started_at else ""
-        lines.append(f"finished    {moment(job.finished_at)}{span}")
-    if job.checkpoint_path:
-        age = f", {ago(job.checkpoint_at)}" if job.checkpoint_at else ""
-        newest = f"step {job.checkpoint_step}{age}, {job.checkpoint}"
-        newest = newest if job.checkpoint else "none yet"
-        lines.append(f"checkpoint  {inline(newest)}")
-    if job.save_failure:
-        lines.append(f"not saved   {inline(job.save_failure)}")
-    if job.profile:
-        lines.append(f"profile     {job.profile}")
-    if job.data_plane == "clear":
-        lines.append(
-            "data plane  IN THE CLEAR, as the job file asks: whoever is on the network reads and "
-            "changes what workers send; without 'data_plane: clear' it is sealed"
-        )
-    elif job.data_plane == "nccl":
-        lines.append(
-            "data plane  sealed, but for what GPUs send by NCCL, which can seal nothing: give it a "
-            "network of its own (docs/security.md)"
-        )
-    elif job.data_plane:
-        lines.append(f"data plane  {job.data_plane}")
-    if job.directory:
-        lines.append(f"directory   {job.directory}")
-    if job.last_incident:
-        at = moment(job.last_incident_at) if job.last_incident_at else "not over"
-        first, _, _ = job.last_incident.partition("\n")
-        lines.append(f"incident    {job.incidents}, {at}: {inline(first)}")
-    if job.journal_cut_at:
-        when = moment(job.journal_cut_at)
-        lines.append(f"journal     {when}: the master found it without its end; see the events")
-    if job.HasField("plan"):
-        changes = count(job.reconfigurations, "reconfiguration")
-        lines.append(f"generation  {job.generation}, {changes} so far")
-        lines.append(f"schedule    {job.plan.schedule}")
-        if job.policy:
-            then = f", then {job.then} at a step boundary" if job.then else ""
-            lines.append(f"policy      {job.policy}{then}")
-        if job.state not in ENDED:
-            more = count(job.can_lose, "more node")
-            lines.append(f"can lose    {more}, whichever, without losing a layer")
     tables = [draw(job.plan, width)] if job.HasField("plan") else []
     if job.memory:
         tables.append(memory_table(job.memory, width))
+    lines = (f"{label:<{_LABEL}}{value}" for label, value in job_facts(job))
     facts = "\n".join(folded(inline(line), width, indent=_LABEL) for line in lines)
     return "\n\n".join([facts, *tables])
+
+
+def job_facts(job: pb.JobStatus) -> Iterator[tuple[str, str]]:
+    """Label and value of all that is to be said of one job beside its plan."""
+    yield "job", job.job_id
+    yield "state", job.state + (f": {inline(why)}" if (why := why_so(job)) else "")
+    last = last_step(job, ", the last ")
+    yield "step", f"{job.committed_step} of {job.steps} ({done(job)}){last}"
+    if job.HasField("loss"):
+        yield "loss", f"{job.loss:.6f}"
+    if job.skipped_steps:
+        yield "skipped", f"{count(job.skipped_steps, 'step')} whose gradients were not finite"
+    if job.HasField("evaluation"):
+        yield "held out", evaluation(job.evaluation)
+    if job.tokens_per_s:
+        eta = f", about {about(job.eta_s)} to go" if job.eta_s else ""
+        yield "speed", f"{job.tokens_per_s:,.0f} tokens/s{eta}"
+    yield from _moments(job)
+    yield from _files(job)
+    if job.last_incident:
+        at = moment(job.last_incident_at) if job.last_incident_at else "not over"
+        first, _, _ = job.last_incident.partition("\n")
+        yield "incident", f"{job.incidents}, {at}: {inline(first)}"
+    if job.journal_cut_at:
+        when = moment(job.journal_cut_at)
+        yield "journal", f"{when}: the master found it without its end; see the events"
+    if job.HasField("plan"):
+        yield (
+            "generation",
+            f"{job.generation}, {count(job.reconfigurations, 'reconfiguration')} so far",
+        )
+        yield "schedule", job.plan.schedule
+        if job.policy:
+            then = f", then {job.then} at a step boundary" if job.then else ""
+            yield "policy", f"{job.policy}{then}"
+        if job.state not in ENDED:
+            yield "can lose", can_lose(job)
+
+
+def can_lose(job: pb.JobStatus) -> str:
+    """What a job with a plan that goes on can still lose."""
+    return f"{count(job.can_lose, 'more node')}, whichever, without losing a layer"
+
+
+def _moments(job: pb.JobStatus) -> Iterator[tuple[str, str]]:
+    yield "submitted", moment(job.submitted_at)
+    if job.started_at:
+        yield "started", moment(job.started_at)
+    if job.finished_at:
+        span = f" (after {seconds(job.finished_at - job.started_at)})" if job.started_at else ""
+        yield "finished", f"{moment(job.finished_at)}{span}"
+
+
+def _files(job: pb.JobStatus) -> Iterator[tuple[str, str]]:
+    if job.checkpoint_path:
+        age = f", {ago(job.checkpoint_at)}" if job.checkpoint_at else ""
+        newest = f"step {job.checkpoint_step}{age}, {job.checkpoint}"
+        yield "checkpoint", inline(newest if job.checkpoint else "none yet")
+    if job.save_failure:
+        yield "not saved", inline(job.save_failure)
+    if job.profile:
+        yield "profile", job.profile
+    if job.data_plane == "clear":
+        yield (
+            "data plane",
+            "IN THE CLEAR, as the job file asks: whoever is on the network reads and changes what "
+            "workers send; without 'data_plane: clear' it is sealed",
+        )
+    elif job.data_plane == "nccl":
+        yield (
+            "data plane",
+            "sealed, but for what GPUs send by NCCL, which can seal nothing: give it a network of "
+            "its own (docs/security.md)",
+        )
+    elif job.data_plane:
+        yield "data plane", job.data_plane
+    if job.directory:
+        yield "directory", job.directory
 
 
 def memory_table(memory: Iterable[pb.WorkerMemory], width: int | None = None) -> str:
