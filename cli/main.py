@@ -19,6 +19,7 @@ COMMANDS = {
     "check": ("oobleck.cli.jobs.check:check", "Look for what is wrong with a job."),
     "submit": ("oobleck.cli.jobs.submit:submit", "Queue a training job."),
     "status": ("oobleck.cli.reading.show:status", "Show the cluster, or one job in full."),
+    "top": ("oobleck.cli.top.top:top", "Watch nodes, a job and what happens to it on one page."),
     "node": ("oobleck.cli.cluster.node:node", "Take a node out for maintenance, and back."),
     "nodes": ("oobleck.cli.reading.show:nodes", "List the nodes."),
     "jobs": ("oobleck.cli.reading.show:jobs", "List the jobs."),

@@ -24,7 +24,7 @@ FOLDERS = (
     "deploy",
     "docs",
 )
-_FOREIGN = re.compile(r"\boobleck\[|pip install (?:-\S+ +)*[\"']*oobleck\b")
+_FOREIGN = re.compile(r"\boobleck\[|pip install (?:-\S+ +)*[\"']*oobleck\b(?!-cluster)")
 _NAMED = re.compile(r"pip install '([^']+)'")
 
 
@@ -48,7 +48,9 @@ def test_nobody_is_told_to_install_what_is_somebody_elses() -> None:
 def test_what_hints_name_is_what_the_project_asks_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = {*extras["huggingface"], *extras["lora"], *(f".[{extra}]" for extra in extras)}
+    names = (".", project["name"])
+    asked = {*extras["huggingface"], *extras["lora"]}
+    asked |= {f"{name}[{extra}]" for name in names for extra in extras}
     named = {match for path in texts() for match in _NAMED.findall(path.read_text())}
     assert named <= asked
     assert len(named) >= 3

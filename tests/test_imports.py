@@ -43,7 +43,10 @@ LEVELS = {
     ),
     "agent": ("processes", "connection", "metrics"),
     "master": ("events", "state", "planning", "storage", "rules", "clients", "api", "metrics"),
-    "cli": ("output", "view", "chaos", "jobs", "reading", "tracking", "cluster", "planning", "ssh"),
+    "cli": (
+        *("output", "view", "chaos", "jobs", "reading", "tracking"),
+        *("cluster", "planning", "top", "ssh"),
+    ),
     "proto": (),
 }
 #: Libraries that a package must not import anywhere, but for EXCEPTED.

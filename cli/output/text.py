@@ -172,6 +172,10 @@ _NODE_COLUMNS = (
 )
 
 
+#: Columns of the labels in front of what is told of one node.
+_NODE_LABEL = 16
+
+
 def jobs_table(
     jobs: Iterable[pb.JobStatus], *, width: int | None = None, wide: bool = False
 ) -> str:
@@ -184,6 +188,15 @@ def nodes_table(
 ) -> str:
     listed = listing(_NODE_COLUMNS, list(nodes), width=width, wide=wide)
     return listed or "no nodes; start one with 'oobleck-agent --master HOST:PORT'"
+
+
+def node_text(node: pb.NodeInfo, width: int | None = None) -> str:
+    """All about one node."""
+    lines = (
+        f"{column.head.lower():<{_NODE_LABEL}}{inline(str(column.cell(node))) or '-'}"
+        for column in _NODE_COLUMNS
+    )
+    return "\n".join(folded(line, width, indent=_NODE_LABEL) for line in lines)
 
 
 def versions_note(nodes: Iterable[pb.NodeInfo]) -> str:

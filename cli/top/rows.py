@@ -1,0 +1,227 @@
+"""What the panes of `oobleck top` say, as rows of styled text. Pure.
+
+A style is a word or two of Rich: `bold`, `dim`, or one of the terminal's own colours. Without
+colours everything is still there as text.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from oobleck.cli.client import Unreachable
+from oobleck.cli.jobs.follow import progress_line
+from oobleck.cli.output import incident
+from oobleck.cli.output.plot import plot
+from oobleck.cli.output.table import cut
+from oobleck.cli.output.text import about
+from oobleck.cli.top.feed import View
+from oobleck.cli.view import places
+from oobleck.cli.view.cluster import Cluster, NodeRow
+from oobleck.cli.view.job import open_incident, progress
+from oobleck.cli.view.series import Point
+from oobleck.cli.view.tone import Tone, tone
+from oobleck.host.display import inline
+from oobleck.planner.units import count
+
+#: Text and its style.
+Part = tuple[str, str]
+Row = tuple[Part, ...]
+
+_STYLES: Mapping[Tone, str] = {"good": "green", "warn": "yellow", "bad": "bold red", "quiet": ""}
+_OUTCOMES = {"recovered": "green", "succeeded": "green", "failed": "bold red"}
+_LONGEST_NAME = 20
+#: Of the clock in front of an event.
+_CLOCK = 12
+#: Lowest plot: a line of dots, and one of steps.
+_LOWEST = 2
+
+
+def width_of(row: Row) -> int:
+    return sum(len(text) for text, _ in row)
+
+
+def fitted(row: Iterable[Part], width: int) -> Row:
+    """`row`, or its beginning with `…` where it is longer than `width`."""
+    found: list[Part] = []
+    parts = list(row)
+    for number, (text, style) in enumerate(parts):
+        last = not any(text for text, _ in parts[number + 1 :])
+        if len(text) > width or (len(text) == width and not last):
+            return (*found, (cut(f"{text} ", width), style))
+        found.append((text, style))
+        width -= len(text)
+    return tuple(found)
+
+
+# ---- the head of the page
+
+
+def head(view: View, cluster: Cluster, address: str, width: int, now: float) -> Row:
+    """Which master, how it is or its nodes are, and the time."""
+    clock = time.strftime("%H:%M:%S", time.localtime(now))
+    room, state = max(0, width - len(clock) - 2), tuple(_state(view, cluster))
+    name = cut(address, max(0, room - width_of((("oobleck    ", ""), *state))))
+    left = fitted((("oobleck", "bold"), (f"  {name}  " if name else "  ", ""), *state), room)
+    return fitted((*left, (" " * (width - len(clock) - width_of(left)), ""), (clock, "")), width)
+
+
+def _state(view: View, cluster: Cluster) -> Iterator[Part]:
+    match view.failure:
+        case Unreachable():
+            yield f"the master is away for {about(view.failing_s)}; jobs go on", "bold red"
+        case None if view.problem:
+            yield inline(view.problem), "bold yellow"
+        case None:
+            for number, (state, nodes) in enumerate(cluster.states.items()):
+                yield ", " if number else "", ""
+                yield f"{nodes} {inline(state)}", _STYLES[tone(state)]
+            yield "" if cluster.states else "no nodes", ""
+        case failure:
+            yield inline(failure.format_message()), "bold red"
+
+
+def job(view: View, width: int) -> tuple[Row, Row]:
+    """How far the job is, and what it can still take."""
+    found = view.job
+    if found is None:
+        return (("no jobs; queue one with 'oobleck submit JOB.yaml'", "dim"),), ()
+    name = f"{inline(found.job_id)}  "
+    line = progress_line(found, max(1, width - len(name)))
+    state, _, rest = line.partition("  ")
+    first = (name, "bold"), (state, _STYLES[tone(found.state)]), (f"  {rest}", "")
+    return fitted(first, width), fitted(_prospects(view), width)
+
+
+def _prospects(view: View) -> Iterator[Part]:
+    found = view.job
+    assert found is not None, "there is a job"
+    how = progress(found)
+    yield f"{how.percent} done  ", ""
+    if how.can_lose:
+        style = "" if found.can_lose else "bold yellow"
+        yield f"can lose {count(found.can_lose, 'more node')}  ", style
+    if found.save_failure:
+        yield f"not saved: {inline(found.save_failure)}  ", "bold red"
+    elif how.checkpoint:
+        yield f"checkpoint {inline(how.checkpoint)}  ", ""
+    if view.told.goodput is not None:
+        yield f"goodput {100 * view.told.goodput:.1f}%  ", ""
+    if found.policy:
+        then = f", then {found.then}" if found.then else ""
+        yield inline(f"plan by {found.policy}{then}"), "dim"
+
+
+# ---- nodes and the map of the plan
+
+
+def nodes(found: Sequence[NodeRow], width: int) -> list[tuple[str, Row]]:
+    """The name and the row of each."""
+    wide = min(_LONGEST_NAME, max((len(node.name) for node in found), default=0))
+    states = max((len(node.state) for node in found), default=0)
+    return [(node.name, fitted(_node(node, wide, states), width)) for node in found]
+
+
+def _node(node: NodeRow, wide: int, states: int) -> Iterator[Part]:
+    yield f"{cut(inline(node.name), wide):<{wide}}  ", ""
+    yield f"{inline(node.state):<{states}}  ", _STYLES[tone(node.state)]
+    yield node.workers, ""
+    if node.pace:
+        yield f"  pace {inline(node.pace)}", "yellow"
+    if node.silent and node.state != "lost":
+        yield f"  heard {node.silent}", "yellow"
+    if node.reason:
+        yield f"  {inline(node.reason)}", "dim"
+
+
+def pipelines(view: View, width: int) -> list[Row]:
+    """A row for each pipeline (or route), a cell for each stage: with its layers, where there is
+    no room for these its workers alone, and where there is none for them a mark."""
+    if view.job is None or not view.job.HasField("plan"):
+        return []
+    found = places.rows(view.job.plan, view.nodes)
+    heads = [_head_of(row) for row in found]
+    wide = max(map(len, heads), default=0)
+    most = max((len(row.places) for row in found), default=0)
+    cells: list[list[str]] = []
+    cell = 0
+    for write in (_with_layers, lambda place: inline(place.workers), lambda place: "■"):
+        cells = [[write(place) for place in row.places] for row in found]
+        cell = max((len(text) for row in cells for text in row), default=0)
+        if wide + most * (cell + 1) <= width:
+            break
+    return [
+        fitted(
+            (
+                (f"{head:<{wide}}", "dim"),
+                *(
+                    (f" {text:<{cell}}", _STYLES[place.tone])
+                    for text, place in zip(texts, row.places, strict=True)
+                ),
+            ),
+            width,
+        )
+        for head, texts, row in zip(heads, cells, found, strict=True)
+    ]
+
+
+def _head_of(row: places.Row) -> str:
+    """`0  16 mb` of a pipeline: its number, and micro-batches of a step."""
+    kind, _, number = row.name.partition(" ")
+    share = row.share.partition(" ")[0]
+    if not number:
+        return kind
+    return f"{number}  {share} mb" if kind == "pipeline" else f"{kind} {number}  {share} mb"
+
+
+def _with_layers(place: places.Place) -> str:
+    first, last = place.first_layer, place.last_layer
+    return (
+        f"{inline(place.workers)}[{first}]"
+        if first == last
+        else (f"{inline(place.workers)}[{first}..{last}]")
+    )
+
+
+# ---- the line of losses
+
+
+def losses(points: Sequence[Point], width: int, height: int) -> list[str]:
+    found = [(point.first, point.loss) for point in points if point.loss is not None]
+    if not found or height < _LOWEST:
+        return []
+    return plot(found, width=width, height=height - 1).split("\n")
+
+
+# ---- what has happened
+
+
+def incidents(view: View, width: int) -> list[tuple[str, Row]]:
+    """Number and row of each, the newest first; before all the one that is not over."""
+    rows = [
+        (str(record["incident"]), fitted(_incident(record), width))
+        for record in reversed(view.told.incidents)
+    ]
+    if view.job is not None and (now := open_incident(view.job)):
+        row = ("not over  ", "bold red"), (inline(now), "bold")
+        rows.insert(0, ("", fitted(row, width)))
+    return rows
+
+
+def _incident(record: dict[str, Any]) -> Iterator[Part]:
+    ended = inline(record["outcome"])
+    yield f"{time.strftime('%H:%M:%S', time.localtime(record['opened_at']))}  ", "dim"
+    yield incident.how_it_ended(record, ended), _OUTCOMES.get(ended, "yellow")
+    yield f"  {inline(record['root_cause']['summary'])}", ""
+
+
+def events(view: View, width: int) -> list[Row]:
+    return [
+        fitted(((line[:_CLOCK], "dim"), (line[_CLOCK:], "")), width) for line in view.told.events
+    ]
+
+
+def logs(view: View, width: int) -> list[Row]:
+    return [
+        fitted(((f"{inline(line.node)}/{line.slot}  ", "dim"), (inline(line.line), "")), width)
+        for line in view.told.logs
+    ]

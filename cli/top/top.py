@@ -1,0 +1,62 @@
+"""`oobleck top`: a page on the terminal. Owns what has to be so before there is one."""
+
+import os
+import sys
+from importlib.util import find_spec
+
+import click
+
+from oobleck.cli import options
+from oobleck.cli.completion import job_argument
+from oobleck.host.command import CommandFailed
+from oobleck.host.ipc.endpoint import Endpoint
+
+_EPILOG = """\b
+Keys:
+  arrows, Tab   move in a list, and from list to list; n is that of nodes
+  Enter         all about the node or the incident
+  d, u          drain the node, or let it take part again
+  c             cancel the job
+  [ and ]       the job that was submitted before, or after
+  i, e, l       incidents, events, or what workers print
+  z             losses of all steps, or of the newest
+  q             end
+
+Exit codes: 0 after q, 3 no such job, 4 no master answers at the start, 5 denied."""
+
+
+@click.command(epilog=_EPILOG)
+@job_argument(required=False)
+@options.master_option
+def top(job_id: str | None, master: Endpoint) -> int:
+    """Watch nodes, the job JOB (without JOB whichever trains) and what happens to it on one page.
+
+    Needs a terminal, and the package textual: pip install 'oobleck-cluster[top]'.
+    """
+    _check_terminal()
+    if find_spec("textual") is None:
+        raise CommandFailed(
+            "this page needs the package textual: pip install 'oobleck-cluster[top]'",
+            options.FAILED,
+        )
+    if not os.environ.get("NO_COLOR"):  # one that is empty asks for nothing
+        os.environ.pop("NO_COLOR", None)
+    from oobleck.cli.top.feed import Feed
+    from oobleck.cli.top.page import Page
+
+    with Feed(master, job_id) as feed:
+        return Page(feed, master.address).run() or 0
+
+
+def _check_terminal() -> None:
+    """Raises CommandFailed."""
+    instead = "'oobleck status --watch' needs none"
+    if os.environ.get("TERM", "dumb") == "dumb":
+        raise CommandFailed(
+            f"TERM names no terminal that can show a page; {instead}", options.USAGE
+        )
+    # The page is drawn on standard error and reads keys from standard input.
+    if not all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+        raise CommandFailed(
+            f"standard input, output and error have to be a terminal; {instead}", options.USAGE
+        )

@@ -1,0 +1,42 @@
+"""The page of `oobleck top` while a real cluster loses a node and an operator drains another."""
+
+import asyncio
+
+import pytest
+
+from bench.support.cluster import LocalCluster
+from support.page import shown
+
+pytestmark = pytest.mark.cluster
+
+#: Slow enough that little is computed while keys are pressed.
+JOB = {
+    "name": "shown",
+    "model": {"layers": 4, "hidden": 32, "heads": 2, "sequence_length": 32},
+    "training": {"steps": 100_000, "global_batch": 8, "microbatch": 1},
+    "fault_tolerance": 1,
+    "profile": "estimate",
+}
+
+
+def test_a_page_over_a_cluster_that_loses_a_node(small_cluster: LocalCluster, text: str) -> None:
+    cluster = small_cluster
+    job_id = cluster.submit({**JOB, "data": {"text": [text]}})
+
+    async def watch() -> None:
+        async with shown(cluster.endpoint) as page:
+            await page.see("3 live", f"{job_id}  running", "n1[", "n2[", "n3[", "┤")
+            await asyncio.to_thread(cluster.kill_node, "n3")
+            await page.see("2 live, 1 lost", "recovered in ", "node n3", "can lose 1 more node")
+            assert page.lines[4].startswith("n3  lost"), "first what needs a look"
+            await page.until(lambda: "n3[" not in page.text, "a plan without it")
+            await page.press("e")
+            await page.see("reconfigured to generation 2")
+            await page.press("n", "home", "down", "down", "d")
+            await page.see("Drain node n2?", f"Job {job_id} can lose 1 more node now.")
+            await page.press("y")
+            await page.see("1 live", "1 drained", "1 lost")
+            await page.press("c", "y")
+            await page.see(f"{job_id}  cancelled")
+
+    asyncio.run(watch())
