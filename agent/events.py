@@ -32,6 +32,13 @@ class Assigned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotUnderstood:
+    """The master's word cannot be read: what was desired before still is."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
     """The agent is to end as soon as the node is drained, at the latest after the time."""
 
@@ -144,6 +151,7 @@ WorkerEvent = (
 )
 Event = (
     Assigned
+    | NotUnderstood
     | SessionBegan
     | SessionOver
     | DetectionTold

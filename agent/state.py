@@ -19,6 +19,7 @@ from oobleck.agent.events import (
     ForkAsked,
     GpusRead,
     Leave,
+    NotUnderstood,
     Paused,
     SessionBegan,
     SessionOver,
@@ -92,6 +93,8 @@ class NodeState:
     health: GpuHealth = field(default_factory=GpuHealth)
     #: The master's last word; at first that there is no job.
     desired: types.Assignment = NOTHING
+    #: Why a newer word of it cannot be followed; empty: there is none.
+    not_understood: str = ""
     #: Since when its workers stand by; None: they do not.
     standing_by_since: float | None = None
     #: Until a master tells, those that most have.
@@ -119,6 +122,8 @@ class NodeState:
 
     def trouble(self) -> str:
         """Why no worker can be started here; empty: one can."""
+        if self.not_understood:
+            return f"what the master wants is not understood: {self.not_understood}"
         if self.warm.failed_starts:
             times = "once" if self.warm.failed_starts == 1 else f"{self.warm.failed_starts} times"
             return (
@@ -158,6 +163,9 @@ class NodeState:
         match event:
             case Assigned(desired=desired):
                 self._assign(desired, now)
+                self.not_understood = ""
+            case NotUnderstood(reason=reason):
+                self.not_understood = reason
             case SessionBegan():
                 self.alone_since = None
             case SessionOver():

@@ -24,6 +24,7 @@ from oobleck.agent.events import (
     Event,
     GpusRead,
     Leave,
+    NotUnderstood,
     Paused,
     SessionBegan,
     SessionOver,
@@ -155,6 +156,11 @@ class Supervisor:
             fields = {"job": desired.job_id, "generation": desired.generation or None}
             logger.info("assigned", extra=fields)
         self._handle(Assigned(desired=desired))
+
+    def not_understood(self, reason: str) -> None:
+        """The master's word cannot be read."""
+        logger.error("assignment not understood", extra={"reason": reason})
+        self._handle(NotUnderstood(reason=reason))
 
     def record(self, job_id: JobId, wish: Record) -> None:
         """Have the workers of that job record; what they do not hear of is asked for again."""

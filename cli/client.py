@@ -48,6 +48,9 @@ _WANTS_CREDENTIALS = (
 )
 _ANOTHER_CLUSTER = "it is of another cluster than the credentials: their authority does not know it"
 _NO_MASTER = "what listens there does not answer like an Oobleck master"
+_EARLIER = (
+    "the master at {} is of an earlier release, which cannot do this: upgrade Oobleck where it runs"
+)
 
 
 def _new_id() -> str:
@@ -248,6 +251,14 @@ class MasterClient:
         except grpc.RpcError as error:
             raise self._line(error) from error
 
+    def _is_master(self) -> bool:
+        """Whether what listens there knows what masters of all releases do."""
+        try:
+            self._stub.ListJobs(pb.ListJobsRequest(), timeout=DEADLINE_S)
+        except grpc.RpcError as error:
+            return bool(error.code() is not grpc.StatusCode.UNIMPLEMENTED)
+        return True
+
     def _line(self, error: Any) -> CommandFailed:
         whole = error.details() or ""
         details = whole.rpartition("last error: ")[2]
@@ -263,6 +274,8 @@ class MasterClient:
                 return Unreachable(self.address, _NO_MASTER if foreign else cause, reached=reached)
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return Unreachable(self.address, f"{_NO_MASTER} within {DEADLINE_S:.0f} s")
+            case grpc.StatusCode.UNIMPLEMENTED if self._is_master():
+                return CommandFailed(_EARLIER.format(self.address), options.USAGE)
             case grpc.StatusCode.UNIMPLEMENTED:
                 return Unreachable(self.address, _NO_MASTER)
             case grpc.StatusCode.NOT_FOUND:

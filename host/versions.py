@@ -12,6 +12,12 @@ import msgspec
 
 #: By package, by version: who has it.
 Differences = Mapping[str, Mapping[str, tuple[str, ...]]]
+#: Of what workers compute and say to each other: the instructions that follow from a plan, the
+#: order of samples and sums, draws, links and meetings. Only workers of one engine train a job
+#: together. It grows with a change after which one of before would compute or say something else.
+ENGINE = "1"
+#: Of an agent that does not tell.
+FIRST_ENGINE = "1"
 _MOST_CHARACTERS = 64
 
 
@@ -26,6 +32,7 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
     cuda: str = ""
     nccl: str = ""
     driver: str = ""
+    engine: str = FIRST_ENGINE
 
 
 def installed() -> Versions:
@@ -35,6 +42,7 @@ def installed() -> Versions:
         python=platform.python_version(),
         torch=_version("torch"),
         transformers=_version("transformers"),
+        engine=ENGINE,
     )
 
 

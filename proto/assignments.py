@@ -55,7 +55,7 @@ _told: list[tuple[JobSpec, str]] = []
 def _job_text(job: JobSpec) -> str:
     """Remembered by identity: what a job holds need not have a hash."""
     if not _told or _told[0][0] is not job:
-        _told[:] = [(job, format_job(job))]
+        _told[:] = [(job, format_job(job, defaults=False))]
     return _told[0][1]
 
 

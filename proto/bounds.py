@@ -50,6 +50,7 @@ _LINES = frozenset(
         "Versions.cuda",
         "Versions.nccl",
         "Versions.driver",
+        "Versions.engine",
         "WorkerStatus.card",
         "WorkerStatus.data",
         "WorkerStatus.doing",

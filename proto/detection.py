@@ -4,17 +4,29 @@ from dataclasses import fields
 
 from oobleck.host.detection import Detection
 from oobleck.proto import control_pb2 as pb
+from oobleck.proto.protocol import NEWEST, OLDEST, common, span
 
 
-def welcome_message(detection: Detection) -> pb.Welcome:
+def welcome_message(detection: Detection, protocol: int) -> pb.Welcome:
+    """`protocol`: the one that agent and master speak."""
     spans = {field.name: getattr(detection, field.name) for field in fields(Detection)}
-    return pb.Welcome(detection=pb.Detection(**spans))
+    return pb.Welcome(detection=pb.Detection(**spans), protocol=protocol)
 
 
-def read_welcome(message: pb.Welcome) -> Detection:
-    """Raises ValueError where the time-outs make no sense."""
-    told = message.detection
-    return Detection(**{field.name: getattr(told, field.name) for field in fields(Detection)})
+def read_welcome(message: pb.Welcome) -> tuple[Detection, int]:
+    """The time-outs, and the protocol that master and agent speak. A time-out that a master of
+    before does not know is as it is by default. Raises ValueError where it makes no sense."""
+    told, protocol = message.detection, message.protocol or OLDEST
+    if common(protocol, protocol) is None:
+        ours = span(OLDEST, NEWEST)
+        raise ValueError(f"protocol: {protocol} was chosen, where this agent speaks {ours}")
+    lacking = {
+        field.name
+        for field in told.DESCRIPTOR.fields
+        if field.has_presence and not told.HasField(field.name)
+    }
+    names = {field.name for field in fields(Detection)} - lacking
+    return Detection(**{name: getattr(told, name) for name in names}), protocol
 
 
 def keepalive_options(detection: Detection) -> tuple[tuple[str, int], ...]:

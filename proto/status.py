@@ -1,6 +1,6 @@
 """What an agent says of its node, as messages and back: registration and status."""
 
-from oobleck.host.versions import Versions
+from oobleck.host.versions import FIRST_ENGINE, Versions
 from oobleck.planner.ids import check_name
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import assignment_message, read_assignment
@@ -17,8 +17,8 @@ from oobleck.proto.checks import (
     shortened,
 )
 from oobleck.proto.fields import message_of, struct_of
+from oobleck.proto.protocol import common
 from oobleck.proto.types import (
-    PROTOCOL,
     Assignment,
     NodeFacts,
     NodeStatus,
@@ -87,11 +87,13 @@ def _read_facts(message: pb.Register, incarnation: str) -> NodeFacts:
         raise ValueError(f"worker_slots: {message.worker_slots} is not in 1..{MOST_SLOTS}")
     one_of(message.device, ("cpu", "cuda"))
     at_least(message.memory_per_worker_bytes, 1, "memory_per_worker_bytes")
+    engine = message.versions.engine or FIRST_ENGINE
     return struct_of(
         NodeFacts,
         message,
         incarnation=read_incarnation(incarnation),
-        versions=struct_of(Versions, message.versions),
+        versions=struct_of(Versions, message.versions, engine=engine),
+        newest_protocol=message.newest_protocol or message.protocol,
     )
 
 
@@ -99,7 +101,8 @@ def read_register(message: pb.Register, incarnation: str) -> Registration:
     """`incarnation`: of the envelope, an AgentMessage."""
     with in_field("register"):
         facts = _read_facts(message, incarnation)
-        if message.protocol != PROTOCOL:  # it is refused, and what else it says may be unreadable
+        if common(message.protocol, facts.newest_protocol) is None:
+            # It is refused, and what else it says may be unreadable.
             return Registration(protocol=message.protocol, facts=facts, status=NodeStatus())
         status = read_status(message.status)
         for worker in status.workers:

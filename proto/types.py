@@ -9,9 +9,7 @@ from oobleck.host.ipc.messages import Assign, Measure, Report
 from oobleck.host.versions import Versions
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.planner.job.spec import JobSpec
-
-#: Version of what agent and master say to each other; both must have the same.
-PROTOCOL = 3
+from oobleck.proto.protocol import OLDEST
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +26,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     #: Name of what one worker computes on; equal names mean equal speed.
     device_kind: str = ""
     versions: Versions = Versions()
+    #: The newest that the agent speaks (`oobleck.proto.protocol`).
+    newest_protocol: int = OLDEST
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +96,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """The first message of a session."""
 
+    #: The oldest that the agent speaks.
     protocol: int
     facts: NodeFacts
     status: NodeStatus

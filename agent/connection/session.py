@@ -23,9 +23,10 @@ from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import read_assignment
 from oobleck.proto.control_pb2_grpc import ControlStub
 from oobleck.proto.detection import keepalive_options, read_welcome
+from oobleck.proto.protocol import NEWEST, OLDEST
 from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.status import register_message
-from oobleck.proto.types import PROTOCOL, Assignment, NodeFacts, Registration, WorkerReport
+from oobleck.proto.types import Assignment, NodeFacts, Registration, WorkerReport
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Node(Protocol):
     def heard(self, by_master: bool) -> None: ...
     def detect(self, detection: Detection) -> None: ...
     def assigned(self, desired: Assignment) -> None: ...
+    def not_understood(self, reason: str) -> None: ...
     def record(self, job_id: JobId, wish: Record) -> None: ...
     def standing_reports(self) -> list[WorkerReport]: ...
 
@@ -96,10 +98,14 @@ class Session:
         self._last_trouble = ""
         #: As the master told; until then those that most masters have.
         self._detection = Detection()
+        #: The one that the present session speaks.
+        self._protocol = OLDEST
         #: The longest wait before the next try.
         self._retry_s = FIRST_RETRY_S
         #: The newest assignment with a plan of the job that is here; see `Registration`.
         self._running: Assignment | None = None
+        #: The same as it came, with what a later release may have put into it.
+        self._running_as_told = pb.Assignment()
 
     async def run(self) -> str | None:
         """Until the master refuses for good (the reason) or `close` was called (None)."""
@@ -169,7 +175,8 @@ class Session:
             case other:
                 raise SessionEnded(f"the master began with {other} instead of a welcome")
         stream.answer_s = self._detection.answer_s
-        logger.info("session began", extra={"master": self._config.master})
+        told = {"master": self._config.master, "protocol": self._protocol}
+        logger.info("session began", extra=told)
         self._last_trouble, self._retry_s = "", FIRST_RETRY_S
         self._outbox.session_began(self._node.standing_reports(), self._now())
         self._node.heard(True)
@@ -190,9 +197,9 @@ class Session:
 
     def _welcomed(self, welcome: pb.Welcome) -> None:
         try:
-            detection = read_welcome(welcome)
+            detection, self._protocol = read_welcome(welcome)
         except ValueError as error:
-            raise SessionEnded(f"the master's time-outs make no sense: {error}") from error
+            raise SessionEnded(f"the master's welcome makes no sense: {error}") from error
         self._node.detect(detection)
         before, self._detection = self._detection, detection
         if keepalive_options(before) != keepalive_options(detection):
@@ -214,16 +221,18 @@ class Session:
             memory_per_worker_bytes=self._config.memory_per_worker_bytes,
             device_kind=self._config.device_kind,
             versions=self._config.versions,
+            newest_protocol=NEWEST,
         )
         registration = Registration(
-            protocol=PROTOCOL,
+            protocol=OLDEST,
             facts=facts,
             status=self._outbox.take_status(),
             running=self._running,
         )
-        return pb.AgentMessage(
-            incarnation=self._incarnation, register=register_message(registration)
-        )
+        register = register_message(registration)
+        if self._running is not None:
+            register.running.CopyFrom(self._running_as_told)
+        return pb.AgentMessage(incarnation=self._incarnation, register=register)
 
     async def _send_all(self, stream: Stream, heartbeat_s: float) -> None:
         heartbeat_at = self._now() + heartbeat_s
@@ -278,9 +287,13 @@ class Session:
         try:
             desired = read_assignment(assignment)
         except ValueError as error:
-            logger.error("assignment not understood", extra={"reason": error})
+            fix = "if the master is of a later release, upgrade Oobleck here"
+            self._node.not_understood(f"{error}; {fix}")
             return
-        self._running = newest_plan(self._running, desired)
+        before, self._running = self._running, newest_plan(self._running, desired)
+        if self._running is not before and self._running is not None:
+            self._running_as_told.CopyFrom(assignment)
+            self._running_as_told.ClearField("job")
         self._node.assigned(desired)
 
 

@@ -165,6 +165,9 @@ class Agent:
     def record(self, job_id: JobId, wish: Record) -> None:
         pass
 
+    def not_understood(self, reason: str) -> None:
+        raise ValueError(reason)
+
     def standing_reports(self) -> list[WorkerReport]:
         return [] if self._lost is None else [self._lost]
 

@@ -128,9 +128,12 @@ def pace(node: pb.NodeInfo) -> str:
 
 
 def _versions(node: pb.NodeInfo) -> str:
-    """Of what computes; those of GPUs where it has some."""
+    """Of Oobleck, and of what computes; those of GPUs where it has some."""
     versions = node.versions
+    numbers = {"protocol": node.protocol, "engine": versions.engine}
+    spoken = ", ".join(f"{name} {number}" for name, number in numbers.items() if number)
     named = {
+        "oobleck": f"{versions.oobleck} ({spoken})" if spoken else versions.oobleck,
         "torch": versions.torch,
         "CUDA": versions.cuda,
         "NCCL": versions.nccl,

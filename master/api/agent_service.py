@@ -21,6 +21,7 @@ from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.checks import check_slot
 from oobleck.proto.detection import welcome_message
+from oobleck.proto.protocol import OLDEST, common
 from oobleck.proto.records import read_output, read_records
 from oobleck.proto.reports import read_report
 from oobleck.proto.status import read_register, read_status
@@ -74,7 +75,8 @@ class ControlService(rpc.ControlServicer):
         if isinstance(session, Refusal):
             await context.write(refused_message(session))
             return
-        welcome = welcome_message(timing)
+        spoken = common(registration.protocol, registration.facts.newest_protocol) or OLDEST
+        welcome = welcome_message(timing, spoken)
         try:
             await context.write(pb.MasterMessage(welcome=welcome))
             await self._serve(session, requests, context)
@@ -115,9 +117,20 @@ class ControlService(rpc.ControlServicer):
                     continue
                 case _:
                     pass
-            for incoming in _incoming(message):
+            for incoming in self._known(session, message):
                 _check_slots(incoming, slots)
                 await self._master.sessions.receive(session, incoming)
+
+    def _known(self, session: AgentSession, message: pb.AgentMessage) -> list[Incoming]:
+        """What of the message this master knows: a later release may say more. Raises ValueError
+        where it is malformed."""
+        try:
+            return _incoming(message)
+        except ValueError:
+            if not session.newer:
+                raise
+            self._master.sessions.refused["message of a newer protocol"] += 1
+            return []
 
 
 async def _write_whole(context: Context, message: pb.MasterMessage) -> None:

@@ -23,6 +23,7 @@ from oobleck.planner.units import comma_separated, count
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.fields import message_of
 from oobleck.proto.plans import plan_message, worker_message
+from oobleck.proto.protocol import NEWEST
 
 #: A worker that does not leave its generation within this time is worth a word.
 _SLOW_ANSWER_S = 5.0
@@ -236,6 +237,7 @@ def node_info(state: ClusterState, node: Node, now: float) -> pb.NodeInfo:
         last_heard_s=max(0.0, now - (node.seen.last_heard if heard_at is None else heard_at)),
         heard_before=heard_at is None,
         versions=message_of(pb.Versions, facts.versions),
+        protocol=min(facts.newest_protocol, NEWEST) if node.connected else 0,
         workers=_workers(state, node) if node.registered else [],
     )
 
@@ -299,7 +301,7 @@ def _node_reason(state: ClusterState, node: Node, now: float) -> str:
     if job.current.made is None:
         return ""
     if not job.current.has_member(facts.node):
-        if why := node.why_not_with(state.required_torch(job)):
+        if why := node.why_not_with(state.required_build(job)):
             return f"cannot join the job: {why}"
         if facts.node in job.standing_by:
             return _stands_by(job, facts.node, now)

@@ -33,6 +33,8 @@ class AgentSession:
     number: int
     node: NodeName
     incarnation: Incarnation
+    #: The agent speaks a protocol that this master does not know.
+    newer: bool = False
     #: Taken for each message handed to the loop, released when the loop has handled it.
     credit: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MOST_UNREAD))
     #: Version of the newest assignment that was put into the outbox.

@@ -28,6 +28,7 @@ from oobleck.master.rules.admission import Refusal, admit
 from oobleck.master.state.trust import Denied, check_caller
 from oobleck.master.storage.ledger import Ledger
 from oobleck.planner.ids import JobId, NodeName, WorkerId
+from oobleck.proto.protocol import NEWEST
 from oobleck.proto.types import NodeStatus, Registration, WorkerReport
 
 if TYPE_CHECKING:
@@ -112,7 +113,10 @@ class Sessions:
             ledger.journal(event)
         self._last_number += 1
         session = AgentSession(
-            number=self._last_number, node=facts.node, incarnation=facts.incarnation
+            number=self._last_number,
+            node=facts.node,
+            incarnation=facts.incarnation,
+            newer=facts.newest_protocol > NEWEST,
         )
         self._open[session.number] = session
         opened = StreamOpened(

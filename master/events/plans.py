@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import msgspec
 
 from oobleck.host.ipc.messages import Assign
+from oobleck.host.versions import FIRST_ENGINE
 from oobleck.master.events.nodes import Evidence
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.programs.plan import Plan
@@ -92,6 +93,8 @@ class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
     starting: tuple[WorkerId, ...] = ()
     #: The series of torch that its nodes have; empty: more than one, or not known.
     torch: str = ""
+    #: Their engine (`oobleck.host.versions`).
+    engine: str = FIRST_ENGINE
     #: Whose plan it is (`oobleck.planner.recovery.policies`).
     policy: str = "templates"
     #: Whose plan is to follow at a step boundary; empty: nobody's.

@@ -10,7 +10,8 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
 from oobleck.planner.ids import Incarnation
-from oobleck.proto.types import PROTOCOL, Registration
+from oobleck.proto.protocol import common, refusal
+from oobleck.proto.types import Registration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +26,9 @@ def admit(
 ) -> Refusal | tuple[Journaled, ...]:
     """What is to be journaled of the registration, or why it is refused."""
     facts = registration.facts
-    if registration.protocol != PROTOCOL:
-        return Refusal(
-            reason=f"the agent speaks protocol {registration.protocol} and this master protocol "
-            f"{PROTOCOL}; install the same version of Oobleck on both",
-            temporary=False,
-        )
+    spoken = (registration.protocol, facts.newest_protocol)
+    if common(*spoken) is None:
+        return Refusal(reason=refusal(facts.node, *spoken), temporary=False)
     known = state.nodes.get(facts.node)
     job = state.job
     same = known is not None and known.facts.incarnation == facts.incarnation
@@ -44,9 +42,9 @@ def admit(
         return (registered,)
     if same:
         return ()
-    refusal = _name_in_use(state, known, facts.incarnation, now, timing)
-    if refusal is not None:
-        return refusal
+    in_use = _name_in_use(state, known, facts.incarnation, now, timing)
+    if in_use is not None:
+        return in_use
     restarted = NodeLost(
         node=facts.node,
         incarnation=known.facts.incarnation,

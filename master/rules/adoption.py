@@ -128,6 +128,7 @@ def _adopted(
         can_lose=can_lose(plan),
         worker_slots=slots,
         detect_s=0.0,
+        engine=state.nodes[plan.nodes[0]].build.engine,
         leaving_incarnations=leaving,
         policy="reroute" if listed_routes(plan) else "templates",
         then=_then(job.spec, plan),

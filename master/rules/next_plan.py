@@ -103,6 +103,7 @@ def plan_made(
         starting=tuple(worker for worker in plan.workers if not is_up(context.state, worker)),
         data=_data(context.state, job, plan),
         torch=_torch(context.state, plan),
+        engine=context.state.nodes[plan.nodes[0]].build.engine,
         restore=go_back,
         anew=go_back and not job.has_checkpoint,
         policy=policy,
@@ -156,7 +157,7 @@ def _data(state: ClusterState, job: Job, plan: Plan) -> str:
 
 
 def _torch(state: ClusterState, plan: Plan) -> str:
-    found = {state.nodes[node].torch for node in plan.nodes} - {""}
+    found = {state.nodes[node].build.torch for node in plan.nodes} - {""}
     return found.pop() if len(found) == 1 else ""
 
 

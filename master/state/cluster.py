@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from oobleck.host.ipc.messages import Measure
 from oobleck.host.versions import Differences, differences
 from oobleck.master.state.job import ENDED, MOST_GENERATION, Job
-from oobleck.master.state.node import Node
+from oobleck.master.state.node import Build, Node
 from oobleck.master.state.trust import Trust
 from oobleck.planner.ids import JobId, NodeName, WorkerId
 from oobleck.planner.profile.profile import Profile
@@ -26,6 +26,12 @@ _KNOWN_REQUESTS = 256
 def version_pairs(found: Differences) -> list[str]:
     """Each version that differs, as the job remembers that it was told."""
     return [f"{package} {version}" for package, versions in found.items() for version in versions]
+
+
+def _most_common(values: Iterable[str]) -> str:
+    """Of those that are not empty; of equally many, the first one."""
+    counts = Counter(value for value in values if value)
+    return counts.most_common(1)[0][0] if counts else ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,8 +50,10 @@ class ClusterState:
     profiles: dict[str, Profile] = field(default_factory=dict)
     unusable_profiles: dict[str, str] = field(default_factory=dict)
     active: JobId | None = None
-    #: Workers per node and series of torch that the nodes' desired states are in line with.
-    asked_of_all: tuple[int | None, str] = field(default=(None, ""), repr=False, compare=False)
+    #: Workers per node and the build that the nodes' desired states are in line with.
+    asked_of_all: tuple[int | None, Build] = field(
+        default=(None, Build()), repr=False, compare=False
+    )
     #: Who may speak to this master.
     trust: Trust = field(default_factory=Trust)
 
@@ -61,45 +69,51 @@ class ClusterState:
         counts = Counter(n.facts.worker_slots for n in self.nodes.values() if n.registered)
         return max(counts, key=lambda slots: (counts[slots], slots)) if counts else None
 
-    def common_torch(self, job: Job) -> str:
-        """The series of torch that a plan of the job may use: the newest plan's while any node that
-        could take part has it, else what most of those have (of equally many, what the first one
-        has); empty: any will do. A member that is to be drained still takes part."""
-        if job.spec.allow_mixed_versions:
-            return ""
+    def common_build(self, job: Job) -> Build:
+        """The engine and series of torch that a plan of the job may use: the newest plan's while
+        any node that could take part has them, else what most of those have (of equally many, what
+        the first one has); empty: any will do. A member that is to be drained still takes part."""
         slots, made = self.worker_slots(job), job.current.made
-        series = made.torch if made is not None else ""
-        here = (
-            node
-            for name, node in self.nodes.items()
-            if job.current.has_member(name) or self._is_fit(node, job, slots)
-        )
-        if series and any(node.torch == series for node in here):
-            return series
-        counts = Counter(node.torch for node in self.fit(job) if node.torch)
-        return counts.most_common(1)[0][0] if counts else ""
+        mixed, engine = job.spec.allow_mixed_versions, ""
+        if made is not None:
+            here = (
+                node.build
+                for name, node in self.nodes.items()
+                if job.current.has_member(name) or self._is_fit(node, job, slots)
+            )
+            before = Build(torch="" if mixed else made.torch, engine=made.engine)
+            if any(build.has(before) for build in here):
+                if before.torch or mixed:
+                    return before
+                engine = made.engine
+        builds = [node.build for node in self.fit(job)]
+        engine = engine or _most_common(build.engine for build in builds)
+        if mixed:
+            return Build(engine=engine)
+        torch = _most_common(build.torch for build in builds if build.engine == engine)
+        return Build(torch=torch, engine=engine)
 
-    def required_torch(self, job: Job) -> str:
+    def required_build(self, job: Job) -> Build:
         """What a node must have to get work of the job. Before the first plan, which chooses, nodes
-        of all series get ready."""
-        return self.common_torch(job) if job.current.made is not None else ""
+        of all builds get ready."""
+        return self.common_build(job) if job.current.made is not None else Build()
 
     def candidates(self, job: Job) -> list[Node]:
         """Nodes that may get work of the job, by name."""
-        torch = self.required_torch(job)
-        return [node for node in self.fit(job) if node.goes_with(torch)]
+        wanted = self.required_build(job)
+        return [node for node in self.fit(job) if node.goes_with(wanted)]
 
     def fit(self, job: Job) -> list[Node]:
-        """Nodes that could take part in the job, whatever their torch is, by name."""
+        """Nodes that could take part in the job, whatever their build is, by name."""
         slots = self.worker_slots(job)
         nodes = (node for _, node in sorted(self.nodes.items()))
         return [node for node in nodes if self._is_fit(node, job, slots)]
 
     def alike(self, job: Job) -> tuple[list[Node], list[tuple[Node, str]]]:
-        """Of the nodes that could take part in the job, those whose torch lets them be beside each
+        """Of the nodes that could take part in the job, those whose build lets them be beside each
         other, and the others with the reason."""
-        torch = self.common_torch(job)
-        found = [(node, node.why_not_with(torch)) for node in self.fit(job)]
+        wanted = self.common_build(job)
+        found = [(node, node.why_not_with(wanted)) for node in self.fit(job)]
         return [node for node, why in found if not why], [(n, why) for n, why in found if why]
 
     def versions_of(self, nodes: Iterable[NodeName]) -> Differences:
@@ -107,10 +121,10 @@ class ClusterState:
         known = (self.nodes[name] for name in nodes if name in self.nodes)
         return differences((node.facts.node, node.facts.versions) for node in known)
 
-    def is_candidate(self, node: Node, job: Job, slots: int | None, torch: str) -> bool:
+    def is_candidate(self, node: Node, job: Job, slots: int | None, wanted: Build) -> bool:
         """Whether the node may get work of the job, which has `slots` workers per node and that
-        series of torch."""
-        return self._is_fit(node, job, slots) and node.goes_with(torch)
+        build."""
+        return self._is_fit(node, job, slots) and node.goes_with(wanted)
 
     def _is_fit(self, node: Node, job: Job, slots: int | None) -> bool:
         return (

@@ -14,7 +14,7 @@ from oobleck.master.events.trust import TrustChanged
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
-from oobleck.master.state.node import Desired, Node
+from oobleck.master.state.node import Build, Desired, Node
 from oobleck.planner.ids import NodeName
 
 
@@ -42,10 +42,10 @@ def _members(state: ClusterState) -> set[NodeName]:
     return set() if job is None else {*job.current.members, *job.current.leaving}
 
 
-def _asked_of_all(state: ClusterState) -> tuple[int | None, str]:
-    """Workers per node, and the series of torch, that the job which has its turn asks for."""
+def _asked_of_all(state: ClusterState) -> tuple[int | None, Build]:
+    """Workers per node, and the build, that the job which has its turn asks for."""
     job = state.job
-    return (None, "") if job is None else (state.worker_slots(job), state.required_torch(job))
+    return (None, Build()) if job is None else (state.worker_slots(job), state.required_build(job))
 
 
 def _node_of(event: NodeEvent) -> NodeName:

@@ -6,13 +6,24 @@ of jobs other than by name.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from oobleck.host.versions import series
 from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.proto.types import Assignment, NodeFacts, NodeStatus
+
+
+class Build(NamedTuple):
+    """What workers of one job have alike, and what is wanted of a node. Empty: any will do."""
+
+    #: The series of torch.
+    torch: str = ""
+    engine: str = ""
+
+    def has(self, wanted: "Build") -> bool:
+        return wanted.torch in ("", self.torch) and wanted.engine in ("", self.engine)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,23 +142,31 @@ class Node:
     seen: NodeSeen
 
     @property
-    def torch(self) -> str:
-        """The series of its torch; empty: its agent does not tell."""
-        return series(self.facts.versions.torch)
+    def build(self) -> Build:
+        """Its own; without a torch where its agent does not tell."""
+        versions = self.facts.versions
+        return Build(torch=series(versions.torch), engine=versions.engine)
 
-    def goes_with(self, torch: str) -> bool:
-        """Whether it can be beside nodes with that series (empty: any). An agent that does not tell
-        what it has is taken for one that has the same."""
-        return not torch or self.torch in ("", torch)
+    def goes_with(self, wanted: Build) -> bool:
+        """Whether it can be beside nodes with that build. An agent that does not tell its torch is
+        taken for one that has the same."""
+        return not self.why_not_with(wanted)
 
-    def why_not_with(self, torch: str) -> str:
-        """Why it cannot be beside nodes with that series; empty: it can. Another series may compute
-        other numbers, and a checkpoint or a layer may not mean the same to it."""
-        if self.goes_with(torch):
+    def why_not_with(self, wanted: Build) -> str:
+        """Why it cannot be beside nodes with that build; empty: it can. Another engine understands
+        neither their plan nor their links. Another series of torch may compute other numbers, and a
+        checkpoint or a layer may not mean the same to it."""
+        own = self.build
+        if wanted.engine not in ("", own.engine):
+            return (
+                f"engine {own.engine}, where the job's other nodes have {wanted.engine}: install "
+                "the same release of Oobleck"
+            )
+        if not wanted.torch or own.torch in ("", wanted.torch):
             return ""
         return (
-            f"torch {self.torch}, where the job's other nodes have {torch}: install the same, or "
-            "give the job allow_mixed_versions: true"
+            f"torch {own.torch}, where the job's other nodes have {wanted.torch}: install the "
+            "same, or give the job allow_mixed_versions: true"
         )
 
     @property

@@ -21,6 +21,7 @@ Must not know what events mean, nor what a snapshot holds.
 """
 
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,12 @@ from oobleck.master.storage.disk import append, storing
 from oobleck.master.storage.earlier import with_routes
 from oobleck.planner.codec import decode, encode
 
-_HEADER = b"oobleck-journal 1\n"
+#: Of events and snapshots. A master that reads a lower one raises the file's to its own, and
+#: refuses a higher one; so it grows where a master of before would read on and decide wrongly.
+FORMAT = 1
+_HEADER = b"oobleck-journal %d\n" % FORMAT
+_NUMBER = re.compile(rb"oobleck-journal ([1-9])\n")
+THAT_RELEASE = "start the release that wrote it, or a later one"
 _BEGINS, _GOES_ON = b"=", b"-"
 #: CRC, space, mark, space.
 _PREFIX = 11
@@ -102,9 +108,7 @@ class Journal:
             raise self.unusable("is not a regular file")
         self._restore_snapshot()
         with open(self._path, "rb") as file:
-            head = file.read(len(_HEADER))
-            if not _HEADER.startswith(head):
-                raise self.unusable("is not a journal of this version of Oobleck")
+            number = self._format_of(file.read(len(_HEADER)))
             end, damage = self._scan(file)
         if damage and not salvage:
             raise self.unusable(
@@ -119,8 +123,31 @@ class Journal:
                 self._create([])
             else:
                 os.truncate(self._path, end)
+        if number != FORMAT:
+            self._raise_format()
         self._descriptor = self._open_to_append()
         os.fdatasync(self._descriptor)
+
+    def _format_of(self, head: bytes) -> int:
+        """Of a file that begins so, maybe with a part of the header alone."""
+        if _HEADER.startswith(head):
+            return FORMAT
+        found = _NUMBER.fullmatch(head)
+        if found is None:
+            raise self.unusable("is not a journal of Oobleck")
+        if (number := int(found[1])) > FORMAT:
+            raise self.unusable(
+                f"is of a later release (format {number}; this one reads up to {FORMAT}): "
+                f"{THAT_RELEASE}"
+            )
+        return number
+
+    def _raise_format(self) -> None:
+        """A digit in place: whenever the process ends, one or the other is there."""
+        with open(self._path, "r+b") as file:
+            file.write(_HEADER)
+            file.flush()
+            os.fdatasync(file.fileno())
 
     def _scan(self, file: IO[bytes]) -> tuple[int, bool]:
         """Where the whole lines end, and whether a commit begins behind the first bad one."""
@@ -158,7 +185,9 @@ class Journal:
             return
         content = self._path.read_bytes()
         first, newline, rest = content[len(_HEADER) :].partition(b"\n")
-        if not _HEADER.startswith(content[: len(_HEADER)]) or _payload(first + newline):
+        head = content[: len(_HEADER)]
+        known = _HEADER.startswith(head) or _NUMBER.fullmatch(head)
+        if not known or _payload(first + newline):
             return
         kept_as = self._keep_aside(0)
         self._create([self._old.read_bytes()[len(_HEADER) :], rest])
@@ -215,8 +244,8 @@ class Journal:
                 try:
                     entry = _entry(payload)
                 except ValueError as error:
-                    text = f"has an entry that this version of Oobleck does not know ({error})"
-                    raise self.unusable(text) from error
+                    text = f"has an entry that this release does not know ({error})"
+                    raise self.unusable(f"{text}: {THAT_RELEASE}") from error
                 yield entry.unix, entry.event
                 if entry.sequence == self._last:
                     return

@@ -22,7 +22,7 @@ from oobleck.master.state.validate import InvariantViolation, validate, violatio
 from oobleck.master.storage.archive import Archive
 from oobleck.master.storage.disk import StorageFailed, storing
 from oobleck.master.storage.event_lines import lines_of
-from oobleck.master.storage.journal import Journal, Snapshot
+from oobleck.master.storage.journal import THAT_RELEASE, Journal, Snapshot
 from oobleck.master.storage.narrate import tell
 from oobleck.master.storage.profiles import read_profiles, write_profile
 from oobleck.master.storage.snapshot import restore, take
@@ -135,7 +135,7 @@ class Ledger:
         try:
             self.state, given = restore(snapshot.content, now)
         except ValueError as error:
-            raise self._journal.unusable(str(error)) from error
+            raise self._journal.unusable(f"has {error}: {THAT_RELEASE}") from error
         self.archive.events.resume(given)
 
     def _cut(self) -> JournalCut:

@@ -95,7 +95,7 @@ def restore(content: str, now: float) -> tuple[ClusterState, dict[JobId, int]]:
             state.jobs[JobId(job_id)] = _whole(Job, _grouped(parts), seen=JobSeen())
         return state, text.records
     except (msgspec.DecodeError, TypeError, ValueError, zlib.error) as error:
-        raise ValueError(f"the snapshot is of another version of Oobleck: {error}") from error
+        raise ValueError(f"a snapshot that this release does not know ({error})") from error
 
 
 def _parts(value: Any) -> dict[str, msgspec.Raw]:

@@ -55,15 +55,34 @@ def parse_job(
     return job
 
 
-def format_job(job: JobSpec) -> str:
-    """`job` as normalised JSON, every key written out, that `parse_job` reads back equal."""
+def format_job(job: JobSpec, *, defaults: bool = True) -> str:
+    """`job` as normalised JSON that `parse_job` reads back equal: every key written out, or without
+    those that are as by default, which another release may not know."""
     tree = msgspec.to_builtins(job)
+    if not defaults:
+        tree = _without_defaults(job, tree)
+    resources = tree.get("resources", {})
     for field, key in FILE_KEYS.items():
-        tree["resources"][key] = tree["resources"].pop(field)
+        if field in resources:
+            resources[key] = resources.pop(field)
     config = tree["model"].pop("config", "")
     if config:
         tree["model"]["config"] = json.loads(config)
     return json.dumps(tree)
+
+
+def _without_defaults(value: Any, tree: dict[str, Any]) -> dict[str, Any]:
+    """Of `tree`, what a dataclass gives, the keys that are not as by default."""
+    kept = {}
+    for field in dataclasses.fields(value):
+        own, default = getattr(value, field.name), field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if default is dataclasses.MISSING or own != default:
+            part = tree[field.name]
+            below = dataclasses.is_dataclass(own)
+            kept[field.name] = _without_defaults(own, part) if below else part
+    return kept
 
 
 def _mapping_of(value: Value, what: str) -> Mapping[str, Any]:

@@ -4,11 +4,13 @@ Real sockets, real forks and real kills; only torch and the master's mind are mi
 """
 
 import asyncio
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -23,6 +25,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import (
+    Assign,
     Failed,
     LinkMeasured,
     LinkPair,
@@ -33,11 +36,15 @@ from oobleck.host.ipc.messages import (
     Rendezvous,
 )
 from oobleck.host.system.process import end_signals
+from oobleck.host.versions import ENGINE
+from oobleck.planner.codec import encode
 from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.job.file import format_job
 from oobleck.planner.profile.measurement import LinkMeasurement
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.detection import keepalive_options
 from oobleck.proto.health import ALIVE, CHECK, READY
+from oobleck.proto.protocol import NEWEST, OLDEST
 from oobleck.proto.status import read_status
 from oobleck.proto.types import Hung, WorkerExited
 from support.folders import SUPPORT
@@ -630,3 +637,44 @@ async def test_an_agent_that_was_paused_itself_blames_no_worker() -> None:
         assert [r for s in streams for kind in (Hung, WorkerExited) for r in s.reports(kind)] == []
         statuses = [read_status(m.status) for m in streams[-1].heard if m.HasField("status")]
         assert statuses[-1].workers[0].incarnation == worker.incarnation
+
+
+@scenario
+async def test_what_a_master_of_a_later_release_says_is_told_or_kept() -> None:
+    async with cluster() as (master, _, stream):
+        register = stream.heard_first.register
+        assert (register.protocol, register.newest_protocol) == (OLDEST, NEWEST)
+        assert register.versions.engine == ENGINE
+        # A key that this release does not know: it says so, and what it was told before stands.
+        await stream.assign("demo-1", job("demo"))
+        (worker,) = await stream.ready()
+        text = json.loads(format_job(job("demo"))) | {"novel": 1}
+        novel = pb.Assignment(version=2, job_id="demo-1", job=json.dumps(text))
+        await stream.say(assignment=novel)
+        told = await stream.until(lambda m: "novel" in m.status.trouble)
+        assert told.status.trouble.startswith("what the master wants is not understood: assignment")
+        assert told.status.trouble.endswith("upgrade Oobleck here")
+        assert [w.incarnation for w in told.status.workers] == [worker.incarnation]
+
+        # What it may pass over comes back whole to a master that lost its journal's end.
+        assign = Assign(
+            plan=plan(1, "n1"),
+            rendezvous=Rendezvous(host="127.0.0.1:20000", prefix="p"),
+            boundary=False,
+        )
+        values = json.loads(encode(assign)) | {"novel": [1, 2]}
+        packed = zlib.compress(encode(values))
+        known = pb.Assignment(
+            version=3, job_id="demo-1", job=format_job(job("demo")), assign=packed,
+            worker_incarnations=[worker.incarnation],
+        )  # fmt: skip
+        later = known.SerializeToString() + b"\xfa\x3f\x05novel"  # field 1023, a text
+        await stream.say(assignment=pb.Assignment.FromString(later))
+        await stream.until(lambda m: m.status.generation == 1 and not m.status.trouble)
+        again = await master.restart()
+        running = again.heard_first.register.running
+        assert running.assign == packed
+        assert running.job == ""
+        assert b"novel" in running.SerializeToString()
+        assert again.register.running is not None
+        assert again.register.running.assign == assign

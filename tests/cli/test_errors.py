@@ -9,14 +9,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
+import grpc
 import pytest
 
 from oobleck.cli.client import MasterClient, Unreachable
 from oobleck.cli.jobs.job_file import read_job
 from oobleck.host.command import CommandFailed
+from oobleck.proto import control_pb2 as pb
 from support.commands import refused, run
 
 VERBS = [
@@ -115,6 +118,25 @@ def test_a_port_that_speaks_something_else() -> None:
             greeter.join(timeout=60)
     assert not greeter.is_alive()
     assert "does not answer like an Oobleck master" in line
+
+
+def test_a_master_of_an_earlier_release_that_lacks_a_call() -> None:
+    jobs = grpc.unary_unary_rpc_method_handler(
+        lambda request, context: pb.ListJobsReply(),
+        request_deserializer=pb.ListJobsRequest.FromString,
+        response_serializer=pb.ListJobsReply.SerializeToString,
+    )
+    calls = grpc.method_handlers_generic_handler("oobleck.Operator", {"ListJobs": jobs})
+    server = grpc.server(ThreadPoolExecutor(1), handlers=(calls,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with MasterClient(f"127.0.0.1:{port}") as client:
+            assert client.jobs() == []
+            with pytest.raises(CommandFailed, match=r"is of an earlier release.*: upgrade Oobleck"):
+                client.nodes()
+    finally:
+        server.stop(None).wait()
 
 
 def test_a_request_that_never_left_is_not_repeated() -> None:

@@ -25,7 +25,8 @@ from oobleck.host.ipc.messages import (
 from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.planner.profile.measurement import LinkMeasurement
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.types import PROTOCOL, Happening, Hung, WorkerExited, WorkerReport
+from oobleck.proto.protocol import OLDEST
+from oobleck.proto.types import Happening, Hung, WorkerExited, WorkerReport
 from support.scenario import measurement
 
 #: Numbers at which code breaks.
@@ -260,7 +261,7 @@ def register(random: Random, name: str, incarnation: str) -> pb.AgentMessage:
     return pb.AgentMessage(
         incarnation=incarnation,
         register=pb.Register(
-            protocol=PROTOCOL,
+            protocol=OLDEST,
             node=name,
             hostname="fuzz",
             address="127.0.0.1",

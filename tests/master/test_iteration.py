@@ -19,7 +19,8 @@ from oobleck.master.loop import Master
 from oobleck.master.state.trust import Denied, Trust
 from oobleck.master.storage.journal import Journal
 from oobleck.planner.ids import JobId, NodeName
-from oobleck.proto.types import PROTOCOL, NodeStatus, Registration
+from oobleck.proto.protocol import OLDEST
+from oobleck.proto.types import NodeStatus, Registration
 from support.scenario import facts_of, job_spec, record
 
 LIMIT_S = 60.0
@@ -57,7 +58,7 @@ async def running(state_dir: Path, clock: Clock) -> AsyncIterator[Master]:
 
 
 def registration() -> Registration:
-    return Registration(protocol=PROTOCOL, facts=facts_of("n1", 1, 1), status=NodeStatus())
+    return Registration(protocol=OLDEST, facts=facts_of("n1", 1, 1), status=NodeStatus())
 
 
 async def turned(master: Master) -> None:

@@ -85,7 +85,7 @@ def test_a_journal_of_another_program_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "journal.log"
     path.write_text("no journal " * 100)
     line = refused("--listen", "127.0.0.1:0", "--state-dir", str(tmp_path))
-    assert "is not a journal of this version of Oobleck" in line
+    assert "is not a journal of Oobleck" in line
     assert "move this one away to start anew" in line
     assert path.read_text() == "no journal " * 100
 

@@ -21,8 +21,9 @@ from oobleck.planner.codec import encode
 from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import assignment_message, read_assignment
+from oobleck.proto.protocol import OLDEST
 from oobleck.proto.status import read_register, register_message
-from oobleck.proto.types import PROTOCOL, Assignment, NodeStatus, Registration
+from oobleck.proto.types import Assignment, NodeStatus, Registration
 from support.agents import A, B, Node
 from support.fake_agent import facts
 from support.plans import plan_of_cuts
@@ -98,7 +99,7 @@ def test_a_master_without_the_journal_s_end_learns_it_from_the_agents() -> None:
     for name in ("n0", "n1", "n2"):
         running = newest_plan(None, told(ASSIGN, name))
         registration = Registration(
-            protocol=PROTOCOL, facts=facts(name), status=NodeStatus(), running=running
+            protocol=OLDEST, facts=facts(name), status=NodeStatus(), running=running
         )
         message = register_message(registration).SerializeToString()
         again = read_register(pb.Register.FromString(message), facts(name).incarnation)
@@ -156,7 +157,7 @@ def test_a_job_that_has_no_hash_is_told_too() -> None:
 
 def test_only_a_master_tells_of_a_job() -> None:
     registration = Registration(
-        protocol=PROTOCOL, facts=facts("n1"), status=NodeStatus(), running=told(ASSIGN, "n1")
+        protocol=OLDEST, facts=facts("n1"), status=NodeStatus(), running=told(ASSIGN, "n1")
     )
     with pytest.raises(ValueError, match=r"^register: running: job: only a master"):
         read_register(register_message(registration), facts("n1").incarnation)

@@ -21,11 +21,11 @@ from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.assignments import read_assignment
+from oobleck.proto.protocol import OLDEST
 from oobleck.proto.records import records_message
 from oobleck.proto.reports import report_bytes
 from oobleck.proto.status import register_message, status_message
 from oobleck.proto.types import (
-    PROTOCOL,
     Assignment,
     NodeFacts,
     NodeStatus,
@@ -119,7 +119,7 @@ class FakeAgent:
     def __init__(self, name: str, **changes: object) -> None:
         self.facts = facts(name, **changes)
         self.name = name
-        self.protocol = PROTOCOL
+        self.protocol = OLDEST
         self.status = NodeStatus()
         self.worker = Incarnation(os.urandom(8).hex())
         self.assignments: list[Assignment] = []

@@ -36,7 +36,7 @@ from oobleck.host.ipc.messages import (
     SaveFailed,
     StepRecord,
 )
-from oobleck.host.versions import Versions
+from oobleck.host.versions import FIRST_ENGINE, Versions
 from oobleck.master.config import Retention
 from oobleck.master.events.jobs import (
     CheckpointPublished,
@@ -112,8 +112,8 @@ from oobleck.planner.profile.profile import LayerProfile, Profile
 from oobleck.planner.programs.pipeline import Pipeline
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold
+from oobleck.proto.protocol import OLDEST
 from oobleck.proto.types import (
-    PROTOCOL,
     Assignment,
     Hung,
     NodeFacts,
@@ -200,7 +200,9 @@ def measurement(forward_s: float) -> Measurement:
     return Measurement(kinds=kinds, device="abacus", torch="2")
 
 
-def facts_of(name: str, life: int, slots: int, torch: str = "", device: str = "cpu") -> NodeFacts:
+def facts_of(
+    name: str, life: int, slots: int, torch: str = "", device: str = "cpu", engine: str = ""
+) -> NodeFacts:
     return NodeFacts(
         node=NodeName(name),
         incarnation=Incarnation(f"{life:04x}"),
@@ -210,7 +212,7 @@ def facts_of(name: str, life: int, slots: int, torch: str = "", device: str = "c
         worker_slots=slots,
         device=device,
         memory_per_worker_bytes=1 << 30,
-        versions=Versions(torch=torch),
+        versions=Versions(torch=torch, engine=engine or FIRST_ENGINE),
     )
 
 
@@ -379,14 +381,15 @@ class Player:
         self._journal(JobCancelRequested(job_id=JobId(job_id), request_id="cancel"))
 
     def do_register(self, *names: str) -> None:
-        """New agents; NAME:SLOTS for more than one worker, NAME@VERSION for one of torch, NAME/cuda
-        for one with GPUs."""
+        """New agents; NAME:SLOTS for more than one worker, NAME@VERSION for one of torch, NAME^N
+        for engine N, NAME/cuda for one with GPUs."""
         for word in names:
             rest, _, device = word.partition("/")
+            rest, _, engine = rest.partition("^")
             rest, _, torch = rest.partition("@")
             name, _, slots = rest.partition(":")
             self.lives += 1
-            facts = facts_of(name, self.lives, int(slots or 1), torch, device or "cpu")
+            facts = facts_of(name, self.lives, int(slots or 1), torch, device or "cpu", engine)
             agent = Agent(facts)
             if self._admit(agent):
                 self.agents[name] = agent
@@ -434,7 +437,7 @@ class Player:
 
     def _admit(self, agent: Agent) -> bool:
         registration = Registration(
-            protocol=PROTOCOL, facts=agent.facts, status=agent.status, running=agent.running
+            protocol=OLDEST, facts=agent.facts, status=agent.status, running=agent.running
         )
         verdict = admit(self.state, registration, self.now, self.timing)
         if isinstance(verdict, Refusal):

@@ -23,6 +23,7 @@ from oobleck.proto.control_pb2_grpc import (
     add_ControlServicer_to_server,
 )
 from oobleck.proto.detection import welcome_message
+from oobleck.proto.protocol import NEWEST
 from oobleck.proto.reports import read_report
 from oobleck.proto.status import read_register, read_status
 from oobleck.proto.types import Assignment, Happening, WorkerReport
@@ -72,6 +73,7 @@ class Stream:
 
     def __init__(self, context: Any, first: pb.AgentMessage) -> None:
         self._context = context
+        self.heard_first = first
         self.register = read_register(first.register, first.incarnation)
         self.incarnation = first.incarnation
         self.ended = asyncio.Event()
@@ -80,7 +82,7 @@ class Stream:
         self._news = asyncio.Condition()
 
     async def welcome(self, detection: Detection = QUICK) -> None:
-        await self.say(welcome=welcome_message(detection))
+        await self.say(welcome=welcome_message(detection, NEWEST))
 
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
         with suppress(grpc.aio.AbortError):

@@ -21,9 +21,10 @@ from oobleck.master.api.access import ALLOWED, JOIN
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.health import CHECK
+from oobleck.proto.protocol import OLDEST
 from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.status import register_message
-from oobleck.proto.types import PROTOCOL, NodeStatus, Registration
+from oobleck.proto.types import NodeStatus, Registration
 from support import holders
 from support.commands import run
 from support.fake_agent import MasterProcess, facts
@@ -203,7 +204,7 @@ def test_an_agent_speaks_for_its_own_node_alone(
 
     def register(name: str) -> pb.AgentMessage:
         node = facts(name)
-        registration = Registration(protocol=PROTOCOL, facts=node, status=NodeStatus())
+        registration = Registration(protocol=OLDEST, facts=node, status=NodeStatus())
         return pb.AgentMessage(
             incarnation=node.incarnation, register=register_message(registration)
         )

@@ -1,6 +1,7 @@
 """A real master process, with agents and operators that speak its protocol."""
 
 import asyncio
+import functools
 import json
 import random
 import signal
@@ -13,8 +14,10 @@ from oobleck.host.ipc.messages import Evaluated, EvaluationRecord
 from oobleck.planner.ids import Generation
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
+from oobleck.proto.protocol import NEWEST
+from oobleck.proto.types import NodeStatus
 from support.crowd import all_of, connected, job_text, run, started, state_of
-from support.fake_agent import FakeAgent, MasterProcess, master, operator
+from support.fake_agent import DEADLINE_S, FakeAgent, MasterProcess, master, operator
 from support.scenario import record
 
 
@@ -144,6 +147,51 @@ async def send_garbage(address: str) -> None:
             assert "message" in refused.value.details()
 
 
+#: Of a worker's report.
+ABOUT = {"job_id": "demo-1", "slot": 0, "incarnation": "ab" * 8}
+
+
+def test_what_an_agent_of_a_later_release_says_beyond_this_one_is_passed_over(
+    tmp_path: Path,
+) -> None:
+    report = json.dumps({**ABOUT, "what": {"type": "novel"}}).encode()
+
+    async def test(address: str) -> None:
+        for newest in (NEWEST + 1, NEWEST):
+            agent = FakeAgent(f"n{newest}", newest_protocol=newest)
+            await agent.connect(address)
+            body = pb.AgentMessage(incarnation=agent.facts.incarnation).SerializeToString()
+            agent._outgoing.put_nowait(
+                pb.AgentMessage.FromString(body + b"\xfa\x3f\x01x")  # field 1023
+            )
+            agent.send(report=report)
+            agent.status = NodeStatus(concern="later words")
+            agent.tell()
+            if newest > NEWEST:
+                await state_told(address, agent.name, "later words")
+                assert agent.ended is None
+            else:
+                await agent.until(functools.partial(ends_badly, agent))
+            await agent.disconnect()
+
+    def ends_badly(agent: FakeAgent) -> bool:
+        code = agent.ended.code() if agent.ended is not None else None
+        return code is grpc.StatusCode.INVALID_ARGUMENT
+
+    async def state_told(address: str, name: str, reason: str) -> None:
+        async with operator(address) as control, asyncio.timeout(DEADLINE_S):
+            while True:
+                nodes = (await control.ListNodes(pb.ListNodesRequest())).nodes
+                (node,) = (node for node in nodes if node.node == name)
+                if reason in node.reason:
+                    assert node.protocol == NEWEST
+                    return
+                await asyncio.sleep(0.05)
+
+    with master(tmp_path / "state") as running:
+        run(test(running.address))
+
+
 def test_who_is_refused_and_how(tmp_path: Path) -> None:
     async def test(address: str) -> None:
         async with connected(address, 1) as agents, operator(address) as control:
@@ -161,12 +209,25 @@ def test_who_is_refused_and_how(tmp_path: Path) -> None:
             )
             await twin.disconnect()
 
-            old = FakeAgent("n2")
-            old.protocol = 0
-            await old.connect(address)
-            assert old.refused is not None
-            assert "install the same version of Oobleck on both" in old.refused.reason
-            await old.disconnect()
+            for oldest, newest, reason in (
+                (
+                    1,
+                    2,
+                    "speaks protocols 1 to 2 and this master protocols 3 to 4: upgrade Oobleck on",
+                ),
+                (
+                    7,
+                    9,
+                    "speaks protocols 7 to 9 and this master protocols 3 to 4: upgrade the master",
+                ),
+            ):
+                apart = FakeAgent("n2", newest_protocol=newest)
+                apart.protocol = oldest
+                await apart.connect(address)
+                assert apart.refused is not None
+                assert not apart.refused.temporary
+                assert reason in apart.refused.reason
+                await apart.disconnect()
 
             for changes, field in (
                 ({"node": "No Name!"}, "register: node name 'No Name!' is not allowed"),

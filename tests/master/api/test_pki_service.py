@@ -39,8 +39,9 @@ from oobleck.planner.codec import decode
 from oobleck.planner.ids import JobId, NodeName
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
+from oobleck.proto.protocol import OLDEST
 from oobleck.proto.secure import open_aio_channel
-from oobleck.proto.types import PROTOCOL, NodeStatus, Registration
+from oobleck.proto.types import NodeStatus, Registration
 from support import holders
 from support.commands import run
 from support.fake_agent import MasterProcess, facts
@@ -166,7 +167,7 @@ async def _revoke_and_ask(running: Master, job_id: JobId) -> None:
         return CredentialIssued(role="operator", name="eve", expires_at=END), None
 
     agent = pki.Identity(role="agent", name="n1", issued_at=1.0, expires_at=END * 10)
-    register = Registration(protocol=PROTOCOL, facts=facts("n1"), status=NodeStatus())
+    register = Registration(protocol=OLDEST, facts=facts("n1"), status=NodeStatus())
     eve = pki.Identity(role="operator", name="eve", issued_at=1.0, expires_at=END * 10)
     hers: Requests = running.requests.of(eve)
     node = NodeName("n1")

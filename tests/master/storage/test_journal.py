@@ -20,6 +20,7 @@ from oobleck.master.events.trust import CredentialIssued
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.apply import apply
 from oobleck.master.state.cluster import ClusterState
+from oobleck.master.storage import journal
 from oobleck.master.storage import snapshot as snapshots
 from oobleck.master.storage.disk import StorageFailed
 from oobleck.master.storage.journal import Cut, Journal, JournalUnusable, Snapshot
@@ -156,14 +157,36 @@ def test_damage_before_the_last_commit_is_refused_and_can_be_salvaged(
 
 
 @pytest.mark.parametrize(
-    "content", [b"this is something else\n" * 20, b"oobleck-journal 7\n", b"SQLite format 3\0" * 9]
+    "content", [b"this is something else\n" * 20, b"oobleck-journal x\n", b"SQLite format 3\0" * 9]
 )
 def test_a_file_that_is_no_journal_is_refused_and_left_alone(
     tmp_path: Path, content: bytes
 ) -> None:
     path = tmp_path / "journal.log"
     path.write_bytes(content)
-    with pytest.raises(JournalUnusable, match="is not a journal of this version of Oobleck"):
+    with pytest.raises(JournalUnusable, match="is not a journal of Oobleck"):
+        Journal(path)
+    assert path.read_bytes() == content
+
+
+def test_a_journal_of_an_earlier_format_is_read_and_then_refused_by_earlier_releases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal.log"
+    filled(path)
+    events = path.read_bytes().removeprefix(b"oobleck-journal 1\n")
+    with monkeypatch.context() as later:
+        later.setattr(journal, "FORMAT", 2)
+        later.setattr(journal, "_HEADER", b"oobleck-journal 2\n")
+        found, cut = opened(path)
+        assert (found, cut) == (numbered(MANY), None)
+        assert path.read_bytes() == b"oobleck-journal 2\n" + events
+        assert opened(path)[0] == found
+    content = path.read_bytes()
+    with pytest.raises(
+        JournalUnusable,
+        match=r"later release \(format 2; this one reads up to 1\): start the release that wrote",
+    ):
         Journal(path)
     assert path.read_bytes() == content
 
@@ -174,7 +197,9 @@ def test_an_entry_of_another_version_is_refused(tmp_path: Path) -> None:
     body = b'= [%d,1.0,{"type":"SomethingNew"}]' % (MANY + 1)
     with path.open("ab") as file:
         file.write(b"%08x %b\n" % (zlib.crc32(body), body))
-    with pytest.raises(JournalUnusable, match="that this version of Oobleck does not know"):
+    with pytest.raises(
+        JournalUnusable, match=r"that this release does not know .*: start the release"
+    ):
         opened(path)
 
 
@@ -276,7 +301,7 @@ def test_a_state_comes_back_from_its_snapshot_with_all_who_are_trusted() -> None
     restored, given = snapshots.restore(snapshots.take(player.state, {JobId("demo-1"): 7}), 0.0)
     assert durable(restored) == durable(player.state)
     assert given == {"demo-1": 7}
-    with pytest.raises(ValueError, match="of another version"):
+    with pytest.raises(ValueError, match="that this release does not know"):
         snapshots.restore("bm90aGluZw==", 0.0)
 
 
@@ -320,5 +345,5 @@ def test_a_field_that_a_part_of_a_job_lacks_is_of_another_version() -> None:
     jobs["demo-1"]["saves"] = msgspec.Raw(msgspec.msgpack.encode(saves | {"novel": 1}))
     text["jobs"] = msgspec.Raw(msgspec.msgpack.encode(jobs))
     content = base64.b64encode(zlib.compress(msgspec.msgpack.encode(text))).decode()
-    with pytest.raises(ValueError, match="of another version of Oobleck: Saves has no novel"):
+    with pytest.raises(ValueError, match=r"that this release does not know \(Saves has no novel"):
         snapshots.restore(content, 0.0)

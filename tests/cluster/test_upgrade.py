@@ -1,0 +1,198 @@
+"""A cluster that is upgraded node by node while a job trains, from the release before this one.
+
+That release is run from this checkout's history: masters, agents and workers as they were.
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.support.cluster import Cluster
+from bench.support.daemons import alive, with_parent
+from bench.support.preloaded import Preloaded
+from oobleck.host.versions import ENGINE, FIRST_ENGINE
+from oobleck.planner.codec import encode
+from oobleck.planner.job.file import parse_job
+from oobleck.proto.protocol import NEWEST, OLDEST
+from support import compiled, earlier
+from support.clusters import PATIENT
+from support.reference import train_reference
+from support.routes import random_listed, random_pipelines
+from support.waiting import PATIENCE_S
+
+#: Several times as many as are done before the last node has left.
+STEPS = 300
+PLANS = 60
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """What processes of the release before have in their environment."""
+    if reason := earlier.unusable():
+        pytest.skip(reason)
+    return earlier.environment(tmp_path_factory.mktemp("earlier"))
+
+
+class Daemons(Cluster):
+    """A master and agents, each started by itself as on a machine of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        super().__init__(folder / "state", folder)
+        #: Of the release that the next one is of.
+        self.environment: Mapping[str, str] = {}
+        self._started: list[subprocess.Popen[str]] = []
+
+    def _start(self, *command: str) -> subprocess.Popen[str]:
+        with self.log.open("a") as log:
+            daemon = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, **self.environment, "OMP_NUM_THREADS": "1"},
+            )
+        self._started.append(daemon)
+        return daemon
+
+    def start_master(self, *options: str) -> None:
+        """Where the one before was, if there was one."""
+        listen = ("--listen", self.address or "127.0.0.1:0", "--state-dir", str(self.state_dir))
+        daemon = self._start(*with_parent("oobleck.master"), *listen, *options)
+        assert daemon.stdout is not None
+        line = daemon.stdout.readline()
+        assert line.startswith("listening on "), line + self.tail()
+        self.address, self.master_pid = line.split()[-1], daemon.pid
+
+    def start_node(self, name: str, *options: str) -> int:
+        command = (*with_parent("oobleck.agent"), "--master", self.address, "--name", name)
+        self.agents[name] = self._start(*command, *options).pid
+        return self.agents[name]
+
+    def end(self, pid: int) -> None:
+        """As a service manager does, and wait for it."""
+        daemon = next(each for each in self._started if each.pid == pid)
+        daemon.send_signal(signal.SIGTERM)
+        daemon.wait(PATIENCE_S)
+
+    def roots(self) -> list[int]:
+        return [daemon.pid for daemon in self._started]
+
+    def check(self) -> None:
+        assert alive(self.master_pid), self.tail()
+
+    def close(self) -> None:
+        left = self.processes()
+        for daemon in reversed(self._started):
+            daemon.send_signal(signal.SIGINT)
+        for daemon in self._started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.wait(10)
+            assert daemon.stdout is not None
+            daemon.stdout.close()
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for daemon in self._started:
+            daemon.wait()
+
+
+@pytest.fixture
+def daemons(tmp_path: Path) -> Iterator[Daemons]:
+    cluster = Daemons(tmp_path / "cluster")
+    with contextlib.closing(cluster):
+        yield cluster
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(400)
+def test_a_cluster_is_upgraded_node_by_node_while_a_job_trains(
+    before: Mapping[str, str], daemons: Daemons, preloaded: Preloaded, text: str
+) -> None:
+    assert ENGINE == FIRST_ENGINE, "the engine has changed since: nodes do not mix any more"
+    flags = [flag.removeprefix("--master-flag=") for flag in PATIENT]
+    spec = {
+        "name": "upgraded",
+        "model": {"kind": "gpt", "layers": 2, "hidden": 16, "heads": 2, "sequence_length": 8},
+        "data": {"text": [text]},
+        "training": {"steps": STEPS, "global_batch": 4, "microbatch": 1, "precision": "fp64"},
+        "fault_tolerance": 0,
+        "profile": "estimate",
+    }
+    cluster, nodes = daemons, ("n1", "n2")
+    cluster.environment = before
+    cluster.start_master(*flags)
+    for name in nodes:
+        cluster.start_node(name)
+    cluster.wait(lambda: cluster.live() == {*nodes}, "two nodes", poll_s=0.1)
+    job_id = cluster.submit(spec)
+    cluster.wait(lambda: cluster.planned(job_id) == {*nodes}, "training on two nodes", poll_s=0.1)
+
+    # The master first; the job trains meanwhile, and is held up only so that it does not end.
+    cluster.environment = {"PYTHONPATH": preloaded.python_path}
+    with cluster.frozen("n1"):
+        generation = cluster.status(job_id)["generation"]
+        cluster.end(cluster.master_pid)
+        cluster.start_master(*flags)
+        cluster.wait(lambda: cluster.live() == {*nodes}, "both nodes again", poll_s=0.1)
+    step = cluster.last_step(job_id)
+    cluster.wait_step(job_id, step + 5)
+    assert cluster.status(job_id)["generation"] == generation, "it has adopted what runs"
+    assert {node["protocol"] for node in cluster.nodes().values()} == {OLDEST}
+
+    for name, other in (nodes, nodes[::-1]):
+        cluster.end(cluster.agents[name])  # its work moves off it first
+        with cluster.frozen(other):
+            alone = cluster.status(job_id)["generation"]
+            cluster.start_node(name)
+            cluster.wait(
+                lambda alone=alone: cluster.status(job_id)["generation"] > alone,  # type: ignore[misc]
+                f"a plan with {name}",
+                poll_s=0.1,
+            )
+        cluster.wait(lambda: cluster.planned(job_id) == {*nodes}, f"{name} in training", poll_s=0.1)
+        cluster.wait_step(job_id, cluster.last_step(job_id) + 5)
+        spoken = {node: told["protocol"] for node, told in cluster.nodes().items()}
+        assert spoken == {name: NEWEST, other: OLDEST if name == "n1" else NEWEST}
+    assert cluster.wait_end(job_id) == "succeeded"
+    assert cluster.events(job_id, "restored") == []
+
+    reference = train_reference(parse_job(json.dumps(spec)))
+    records = cluster.metrics(job_id)
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    losses = [record["loss"] for record in records]
+    assert losses == pytest.approx([step.loss for step in reference.steps], rel=1e-12)
+    assert [record["samples_digest"] for record in records] == [
+        step.samples_digest for step in reference.steps
+    ]
+
+
+def test_both_releases_make_the_same_programs_of_a_plan(before: Mapping[str, str]) -> None:
+    assert ENGINE == FIRST_ENGINE, "the engine has changed since: nodes do not mix any more"
+    draw = random.Random(7)
+    plans = [random_pipelines(draw) for _ in range(PLANS)] + [
+        random_listed(draw) for _ in range(PLANS)
+    ]
+    lines = b"\n".join(map(encode, plans))
+    made = [
+        subprocess.run(
+            [sys.executable, "-P", compiled.__file__],
+            env={**os.environ, **environment},
+            input=lines,
+            capture_output=True,
+            check=True,
+            timeout=150,
+        ).stdout
+        for environment in ({}, before)
+    ]
+    assert made[0] == made[1]
+    assert len(made[0].splitlines()) > 3 * PLANS

@@ -1,0 +1,72 @@
+"""Which protocol two releases speak, and what an end makes of what an older one leaves out."""
+
+import json
+
+import pytest
+
+from oobleck.host.detection import DETECTIONS, Detection
+from oobleck.planner.job.file import format_job, parse_job
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto import protocol
+from oobleck.proto.detection import read_welcome, welcome_message
+from oobleck.proto.protocol import NEWEST, OLDEST, common, refusal
+from oobleck.proto.status import read_register
+from support.scenario import facts_of
+
+
+@pytest.mark.parametrize(
+    ("oldest", "newest", "chosen"),
+    [(2, 4, None), (2, 5, 5), (5, 5, 5), (6, 9, 7), (1, 12, 7), (7, 7, 7), (8, 9, None)],
+)
+def test_both_ends_take_the_newest_that_both_speak(
+    monkeypatch: pytest.MonkeyPatch, oldest: int, newest: int, chosen: int | None
+) -> None:
+    monkeypatch.setattr(protocol, "OLDEST", 5)
+    monkeypatch.setattr(protocol, "NEWEST", 7)
+    assert common(oldest, newest) == chosen
+    if chosen is None:
+        who = "the master" if oldest > 7 else "Oobleck on n1"
+        told = refusal("n1", oldest, newest)
+        assert told.startswith(f"the agent speaks protocols {oldest} to {newest} and this master ")
+        assert f"this master protocols 5 to 7: upgrade {who}, one release" in told
+
+
+def test_an_agent_of_before_there_was_a_range_speaks_one() -> None:
+    told = pb.Register(
+        protocol=3, node="n1", address="10.0.0.1", worker_slots=1, device="cpu",
+        memory_per_worker_bytes=1,
+    )  # fmt: skip
+    registration = read_register(told, facts_of("n1", 1, 1).incarnation)
+    assert (registration.protocol, registration.facts.newest_protocol) == (3, 3)
+    assert registration.facts.versions.engine == "1"
+
+
+def test_a_welcome_of_a_master_of_before_is_read() -> None:
+    detection = DETECTIONS["wan"]
+    told = welcome_message(detection, NEWEST)
+    assert read_welcome(told) == (detection, NEWEST)
+    told.ClearField("protocol")
+    told.detection.ClearField("gpu_grace_s")
+    assert read_welcome(told) == (detection, OLDEST), "what it lacks is as by default"
+    assert detection.gpu_grace_s == Detection().gpu_grace_s
+    told.protocol = NEWEST + 1
+    with pytest.raises(ValueError, match=f"protocol: {NEWEST + 1} was chosen, where this agent"):
+        read_welcome(told)
+
+
+def test_a_job_is_told_without_what_is_as_by_default() -> None:
+    text = {
+        "name": "demo",
+        "model": {"kind": "gpt", "layers": 2, "hidden": 16, "heads": 2, "sequence_length": 8},
+        "data": {"text": ["a.txt"]},
+        "training": {"steps": 3, "global_batch": 4, "microbatch": 2, "seed": 0, "clip": 1.0},
+        "checkpoint": {"path": "/saved", "every": 100},
+        "resources": {"memory_per_worker": 1 << 30},
+    }
+    job = parse_job(json.dumps(text))
+    told = json.loads(format_job(job, defaults=False))
+    assert set(told) == set(text)
+    assert "seed" not in told["training"]
+    assert told["checkpoint"] == {"path": "/saved"}
+    assert told["resources"] == {"memory_per_worker": 1 << 30}
+    assert parse_job(json.dumps(told)) == job
