@@ -10,7 +10,7 @@ GENERATED := proto/control_pb2.py proto/control_pb2.pyi proto/control_pb2_grpc.p
 # Tests start hundreds of processes, and each would compile all modules of the project anew.
 test soak: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test soak replay bench lint proto proto-check clean
+.PHONY: setup demo test soak replay bench lint proto proto-check proto-lock clean
 
 # The stamp is older than its inputs after an edit of them, and only then installs again.
 setup: $(VENV)/.installed
@@ -70,6 +70,11 @@ proto: setup build/links
 
 proto-check: proto
 	git diff --exit-code -- $(GENERATED)
+
+# What releases say to each other; INTENDED=1 also where one of before would misread it
+# (docs/contributing.md).
+proto-lock: setup
+	cd tests && ../$(BIN)/python -m support.wire $(if $(INTENDED),--intended)
 
 clean:
 	rm -rf build dist *.egg-info demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
