@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
+from oobleck.host.detection import Detection
 from oobleck.host.finding import Finding
 from oobleck.planner.profile.machine import GPUS, machine_of
 from oobleck.planner.units import format_bytes
 
 #: Forked at once, as an agent does for a node of so many workers.
 _FORKS = 4
-_READY_S = 15.0
 _FREE_S = 5.0
 #: For the memory of a killed process; the host is told to be sick after that.
 FREED_S = 30.0
@@ -45,16 +45,22 @@ def forks(devices: Sequence[str]) -> Iterator[Finding]:
     began = time.monotonic()
     children = [_forked(devices[number % len(devices)]) for number in range(_FORKS)]
     failed = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    spent_s = time.monotonic() - began
-    what = f"{_FORKS} workers are forked at once and compute after {spent_s:.1f} s"
     if any(failed):
         what, fix = f"forked workers end with {failed}", _by_hand("forks", devices)
         yield Finding(check="forks", level="fail", what=what, fix=fix)
-    elif spent_s > _READY_S:
-        fix = "a persistent driver (nvidia-smi -pm 1) starts faster"
-        yield Finding(check="forks", level="slow", what=what, fix=fix)
     else:
-        yield Finding(check="forks", level="pass", what=what)
+        yield of_forks(time.monotonic() - began, on_gpu=devices[0] != "cpu")
+
+
+def of_forks(spent_s: float, *, on_gpu: bool) -> Finding:
+    """`spent_s`: until all of them have computed something."""
+    what = f"{_FORKS} workers are forked at once and compute after {spent_s:.1f} s"
+    grace_s = Detection().gpu_grace_s
+    if on_gpu and spent_s > grace_s:
+        what += f", where a loss waits {grace_s:g} s for a new process"
+        fix = "each becomes a plan without it and a join; nvidia-smi -pm 1 keeps the driver ready"
+        return Finding(check="forks", level="slow", what=what, fix=fix)
+    return Finding(check="forks", level="pass", what=what)
 
 
 def _target(descriptor: Path) -> str:

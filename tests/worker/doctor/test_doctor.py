@@ -23,6 +23,7 @@ from oobleck.worker.doctor.replicas import groups, of_groups, of_replicas, repli
 from oobleck.worker.doctor.single import (
     FREED_S,
     freed_after,
+    of_forks,
     of_killed,
     of_memory,
     of_products,
@@ -73,6 +74,9 @@ def test_what_is_concluded() -> None:
         assert bool(found.fix) == (found.level != "pass"), found
         return found.level
 
+    assert level(of_forks(2.5, on_gpu=True)) == "pass"
+    assert level(of_forks(9.0, on_gpu=True)) == "slow"
+    assert level(of_forks(9.0, on_gpu=False)) == "pass", "how busy a CPU is says nothing"
     assert level(of_killed(1 << 30, 0.4, "taken 1073741824")) == "pass"
     assert level(of_killed(1 << 30, 9.0, "taken 1073741824")) == "slow"
     assert level(of_killed(1 << 30, None, "taken 1073741824")) == "fail"
