@@ -5,7 +5,8 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from datetime import time as time_of_day
 from typing import TYPE_CHECKING
 
 import click
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 MOST_RANK = 2**32 - 1
 #: Lines that are kept until it is known that they are the last ones.
 _MOST_TAIL = 100_000
-#: Moments of today are given without a date.
+#: The last such time of the day is given without a date.
 _CLOCK = re.compile(r"(\d\d?):(\d\d(?::\d\d)?)")
 
 _EPILOG = """\b
@@ -48,13 +49,19 @@ class _Moment(click.ParamType):  # type: ignore[type-arg]  # not at run time of 
         except (ValueError, OverflowError, OSError):
             pass  # it is no time ago
         try:
-            moment = value.strip()
-            if clock := _CLOCK.fullmatch(moment):
-                moment = f"{datetime.now().date()} {clock[1]:0>2}:{clock[2]}"
-            return _stamp(datetime.fromisoformat(moment).timestamp())
+            if clock := _CLOCK.fullmatch(value.strip()):
+                return _stamp(_latest(f"{clock[1]:0>2}:{clock[2]}", datetime.now()).timestamp())
+            return _stamp(datetime.fromisoformat(value.strip()).timestamp())
         except (ValueError, OverflowError, OSError):
             text = f"{value!r} is no time; write 10m (ago), 14:30, or '2026-03-01 14:30'"
             self.fail(text, param, ctx)
+
+
+def _latest(clock: str, now: datetime) -> datetime:
+    """When it was that time of the day last, by local time: yesterday, where it is to come today.
+    Raises ValueError."""
+    today = datetime.combine(now.date(), time_of_day.fromisoformat(clock))
+    return today if today <= now else today - timedelta(days=1)
 
 
 def _stamp(unix: float) -> str:
@@ -89,7 +96,7 @@ class _Pattern(click.ParamType):  # type: ignore[type-arg]  # as above
     "--since",
     type=_Moment(),
     metavar="TIME",
-    help="Only lines from then on: 10m (ago), 14:30, or '2026-03-01 14:30'.",
+    help="Only lines from then on: 10m (ago), the last 14:30, or '2026-03-01 14:30'.",
 )
 @click.option(
     "--grep", type=_Pattern(), metavar="REGEX", help="Only lines that have a match of REGEX."

@@ -1,7 +1,7 @@
 """What `oobleck logs` leaves out: all but the last lines, older ones, those without a match."""
 
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from click.testing import CliRunner, Result
@@ -57,13 +57,16 @@ def test_since_is_asked_of_the_master_in_its_words() -> None:
         return iter([])
 
     with answering(Logs=answer) as address:
-        for since in ("10m", "2026-03-01T04:00:00+00:00", "0:07"):
+        to_come = f"{datetime.now() + timedelta(minutes=10):%H:%M}"
+        for since in ("10m", "2026-03-01T04:00:00+00:00", "0:07", to_come):
             assert asked("--since", since, "--master", address).exit_code == 0
-    ago, moment, clock = (datetime.fromisoformat(stamp) for stamp in told)
+    ago, moment, clock, later = (datetime.fromisoformat(stamp) for stamp in told)
     assert all(len(stamp) == len("2026-03-01T04:00:00.000000+00:00") for stamp in told)
     assert 600 <= time.time() - ago.timestamp() < 1200
     assert moment == datetime(2026, 3, 1, 4, tzinfo=UTC)
     assert (clock.astimezone().hour, clock.astimezone().minute) == (0, 7)
+    assert f"{later.astimezone():%H:%M}" == to_come
+    assert timedelta(hours=23) < datetime.now(UTC) - later < timedelta(hours=25), "of yesterday"
 
 
 @pytest.mark.parametrize(
