@@ -24,6 +24,8 @@ _YES = frozenset({"true", "yes", "on"})
 _MAX_NODES = 10_000
 #: A job nests three levels; the time that YAML takes grows with the square of the depth.
 _MAX_DEPTH = 32
+#: What YAML takes a plain `<<` for.
+_MERGE = "tag:yaml.org,2002:merge"
 #: Characters of a text that a message repeats.
 _SHOWN = 60
 
@@ -183,6 +185,11 @@ class _Reader:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise InvalidJob(f"{place}: a key must be a plain word")
             key = key_node.value
+            if key_node.tag == _MERGE:
+                raise InvalidJob(
+                    f"{place}: job files merge no mappings; write the keys out in place of '<<', "
+                    "or change single ones by --set"
+                )
             if key in entries:
                 raise InvalidJob(
                     f"{place}: key {key!r} stands here a second time "

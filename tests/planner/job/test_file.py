@@ -267,6 +267,7 @@ def refusal(text: str, *overrides: str) -> str:
             "name: other",
             "job.yaml:10: key 'name' stands here a second time (first at job.yaml:1); remove one",
         ),
+        ("fault_tolerance: 1", "<<: {profile: estimate}", "job.yaml:10: job files merge no mapp"),
         ("fault_tolerance: 1", "profile: 5", "job.yaml:10: profile must be a text, not 5"),
         ("fault_tolerance: 1", 'profile: " "', "job.yaml:10: profile: is empty; give measure, est"),
         ("resources:", "resources: x\nx:", "resources must be a mapping (key: value lines), not"),
