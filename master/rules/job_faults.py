@@ -38,7 +38,7 @@ def _jobs_fault(context: Context, job: Job) -> str | None:
     nodes = {*given_up, *(worker.node for worker in dying)}
     if len(nodes) > 1:
         words = [*dying.values(), *(f"{name}: {why}" for name, why in given_up.items())][-1]
-        return f"without a committed step between, on {', '.join(sorted(nodes))}: {words}"
+        return f"workers keep ending on {comma_separated(nodes)}: {words}"
     suspects = _ailing(job) | {worker.node: words for worker, words in dying.items()}
     news = _news(job, suspects)
     if not news:
