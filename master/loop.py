@@ -67,7 +67,7 @@ class Master:
         self._planner.listen(self._planned)
         self._environment = environment or Environment()
         self.config = config
-        self.now = self._environment.now
+        self.now, self.unix = self._environment.now, self._environment.unix
         self.vitals = Vitals()
         self.changes = Changes()
         self._ledger = Ledger(config, journal, self._environment)

@@ -164,8 +164,8 @@ class OperatorService(rpc.OperatorServicer):
         return pb.TimelineReply(trace=trace.decode())
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesReply:
-        state, now = self._master.state, self._master.now()
-        nodes = [node_info(state, node, now) for _, node in sorted(state.nodes.items())]
+        state, now, unix = self._master.state, self._master.now(), self._master.unix()
+        nodes = [node_info(state, node, now, unix) for _, node in sorted(state.nodes.items())]
         return pb.ListNodesReply(nodes=nodes, problem=self._master.problem)
 
     async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.NodeInfo:
@@ -201,7 +201,7 @@ class OperatorService(rpc.OperatorServicer):
         node = state.nodes.get(name)
         if node is None:  # it was lost, and is forgotten meanwhile
             await context.abort(grpc.StatusCode.NOT_FOUND, f"node {name} has just been forgotten")
-        return node_info(state, node, self._master.now())
+        return node_info(state, node, self._master.now(), self._master.unix())
 
     async def Events(
         self, request: pb.EventsRequest, context: Context

@@ -218,7 +218,7 @@ def _names(nodes: Iterable[Node]) -> str:
     return comma_separated(node.facts.node for node in nodes)
 
 
-def node_info(state: ClusterState, node: Node, now: float) -> pb.NodeInfo:
+def node_info(state: ClusterState, node: Node, now: float, unix: float) -> pb.NodeInfo:
     facts, status = node.facts, node.seen.status
     heard_at = node.seen.heard_at
     return pb.NodeInfo(
@@ -233,7 +233,7 @@ def node_info(state: ClusterState, node: Node, now: float) -> pb.NodeInfo:
         memory_per_worker_bytes=facts.memory_per_worker_bytes,
         job_id=status.job_id or "",
         generation=status.generation,
-        failures=len(node.failures.times),
+        failures=node.failures.recent(unix),
         last_heard_s=max(0.0, now - (node.seen.last_heard if heard_at is None else heard_at)),
         heard_before=heard_at is None,
         versions=message_of(pb.Versions, facts.versions),

@@ -92,13 +92,22 @@ def test_when_a_node_was_heard_outlives_the_master() -> None:
     player.play(START + "1.0 steps 1 1 1\n2.0 silent n4\n8.0 look\n9.0 restart\n")
 
     def heard(name: str) -> tuple[float, bool]:
-        info = node_info(player.state, player.state.nodes[NodeName(name)], 9.5)
+        info = node_info(player.state, player.state.nodes[NodeName(name)], 9.5, UNIX + 9.5)
         return info.last_heard_s, info.heard_before
 
     assert heard("n4") == (pytest.approx(7.5), False)
     assert heard("n1") == (pytest.approx(0.5), True)
     player.play("9.2 reconnect n1\n")
     assert heard("n1") == (pytest.approx(0.3), False)
+
+
+def test_failures_of_a_node_are_told_for_ten_minutes() -> None:
+    player = Player()
+    player.play(START + "1.0 close n4\n9.0 look\n")
+    for now, failures in ((9.0, 1), (590.0, 1), (640.0, 0)):
+        player.play(f"{now} look\n")
+        node = player.state.nodes[NodeName("n4")]
+        assert node_info(player.state, node, now, UNIX + now).failures == failures
 
 
 def test_the_secret_of_a_place_is_told_to_nobody() -> None:
@@ -181,7 +190,7 @@ def test_a_job_that_waits_says_what_becomes_of_its_turn() -> None:
 def test_a_drain_is_told_of_a_node_that_is_lost() -> None:
     player = Player()
     player.play(START + "1.0 close n4\n7.0 drain n4\n")
-    info = node_info(player.state, player.state.nodes[NodeName("n4")], 8.0)
+    info = node_info(player.state, player.state.nodes[NodeName("n4")], 8.0, UNIX + 8.0)
     assert info.state == "lost"
     assert info.reason.endswith("; drained, also when it is back")
 
@@ -230,7 +239,7 @@ def test_a_node_that_is_left_out_is_told_how_to_come_back() -> None:
         START
         + '1.0 steps 1 1 1\n2.0 register n5\n2.1 ready n5\n2.2 fail n5/0 user "no such device"\n'
     )
-    info = node_info(player.state, player.state.nodes[NodeName("n5")], 3.0)
+    info = node_info(player.state, player.state.nodes[NodeName("n5")], 3.0, UNIX + 3.0)
     assert (info.state, info.reason) == (
         "live",
         "cannot join the job: no such device; put that right, then 'oobleck node undrain' it or "
@@ -244,11 +253,11 @@ def test_a_node_with_a_sick_gpu_is_told_with_the_fix_and_what_else_is_wrong() ->
     player.play(START + f'1.0 steps 1 1 1\n2.0 sick n4 "{sick}"\n')
     node = player.state.nodes[NodeName("n4")]
     node.seen.status = replace(node.seen.status, concern=concern)
-    info = node_info(player.state, node, 3.0)
+    info = node_info(player.state, node, 3.0, UNIX + 3.0)
     assert (info.state, info.reason.count(sick)) == ("draining", 1)
     assert info.reason.endswith(f"; {concern}")
     player.play("4.0 undrain n4\n")
-    info = node_info(player.state, node, 4.0)
+    info = node_info(player.state, node, 4.0, UNIX + 4.0)
     assert (info.state, info.reason) == ("live", sick)
 
 
@@ -256,7 +265,7 @@ def test_a_node_with_another_torch_is_told_what_to_install() -> None:
     player = Player()
     start = "0.0 register n1@2.13.0\n0.0 submit demo f=0 min_nodes=1\n0.5 ready n1\n"
     player.play(start + "1.0 register n2@2.14.0\n")
-    assert node_info(player.state, player.state.nodes[NodeName("n2")], 3.0).reason == (
+    assert node_info(player.state, player.state.nodes[NodeName("n2")], 3.0, UNIX + 3.0).reason == (
         "cannot join the job: torch 2.14, where the job's other nodes have 2.13: install the same, "
         "or give the job allow_mixed_versions: true"
     )

@@ -141,7 +141,7 @@ def test_an_answer_does_not_wait_for_a_plan_that_takes_long(
 
 
 def info_of(player: Player, name: str) -> pb.NodeInfo:
-    return node_info(player.state, player.state.nodes[NodeName(name)], player.now)
+    return node_info(player.state, player.state.nodes[NodeName(name)], player.now, 0.0)
 
 
 def test_it_is_told_what_a_drain_waits_for() -> None:

@@ -72,7 +72,7 @@ class Story:
 
     def stands_by(self) -> str:
         node = self.player.state.nodes[NodeName("n2")]
-        return node_info(self.player.state, node, self.player.now).reason
+        return node_info(self.player.state, node, self.player.now, 0.0).reason
 
 
 def test_each_time_for_twice_as_long_up_to_an_hour() -> None:
