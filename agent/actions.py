@@ -31,7 +31,7 @@ class ForkWorker:
     job: JobSpec
     #: One of the slot was ready for this job before.
     passed: bool
-    #: When it is ready at the latest.
+    #: When it is ready at the latest; later by as long as the job's code is fetched.
     ready_by: float
     #: One of the slot has asked for its replacement.
     replaced: bool = False

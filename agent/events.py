@@ -98,12 +98,22 @@ class WarmExited:
 class ForkAsked:
     slot: int
     incarnation: Incarnation
+    #: The job's code is fetched first.
+    fetches: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerForked:
     incarnation: Incarnation
     pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeFetched:
+    """The worker has got what it starts with, the job's code too, or the reason why there is
+    none."""
+
+    incarnation: Incarnation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +147,7 @@ class WorkerExited:
 #: About one worker.
 WorkerEvent = (
     WorkerForked
+    | CodeFetched
     | SendPlan
     | SendMeasure
     | SendSave

@@ -39,8 +39,8 @@ CLOSED_GRACE_S = 1.0
 FORK_TIMEOUT_S = 60.0
 #: Importing the libraries on a slow, busy machine.
 WARM_TIMEOUT_S = 180.0
-#: From the wish for a fork to Ready (it opens the data and listens). A worker is told when that is
-#: over, and says before what its user's code is at.
+#: From the wish for a fork, or from when the job's code is there, to Ready (it opens the data and
+#: listens). A worker is told when that is over, and says before what its user's code is at.
 READY_TIMEOUT_S = 120.0
 #: The same where layers are compiled before.
 COMPILED_TIMEOUT_S = 1800.0
@@ -145,7 +145,7 @@ def _worker(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
         (worker.closed_at, CLOSED_GRACE_S, "its channel closed"),
         (worker.failed_at, STOP_GRACE_S, "it reported a failure"),
         (worker.stop_sent_at, STOP_GRACE_S, "it was told to stop"),
-        (None if worker.card else worker.asked_at, ready_s, "it was forked, not ready"),
+        (None if worker.card else worker.starts_at, ready_s, "it was forked, not ready"),
     ):
         if since is not None:
             kill = KillWorker(

@@ -194,11 +194,15 @@ class NodeState:
                     self.warm.budget.ended(started_at=self.warm.started_at, now=now)
                 failed = 0 if self.warm.ready else self.warm.failed_starts + 1
                 self.warm = WarmState(budget=self.warm.budget, failed_starts=failed, last_end=how)
-            case ForkAsked(slot=slot, incarnation=incarnation):
+            case ForkAsked(slot=slot, incarnation=incarnation, fetches=fetches):
                 assert self.desired.job_id is not None
                 self.slots[slot].launches += 1
                 self.workers[incarnation] = WorkerState(
-                    slot=slot, incarnation=incarnation, job_id=self.desired.job_id, asked_at=now
+                    slot=slot,
+                    incarnation=incarnation,
+                    job_id=self.desired.job_id,
+                    asked_at=now,
+                    starts_at=None if fetches else now,
                 )
             case _:
                 if (worker := self.workers.get(event.incarnation)) is not None:

@@ -20,6 +20,7 @@ from oobleck.agent.connection.reports import has_rank_0, report_of, standing_rep
 from oobleck.agent.events import (
     Assigned,
     ChannelClosed,
+    CodeFetched,
     DetectionTold,
     Event,
     GpusRead,
@@ -254,6 +255,9 @@ class Supervisor:
     def printed(self, incarnation: Incarnation, lines: list[str]) -> None:
         if (worker := self._state.workers.get(incarnation)) is not None:
             self._outbox.log(worker.job_id, worker.slot, lines, self._now())
+
+    def code_fetched(self, incarnation: Incarnation) -> None:
+        self._handle(CodeFetched(incarnation=incarnation))
 
     def channel_closed(self, incarnation: Incarnation) -> None:
         self._handle(ChannelClosed(incarnation=incarnation))

@@ -20,6 +20,7 @@ from oobleck.agent.actions import (
 from oobleck.agent.events import (
     Asked,
     ChannelClosed,
+    CodeFetched,
     WorkerEvent,
     WorkerExited,
     WorkerForked,
@@ -60,6 +61,8 @@ class WorkerState:
     incarnation: Incarnation
     job_id: JobId
     asked_at: float
+    #: Since when it may get ready: not before it has the job's code. None: that is fetched still.
+    starts_at: float | None
     pid: int | None = None
     #: Empty until the worker is ready.
     card: str = ""
@@ -115,6 +118,8 @@ class WorkerState:
         match event:
             case WorkerForked(pid=pid):
                 self.pid = pid
+            case CodeFetched():
+                self.starts_at = now
             case SendPlan(assign=assign):
                 self.sent, self.peer_lost = assign.plan.generation, None
                 if not assign.boundary:

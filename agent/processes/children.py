@@ -57,6 +57,7 @@ class Listener(Protocol):
     def fork_failed(self, incarnation: Incarnation, reason: str) -> None: ...
     def said(self, incarnation: Incarnation, message: FromWorker) -> None: ...
     def printed(self, incarnation: Incarnation, lines: list[str]) -> None: ...
+    def code_fetched(self, incarnation: Incarnation) -> None: ...
     def channel_closed(self, incarnation: Incarnation) -> None: ...
     def child_exited(self, pid: int, exit_code: int | None, signum: int | None) -> None: ...
 
@@ -105,7 +106,7 @@ class WorkerProcess:
             if complete is None:
                 self.send(launch)
             else:
-                completing = asyncio.create_task(self._send_completed(complete(launch)))
+                completing = asyncio.create_task(self._complete(launch, complete))
             while (body := await read_frame(reader)) is not None:
                 self._listener.said(self.incarnation, _from_worker.decode(body))
         except (ValueError, RecursionError, ConnectionError) as error:  # not understood, or cut
@@ -119,8 +120,16 @@ class WorkerProcess:
             self.silent.set()
         self._listener.channel_closed(self.incarnation)
 
-    async def _send_completed(self, launch: Awaitable[Launch]) -> None:
-        self.send(await launch)
+    async def _complete(self, launch: Launch, complete: Complete) -> None:
+        """However long that takes, the worker has as long as others from then on."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        completed = await complete(launch)
+        if completed.ready_by is not None:
+            ready_by = completed.ready_by + loop.time() - began
+            completed = msgspec.structs.replace(completed, ready_by=ready_by)
+        self.send(completed)
+        self._listener.code_fetched(self.incarnation)
 
     def send(self, message: ToWorker) -> None:
         """Without waiting; a worker that is gone or does not read is found out elsewhere."""

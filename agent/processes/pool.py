@@ -151,7 +151,8 @@ class ProcessPool:
             tasks.create_task(process.serve(launch))
         else:
             tasks.create_task(process.serve(launch, self._code.complete))
-        return ForkAsked(slot=slot, incarnation=process.incarnation)
+        fetches = fork.job.code is not None
+        return ForkAsked(slot=slot, incarnation=process.incarnation, fetches=fetches)
 
     def _kill(self, incarnation: Incarnation, what: str, reason: str) -> None:
         process = self.processes[incarnation]

@@ -20,6 +20,7 @@ from oobleck.agent.actions import (
 from oobleck.agent.events import (
     Assigned,
     ChannelClosed,
+    CodeFetched,
     ForkAsked,
     Leave,
     SessionBegan,
@@ -345,6 +346,16 @@ def test_a_worker_that_is_never_ready_is_killed() -> None:
     node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
     assert node.after(at=READY_TIMEOUT_S - 1) == ()
     assert kinds(node.after(at=READY_TIMEOUT_S)) == [KillWorker]
+
+
+def test_a_worker_has_as_long_however_slowly_the_jobs_code_comes() -> None:
+    node = Node()
+    node.after(StartWarm(), WarmReady(), Assigned(desired=desired()))
+    node.after(ForkAsked(slot=0, incarnation=A, fetches=True), WorkerForked(incarnation=A, pid=100))
+    assert node.after(at=10 * READY_TIMEOUT_S) == ()
+    assert node.after(CodeFetched(incarnation=A), at=2000.0) == ()
+    assert node.wake_at() == 2000.0 + READY_TIMEOUT_S
+    assert kinds(node.after(at=2000.0 + READY_TIMEOUT_S)) == [KillWorker]
 
 
 @pytest.mark.parametrize(

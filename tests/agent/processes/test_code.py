@@ -1,16 +1,21 @@
 """Code that comes with jobs on a node: fetched once, checked, and unpacked for its user alone."""
 
 import asyncio
+import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from oobleck.agent.processes import code
+from oobleck.agent.processes.children import WorkerProcess
 from oobleck.agent.processes.code import CodeCache, NoCode
-from oobleck.host.ipc.messages import Launch
+from oobleck.host.ipc.channel import Channel
+from oobleck.host.ipc.messages import Launch, ToWorker
 from oobleck.host.wheel import Wheel
-from oobleck.planner.ids import JobId, NodeName, WorkerId
+from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.file import parse_job
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.wheel import stored_as
@@ -129,3 +134,43 @@ def test_the_wheels_that_were_used_last_stay(
         assert found.no_code == ""
         assert (tmp_path / "code" / Wheel(content).digest / "mine.py").is_file()
     assert len(list((tmp_path / "code").iterdir())) == 2
+
+
+class Listener:
+    """Hears that a worker has its launch."""
+
+    def __init__(self) -> None:
+        self.fetched: list[Incarnation] = []
+
+    def code_fetched(self, incarnation: Incarnation) -> None:
+        self.fetched.append(incarnation)
+
+    def channel_closed(self, incarnation: Incarnation) -> None: ...
+
+
+def test_a_worker_has_as_long_to_get_ready_however_slowly_its_code_comes() -> None:
+    waited_s, heard = 0.05, Listener()
+
+    async def slowly(asked: Launch) -> Launch:
+        await asyncio.sleep(waited_s)
+        assert heard.fetched == []
+        return asked
+
+    async def run() -> Launch:
+        process = WorkerProcess(0, Incarnation("a" * 16), heard)  # type: ignore[arg-type]
+        worker: Channel[ToWorker]
+        worker = Channel(socket.socket(fileno=os.dup(process.hand_over()[0])), ToWorker)
+        process.close_theirs()
+        asked = msgspec.structs.replace(launch(), ready_by=100.0)
+        serving = asyncio.create_task(process.serve(asked, slowly))
+        told = await asyncio.to_thread(worker.receive)
+        worker.close()
+        await serving
+        process.gone()
+        assert heard.fetched == [process.incarnation]
+        assert isinstance(told, Launch)
+        return told
+
+    told = asyncio.run(run())
+    assert told.ready_by is not None
+    assert told.ready_by >= 100.0 + 0.9 * waited_s
