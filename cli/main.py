@@ -27,6 +27,10 @@ COMMANDS = {
     "metrics": ("oobleck.cli.jobs.metrics:metrics", "Show the loss of each step, and plot it."),
     "track": ("oobleck.cli.tracking.track:track", "Copy a job's metrics to TensorBoard or W&B."),
     "logs": ("oobleck.cli.reading.logs:logs", "Show what a job's workers print."),
+    "dashboard": (
+        "oobleck.cli.dashboard.command:dashboard",
+        "Serve pages of the cluster for browsers.",
+    ),
     "timeline": (
         "oobleck.cli.reading.timeline:timeline",
         "Show where the time of a job's steps goes.",

@@ -71,6 +71,15 @@ def endpoint(ctx: click.Context, parameter: click.Parameter, value: str | None) 
         raise click.UsageError(str(error)) from error
 
 
+def endpoint_again(ctx: click.Context, found: Endpoint) -> Callable[[], Endpoint]:
+    """For what runs for long: `found`, with the credentials that are in their folder when it is
+    called, which raises ValueError where there are none that can be shown."""
+    folder = ctx.meta.get(_CREDENTIALS) if found.credentials is not None else None
+    if folder is None:
+        return lambda: found
+    return lambda: choose_endpoint(found.address, folder, insecure=False)
+
+
 def _note(key: str) -> Callable[[click.Context, click.Parameter, Any], None]:
     """A callback that keeps the option's value for the one that makes the endpoint."""
 

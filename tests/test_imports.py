@@ -45,7 +45,7 @@ LEVELS = {
     "master": ("events", "state", "planning", "storage", "rules", "clients", "api", "metrics"),
     "cli": (
         *("output", "view", "chaos", "jobs", "reading", "tracking"),
-        *("cluster", "planning", "top", "ssh"),
+        *("cluster", "planning", "top", "ssh", "dashboard"),
     ),
     "proto": (),
 }

@@ -12,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("agent", "cli", "host", "master", "oobleck", "planner", "proto", "worker")
+#: Of the files that are installed: modules, what is written or served, and what types say.
+PATTERNS = ("*.py", "*.pyi", "*.proto", "*.yaml", "*.html", "*.css", "*.js", "*.svg", "py.typed")
 GENERATED = ("control_pb2.py", "control_pb2.pyi", "control_pb2_grpc.py")
 
 
@@ -57,7 +59,7 @@ def test_the_wheel_has_every_module_and_nothing_else(wheel: zipfile.ZipFile) -> 
     expected = {
         f"oobleck/{file.relative_to(ROOT)}".replace("oobleck/oobleck/", "oobleck/")
         for package in PACKAGES
-        for pattern in ("*.py", "*.pyi", "*.proto", "*.yaml", "py.typed")
+        for pattern in PATTERNS
         for file in (ROOT / package).rglob(pattern)
     }
     assert inside == expected

@@ -25,6 +25,7 @@ class Point:
     loss: float | None
     low: float | None
     high: float | None
+    #: Over the time since the commit before, so that standstills are in it.
     tokens_per_s: float
     #: Unix time of the last commit.
     time: float
@@ -33,6 +34,7 @@ class Point:
 
 class _Bucket:
     __slots__ = (
+        "began",
         "finite",
         "first",
         "generation",
@@ -45,7 +47,8 @@ class _Bucket:
         "tokens",
     )
 
-    def __init__(self, record: Mapping[str, Any]) -> None:
+    def __init__(self, record: Mapping[str, Any], before: float | None) -> None:
+        """`before`: Unix time of the commit before; None: it is not known."""
         self.first = self.last = int(record["step"])
         loss = record.get("loss")
         self.finite = int(loss is not None)
@@ -54,6 +57,7 @@ class _Bucket:
         self.s = float(record.get("step_seconds", 0.0))
         self.time = float(record.get("time", 0.0))
         self.generation = int(record.get("generation", 0))
+        self.began = self.time - self.s if before is None else before
 
     def merge(self, later: "_Bucket") -> None:
         self.last, self.time, self.generation = later.last, later.time, later.generation
@@ -67,13 +71,15 @@ class _Bucket:
 
     def point(self) -> Point:
         known = self.finite > 0
+        # A calendar may be put back.
+        span_s = self.time - self.began if self.time > self.began else self.s
         return Point(
             first=self.first,
             last=self.last,
             loss=self.losses / self.finite if known else None,
             low=self.low if known else None,
             high=self.high if known else None,
-            tokens_per_s=self.tokens / self.s if self.s > 0 else 0.0,
+            tokens_per_s=self.tokens / span_s if span_s > 0 else 0.0,
             time=self.time,
             generation=self.generation,
         )
@@ -97,7 +103,8 @@ class Series:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """The next step; one that is told again counts once."""
-        step = _Bucket(record)
+        before = self._recent[-1].time if self._recent else None
+        step = _Bucket(record, before)
         if step.last <= self.last_step:
             return
         if self._since is None:
@@ -106,9 +113,9 @@ class Series:
         self._recent.append(step)
         newest = self._buckets[-1] if self._buckets else None
         if newest is not None and step.last // self._stride == newest.first // self._stride:
-            newest.merge(_Bucket(record))
+            newest.merge(step)
         else:
-            self._buckets.append(_Bucket(record))
+            self._buckets.append(_Bucket(record, before))
         if len(self._buckets) > MOST_BUCKETS:
             self._halve()
 

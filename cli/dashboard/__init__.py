@@ -1,0 +1,1 @@
+"""`oobleck dashboard`: pages of a cluster for browsers, by a client of the master."""

@@ -1,0 +1,165 @@
+"""What operators do: drain a node and take it back, cancel a job, have a checkpoint taken, have
+steps recorded.
+
+The session must be an operator's, and the master asks the same of the dashboard's certificate.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from urllib.parse import quote
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from oobleck.cli.client import MasterClient
+from oobleck.cli.dashboard.calls import Calls
+from oobleck.cli.dashboard.problem import Problem
+from oobleck.cli.dashboard.sessions import Session
+from oobleck.cli.dashboard.web import Web, redirect
+from oobleck.cli.output.text import ENDED
+from oobleck.proto import control_pb2 as pb
+
+_MOST_REASON = 200
+_MOST_STEPS = 100
+#: Calls at a time that are answered at once, and that wait for steps.
+_QUICK = 8
+_LONG = 4
+
+
+class Actions:
+    def __init__(self, web: Web) -> None:
+        self._web = web
+        self._quick = Calls(web.site.connect, at_once=_QUICK)
+        self._long = Calls(web.site.connect, at_once=_LONG)
+
+    def close(self) -> None:
+        self._quick.close()
+        self._long.close()
+
+    def routes(self) -> list[Route]:
+        node, job = "/nodes/{node}", "/jobs/{job}"
+        return [
+            Route(f"{node}/drain", self._drain_page),
+            Route(f"{node}/drain", self._drain, methods=["POST"]),
+            Route(f"{node}/undrain", self._undrain_page),
+            Route(f"{node}/undrain", self._undrain, methods=["POST"]),
+            Route(f"{job}/cancel", self._cancel_page),
+            Route(f"{job}/cancel", self._cancel, methods=["POST"]),
+            Route(f"{job}/checkpoint", self._checkpoint, methods=["POST"]),
+            Route(f"{job}/timeline", self._timeline_page),
+            Route(f"{job}/timeline", self._timeline, methods=["POST"]),
+        ]
+
+    # ---- nodes
+
+    async def _drain_page(self, request: Request) -> Response:
+        return await self._question(request, "drain.html", "drain a node")
+
+    async def _undrain_page(self, request: Request) -> Response:
+        return await self._question(request, "undrain.html", "take a node back")
+
+    async def _drain(self, request: Request) -> Response:
+        form = await self._form(request, "drain a node")
+        node, reason = request.path_params["node"], form.get("reason", "")[:_MOST_REASON]
+        why = " ".join(reason.split()) or "by the dashboard"
+        force = form.get("force") == "on"
+
+        def drain(master: MasterClient) -> pb.NodeInfo:
+            return master.drain(node, why, force=force)
+
+        return await self._of_node(request, drain)
+
+    async def _undrain(self, request: Request) -> Response:
+        await self._form(request, "take a node back")
+        node = request.path_params["node"]
+        return await self._of_node(request, lambda master: master.undrain(node))
+
+    async def _of_node(
+        self, request: Request, do: Callable[[MasterClient], pb.NodeInfo]
+    ) -> Response:
+        found = await self._quick.ask(request, do)
+        told = f"{found.node} is {found.state}" + (f": {found.reason}" if found.reason else "")
+        return self._done(request, told, "/")
+
+    # ---- jobs
+
+    async def _cancel_page(self, request: Request) -> Response:
+        return await self._question(request, "cancel.html", "cancel a job")
+
+    async def _cancel(self, request: Request) -> Response:
+        await self._form(request, "cancel a job")
+        job = request.path_params["job"]
+        found = await self._quick.ask(request, lambda master: master.cancel(job))
+        told = f"{job} is {found.state}" if found.state in ENDED else f"{job} is being cancelled"
+        return self._done(request, told, f"/jobs/{quote(job)}")
+
+    async def _checkpoint(self, request: Request) -> Response:
+        await self._form(request, "have a checkpoint taken")
+        job = request.path_params["job"]
+        await self._quick.ask(request, lambda master: master.save_checkpoint(job))
+        told = (
+            "a checkpoint is taken as soon as a step ends; the job's events tell what comes of it"
+        )
+        return self._done(request, told, f"/jobs/{quote(job)}")
+
+    async def _timeline_page(self, request: Request) -> Response:
+        session = self._web.reader(request)
+        job = request.path_params["job"]
+        title = f"Timeline of {job}"
+        return self._web.html(
+            "timeline.html",
+            session=session,
+            title=title,
+            active="timeline",
+            job_id=job,
+            most=_MOST_STEPS,
+        )
+
+    async def _timeline(self, request: Request) -> Response:
+        form = await self._form(request, "have steps recorded")
+        job, steps = request.path_params["job"], form.get("steps", "1")
+        if not steps.isdecimal() or not 1 <= int(steps[:9]) <= _MOST_STEPS:
+            raise Problem(400, f"steps: {steps[:20]!r} is not 1 to {_MOST_STEPS}", "Not recorded")
+        trace = await self._long.ask(request, lambda master: master.timeline(job, int(steps)))
+        name = re.sub(r"[^\w.-]", "_", job, flags=re.ASCII)
+        return Response(
+            trace,
+            media_type="application/json",
+            headers={"Content-Disposition": f'attachment; filename="{name}-timeline.json"'},
+        )
+
+    # ---- shared
+
+    async def _question(self, request: Request, template: str, what: str) -> Response:
+        """A page that asks again before anything is done."""
+        session = self._web.reader(request)
+        _check_operator(session, what)
+        named: Mapping[str, str] = request.path_params
+        return self._web.html(
+            template,
+            session=session,
+            title=what.capitalize(),
+            job_id=named.get("job", ""),
+            node=named.get("node", ""),
+        )
+
+    async def _form(self, request: Request, what: str) -> Mapping[str, str]:
+        session, form = await self._web.form(request)
+        _check_operator(session, what)
+        return form
+
+    def _done(self, request: Request, told: str, where: str) -> Response:
+        """To the page that shows it, which says it."""
+        self._web.reader(request).told = told
+        return redirect(where)
+
+
+def _check_operator(session: Session, what: str) -> None:
+    """Raises Problem."""
+    if session.role != "operator":
+        told = (
+            f"a viewer may not {what}; log in with a token of "
+            "'oobleck dashboard token --role operator'"
+        )
+        raise Problem(403, told, "Refused")

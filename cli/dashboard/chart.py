@@ -1,0 +1,139 @@
+"""A line over a job's steps, as the coordinates of an SVG. Pure; must not know markup."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from oobleck.cli.view.series import Point
+from oobleck.cli.view.tone import Tone
+
+WIDTH, HEIGHT = 640, 200
+LEFT, RIGHT, TOP, BOTTOM = 58, 10, 10, 24
+_TICKS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """Something that happened at a step."""
+
+    step: int
+    title: str
+    #: Empty: it has no page.
+    href: str
+    tone: Tone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    at: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedMark:
+    at: float
+    mark: Mark
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """In units of WIDTH x HEIGHT."""
+
+    #: Coordinates of each unbroken piece of the line.
+    lines: tuple[str, ...]
+    #: Around it, from the lowest to the highest of what a point stands for.
+    bands: tuple[str, ...]
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    marks: tuple[PlacedMark, ...]
+    #: What the axes say at their ends: step, value.
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+    last: str
+
+
+def chart(
+    points: Sequence[Point],
+    value: Callable[[Point], float | None],
+    marks: Iterable[Mark] = (),
+    *,
+    banded: bool = False,
+    from_zero: bool = False,
+) -> Chart | None:
+    """None: there is nothing to draw."""
+    known = [(p, v) for p in points if (v := value(p)) is not None and math.isfinite(v)]
+    if not known:
+        return None
+    lows = [p.low if banded and p.low is not None else v for p, v in known]
+    highs = [p.high if banded and p.high is not None else v for p, v in known]
+    low, high = _widened(0.0 if from_zero else min(lows), max(highs))
+    first, last = float(known[0][0].first), float(max(known[-1][0].last, known[0][0].first + 1))
+
+    def x(step: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (step - first) / (last - first)
+
+    def y(of: float) -> float:
+        return TOP + (HEIGHT - TOP - BOTTOM) * (high - of) / (high - low)
+
+    lines, bands = [], []
+    for piece in _pieces(points, value):
+        middles = [(x((p.first + p.last) / 2), v, p) for p, v in piece]
+        lines.append(" ".join(f"{at:.1f},{y(v):.1f}" for at, v, _ in middles))
+        if banded and any(p.low != p.high for p, _ in piece):
+            upper = [f"{at:.1f},{y(p.high):.1f}" for at, _, p in middles if p.high is not None]
+            lower = [f"{at:.1f},{y(p.low):.1f}" for at, _, p in middles if p.low is not None]
+            bands.append(" ".join([*upper, *reversed(lower)]))
+    return Chart(
+        lines=tuple(lines),
+        bands=tuple(bands),
+        x_ticks=tuple(Tick(at=x(t), label=f"{t:,.0f}") for t in ticks(first, last) if t == int(t)),
+        y_ticks=tuple(Tick(at=y(t), label=_short(t, high - low)) for t in ticks(low, high)),
+        marks=tuple(
+            PlacedMark(at=x(mark.step), mark=mark) for mark in marks if first <= mark.step <= last
+        ),
+        x_range=(first, last),
+        y_range=(low, high),
+        last=_exact(known[-1][1]),
+    )
+
+
+def _pieces(
+    points: Sequence[Point], value: Callable[[Point], float | None]
+) -> list[list[tuple[Point, float]]]:
+    """A loss that was not finite breaks the line."""
+    found: list[list[tuple[Point, float]]] = [[]]
+    for point in points:
+        of = value(point)
+        if of is None or not math.isfinite(of):
+            found.append([])
+        else:
+            found[-1].append((point, of))
+    return [piece for piece in found if piece]
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Round numbers in between, a handful."""
+    raw = (high - low) / _TICKS
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    begin, end = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [number * step for number in range(begin, end + 1)]
+
+
+def _widened(low: float, high: float) -> tuple[float, float]:
+    """So that a line that is level has a height."""
+    if high - low > 1e-9 * max(abs(low), abs(high)):
+        return low, high + 0.04 * (high - low)
+    room = max(abs(high) * 0.05, 1e-9)
+    return low - room, high + room
+
+
+def _short(of: float, span: float) -> str:
+    for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(of) >= factor and span >= factor / 100:
+            return f"{of / factor:g}{unit}"
+    return f"{round(of, 12):.4g}" if span > abs(of) / 1000 else f"{of:.6g}"
+
+
+def _exact(of: float) -> str:
+    return f"{of:,.0f}" if abs(of) >= 1000 else f"{of:.4f}"

@@ -1,0 +1,198 @@
+"""`oobleck dashboard`: pages for browsers, and the tokens to log in with."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from oobleck.cli import options
+from oobleck.host.command import CommandFailed
+from oobleck.host.ipc.endpoint import Endpoint
+
+if TYPE_CHECKING:
+    from oobleck.cli.dashboard.tokens import Role
+
+_LISTEN = "127.0.0.1:4680"
+
+_EPILOG = """\b
+Examples:
+  oobleck dashboard                             on this host alone
+  oobleck dashboard token                       to log in with, as a viewer
+  oobleck dashboard token --role operator
+  oobleck dashboard --listen 0.0.0.0:443 --certificate c.pem --key k.pem --host board.example"""
+
+
+def dir_option(function: options.F) -> options.F:
+    return click.option(
+        "--dir",
+        "folder",
+        type=click.Path(file_okay=False, path_type=Path),
+        envvar="OOBLECK_DASHBOARD_DIR",
+        show_envvar=True,
+        metavar="DIR",
+        help="Where the secret lies that the dashboard and its tokens share.  "
+        "[default: ~/.local/state/oobleck/dashboard]",
+    )(function)
+
+
+class _Dashboard(click.Group):
+    """Without a command it serves, since that is what it is for."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(
+            ctx, args if args[:1] and args[0] in self.commands else ["serve", *args]
+        )
+
+
+@click.group(cls=_Dashboard)
+def dashboard() -> None:
+    """Pages that show the cluster and its jobs to browsers."""
+
+
+@dashboard.command(epilog=_EPILOG)
+@click.option(
+    "--listen",
+    default=_LISTEN,
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Where browsers find it; port 0 takes a free one.",
+)
+@click.option(
+    "--host",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="A name that browsers call it by, beside localhost and this host's own. May be repeated.",
+)
+@click.option(
+    "--certificate",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Serve https with this certificate (PEM, with its chain).",
+)
+@click.option(
+    "--key",
+    "key_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="The key of the certificate.",
+)
+@click.option(
+    "--plain-http",
+    is_flag=True,
+    help="Serve off this host without a certificate, for a proxy in front that has one.",
+)
+@options.time_option("--session", "session_s", "12h", "How long a log-in lasts.")
+@dir_option
+@options.master_option
+@click.pass_context
+def serve(
+    ctx: click.Context,
+    listen: str,
+    names: tuple[str, ...],
+    certificate: Path | None,
+    key_file: Path | None,
+    plain_http: bool,
+    session_s: float,
+    folder: Path | None,
+    master: Endpoint,
+) -> None:
+    """Serve pages that show the cluster and its jobs, and plan, drain and cancel.
+
+    It asks the master with your certificate, a viewer's or an operator's. Browsers log in with a
+    token of 'oobleck dashboard token', and may do no more than both allow.
+    """
+    try:
+        import jinja2  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        told = f"{error.name} is missing; run: pip install '.[dashboard]'"
+        raise CommandFailed(told, options.USAGE) from error
+    tls = _tls(listen, certificate, key_file, plain=plain_http)
+    from oobleck.cli.client import MasterClient
+    from oobleck.cli.dashboard.server import run
+    from oobleck.cli.dashboard.tokens import default_folder, read_key
+    from oobleck.host.address import joined
+    from oobleck.host.metrics.page import bind
+
+    try:
+        key = read_key(folder or default_folder())
+        listening = bind("--listen", listen)
+    except ValueError as error:
+        raise CommandFailed(str(error), options.USAGE) from error
+    endpoint_now = options.endpoint_again(ctx, master)
+
+    def connect() -> MasterClient:
+        return MasterClient(endpoint_now())
+
+    address = joined(*listening.getsockname()[:2])
+    click.echo(f"dashboard of {master} at {'https' if tls else 'http'}://{address}")
+    click.echo("log in with a token: 'oobleck dashboard token' prints one")
+    run(
+        listening,
+        connect=connect,
+        master=str(master),
+        key=key,
+        session_s=session_s,
+        names=names,
+        tls=tls,
+    )
+
+
+@dashboard.command()
+@click.option(
+    "--role",
+    type=click.Choice(["viewer", "operator"]),
+    default="viewer",
+    show_default=True,
+    help="What the holder may do; never more than the dashboard's own certificate may.",
+)
+@options.time_option("--ttl", "ttl_s", "15m", "How long the token is good for a log-in.")
+@dir_option
+def token(role: "Role", ttl_s: float, folder: Path | None) -> None:
+    """Print a token to log in with, once. Run it on the dashboard's host, as its user."""
+    from oobleck.cli.dashboard.tokens import default_folder, make, read_key
+
+    try:
+        key = read_key(folder or default_folder())
+    except ValueError as error:
+        raise CommandFailed(str(error), options.USAGE) from error
+    click.echo(make(key, role, time.time() + ttl_s))
+
+
+def _tls(
+    listen: str, certificate: Path | None, key_file: Path | None, *, plain: bool
+) -> tuple[Path, Path] | None:
+    """Raises CommandFailed."""
+    from oobleck.host.address import is_loopback, split_address
+
+    if (certificate is None) != (key_file is None):
+        raise CommandFailed("--certificate and --key go together", options.USAGE)
+    if certificate is not None and key_file is not None:
+        _check_pair(certificate, key_file)
+        return certificate, key_file
+    try:
+        host, _ = split_address(listen)
+    except ValueError as error:
+        raise CommandFailed(f"--listen: {error}", options.USAGE) from error
+    if not plain and not is_loopback(host):
+        told = (
+            f"--listen {listen}: in the clear, anybody in the network would read tokens and pages; "
+            "give --certificate and --key, or --plain-http where a proxy in front has them"
+        )
+        raise CommandFailed(told, options.USAGE)
+    return None
+
+
+def _check_pair(certificate: Path, key_file: Path) -> None:
+    """Raises CommandFailed."""
+    import ssl
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key_file, password="")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, FileNotFoundError | PermissionError) else None
+        told = reason or "are damaged, or not of each other"
+        raise CommandFailed(f"--certificate {certificate}, --key {key_file}: {told}", 2) from error

@@ -1,0 +1,260 @@
+"""What the dashboard knows of a cluster, a job and its output: read from the master while somebody
+looks, once for all browsers, in bounded memory.
+"""
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from oobleck.cli.client import MasterClient, Unreachable
+from oobleck.cli.dashboard.following import Connect, Following, Trouble, trouble
+from oobleck.cli.jobs.away import LogPosition
+from oobleck.cli.view.series import Point, Series
+from oobleck.host.command import CommandFailed
+from oobleck.proto import control_pb2 as pb
+
+#: The cluster is asked this often while somebody looks, and not more than a quarter of the time.
+_EVERY_S = 1.0
+_REST = 3.0
+#: Nobody looks any more.
+_IDLE_S = 5.0
+#: Of a job that has trained for longer, the lines begin later.
+MOST_HISTORY = 50_000
+MOST_EVENTS = 200
+MOST_INCIDENTS = 200
+_MOST_CHANGES = 500
+#: Generations, and their last steps, whose pace is known.
+_MOST_GENERATIONS = 100
+_MOST_PACED = 50
+MOST_LINES = 2000
+_MOST_LINE_CHARACTERS = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    #: Unix time.
+    at: float
+    nodes: Sequence[pb.NodeInfo]
+    jobs: Sequence[pb.JobStatus]
+    #: What ails the master itself; empty: nothing.
+    problem: str
+
+    def job(self, job_id: str) -> pb.JobStatus | None:
+        return next((job for job in self.jobs if job.job_id == job_id), None)
+
+
+class ClusterFeed:
+    """Nodes and jobs. Asked for again and again while it is `touch`ed."""
+
+    def __init__(self, connect: Connect) -> None:
+        self._connect = connect
+        self.snapshot: Snapshot | None = None
+        self.trouble: Trouble | None = None
+        #: How often the master was asked.
+        self.version = 0
+        self._touched = float("-inf")
+        self._wanted = threading.Event()
+        self._closed = False
+        threading.Thread(target=self._run, name="cluster", daemon=True).start()
+
+    def touch(self) -> None:
+        self._touched = time.monotonic()
+        self._wanted.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._wanted.set()
+
+    def _run(self) -> None:
+        client: MasterClient | None = None
+        while True:
+            self._wanted.wait()
+            if self._closed:
+                break
+            if time.monotonic() - self._touched > _IDLE_S:
+                self._wanted.clear()
+                continue
+            began = time.monotonic()
+            try:
+                client = client or self._connect()
+                self._ask(client)
+            except (CommandFailed, ValueError) as failure:
+                away = isinstance(failure, Unreachable)
+                self.trouble = trouble(failure, self.trouble, away=away)
+                if client is not None and not away:  # with credentials as they are then
+                    client.close()
+                    client = None
+            self.version += 1
+            took_s = time.monotonic() - began
+            time.sleep(max(_EVERY_S - took_s, _REST * took_s, 0.0))
+        if client is not None:
+            client.close()
+
+    def _ask(self, client: MasterClient) -> None:
+        jobs, nodes = client.jobs(), client.nodes()
+        self.snapshot = Snapshot(at=time.time(), nodes=nodes, jobs=jobs, problem=client.problem)
+        self.trouble = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobHistory:
+    """What is known of a job beside its status."""
+
+    points: Sequence[Point]
+    recent: Sequence[Point]
+    goodput: float | None
+    #: The newest last.
+    events: Sequence[Mapping[str, Any]]
+    #: Those that are over, by number.
+    incidents: Mapping[int, Mapping[str, Any]]
+    #: `reconfigured` records.
+    changes: Sequence[Mapping[str, Any]]
+    #: By generation, the median time of its last steps.
+    step_s: Mapping[int, float]
+
+
+class JobFeed:
+    """A job's steps and events."""
+
+    def __init__(self, connect: Connect, job_id: str, committed_step: int) -> None:
+        self.job_id = job_id
+        self.touched = time.monotonic()
+        #: Grows with all that comes.
+        self.version = 0
+        self._lock = threading.Lock()
+        self._series = Series()
+        self._from_step = max(1, committed_step - MOST_HISTORY + 1)
+        self._events = deque[Mapping[str, Any]](maxlen=MOST_EVENTS)
+        self._told = 0
+        self._incidents: dict[int, Mapping[str, Any]] = {}
+        self._changes = deque[Mapping[str, Any]](maxlen=_MOST_CHANGES)
+        self._step_s: dict[int, deque[float]] = {}
+        self.steps = Following(connect, self._read_steps, f"steps of {job_id}")
+        self.happenings = Following(connect, self._read_events, f"events of {job_id}")
+        self.steps.start()
+        self.happenings.start()
+
+    def close(self) -> None:
+        self.steps.close()
+        self.happenings.close()
+
+    @property
+    def is_complete(self) -> bool:
+        return self.steps.ended and self.happenings.ended
+
+    def has_caught_up(self, committed_step: int) -> bool:
+        """All that was known at the beginning is here."""
+        return self._series.last_step >= committed_step or self.steps.ended
+
+    def history(self, now: float) -> JobHistory:
+        with self._lock:
+            return JobHistory(
+                points=self._series.whole(),
+                recent=self._series.recent(),
+                goodput=self._series.goodput(now),
+                events=tuple(self._events),
+                incidents=dict(self._incidents),
+                changes=tuple(self._changes),
+                step_s={generation: median(taken) for generation, taken in self._step_s.items()},
+            )
+
+    def _read_steps(self, client: MasterClient) -> None:
+        first = max(self._from_step, self._series.last_step + 1)
+        for line in client.metrics(self.job_id, follow=True, from_step=first):
+            self.steps.heard()
+            record = json.loads(line)
+            with self._lock:
+                self._series.add(record)
+                self._pace(record)
+                self.version += 1
+
+    def _pace(self, record: Mapping[str, Any]) -> None:
+        generation = int(record.get("generation", 0))
+        if generation not in self._step_s:
+            if len(self._step_s) >= _MOST_GENERATIONS:
+                del self._step_s[next(iter(self._step_s))]
+            self._step_s[generation] = deque(maxlen=_MOST_PACED)
+        self._step_s[generation].append(float(record.get("step_seconds", 0.0)))
+
+    def _read_events(self, client: MasterClient) -> None:
+        for told in client.events(self.job_id, follow=True):
+            self.happenings.heard()
+            record = json.loads(told.json)
+            if record["id"] <= self._told:  # told before the master was away
+                continue
+            with self._lock:
+                self._told = record["id"]
+                self._take(record)
+                self.version += 1
+
+    def _take(self, record: Mapping[str, Any]) -> None:
+        self._events.append(record)
+        match record["event"]:
+            case "incident":
+                if len(self._incidents) >= MOST_INCIDENTS:
+                    del self._incidents[next(iter(self._incidents))]
+                self._incidents[record["incident"]] = record
+            case "reconfigured":
+                self._changes.append(record)
+            case _:
+                pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    number: int
+    time: str
+    worker: str
+    node: str
+    text: str
+
+
+class LogFeed:
+    """The last lines of a job's workers, and new ones."""
+
+    def __init__(self, connect: Connect, job_id: str, since: str) -> None:
+        """`since`: in front of the first line, as the master writes it."""
+        self.job_id = job_id
+        self.touched = time.monotonic()
+        self.version = 0
+        self._lock = threading.Lock()
+        self._position = LogPosition(time=since)
+        self._lines = deque[Line](maxlen=MOST_LINES)
+        self.following = Following(connect, self._read, f"output of {job_id}")
+        self.following.start()
+
+    def close(self) -> None:
+        self.following.close()
+
+    @property
+    def is_complete(self) -> bool:
+        return self.following.ended
+
+    def lines(self) -> Sequence[Line]:
+        with self._lock:
+            return tuple(self._lines)
+
+    def _read(self, client: MasterClient) -> None:
+        since, known = self._position.time, self._position.lines
+        for told in client.logs(self.job_id, follow=True, node=None, rank=None, since=since):
+            self.following.heard()
+            if told.time == since and known:
+                known -= 1
+                continue
+            with self._lock:
+                self._position.told(told)
+                self.version += 1
+                self._lines.append(
+                    Line(
+                        number=self.version,
+                        time=told.time,
+                        worker=f"{told.node}/{told.slot}",
+                        node=told.node,
+                        text=told.line[:_MOST_LINE_CHARACTERS],
+                    )
+                )

@@ -1,0 +1,66 @@
+"""The stream of what changes on a page while it is open (server-sent events).
+
+Nothing is queued: when a browser has taken all that came before, it is sent what differs from what
+it has. So a slow one gets less and costs no more.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+
+from oobleck.cli.dashboard.parts import Rendering, changes
+from oobleck.cli.dashboard.problem import Problem
+
+#: Between two looks, and at most between two signs of life.
+TICK_S = 0.5
+QUIET_S = 5.0
+#: Streams at a time.
+MOST_STREAMS = 200
+
+
+class Streams:
+    """How many there are, and that they end with the dashboard."""
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.closing = asyncio.Event()
+
+    async def follow(
+        self,
+        seen: Rendering | None,
+        look: Callable[[], Rendering],
+    ) -> AsyncIterator[str]:
+        """`seen`: what the browser has. `look`: raises Problem where nothing more comes, as after
+        the end of the session."""
+        self.open += 1
+        quiet_since = time.monotonic()
+        try:
+            yield "retry: 2000\n\n"
+            while not self.closing.is_set():
+                try:
+                    found = look()
+                except Problem as problem:
+                    yield _event("end", str(problem) or "you are logged out")
+                    return
+                if some := changes(seen, found):
+                    yield _event("change", [change.data() for change in some])
+                    quiet_since = time.monotonic()
+                elif time.monotonic() - quiet_since > QUIET_S:
+                    yield _event("alive", None)
+                    quiet_since = time.monotonic()
+                seen = found
+                await self._pause()
+        finally:
+            self.open -= 1
+
+    async def _pause(self) -> None:
+        try:
+            async with asyncio.timeout(TICK_S):
+                await self.closing.wait()
+        except TimeoutError:
+            return
+
+
+def _event(name: str, data: object) -> str:
+    return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"

@@ -1,0 +1,1 @@
+"""The pages: each says what it consists of at the moment."""

@@ -1,0 +1,155 @@
+"""*Job*: how far it is, its loss and speed, where it runs, and what has happened to it."""
+
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+from oobleck.cli.dashboard.chart import Mark, chart
+from oobleck.cli.dashboard.feeds import JobFeed, JobHistory
+from oobleck.cli.dashboard.hub import TooMany
+from oobleck.cli.dashboard.parts import Part
+from oobleck.cli.dashboard.problem import Problem
+from oobleck.cli.dashboard.sessions import Session
+from oobleck.cli.dashboard.site import ClusterBased, Site, now
+from oobleck.cli.output import text
+from oobleck.cli.output.events import sentence
+from oobleck.cli.view import places
+from oobleck.cli.view.cluster import job_row, loss
+from oobleck.cli.view.job import open_incident
+from oobleck.cli.view.series import Point
+from oobleck.planner.units import count
+from oobleck.proto import control_pb2 as pb
+
+_MOST_EVENTS = 30
+_MOST_INCIDENTS = 20
+
+
+class JobBased(ClusterBased):
+    """A page of one job. Raises Problem where there is none."""
+
+    def __init__(self, site: Site, session: Session, job_id: str) -> None:
+        super().__init__(site, session)
+        self.job_id = job_id
+        self.title = job_id
+        self.key = (type(self).__name__, self.role, job_id)
+        self.status()
+
+    def status(self) -> pb.JobStatus:
+        """Raises Problem."""
+        snapshot = self.site.snapshot()
+        found = snapshot.job(self.job_id)
+        if found is None:
+            names = ", ".join(job.job_id for job in snapshot.jobs[-5:]) or "none yet"
+            told = f"no such job: {self.job_id[:100]}; there are {names}"
+            raise Problem(404, told, "No such job")
+        return found
+
+    @property
+    def feed(self) -> JobFeed:
+        """Raises Problem."""
+        try:
+            return self.site.hub.job(self.status())
+        except TooMany as error:
+            raise Problem(503, str(error), "Too many pages") from error
+
+    def touch(self) -> None:
+        super().touch()
+        _ = self.feed
+
+    def version(self) -> Hashable:
+        return super().version(), self.feed.version
+
+    def is_ready(self) -> bool:
+        return self.feed.has_caught_up(self.status().committed_step)
+
+
+class JobPage(JobBased):
+    template = "job.html"
+    active = "job"
+
+    def __init__(self, site: Site, session: Session, job_id: str, span: str) -> None:
+        super().__init__(site, session, job_id)
+        self.span = "recent" if span == "recent" else "whole"
+        self.key = (type(self).__name__, self.role, job_id, self.span)
+
+    def parts(self) -> Sequence[Part]:
+        job = self.status()
+        history = self.feed.history(job.finished_at or now())
+        nodes = self.site.snapshot().nodes
+        goes_on = job.HasField("plan") and job.state not in text.ENDED
+        rows = places.rows(job.plan, nodes) if job.HasField("plan") else ()
+        through = [row.places for row in rows if row.is_through]
+        first = history.points[0].first if history.points else 1
+        return [
+            self.part(
+                "state",
+                row=job_row(job),
+                number=job.incidents,
+                can_lose=count(job.can_lose, "more node") if goes_on else "",
+                loss_tone=loss(job).tone if goes_on else "",
+                goodput=history.goodput,
+                since=f"step {first}" if history.points else "",
+            ),
+            self._charts(job, history),
+            self.part(
+                "map",
+                rows=rows,
+                layers=through[0][-1].last_layer + 1 if through else 0,
+                generation=job.plan.generation,
+                schedule=job.plan.schedule,
+            ),
+            self.part(
+                "incidents",
+                job_id=self.job_id,
+                open_incident=open_incident(job),
+                number=job.incidents,
+                incidents=sorted(history.incidents.values(), key=_number, reverse=True)[
+                    :_MOST_INCIDENTS
+                ],
+            ),
+            self.part("facts", facts=list(text.job_facts(job)), memory=job.memory),
+            self.part(
+                "events",
+                events=[
+                    {"time": event["time"], "told": sentence(dict(event))}
+                    for event in reversed(history.events[-_MOST_EVENTS:])
+                ],
+            ),
+        ]
+
+    def _charts(self, job: pb.JobStatus, history: JobHistory) -> Part:
+        points = history.recent if self.span == "recent" else history.points
+        marks = list(_marks(self.job_id, job, history))
+        return self.part(
+            "charts",
+            loss=chart(points, lambda point: point.loss, marks, banded=True),
+            speed=chart(points, lambda point: point.tokens_per_s, marks, from_zero=True),
+        )
+
+
+def _number(record: Mapping[str, Any]) -> int:
+    return int(record["incident"])
+
+
+def _marks(job_id: str, job: pb.JobStatus, history: JobHistory) -> Iterator[Mark]:
+    """Of incidents, at the step before each."""
+    for number, record in sorted(history.incidents.items()):
+        yield Mark(
+            step=_step_at(history.points, float(record["opened_at"])),
+            title=f"incident {number}: {record['summary']}",
+            href=f"/jobs/{job_id}/incidents/{number}",
+            tone="warn" if record["outcome"] in ("recovered", "succeeded") else "bad",
+        )
+    if told := open_incident(job):
+        yield Mark(
+            step=job.committed_step,
+            title=f"incident {job.incidents}, not over: {told}",
+            href=f"/jobs/{job_id}/incidents/{job.incidents}",
+            tone="bad",
+        )
+
+
+def _step_at(points: Sequence[Point], at: float) -> int:
+    """The last step that was committed before a Unix time."""
+    before = bisect_right(points, at, key=lambda point: point.time)
+    return points[before - 1].last if before else 0

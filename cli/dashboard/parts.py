@@ -1,0 +1,165 @@
+"""What a live page consists of, and what of it has changed since a browser got it.
+
+A page is parts with names. Of a part with rows only those that differ are sent again, so that one
+node of a thousand costs one line. Pure but for the templates.
+"""
+
+import hashlib
+import time
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, Literal
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from oobleck.cli.dashboard import chart
+from oobleck.cli.output import text
+from oobleck.cli.output.incident import clock
+from oobleck.host.display import inline
+from oobleck.planner.units import count, format_bytes
+
+#: Renderings that may still be what a browser has.
+_MOST_KEPT = 200
+#: Where the rows of a part stand in it.
+_ROWS = "<!--rows-->"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    #: Of the element that has it, in the page.
+    id: str
+    html: str
+    #: By the id of its element; they stand in `html` at a mark.
+    rows: Mapping[str, str] = field(default_factory=dict)
+
+    def whole(self) -> str:
+        return self.html.replace(_ROWS, "".join(self.rows.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """A page at one moment."""
+
+    parts: tuple[Part, ...]
+    #: Of all of it.
+    digest: str
+
+    def __getitem__(self, id: str) -> Part:
+        return next(part for part in self.parts if part.id == id)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a browser does to the element `id`: `fill` it, `replace` it, `remove` it, or `append` to
+    it."""
+
+    do: Literal["fill", "replace", "remove", "append"]
+    id: str
+    html: str = ""
+
+    def data(self) -> list[str]:
+        return [self.do, self.id, self.html]
+
+
+def rendering(parts: Sequence[Part]) -> Rendering:
+    digest = hashlib.blake2b(digest_size=12)
+    for part in parts:
+        digest.update(part.whole().encode())
+    return Rendering(parts=tuple(parts), digest=digest.hexdigest())
+
+
+def changes(before: Rendering | None, after: Rendering) -> list[Change]:
+    """`before`: what the browser has; None: nobody knows."""
+    known = {part.id: part for part in before.parts} if before is not None else {}
+    return [change for part in after.parts for change in _of_part(known.get(part.id), part)]
+
+
+def _of_part(old: Part | None, new: Part) -> Iterator[Change]:
+    """Of rows it may be that the first are gone and some have come at the end, as of a log."""
+    if old is None or old.html != new.html:
+        yield Change("fill", new.id, new.whole())
+        return
+    first = next(iter(new.rows), None)
+    gone = list(old.rows) if first not in old.rows else list(takewhile(first.__ne__, old.rows))
+    stay = list(old.rows)[len(gone) :]
+    if list(new.rows)[: len(stay)] != stay or (old.rows and not stay):
+        yield Change("fill", new.id, new.whole())
+        return
+    yield from (Change("remove", id) for id in gone)
+    for id in stay:
+        if old.rows[id] != new.rows[id]:
+            yield Change("replace", id, new.rows[id])
+    if come := list(new.rows.values())[len(stay) :]:
+        yield Change("append", rows_of(new.id), "".join(come))
+
+
+def rows_of(part: str) -> str:
+    """The id of the element that has the rows."""
+    return f"{part}-rows"
+
+
+class Renderings:
+    """The newest ones, so that browsers share them, and one that opens a stream gets what has
+    changed since its page was made."""
+
+    def __init__(self) -> None:
+        #: By page and role: what it was made of.
+        self._newest: dict[Hashable, tuple[Hashable, Rendering]] = {}
+        #: By digest, oldest first.
+        self._kept: dict[str, Rendering] = {}
+
+    def newest(self, page: Hashable, version: Hashable) -> Rendering | None:
+        """None: it was not made of that yet."""
+        made_of, found = self._newest.get(page, (None, None))
+        return found if made_of == version else None
+
+    def add(self, page: Hashable, version: Hashable, made: Rendering) -> None:
+        if len(self._newest) >= _MOST_KEPT:
+            del self._newest[next(iter(self._newest))]
+        if len(self._kept) >= _MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
+        self._newest[page] = version, made
+        self._kept[made.digest] = made
+
+    def known(self, digest: str) -> Rendering | None:
+        return self._kept.get(digest)
+
+
+class Templates:
+    def __init__(self) -> None:
+        self._environment = Environment(
+            loader=PackageLoader("oobleck.cli.dashboard", "templates"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._environment.filters |= {
+            "bytes": format_bytes,
+            "clock": clock,
+            "inline": inline,
+            "moment": text.moment,
+            "seconds": text.seconds,
+        }
+        self._environment.globals |= {
+            "chart": chart,
+            "count": count,
+            "now": time.time,
+            "ROWS": _ROWS,
+        }
+
+    def page(self, name: str, **values: Any) -> str:
+        return self._environment.get_template(name).render(**values)
+
+    def part(self, id: str, name: str, **values: Any) -> Part:
+        return Part(id=id, html=self._environment.get_template(name).render(**values))
+
+    def rows(self, id: str, name: str, row: str, rows: Mapping[str, Any], **values: Any) -> Part:
+        """`row`: the template of each, which knows it as `row` and its id as `id`."""
+        one = self._environment.get_template(row)
+        return Part(
+            id=id,
+            html=self._environment.get_template(name).render(**values),
+            rows={name: one.render(id=name, row=of) for name, of in rows.items()},
+        )

@@ -1,0 +1,108 @@
+"""What all pages share, and what a live page is."""
+
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from oobleck.cli.dashboard.feeds import Snapshot
+from oobleck.cli.dashboard.following import Connect
+from oobleck.cli.dashboard.hub import Hub
+from oobleck.cli.dashboard.live import Streams
+from oobleck.cli.dashboard.parts import Part, Rendering, Renderings, Templates, rendering
+from oobleck.cli.dashboard.problem import Problem
+from oobleck.cli.dashboard.sessions import Session, Sessions
+
+
+class Page(Protocol):
+    """A page that stays up to date while it is open."""
+
+    #: Of everything that the page depends on and that does not change while it is open.
+    key: Hashable
+    title: str
+    template: str
+    #: In the navigation.
+    active: str
+
+    def version(self) -> Hashable:
+        """Differs when what is shown may."""
+
+    def parts(self) -> Sequence[Part]:
+        """What it consists of now."""
+
+    def touch(self) -> None:
+        """Somebody still looks."""
+
+    def is_ready(self) -> bool:
+        """Nothing more will come at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    #: As people know it.
+    master: str
+    connect: Connect
+    hub: Hub
+    sessions: Sessions
+    #: https, and by which name browsers keep the session.
+    is_tls: bool
+    cookie: str
+    streams: Streams
+    templates: Templates = field(default_factory=Templates)
+    renderings: Renderings = field(default_factory=Renderings)
+
+    def snapshot(self) -> Snapshot:
+        """What the master said last. Raises Problem if it has never answered."""
+        found, trouble = self.hub.cluster.snapshot, self.hub.cluster.trouble
+        if found is None:
+            told = trouble.line if trouble is not None else "the master has not answered yet"
+            raise Problem(503, told, "No answer from the master")
+        return found
+
+    def render(self, page: Page) -> Rendering:
+        page.touch()
+        version = page.version()
+        found = self.renderings.newest(page.key, version)
+        if found is None:
+            found = rendering([self._of_master(), *page.parts()])
+            self.renderings.add(page.key, version, found)
+        return found
+
+    def _of_master(self) -> Part:
+        """Of every page: what is wrong with the master."""
+        feed = self.hub.cluster
+        return self.templates.part(
+            "master",
+            "parts/master.html",
+            trouble=feed.trouble,
+            problem=feed.snapshot.problem if feed.snapshot is not None else "",
+        )
+
+
+class ClusterBased:
+    """A page that depends on the cluster's state at least."""
+
+    template = ""
+    title = ""
+    active = ""
+
+    def __init__(self, site: Site, session: Session) -> None:
+        self.site = site
+        self.role = session.role
+        self.key: Hashable = (type(self).__name__, self.role)
+
+    def touch(self) -> None:
+        self.site.hub.cluster.touch()
+
+    def version(self) -> Hashable:
+        return self.site.hub.cluster.version
+
+    def is_ready(self) -> bool:
+        return True
+
+    def part(self, id: str, **values: object) -> Part:
+        return self.site.templates.part(id, f"parts/{id}.html", **values)
+
+
+def now() -> float:
+    return time.time()

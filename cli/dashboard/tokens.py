@@ -1,0 +1,85 @@
+"""Tokens to log in with: made by `oobleck dashboard token`, proven by the dashboard.
+
+Both read one secret in a folder that only their user may read, so no token need be kept anywhere.
+A token says what its holder may do, until when it is good, and is good for one log-in.
+"""
+
+import base64
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from oobleck.host.security.credentials import create_private, make_private, read_secret
+
+#: A viewer reads; an operator also drains nodes, cancels jobs and has them recorded.
+Role = Literal["viewer", "operator"]
+ROLES: tuple[Role, ...] = ("viewer", "operator")
+
+_FILE = "secret"
+_SECRET_BYTES = 32
+_ID_BYTES = 12
+_MOST_CHARACTERS = 500
+
+
+class BadToken(ValueError):
+    """What a person holds is no token that is good here; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    id: str
+    role: Role
+    #: Unix time.
+    expires_at: float
+
+
+def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Of the user's own state, as the XDG base directories have it."""
+    base = environment.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "oobleck" / "dashboard"
+
+
+def read_key(folder: Path) -> bytes:
+    """The secret; made if there is none. Raises ValueError with the file and the fix."""
+    path = folder / _FILE
+    try:
+        make_private(folder)
+        create_private(path, secrets.token_bytes(_SECRET_BYTES))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ValueError(f"{path}: {reason}; name another folder with --dir") from error
+    key = read_secret(path)
+    if len(key) != _SECRET_BYTES:
+        raise ValueError(f"{path}: is damaged; remove it, and all log in anew")
+    return key
+
+
+def make(key: bytes, role: Role, expires_at: float) -> str:
+    payload = {"id": secrets.token_hex(_ID_BYTES), "role": role, "until": round(expires_at)}
+    body = _encoded(json.dumps(payload, separators=(",", ":")).encode())
+    return f"{body}.{_mac(key, body)}"
+
+
+def check(key: bytes, text: str, now: float) -> Token:
+    """`now`: Unix time. Raises BadToken."""
+    body, _, mac = "".join(text.split())[:_MOST_CHARACTERS].partition(".")
+    if not hmac.compare_digest(mac.encode(), _mac(key, body).encode()):
+        raise BadToken("this is no token of this dashboard; 'oobleck dashboard token' prints one")
+    payload = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
+    if payload["until"] <= now:
+        raise BadToken("this token has expired; 'oobleck dashboard token' prints a new one")
+    return Token(id=payload["id"], role=cast(Role, payload["role"]), expires_at=payload["until"])
+
+
+def _mac(key: bytes, body: str) -> str:
+    return _encoded(hmac.digest(key, body.encode(), hashlib.sha256))
+
+
+def _encoded(content: bytes) -> str:
+    return base64.urlsafe_b64encode(content).rstrip(b"=").decode()

@@ -1,0 +1,160 @@
+"""Requests and answers: who asks, what a form holds, how a page and an error look.
+
+Must not know what the pages are.
+"""
+
+import time
+from collections.abc import Mapping
+from urllib.parse import parse_qsl, urlencode
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+
+from oobleck.cli.dashboard.guard import MOST_BODY_BYTES
+from oobleck.cli.dashboard.problem import Problem
+from oobleck.cli.dashboard.sessions import Session
+from oobleck.cli.dashboard.site import Site
+from oobleck.cli.dashboard.tokens import BadToken
+
+_EXPIRED = "this session has expired; log in again"
+
+
+class Web:
+    def __init__(self, site: Site) -> None:
+        self.site = site
+
+    # ---- who asks
+
+    def session(self, request: Request) -> Session | None:
+        """None: nobody who is logged in."""
+        return self.site.sessions.find(self._shown(request), time.time())
+
+    def reader(self, request: Request) -> Session:
+        """Raises Problem where nobody is logged in."""
+        session = self.session(request)
+        if session is None:
+            raise Problem(401, _EXPIRED if self._shown(request) else "")
+        return session
+
+    async def form(self, request: Request) -> tuple[Session, Mapping[str, str]]:
+        """Who sends it, and what is in it. Raises Problem if it is of no page of ours."""
+        session = self.reader(request)
+        self._check_origin(request)
+        form = await _read_form(request)
+        if not session.proves(form.get("csrf", "")):
+            told = "this form is not from a page of this session; load the page again"
+            raise Problem(403, told, "Refused")
+        return session, form
+
+    def _check_origin(self, request: Request) -> None:
+        """Raises Problem for a form of another site."""
+        scheme = "https" if self.site.is_tls else "http"
+        origin = request.headers.get("origin")
+        own = origin is None or origin == f"{scheme}://{request.headers.get('host')}"
+        if not own or request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+            raise Problem(403, "this form is of another site", "Refused")
+
+    def _shown(self, request: Request) -> str:
+        return request.cookies.get(self.site.cookie, "")
+
+    # ---- sessions
+
+    async def login_page(self, request: Request) -> Response:
+        return self._login(request, 200, "", "/")
+
+    async def log_in(self, request: Request) -> Response:
+        self._check_origin(request)
+        form = await _read_form(request)
+        after = inside(form.get("next"))
+        try:
+            shown = self.site.sessions.log_in(form.get("token", ""), time.time())
+        except BadToken as error:
+            return self._login(request, 403, str(error), after)
+        response = redirect(f"/login/done?{urlencode({'next': after})}")
+        response.set_cookie(
+            self.site.cookie, shown, httponly=True, samesite="lax", secure=self.site.is_tls
+        )
+        return response
+
+    async def logged_in(self, request: Request) -> Response:
+        """Where the browser comes with its new session, if it keeps one."""
+        after = inside(request.query_params.get("next"))
+        if self.session(request) is None:
+            told = f"this browser keeps no cookies; allow them for {request.url.hostname}"
+            return self._login(request, 400, told, after)
+        return redirect(after)
+
+    async def log_out(self, request: Request) -> Response:
+        await self.form(request)
+        self.site.sessions.log_out(self._shown(request))
+        response = self._login(request, 200, "", "/")
+        response.delete_cookie(self.site.cookie)
+        return response
+
+    # ---- answers
+
+    def html(
+        self, template: str, status: int = 200, *, session: Session | None, **values: object
+    ) -> Response:
+        page = values.get("page")
+        known = {
+            **{name: getattr(page, name, "") for name in ("title", "active", "job_id", "span")},
+            "live": "",
+            "rendering": None,
+            "master": self.site.master,
+            "session": session,
+        }
+        return HTMLResponse(self.site.templates.page(template, **{**known, **values}), status)
+
+    def _login(self, request: Request, status: int, told: str, after: str) -> Response:
+        return self.html("login.html", status, session=None, title="Log in", told=told, next=after)
+
+    async def problem(self, request: Request, error: Exception) -> Response:
+        """The page of a Problem; where somebody has to log in first, that."""
+        assert isinstance(error, Problem)
+        if request.url.path.startswith("/live"):
+            return PlainTextResponse(f"{error or 'log in first'}\n", error.status)
+        if error.status == 401:
+            here = request.url.path if request.method == "GET" else "/"
+            query = f"?{request.url.query}" if request.url.query else ""
+            return self._login(request, 401, str(error), inside(here + query))
+        heading = error.heading or "Error"
+        return self.html(
+            "error.html",
+            error.status,
+            session=self.session(request),
+            title=heading,
+            heading=heading,
+            told=str(error),
+        )
+
+    async def http_problem(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        told = f"there is no page {request.url.path}" if error.status_code == 404 else error.detail
+        return await self.problem(request, Problem(error.status_code, told, error.detail))
+
+
+async def _read_form(request: Request) -> dict[str, str]:
+    """Raises Problem."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BODY_BYTES:
+            raise Problem(413, f"a form has at most {MOST_BODY_BYTES} bytes", "Too large")
+    try:
+        return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=100))
+    except (UnicodeDecodeError, ValueError) as error:
+        raise Problem(400, "this is no form", "Refused") from error
+
+
+def redirect(where: str) -> Response:
+    """After a form, to a page that may be loaded again."""
+    return Response(status_code=303, headers={"Location": where})
+
+
+def inside(path: str | None) -> str:
+    """An address of this site to go to; where it is none, the first page."""
+    if not path or not path.startswith("/") or path.startswith(("//", "/\\", "/live", "/login")):
+        return "/"
+    return path if path.isascii() and path.isprintable() else "/"

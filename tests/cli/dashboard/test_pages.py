@@ -1,0 +1,411 @@
+"""`oobleck dashboard` beside a real master whose workers only pretend to train, by a visitor
+without scripts. test_browser.py looks at the same in a browser."""
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from oobleck.cli.client import MasterClient
+from oobleck.planner.units import count
+from oobleck.proto import control_pb2 as pb
+from support.commands import end, refused, run, start_agent, start_master
+from support.operators_master import answering
+from support.secured import Secured
+from support.visitor import Dashboard, Visitor
+from support.waiting import PATIENCE_S, until
+
+#: The stand-in takes the milliseconds of a step from the seed.
+JOB = """\
+name: demo
+model: {kind: gpt, layers: 2, hidden: 8, heads: 2, sequence_length: 8}
+data: {text: ["data.txt"]}
+training: {steps: 1000000, global_batch: 4, seed: 50}
+"""
+NODES = ("n1", "n2", "n3")
+
+
+class Stand:
+    """A master, its agents, a job that runs, and the dashboard."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.master, self.address = start_master(folder / "state")
+        self.agents = {name: start_agent(self.address, name) for name in NODES}
+        self.client = MasterClient(self.address)
+        until(lambda: len(self.client.nodes()) == len(NODES), "the agents register")
+        (folder / "data.txt").write_text("some text " * 100)
+        (folder / "job.yaml").write_text(JOB)
+        made = run("submit", str(folder / "job.yaml"), "--master", self.address)
+        assert made.returncode == 0, made
+        self.job = made.stdout.strip()
+        until(lambda: self.client.job(self.job).committed_step > 3, "steps")
+        self.dashboard = Dashboard(folder, "--master", self.address)
+
+    def end(self) -> None:
+        end(self.dashboard.process)
+        self.client.close()
+        for process in (*self.agents.values(), self.master):
+            end(process)
+
+
+@pytest.fixture(scope="module")
+def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    made = Stand(tmp_path_factory.mktemp("stand"))
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def viewer(stand: Stand) -> Visitor:
+    return stand.dashboard.visitor()
+
+
+@pytest.fixture(scope="module")
+def operator(stand: Stand) -> Visitor:
+    return stand.dashboard.visitor("operator")
+
+
+def plain(html: str) -> str:
+    return " ".join(unescape(re.sub("<[^>]+>", " ", html)).split())
+
+
+def seen(
+    visitor: Visitor, path: str, id: str, wanted: Callable[[str], object], do: Callable[[], object]
+) -> str:
+    """What the element becomes on the open page once that is as wanted after `do`."""
+    with visitor.watching(path) as changes:
+        next(changes)
+        do()
+        deadline = time.monotonic() + PATIENCE_S
+        for changed, html in changes:
+            if changed == id and wanted(plain(html)):
+                return plain(html)
+            assert time.monotonic() < deadline, f"{id}: {plain(html)}"
+    raise AssertionError(f"the page at {path} is no longer live")
+
+
+# ---- what is shown
+
+
+def test_the_cluster_and_its_jobs(stand: Stand, viewer: Visitor) -> None:
+    page = viewer.get("/")
+    shown = plain(page.text)
+    assert page.status == 200
+    assert f"{stand.job} can lose" in shown
+    for name in NODES:
+        assert re.search(rf"{name} live 1/1 cpu 1\.0 GiB 127\.0\.0\.1 {stand.job}", shown), shown
+    assert "/drain" not in page.text  # of a viewer
+
+
+def test_a_job_with_its_lines_its_map_and_its_facts(stand: Stand, viewer: Visitor) -> None:
+    page = viewer.get(f"/jobs/{stand.job}")
+    assert page.status == 200
+    assert page.text.count('<svg class="chart"') == 2
+    assert page.text.count('<polyline class="line"') == 2
+    assert re.search(r'colspan="4" class="place good" title="n1, layers 0 to 3, live"', page.text)
+    shown = plain(page.text)
+    assert re.search(r"step \d+ of 1000000 \(0%\), about \d+ h", shown)
+    assert re.search(r"goodput \d+\.\d% of the time since step 1", shown)
+    assert "started generation 1" in shown
+    recent = viewer.get(f"/jobs/{stand.job}?span=recent")
+    assert recent.text.count('<polyline class="line"') == 2
+
+
+def test_the_loss_of_an_open_page_is_that_of_now(stand: Stand, viewer: Visitor) -> None:
+    """Of a step that was committed when the page was open already."""
+    step = stand.client.job(stand.job).committed_step
+
+    def is_newer(shown: str) -> bool:
+        found = re.search(r"step (\d+) of", shown)
+        return found is not None and int(found[1]) > step + 20
+
+    assert seen(viewer, f"/jobs/{stand.job}", "state", is_newer, lambda: None)
+    told = seen(viewer, f"/jobs/{stand.job}", "charts", lambda _: True, lambda: None)
+    assert re.match(r"Loss 0\.\d{4}", told)
+
+
+def test_a_page_that_opens_its_stream_gets_what_has_changed_since(
+    stand: Stand, viewer: Visitor
+) -> None:
+    digest = re.search(r'data-digest="(\w+)"', viewer.get("/").text)
+    assert digest is not None
+    with viewer.watching(f"/?seen={digest[1]}") as changes:
+        known = {next(changes)[0] for _ in range(2)}
+    assert "nodes" not in known
+    with viewer.watching("/?seen=unknown") as changes:
+        assert {next(changes)[0] for _ in range(4)} == {"master", "summary", "jobs", "nodes"}
+
+
+def test_an_incident_appears_on_the_open_page_and_has_one_of_its_own(
+    stand: Stand, viewer: Visitor
+) -> None:
+    before = stand.client.job(stand.job).incidents
+    (worker,) = next(n for n in stand.client.nodes() if n.node == "n2").workers
+
+    def kill() -> None:
+        os.kill(worker.pid, signal.SIGKILL)
+
+    number = before + 1
+    told = seen(
+        viewer,
+        f"/jobs/{stand.job}",
+        "incidents",
+        lambda shown: re.search(rf"incident {number} \d", shown),  # it has a time: it is over
+        kill,
+    )
+    assert f"(rank 1, pid {worker.pid}) was killed by SIGKILL; recovered in" in told
+    page = viewer.get(f"/jobs/{stand.job}/incidents/{number}")
+    shown = plain(page.text)
+    assert 'class="phase-detect"' in page.text
+    assert f"agent of n2: pid {worker.pid} was killed by signal 9" in shown
+    assert re.search(r"generation \d: a step \S+( \w+)? \d\.\d{3} s", shown), shown
+    assert "worker n2/0 faults" in shown  # its last words
+    chart = viewer.get(f"/jobs/{stand.job}").text
+    assert f'<a href="/jobs/{stand.job}/incidents/{number}">' in chart
+    missing = viewer.get(f"/jobs/{stand.job}/incidents/99")
+    assert (missing.status, missing.told) == (
+        404,
+        f"{stand.job} has had {count(number, 'incident')}; 99 is none",
+    )
+
+
+def test_logs_by_node_and_by_what_is_in_them(stand: Stand, viewer: Visitor) -> None:
+    page = viewer.get(f"/jobs/{stand.job}/logs")
+    assert {f"worker {name}/0 faults=2" for name in NODES} <= set(
+        re.findall(r"worker n\d/0 faults=2", page.text)
+    )
+    one = viewer.get(f"/jobs/{stand.job}/logs?node=n3&having=FAULTS")
+    assert set(re.findall(r"worker n\d/0", one.text)) == {"worker n3/0"}
+    none = viewer.get(f"/jobs/{stand.job}/logs?having=nothing-like-it")
+    assert "No line yet." in none.text
+
+
+def test_the_master_is_away_and_comes_back(tmp_path: Path) -> None:
+    process, address = start_master(tmp_path / "state")
+    with Dashboard(tmp_path, "--master", address) as dashboard:
+        visitor = dashboard.visitor()
+        told = seen(
+            visitor, "/", "master", lambda shown: "unreachable" in shown, lambda: end(process)
+        )
+        assert re.match(r"master unreachable since 20\d\d-\S+ \S+: cannot reach a master", told)
+        assert visitor.get("/").status == 200  # the state of then
+
+        def again() -> None:
+            nonlocal process
+            process, _ = start_master(tmp_path / "state", address)
+
+        assert seen(visitor, "/", "master", lambda shown: shown == "", again) == ""
+        end(process)
+
+
+# ---- what is done
+
+
+def test_an_operator_drains_a_node_and_takes_it_back(stand: Stand, operator: Visitor) -> None:
+    def state() -> str:
+        return next(node.state for node in stand.client.nodes() if node.node == "n3")
+
+    assert 'href="/nodes/n3/drain"' in operator.get("/").text
+    assert "Drain n3?" in operator.get("/nodes/n3/drain").text
+    done = operator.send("/nodes/n3/drain", reason="a new fan")
+    assert done.status == 200
+    assert re.search(r"n3 is drain(ing|ed): a new fan", done.told), done.told
+    until(lambda: state() == "drained", "the drain")
+    done = operator.send("/nodes/n3/undrain")
+    assert re.match("n3 is live", done.told), done.told
+    unknown = operator.send("/nodes/n9/drain")
+    assert (unknown.status, unknown.told.partition(";")[0]) == (404, "no node 'n9'")
+
+
+def test_what_a_viewer_may_not_do(stand: Stand, viewer: Visitor) -> None:
+    for path in ("nodes/n1/drain", "nodes/n1/undrain", f"jobs/{stand.job}/cancel"):
+        sent = viewer.send(f"/{path}")
+        assert (sent.status, sent.told.partition(";")[0].split(" ")[:4]) == (
+            403,
+            ["a", "viewer", "may", "not"],
+        )
+        assert viewer.get(f"/{path}").status == 403
+    assert viewer.send(f"/jobs/{stand.job}/timeline", steps="1").status == 403
+    assert {node.state for node in stand.client.nodes()} == {"live"}
+
+
+def test_a_timeline_is_a_file_and_a_checkpoint_that_is_not_possible_is_refused(
+    stand: Stand, operator: Visitor
+) -> None:
+    bad = operator.send(f"/jobs/{stand.job}/timeline", steps="0")
+    assert (bad.status, bad.told) == (400, "steps: '0' is not 1 to 100")
+    saved = operator.send(f"/jobs/{stand.job}/checkpoint")
+    assert (saved.status, saved.told.partition(":")[0]) == (
+        409,
+        f"job {stand.job} takes no checkpoints",
+    )
+
+
+# ---- who may come in
+
+
+def test_tokens_sessions_and_cookies(stand: Stand) -> None:
+    visitor = Visitor(stand.dashboard.address)
+    assert visitor.get("/").status == 401
+    assert visitor.get("/live/").status == 401
+    wrong = visitor.log_in("eyJ9.abc")
+    assert (wrong.status, wrong.told.partition(";")[0]) == (
+        403,
+        "this is no token of this dashboard",
+    )
+    token = stand.dashboard.token()
+    assert visitor.log_in(token, f"/jobs/{stand.job}").text.count('<svg class="chart"') == 2
+    again = Visitor(stand.dashboard.address).log_in(token)
+    assert (again.status, again.told.partition(";")[0]) == (403, "this token was used")
+    assert visitor.get("/").status == 200
+    out = visitor.send("/logout")
+    assert (out.status, visitor.get("/").status) == (200, 401)
+    forgetful = Visitor(stand.dashboard.address, keeps_cookies=False)
+    kept = forgetful.log_in(stand.dashboard.token())
+    assert (kept.status, kept.told) == (
+        400,
+        "this browser keeps no cookies; allow them for 127.0.0.1",
+    )
+    away = Visitor(stand.dashboard.address)
+    assert (
+        away.post("/login", {"token": stand.dashboard.token(), "next": "//evil.example"}).status
+        == 200
+    )
+
+
+def test_a_session_ends_on_the_open_page_too(stand: Stand, tmp_path: Path) -> None:
+    with Dashboard(tmp_path, "--master", stand.address, "--session", "1s") as dashboard:
+        visitor = dashboard.visitor()
+        with visitor.watching("/") as changes:
+            told = dict(changes)
+        assert told["end"] == "this session has expired; log in again"
+        page = visitor.get(f"/jobs/{stand.job}")
+        assert (page.status, page.told) == (401, "this session has expired; log in again")
+        assert f'name="next" value="/jobs/{stand.job}"' in page.text
+
+
+def test_forms_of_other_sites_and_other_names_are_refused(stand: Stand, operator: Visitor) -> None:
+    form = {"csrf": operator.get("/").csrf, "reason": "evil"}
+    cross = [
+        operator.post("/nodes/n1/drain", form | {"csrf": "guessed"}),
+        operator.post("/nodes/n1/drain", form, Origin="https://evil.example"),
+        operator.post("/nodes/n1/drain", form, Origin="null"),
+        operator.post("/nodes/n1/drain", form, Sec_Fetch_Site="cross-site"),
+    ]
+    assert [answer.status for answer in cross] == [403] * 4
+    named = operator.get("/", Host="evil.example")
+    assert named.status == 421
+    assert (
+        named.text
+        == "this dashboard is not called 'evil.example'; --host NAME of it lets a name in\n"
+    )
+    port = stand.dashboard.address.rpartition(":")[2]
+    assert operator.get("/", Host=f"localhost:{port}").status == 200
+    assert operator.get("/", Host=f"10.1.2.3:{port}").status == 421
+    large = operator.post("/nodes/n1/drain", form | {"reason": "x" * 20_000})
+    assert large.status == 413
+
+
+def test_browsers_are_told_to_run_nothing_but_its_own(stand: Stand, viewer: Visitor) -> None:
+    page = viewer.get(f"/jobs/{stand.job}")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert page.headers["cache-control"] == "no-store"
+    assert not re.search(r"<script(?![^>]* src=\"/static/)|<style| style=|\son\w+=", page.text)
+    assert not re.search(r"(href|src|action)=\"(?!/|#)", page.text)
+    for name in ("live.js", "chart.js", "style.css", "icon.svg"):
+        assert viewer.get(f"/static/{name}").status == 200
+    assert viewer.get("/static/../command.py").status == 404
+
+
+def test_what_others_write_is_shown_as_text(tmp_path: Path) -> None:
+    evil = "<img src=//evil.example onerror=alert(1)>\x1b[2J"
+    node = pb.NodeInfo(node="n1", state="live", reason=evil, worker_slots=1)
+    job = pb.JobStatus(job_id="demo-1", state="running", steps=5, reason=evil, last_incident=evil)
+    line = pb.LogLine(node="n1", line=evil, time="2026-01-01T00:00:00.000000+00:00")
+    record = {"event": "failed", "id": 1, "time": 1.0, "reason": evil}
+    answers = {
+        "ListNodes": lambda _: pb.ListNodesReply(nodes=[node], problem=evil),
+        "ListJobs": lambda _: pb.ListJobsReply(jobs=[job], problem=evil),
+        "Metrics": lambda _: iter(()),
+        "Events": lambda _: iter([pb.EventRecord(json=json.dumps(record))]),
+        "Logs": lambda _: iter([line]),
+    }
+    with answering(**answers) as address, Dashboard(tmp_path, "--master", address) as dashboard:
+        visitor = dashboard.visitor()
+        for path in ("/", "/jobs/demo-1", "/jobs/demo-1/logs"):
+            text = visitor.get(path).text
+            assert "&lt;img src=//evil.example onerror=alert(1)&gt;\\x1b[2J" in text
+            assert "<img" not in text
+            assert "\x1b" not in text
+        asked = visitor.get("/jobs/demo-1/logs?having=%22%3E%3Cimg%3E&node=%3Cb%3E").text
+        assert "<img" not in asked
+        assert "<b>" not in asked
+
+
+def test_what_is_not_there(stand: Stand, viewer: Visitor) -> None:
+    job = viewer.get("/jobs/nope-1")
+    assert (job.status, job.told) == (404, f"no such job: nope-1; there are {stand.job}")
+    page = viewer.get("/nothing")
+    assert (page.status, page.told) == (404, "there is no page /nothing")
+    method = viewer.post("/", {})
+    assert method.status == 405
+
+
+def test_the_masters_word_is_above_an_operators_session(tmp_path: Path) -> None:
+    """Of a dashboard with a viewer's certificate."""
+    master = Secured(tmp_path)
+    try:
+        folder = tmp_path / "eve"
+        issue = (
+            "pki",
+            "issue",
+            "eve",
+            "--role",
+            "viewer",
+            "--dir",
+            str(master.pki),
+            "--out",
+            str(folder),
+        )
+        assert run(*issue).returncode == 0
+        options = ("--master", master.address, "--credentials", str(folder))
+        with Dashboard(tmp_path, *options) as dashboard:
+            visitor = dashboard.visitor("operator")
+            assert visitor.get("/").status == 200
+            sent = visitor.send("/nodes/n1/drain")
+            assert sent.status == 403
+            assert sent.told == "denied: viewer eve may not call DrainNode; operator may"
+    finally:
+        end(master.process)
+
+
+# ---- bad usage
+
+
+def test_bad_usage_is_told_in_a_line(stand: Stand, tmp_path: Path) -> None:
+    folder = ("--dir", str(tmp_path / "d"))
+
+    def told(*arguments: str, code: int = 2) -> str:
+        return refused(run("dashboard", *arguments, *folder), code)
+
+    taken = told("--listen", stand.dashboard.address)
+    assert "--listen" in taken
+    assert "Address already in use" in taken
+    assert "--certificate and --key" in told("--listen", "0.0.0.0:0")
+    assert "go together" in told("--certificate", "c.pem")
+    pair = told("--certificate", str(tmp_path / "c"), "--key", str(tmp_path / "k"))
+    assert "No such file" in pair
+    assert "is not HOST:PORT" in told("--listen", "here")
+    assert "needs credentials" in told("--master", "192.0.2.1:4600")
+    (tmp_path / "d" / "secret").chmod(0o644)
+    assert "others may read it" in told()
+    assert "others may read it" in told("token")

@@ -1,0 +1,144 @@
+"""A dashboard of its own process, and a browser's part without one: cookies, forms, open pages."""
+
+import http.client
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import unescape
+from pathlib import Path
+from urllib.parse import urlencode
+
+from support.commands import end, run
+from support.waiting import PATIENCE_S
+
+
+class Dashboard:
+    """`oobleck dashboard` with its secret in `folder`. Use it as a context."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder / "dashboard"
+        command = [sys.executable, "-m", "oobleck.cli.main", "dashboard", "--listen", "127.0.0.1:0"]
+        self.process = subprocess.Popen(
+            [*command, "--dir", str(self.folder), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r" at http://(\S+)$", line.strip())
+        assert found, line
+        self.address = found[1]
+
+    def __enter__(self) -> "Dashboard":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end(self.process)
+
+    def token(self, *options: str) -> str:
+        made = run("dashboard", "token", "--dir", str(self.folder), *options)
+        assert made.returncode == 0, made
+        return made.stdout.strip()
+
+    def visitor(self, role: str = "viewer") -> "Visitor":
+        """One who is logged in."""
+        visitor = Visitor(self.address)
+        answer = visitor.log_in(self.token("--role", role))
+        assert answer.status == 200, answer
+        return visitor
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    text: str
+
+    @property
+    def told(self) -> str:
+        """What stands in its banners."""
+        found = re.findall(r'class="banner[^>]*>(.*?)</p>', self.text, re.DOTALL)
+        lines = (" ".join(unescape(re.sub("<[^>]+>", "", one)).split()) for one in found)
+        return "; ".join(filter(None, lines))
+
+    @property
+    def csrf(self) -> str:
+        found = re.search(r'name="csrf" value="([^"]+)"', self.text)
+        assert found, self.text
+        return found[1]
+
+
+class Visitor:
+    def __init__(self, address: str, *, keeps_cookies: bool = True) -> None:
+        self.address = address
+        self.cookies: dict[str, str] = {}
+        self._keeps = keeps_cookies
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self._ask("GET", path, None, headers)
+
+    def post(self, path: str, form: Mapping[str, str], **headers: str) -> Answer:
+        """What comes of the form, and of the page that it leads to."""
+        answer = self._ask("POST", path, urlencode(form), headers)
+        while answer.status == 303:
+            answer = self.get(answer.headers["location"])
+        return answer
+
+    def send(self, path: str, **form: str) -> Answer:
+        """A form as a page of this session has it."""
+        return self.post(path, {"csrf": self.get("/").csrf, **form})
+
+    def log_in(self, token: str, after: str = "/") -> Answer:
+        return self.post("/login", {"token": token, "next": after})
+
+    def _ask(self, method: str, path: str, body: str | None, headers: Mapping[str, str]) -> Answer:
+        connection = http.client.HTTPConnection(self.address, timeout=PATIENCE_S)
+        try:
+            connection.request(method, path, body, self._headers(body, headers))
+            response = connection.getresponse()
+            if self._keeps:
+                for cookie in response.headers.get_all("Set-Cookie", ()):
+                    name, _, value = cookie.partition(";")[0].partition("=")
+                    self.cookies[name] = value.strip('"')
+            told = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, told, response.read().decode())
+        finally:
+            connection.close()
+
+    def _headers(self, body: str | None, others: Mapping[str, str]) -> dict[str, str]:
+        headers = {name.replace("_", "-"): value for name, value in others.items()}
+        if self.cookies:
+            headers["Cookie"] = "; ".join(f"{name}={of}" for name, of in self.cookies.items())
+        if body is not None:
+            headers["Content-Type"] = "application/x-www-form-urlencoded"
+        return headers
+
+    @contextmanager
+    def watching(self, path: str) -> Iterator[Iterator[tuple[str, str]]]:
+        """The element and its new content, one after the other, of the open page at `path`."""
+        connection = http.client.HTTPConnection(self.address, timeout=PATIENCE_S)
+        connection.request("GET", f"/live{path}", headers=self._headers(None, {}))
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+
+        def changes() -> Iterator[tuple[str, str]]:
+            event = ""
+            while line := response.readline().decode():
+                name, _, value = line.strip().partition(": ")
+                if name == "event":
+                    event = value
+                elif name == "data" and event == "change":
+                    yield from ((id, html) for _, id, html in json.loads(value))
+                elif name == "data" and event == "end":
+                    yield "end", json.loads(value)
+
+        try:
+            yield changes()
+        finally:
+            connection.close()
