@@ -20,6 +20,7 @@ from oobleck.agent.connection.code import fetch
 from oobleck.agent.connection.enrol import Denied, Holder, choose_way, join, read_join_token
 from oobleck.agent.connection.outbox import Outbox
 from oobleck.agent.connection.session import Session
+from oobleck.agent.examiner import Examiner
 from oobleck.agent.gpus import default_memory, find, versions
 from oobleck.agent.metrics.collect import read_slowly
 from oobleck.agent.processes.environment import passed_on, read_patterns
@@ -80,6 +81,7 @@ async def serve(
     supervisor = Supervisor(
         config, outbox, environment, fetch=fetching if config.accept_code else None
     )
+    examiner = Examiner(config, environment, outbox.examined, holder.folder)
     session = Session(
         config,
         incarnation,
@@ -87,6 +89,7 @@ async def serve(
         environment,
         endpoint=lambda: holder.endpoint,
         node=supervisor,
+        examiner=examiner,
     )
     async with _answering_health(health_listen, supervisor):
         if holder.folder is not None and holder.credentials is None and token is not None:
@@ -116,7 +119,7 @@ async def _run(
     async with asyncio.TaskGroup() as tasks:
         supervising = tasks.create_task(supervisor.run())
         talking = tasks.create_task(session.run())
-        others = [tasks.create_task(holder.keep_fresh())]
+        others = [tasks.create_task(holder.keep_fresh()), tasks.create_task(examiner.run())]
         if config.gpus:
             watching = watch(config.environment, supervisor.gpus_read, config.watch_command)
             others.append(tasks.create_task(watching))

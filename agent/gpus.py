@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from oobleck.agent.processes.memory import total_memory
 from oobleck.host.device import find_gpus
 from oobleck.host.gpu.choice import (
     Gpu,
@@ -19,6 +18,7 @@ from oobleck.host.gpu.choice import (
     near_cpus,
 )
 from oobleck.host.gpu.users import check_unused
+from oobleck.host.system.memory import total_memory
 from oobleck.host.versions import Versions, installed
 from oobleck.planner.profile.memory import gpu_reserve_bytes
 

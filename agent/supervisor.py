@@ -40,7 +40,6 @@ from oobleck.agent.health import GpuHealth
 from oobleck.agent.metrics import gpus, workers
 from oobleck.agent.processes.children import WarmProcess, WorkerProcess
 from oobleck.agent.processes.code import CodeCache, Fetch
-from oobleck.agent.processes.memory import kernel_kills
 from oobleck.agent.processes.pool import ProcessPool, StartWarmProcess, StartWorker
 from oobleck.agent.reconcile import decide
 from oobleck.agent.state import NodeState
@@ -58,6 +57,7 @@ from oobleck.host.ipc.messages import (
 )
 from oobleck.host.metrics.families import Reading
 from oobleck.host.system.environment import Environment
+from oobleck.host.system.memory import kernel_kills
 from oobleck.host.system.process import signal_name
 from oobleck.planner.ids import Incarnation, JobId
 from oobleck.proto import types

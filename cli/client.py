@@ -13,9 +13,11 @@ from google.protobuf.message import Message
 
 from oobleck.cli import options
 from oobleck.host.command import CommandFailed
+from oobleck.host.finding import Finding
 from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.control_pb2_grpc import OperatorStub, PkiStub
+from oobleck.proto.examinations import read_finding
 from oobleck.proto.secure import open_channel
 
 DEADLINE_S = 5.0
@@ -188,6 +190,11 @@ class MasterClient:
             job_id=job_id, follow=follow, node=node or "", rank=rank, since=since
         )
         return self._stream(self._stub.Logs, request)
+
+    def examine(self, request: pb.ExamineRequest) -> Iterator[Finding]:
+        """What is wrong with the hosts and between them, each as it is found."""
+        for message in self._stream(self._stub.Examine, request):
+            yield read_finding(message)
 
     # ---- certificates
 

@@ -53,7 +53,7 @@ COMMANDS = {
     "down": ("oobleck.cli.ssh.down:down", "End them."),
     "doctor": (
         "oobleck.cli.cluster.doctor:doctor",
-        "Look for what is wrong with this host.",
+        "Look for what is wrong with the cluster's hosts.",
     ),
     "pki": ("oobleck.cli.cluster.pki:pki", "Make and take back certificates and join tokens."),
     "plan": ("oobleck.cli.planning.plan:plan", "Show the plan that a job would get."),

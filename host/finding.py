@@ -1,5 +1,6 @@
 """What a check of a host found: how bad it is, and what mends it."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -15,8 +16,16 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     #: Empty: there is nothing to mend.
     fix: str = ""
+    #: Where; empty: on this host.
+    node: str = ""
+    #: The node at the other end of what lies between two; empty: it is about one.
+    other: str = ""
+    #: What was measured, by names that say the unit.
+    figures: Mapping[str, float] = {}
 
     def __str__(self) -> str:
-        return f"{self.level.upper():4}  {self.check}: {self.what}" + (
-            f"; {self.fix}" if self.fix else ""
+        where = f"{self.node} - {self.other}" if self.other else self.node
+        return (
+            f"{self.level.upper():4}  {where}{': ' if where else ''}{self.check}: {self.what}"
+            + (f"; {self.fix}" if self.fix else "")
         )

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from oobleck.host.metrics.families import Distribution
 from oobleck.host.system.environment import Environment
 from oobleck.master import crash
+from oobleck.master.clients.examinations import Examinations
 from oobleck.master.clients.requests import Requests
 from oobleck.master.clients.sessions import Sessions
 from oobleck.master.clients.timelines import Timelines
@@ -78,6 +79,7 @@ class Master:
         self.sessions = Sessions(config, self._ledger, self._inbox, self.changes)
         self.requests = Requests(config, self._ledger, self._inbox, self.sessions)
         self.timelines = Timelines(lambda: list(self.sessions))
+        self.examinations = Examinations(config, self.state, self._environment, self.sessions.of)
         self._foresight = Foresight()
         self._wake_at: float | None = None
         self._reason = ""

@@ -65,7 +65,7 @@ class Plan(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., pipelines: _Optional[_Iterable[_Union[Pipeline, _Mapping]]] = ..., schedule: _Optional[str] = ..., routes: _Optional[_Iterable[_Union[Route, _Mapping]]] = ..., holds: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., shadows: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ...) -> None: ...
 
 class AgentMessage(_message.Message):
-    __slots__ = ("incarnation", "register", "status", "report", "records", "log", "recorded", "clock")
+    __slots__ = ("incarnation", "register", "status", "report", "records", "log", "recorded", "clock", "examined")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,7 @@ class AgentMessage(_message.Message):
     LOG_FIELD_NUMBER: _ClassVar[int]
     RECORDED_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    EXAMINED_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     register: Register
     status: NodeStatus
@@ -82,7 +83,8 @@ class AgentMessage(_message.Message):
     log: LogLines
     recorded: Recorded
     clock: ClockRead
-    def __init__(self, incarnation: _Optional[str] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., report: _Optional[bytes] = ..., records: _Optional[_Union[StepRecords, _Mapping]] = ..., log: _Optional[_Union[LogLines, _Mapping]] = ..., recorded: _Optional[_Union[Recorded, _Mapping]] = ..., clock: _Optional[_Union[ClockRead, _Mapping]] = ...) -> None: ...
+    examined: Examined
+    def __init__(self, incarnation: _Optional[str] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., report: _Optional[bytes] = ..., records: _Optional[_Union[StepRecords, _Mapping]] = ..., log: _Optional[_Union[LogLines, _Mapping]] = ..., recorded: _Optional[_Union[Recorded, _Mapping]] = ..., clock: _Optional[_Union[ClockRead, _Mapping]] = ..., examined: _Optional[_Union[Examined, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("protocol", "newest_protocol", "node", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "status", "device_kind", "running", "versions")
@@ -230,6 +232,14 @@ class ClockRead(_message.Message):
     boot: str
     def __init__(self, number: _Optional[int] = ..., monotonic_ns: _Optional[int] = ..., boot: _Optional[str] = ...) -> None: ...
 
+class Examined(_message.Message):
+    __slots__ = ("number", "answer")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    answer: bytes
+    def __init__(self, number: _Optional[int] = ..., answer: _Optional[bytes] = ...) -> None: ...
+
 class StepRecords(_message.Message):
     __slots__ = ("job_id", "records")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
@@ -273,20 +283,22 @@ class LogLines(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., slot: _Optional[int] = ..., lines: _Optional[_Iterable[str]] = ..., dropped: _Optional[int] = ...) -> None: ...
 
 class MasterMessage(_message.Message):
-    __slots__ = ("welcome", "refused", "assignment", "ack", "record", "clock")
+    __slots__ = ("welcome", "refused", "assignment", "ack", "record", "clock", "examine")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    EXAMINE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     assignment: Assignment
     ack: Ack
     record: Record
     clock: ReadClock
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., record: _Optional[_Union[Record, _Mapping]] = ..., clock: _Optional[_Union[ReadClock, _Mapping]] = ...) -> None: ...
+    examine: Examine
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., record: _Optional[_Union[Record, _Mapping]] = ..., clock: _Optional[_Union[ReadClock, _Mapping]] = ..., examine: _Optional[_Union[Examine, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("detection", "protocol")
@@ -403,6 +415,14 @@ class ReadClock(_message.Message):
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     number: int
     def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class Examine(_message.Message):
+    __slots__ = ("number", "order")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    order: bytes
+    def __init__(self, number: _Optional[int] = ..., order: _Optional[bytes] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
     __slots__ = ("request_id", "job", "profile", "profile_only")
@@ -727,6 +747,43 @@ class LogLine(_message.Message):
     line: str
     time: str
     def __init__(self, node: _Optional[str] = ..., slot: _Optional[int] = ..., line: _Optional[str] = ..., time: _Optional[str] = ...) -> None: ...
+
+class ExamineRequest(_message.Message):
+    __slots__ = ("nodes", "data", "checkpoints", "pairs")
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    data: _containers.RepeatedScalarFieldContainer[str]
+    checkpoints: _containers.RepeatedScalarFieldContainer[str]
+    pairs: bool
+    def __init__(self, nodes: _Optional[_Iterable[str]] = ..., data: _Optional[_Iterable[str]] = ..., checkpoints: _Optional[_Iterable[str]] = ..., pairs: _Optional[bool] = ...) -> None: ...
+
+class Finding(_message.Message):
+    __slots__ = ("check", "level", "what", "fix", "node", "other", "figures")
+    class FiguresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    FIX_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    OTHER_FIELD_NUMBER: _ClassVar[int]
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
+    check: str
+    level: str
+    what: str
+    fix: str
+    node: str
+    other: str
+    figures: _containers.ScalarMap[str, float]
+    def __init__(self, check: _Optional[str] = ..., level: _Optional[str] = ..., what: _Optional[str] = ..., fix: _Optional[str] = ..., node: _Optional[str] = ..., other: _Optional[str] = ..., figures: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("request", "name")

@@ -232,6 +232,11 @@ class OperatorStub:
                 request_serializer=oobleck_dot_proto_dot_control__pb2.LogsRequest.SerializeToString,
                 response_deserializer=oobleck_dot_proto_dot_control__pb2.LogLine.FromString,
                 _registered_method=True)
+        self.Examine = channel.unary_stream(
+                '/oobleck.Operator/Examine',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.ExamineRequest.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.Finding.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer:
@@ -345,6 +350,14 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Examine(self, request, context):
+        """What is wrong with the hosts and with what lies between them, each as it is found;
+        FAILED_PRECONDITION while another examination is under way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -422,6 +435,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.Logs,
                     request_deserializer=oobleck_dot_proto_dot_control__pb2.LogsRequest.FromString,
                     response_serializer=oobleck_dot_proto_dot_control__pb2.LogLine.SerializeToString,
+            ),
+            'Examine': grpc.unary_stream_rpc_method_handler(
+                    servicer.Examine,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.ExamineRequest.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.Finding.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -830,6 +848,33 @@ class Operator:
             '/oobleck.Operator/Logs',
             oobleck_dot_proto_dot_control__pb2.LogsRequest.SerializeToString,
             oobleck_dot_proto_dot_control__pb2.LogLine.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Examine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/oobleck.Operator/Examine',
+            oobleck_dot_proto_dot_control__pb2.ExamineRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.Finding.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,7 +27,7 @@ ALLOWED = {
 #: them have no place in the order, so none of them may close a circle.
 LEVELS = {
     "planner": ("job", "profile", "programs", "cost", "search", "recovery", "report"),
-    "host": ("system", "security", "ipc", "data", "storage", "gpu", "metrics"),
+    "host": ("system", "security", "ipc", "data", "storage", "gpu", "metrics", "doctor"),
     "worker": (
         "runtime",
         "models",

@@ -14,10 +14,12 @@ import msgspec
 from oobleck.agent.connection.records import RecordBuffer
 from oobleck.agent.processes.output import LogQueue
 from oobleck.host.detection import GATHER_WORDS_S
+from oobleck.host.doctor.orders import Answer
 from oobleck.host.ipc.messages import PhaseReached, StepRecord
 from oobleck.host.timeline import Recording, boot_id
 from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.proto import control_pb2 as pb
+from oobleck.proto.examinations import examined_message
 from oobleck.proto.records import records_message
 from oobleck.proto.reports import read_report, report_bytes
 from oobleck.proto.status import status_message
@@ -135,6 +137,12 @@ class Outbox:
         """Tell what the clock shows by which this node's workers record."""
         read = pb.ClockRead(number=number, monotonic_ns=time.monotonic_ns(), boot=boot_id())
         self._answers.append(pb.AgentMessage(clock=read))
+        self.wake.set()
+
+    def examined(self, number: int, answer: Answer) -> None:
+        """What was seen of this host, for an operator who asked."""
+        message = examined_message(number, answer)
+        self._answers.append(pb.AgentMessage(examined=message))
         self.wake.set()
 
     def log(self, job_id: JobId, slot: int, lines: list[str], now: float) -> None:

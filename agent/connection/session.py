@@ -69,6 +69,13 @@ class Node(Protocol):
     def standing_reports(self) -> list[WorkerReport]: ...
 
 
+class Examiner(Protocol):
+    """Who looks at the host for the master."""
+
+    def reached_from(self, address: str) -> None: ...
+    def take(self, message: pb.Examine) -> None: ...
+
+
 class Session:
     """The agent's part in one session after the other, with whichever master is there."""
 
@@ -81,8 +88,10 @@ class Session:
         *,
         endpoint: Callable[[], Endpoint],
         node: Node,
+        examiner: Examiner | None = None,
     ) -> None:
-        """`endpoint`: of the master, with the newest certificate."""
+        """`endpoint`: of the master, with the newest certificate. `examiner`: None: this host is
+        not looked at."""
         self._config = config
         self._incarnation = incarnation
         self._outbox = outbox
@@ -90,6 +99,7 @@ class Session:
         self._now = environment.now
         self._endpoint = endpoint
         self._node = node
+        self._examiner = examiner
         #: Of this host; None: not known until there is a way to the master.
         self._address = config.address
         #: `close` was called.
@@ -210,6 +220,8 @@ class Session:
         if address is None:
             address = self._address = local_address(self._config.master)
         self._node.reached_from(address)
+        if self._examiner is not None:
+            self._examiner.reached_from(address)
         facts = NodeFacts(
             node=self._config.name,
             incarnation=self._incarnation,
@@ -277,6 +289,9 @@ class Session:
                     )
                 case "clock":
                     self._outbox.clock(message.clock.number)
+                case "examine":
+                    if self._examiner is not None:
+                        self._examiner.take(message.examine)
                 case "refused":
                     raise Refused(message.refused.reason, temporary=message.refused.temporary)
                 case _:

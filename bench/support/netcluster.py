@@ -46,9 +46,12 @@ class NetCluster(Cluster):
         bytes_per_s: int | None = None,
         state_mb: int = 64,
         preloaded: Preloaded | None = None,
+        around: Mapping[str, Sequence[str]] | None = None,
+        node_options: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """`bytes_per_s`: of every host's link; `state_mb`: of the disk that the state directory is
-        on, so that it can be filled."""
+        on, so that it can be filled. `around`: by host, the beginning of a command that becomes its
+        daemon; `node_options`: more options of a node's agent."""
         with ExitStack() as run:
             folder = run.enter_context(run_folder())
             super().__init__(state_dir or folder / "state", folder)
@@ -69,6 +72,7 @@ class NetCluster(Cluster):
             "--memory-per-worker",
             f"{memory}",
         )
+        self._around, self._node_options = around or {}, node_options or {}
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._master: subprocess.Popen[bytes] | None = None
         self._pki = self.state_dir / "pki"
@@ -123,6 +127,7 @@ class NetCluster(Cluster):
         return master.pid
 
     def start_node(self, name: str, *options: str) -> int:
+        options = (*self._node_options.get(name, ()), *options)
         arguments = [*self._identity(name), *self._agent_options, *options]
         arguments += ["--fault-plan", str(self._fault_plan)]
         self.agents[name] = self._start(name, "oobleck.agent", *arguments).pid
@@ -142,7 +147,8 @@ class NetCluster(Cluster):
     def _start(
         self, host: str, module: str, *arguments: str, piped: bool = False
     ) -> subprocess.Popen[bytes]:
-        command = [*self.net.on(host), *with_parent(module), *arguments]
+        command = [*self.net.on(host), *self._around.get(host, ())]
+        command += [*with_parent(module), *arguments]
         with self.log.open("a") as log:
             daemon = subprocess.Popen(
                 command,

@@ -176,6 +176,14 @@ class Network:
                 rate = ("rate", f"{8 * bytes_per_s}bit", "burst", "16kb", "latency", "500ms")
                 _run(*queue, "tbf", *rate)
 
+    def route(self, *command: str) -> None:
+        """Change the router's rules and routes by an `ip` command; `heal` does not know of it."""
+        self._in_router(*command)
+
+    def port(self, host: str) -> str:
+        """The router's end of the host's link."""
+        return self._port(host)
+
     def heal(self) -> None:
         """Undo all trouble."""
         for source, target in sorted(self._blocked):

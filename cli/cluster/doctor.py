@@ -1,25 +1,29 @@
-"""`oobleck doctor`: what is wrong with a host before its first job, and what mends it.
+"""`oobleck doctor`: what is wrong with a cluster, or with a host before its first job, and what
+mends it.
 
-Each check of a device is a process of its own with a time-out, so that a hang is a result. Must not
-know what the checks do.
+Owns the command, and what a host's GPUs are asked: each check of a device is a process of its own
+with a time-out, so that a hang is a result. Must not know what the checks do.
 """
 
-import json
 import os
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
-from oobleck.cli.cluster import host_checks
-from oobleck.cli.options import FAILED, json_option
+from oobleck.cli import options
+from oobleck.cli.cluster.examine import Question, of_cluster, of_host, show
+from oobleck.host.command import CommandFailed
 from oobleck.host.device import find_gpus, worker_environment
-from oobleck.host.display import inline
+from oobleck.host.doctor import gpus as host_gpus
 from oobleck.host.finding import Finding
 from oobleck.host.gpu.choice import GpuReport, chosen_gpus
 from oobleck.host.system.process import completed, with_parent
+
+if TYPE_CHECKING:
+    from oobleck.cli.output.form import Form
 
 #: In this order, with seconds for each; the first ones need one GPU, the others two. Checks with a
 #: limit of their own have half a minute beyond it, in which torch starts.
@@ -38,47 +42,98 @@ _HANGS = (
 
 
 @click.command(
-    epilog="Exit codes: 0 nothing is wrong or slow beyond warnings, 1 a check has failed (or there "
-    "is no GPU), 2 wrong usage."
+    epilog="Exit codes: 0 nothing is wrong or slow beyond warnings, 1 a check has failed (or, with "
+    "--gpu, there is no GPU), 2 wrong usage, 3 no such node, 4 no master answers, 5 denied."
 )
+@click.option("--node", "nodes", multiple=True, metavar="NODE", help="This one; may be repeated.")
+@click.option(
+    "--data",
+    multiple=True,
+    metavar="PATH",
+    help="Is it the same on all nodes? Asked of what jobs read anyway; may be repeated.",
+)
+@click.option(
+    "--checkpoints",
+    multiple=True,
+    metavar="DIR",
+    help="Do all nodes share it, and how fast is it? Asked of jobs' folders anyway.",
+)
+@click.option(
+    "--pairs",
+    is_flag=True,
+    help="While a job trains, send 16 MiB each way between nodes to see how much gets through.",
+)
+@click.option("--here", is_flag=True, help="Look at this host alone, without a master.")
 @click.option("--gpu", is_flag=True, help="Look at this host's GPUs, in ten minutes at most.")
 @click.option(
     "--gpus",
     metavar="GPU[,GPU...]",
     help="At these alone, as oobleck-agent --gpus.  [default: CUDA_VISIBLE_DEVICES, or all]",
 )
-@json_option("One JSON object: findings, each with check, level, what and fix; and seconds.")
-def doctor(gpu: bool, gpus: str | None, as_json: bool) -> int:
-    """Look for what is wrong with this host before its first job: each line is PASS, SLOW, WARN or
-    FAIL, what was found, and what mends it. Needs no master."""
-    if not gpu:
-        raise click.UsageError("say what to look at: --gpu")
-    began = time.monotonic()
-    found = []
+@click.option(
+    "--master",
+    envvar="OOBLECK_MASTER",
+    show_envvar=True,
+    metavar="HOST:PORT",
+    help=f"The master to ask.  [default: {options.DEFAULT_MASTER}, or this host alone if none]",
+)
+@options.credential_options
+@options.form_options("One JSON object: findings (check, level, what, fix, node, ...) and seconds.")
+@click.pass_context
+def doctor(
+    ctx: click.Context,
+    nodes: tuple[str, ...],
+    data: tuple[str, ...],
+    checkpoints: tuple[str, ...],
+    pairs: bool,
+    here: bool,
+    gpu: bool,
+    gpus: str | None,
+    master: str | None,
+    form: "Form",
+) -> int:
+    """Look for what is wrong with the hosts of a cluster and with what lies between them: names and
+    routes, ports, clocks, versions, packets' sizes, speed of links and disks, folders that nodes
+    share, memory, limits, GPUs.
+
+    Each line is PASS, SLOW, WARN or FAIL, where, what was found, and what mends it. What is well of
+    a node is shown with -o wide. A job that trains is not disturbed.
+    """
+    if gpu:
+        if nodes or pairs or here or data or checkpoints:
+            raise click.UsageError("--gpu: is about this host's GPUs alone; leave the rest out")
+        return _show_gpus(gpus, form)
+    if gpus is not None:
+        raise click.UsageError("--gpus: goes with --gpu; give both")
+    question = Question(nodes=nodes, data=data, checkpoints=checkpoints, pairs=pairs)
+    if here:
+        if nodes or pairs:
+            raise click.UsageError("--here: is about this host; leave --node and --pairs out")
+        return show(of_host(question), form)
+    endpoint = options.endpoint(ctx, ctx.command.params[0], master or options.DEFAULT_MASTER)
+    assert endpoint is not None, "an address was given"
     try:
-        for finding in _look(gpus):
-            found.append(finding)
-            if not as_json:
-                click.echo(inline(str(finding)))
+        return show(of_cluster(endpoint, question), form)
+    except CommandFailed as failed:
+        if master is not None or nodes or pairs or failed.exit_code != options.UNREACHABLE:
+            raise
+    click.echo(f"no master at {endpoint.address}: this host alone is looked at", err=True)
+    return show(of_host(question), form)
+
+
+def _show_gpus(gpus: str | None, form: "Form") -> int:
+    try:
+        # All lines: who looks at one host wants to see that it was looked at.
+        return show(_look(gpus), "wide" if form == "table" else form)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    failed = sum(finding.level == "fail" for finding in found)
-    spent_s = time.monotonic() - began
-    if as_json:
-        findings = [msgspec.to_builtins(finding) for finding in found]
-        click.echo(json.dumps({"findings": findings, "seconds": round(spent_s, 1)}, indent=2))
-    else:
-        levels = ("pass", "slow", "warn", "fail")
-        counts = ", ".join(f"{sum(f.level == one for f in found)} {one}" for one in levels)
-        click.echo(f"{counts}, in {spent_s:.0f} s")
-    return FAILED if failed else 0
 
 
 def _look(option: str | None) -> Iterator[Finding]:
     """Raises ValueError for a wrong choice of GPUs."""
     environment = {**worker_environment("cuda"), **os.environ}
     chosen = chosen_gpus(option, environment)
-    yield from host_checks.look()
+    yield from host_gpus.look()
     try:
         report = find_gpus(environment, chosen)
     except ValueError as error:

@@ -49,6 +49,7 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     "/oobleck.Operator/Metrics": _READING,
     "/oobleck.Operator/GetTimeline": _OPERATOR,  # has the workers record
     "/oobleck.Operator/Logs": _READING,
+    "/oobleck.Operator/Examine": _OPERATOR,  # has every node's disks and links used
     "/oobleck.Pki/Join": _TOKEN,
     "/oobleck.Pki/Renew": frozenset({"agent", "worker", "operator", "viewer"}),
     "/oobleck.Pki/CreateToken": _OPERATOR,

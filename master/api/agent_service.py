@@ -21,6 +21,7 @@ from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.checks import check_slot
 from oobleck.proto.detection import welcome_message
+from oobleck.proto.examinations import read_answer
 from oobleck.proto.protocol import OLDEST, common
 from oobleck.proto.records import read_output, read_records
 from oobleck.proto.reports import read_report
@@ -114,6 +115,10 @@ class ControlService(rpc.ControlServicer):
                     continue
                 case "clock":
                     self._master.timelines.clock_read(session.node, message.clock)
+                    continue
+                case "examined":
+                    answer = read_answer(message.examined)
+                    self._master.examinations.take(session.node, message.examined.number, answer)
                     continue
                 case _:
                     pass

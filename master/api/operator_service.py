@@ -17,6 +17,7 @@ from oobleck.master.api.access import caller
 from oobleck.master.api.code import CodeOfJobs
 from oobleck.master.api.limits import MOST_DETAILS
 from oobleck.master.api.view import job_status, node_info
+from oobleck.master.clients.examinations import Busy, Wish
 from oobleck.master.clients.requests import Requests
 from oobleck.master.clients.timelines import NoTimeline
 from oobleck.master.loop import Master
@@ -34,6 +35,7 @@ from oobleck.planner.profile.measurement import check_fits
 from oobleck.planner.profile.profile import Profile
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
+from oobleck.proto.examinations import finding_message
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -264,6 +266,28 @@ class OperatorService(rpc.OperatorServicer):
                 if ended:
                     return
                 await changed.wait()
+
+    async def Examine(
+        self, request: pb.ExamineRequest, context: Context
+    ) -> AsyncIterator[pb.Finding]:
+        known = self._master.state.nodes
+        for name in request.nodes:
+            if NodeName(name) not in known:
+                text = f"no node {name[:80]!r}; known nodes: {_nearest(name, known)}"
+                await context.abort(grpc.StatusCode.NOT_FOUND, text)
+        wish = Wish(
+            nodes=tuple(map(NodeName, dict.fromkeys(request.nodes))),
+            data=tuple(request.data),
+            checkpoints=tuple(request.checkpoints),
+            pairs=request.pairs,
+            problem=self._master.problem,
+        )
+        try:
+            async with contextlib.aclosing(self._master.examinations.examine(wish)) as found:
+                async for finding in found:
+                    yield finding_message(finding)
+        except Busy as busy:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(busy))
 
     async def _workers(
         self, job: Job, request: pb.LogsRequest, context: Context

@@ -59,6 +59,13 @@ class Sessions:
     def __iter__(self) -> Iterator[AgentSession]:
         return iter(list(self._open.values()))
 
+    def of(self, node: NodeName) -> AgentSession | None:
+        """Its newest one; None: none is open."""
+        known = self._ledger.state.nodes.get(node)
+        if known is None or known.seen.session is None:
+            return None
+        return self._open.get(known.seen.session)
+
     @property
     def count(self) -> int:
         """How many are open."""

@@ -13,11 +13,14 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from oobleck.host.doctor.orders import Answer, Clock, Looked
+from oobleck.host.finding import Finding
 from oobleck.host.ipc.messages import Assign, Measure
 from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.proto import bounds
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import read_assignment
+from oobleck.proto.examinations import examined_message, read_answer
 from oobleck.proto.reports import read_report, report_bytes
 from oobleck.proto.types import Hung, WorkerReport
 
@@ -95,6 +98,7 @@ def test_only_known_kinds_of_fields_come_in() -> None:
     packed = {str(f.full_name) for f in FIELDS if f.type == FieldDescriptor.TYPE_BYTES}
     assert packed == {
         "oobleck.AgentMessage.report",
+        "oobleck.Examined.answer",
         "oobleck.Assignment.assign",
         "oobleck.Assignment.measure",
         "oobleck.CodeChunk.data",  # a wheel's, which its reader looks at
@@ -112,7 +116,7 @@ def fields_below(kind: Any) -> Iterator[tuple[type, str, Any]]:
         yield from fields_below(inner)
 
 
-PACKED = [found for kind in (WorkerReport, Assign, Measure) for found in fields_below(kind)]
+PACKED = [found for kind in (WorkerReport, Assign, Measure, Answer) for found in fields_below(kind)]
 
 
 def wrong_values(kind: Any) -> list[object]:
@@ -175,6 +179,28 @@ def test_what_is_no_assignment_is_told(data: bytes, reason: str) -> None:
 def test_what_is_no_report_is_told(data: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=rf"^report: .*{reason}"):
         read_report(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "not a valid answer"),
+        (b'{"type": "whatever"}', "not a valid answer"),
+        (b"[" * 60_000, "not a valid answer"),
+        (bytes((1 << 20) + 1), "more than"),
+        (b'{"type": "time", "unix": -1}', "unix: "),
+        (b'{"type": "looked", "findings": [{"check": "x", "level": "bad", "what": ""}]}', "level"),
+    ],
+)
+def test_what_is_no_answer_to_an_examination_is_told(data: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"^answer: .*{reason}"):
+        read_answer(pb.Examined(number=1, answer=data))
+
+
+def test_an_answer_comes_as_it_was_given() -> None:
+    finding = Finding(check="c", level="warn", what="w", fix="f", figures={"bytes": 1.5})
+    for answer in (Clock(unix=1e9), Looked(findings=(finding,), mtu=1500)):
+        assert read_answer(examined_message(7, answer)) == answer
 
 
 def test_a_number_of_hundreds_of_digits_is_told() -> None:

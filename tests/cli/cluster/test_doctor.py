@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.cluster.doctor import checks, run_check
-from oobleck.cli.cluster.host_checks import environment, health, locked_memory, shared_memory
+from oobleck.host.doctor.gpus import environment, health, locked_memory, shared_memory
 from oobleck.host.finding import Finding
 from oobleck.host.gpu.sample import GpuProcess, GpuSample, Sample, Xid
 from support.commands import refused, run
@@ -29,8 +29,25 @@ def test_a_host_without_a_gpu_is_told_so_and_what_can_be_looked_at_is() -> None:
 
 
 def test_wrong_usage_is_one_line() -> None:
-    assert "say what to look at: --gpu" in refused(run("doctor"), 2)
+    assert "--here: is about this host" in refused(run("doctor", "--here", "--pairs"), 2)
+    assert "--gpu: is about" in refused(run("doctor", "--gpu", "--node", "n1"), 2)
+    assert "--gpus: goes with --gpu" in refused(run("doctor", "--gpus", "0"), 2)
     assert "0 stands there twice" in refused(run("doctor", "--gpu", "--gpus", "0,0"), 2)
+
+
+def test_this_host_alone_is_looked_at_without_a_master(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    data, saved = str(tmp_path / "none"), str(tmp_path / "file")
+    result = run("doctor", "--here", "-o", "json", "--data", data, "--checkpoints", saved)
+    assert result.returncode == 1, result.stderr
+    failed = {f["what"] for f in json.loads(result.stdout)["findings"] if f["level"] == "fail"}
+    assert failed == {f"{data}: no such file or directory", f"{saved}: is no folder"}
+    well = run("doctor", "--here", "--checkpoints", str(tmp_path))
+    assert (well.returncode, well.stdout.splitlines()[-1].split(",")[-2]) == (0, " 0 fail")
+
+
+def test_a_master_that_is_named_has_to_be_there() -> None:
+    assert "cannot reach a master" in refused(run("doctor", "--master", "127.0.0.1:1"), 4)
 
 
 def check(code: str, limit_s: float = 60) -> list[Finding]:

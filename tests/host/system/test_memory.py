@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.agent.processes.memory import kernel_kills, total_memory
+from oobleck.host.system.memory import kernel_kills, total_memory
 
 GROUPS = Path("/sys/fs/cgroup/memory")
 LIMIT_BYTES = 64 << 20
@@ -16,7 +16,7 @@ LIMIT_BYTES = 64 << 20
 GREEDY = """
 import os, signal, sys
 open(sys.argv[1], "w").write(str(os.getpid()))
-from oobleck.agent.processes.memory import kernel_kills, total_memory
+from oobleck.host.system.memory import kernel_kills, total_memory
 print(total_memory())
 before = kernel_kills()
 child = os.fork()

@@ -1,5 +1,5 @@
-"""Checks of a host with GPUs that need no torch: driver, health by NVML, limits, shared memory and
-the environment. Must not know how findings are shown.
+"""Checks of a host with GPUs that need no torch: driver, health by NVML and by the kernel's log,
+ways between GPUs, limits, shared memory and the environment. Must not know how findings are shown.
 """
 
 import os
@@ -8,25 +8,76 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import msgspec
+
 from oobleck.host.device import worker_environment
+from oobleck.host.doctor.orders import About
 from oobleck.host.finding import Finding, Level
 from oobleck.host.gpu.choice import driver_version
 from oobleck.host.gpu.health import hindrance, troubles
+from oobleck.host.gpu.kernel_log import read_xids
+from oobleck.host.gpu.peers import Peers, read_peers
 from oobleck.host.gpu.sample import GpuSample, Sample
 from oobleck.host.gpu.users import described, read_sample
 from oobleck.planner.units import format_bytes
 
 #: NCCL's buffers in shared memory, for eight GPUs with many communicators.
 _LEAST_SHARED = 1 << 30
-_ADAPTERS = Path("/sys/class/infiniband")
+ADAPTERS = Path("/sys/class/infiniband")
 
 
 def look() -> Iterator[Finding]:
+    """At this host, for a check by torch that comes behind."""
     yield driver()
     yield from health(read_sample())
     yield shared_memory(Path("/dev/shm"))
-    yield from locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], _ADAPTERS)
+    yield from locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], ADAPTERS)
     yield from environment(os.environ)
+
+
+def is_here(about: About) -> bool:
+    """Whether there are GPUs to look at."""
+    return about.device == "cuda" or driver_version() != ""
+
+
+def look_for_agent(about: About, *, gently: bool) -> Iterator[Finding]:
+    """At the GPUs of this host's agent. `gently`: its workers use them."""
+    if about.device == "cuda":
+        yield driver()
+        yield shared_memory(Path("/dev/shm"))
+        yield from environment(about.variables)
+    sample = read_sample()
+    # What was reported before anybody listened is in the kernel's log alone.
+    logged = read_xids()
+    sample = msgspec.structs.replace(sample, xids=tuple(dict.fromkeys((*sample.xids, *logged))))
+    yield from health(of_agent(sample, about), busy=gently)
+    yield from peers(read_peers(), about)
+
+
+def of_agent(sample: Sample, about: About) -> Sample:
+    """The part about its GPUs; errors that name no GPU may be of any."""
+    if not about.gpus:
+        return sample
+    return msgspec.structs.replace(
+        sample,
+        gpus=tuple(board for board in sample.gpus if board.bus in about.gpus),
+        xids=tuple(xid for xid in sample.xids if not xid.bus or xid.bus in about.gpus),
+    )
+
+
+def peers(found: Peers, about: About) -> Iterator[Finding]:
+    for one, other, why in found.apart:
+        if about.gpus and not {one, other} <= {*about.gpus}:
+            continue
+        what = f"GPUs {one} and {other} cannot reach each other's memory ({why})"
+        fix = "messages go through the host: look at ACS and IOMMU (nvidia-smi topo -p2p r)"
+        yield Finding(check="p2p", level="slow", what=what, fix=fix)
+    for bus in found.without_ecc:
+        if about.gpus and bus not in about.gpus:
+            continue
+        what = f"GPU {bus} has ECC off: a flipped bit of its memory is told by nobody"
+        fix = "turn it on (nvidia-smi -e 1) and reset the GPU"
+        yield Finding(check="ecc", level="warn", what=what, fix=fix)
 
 
 def driver() -> Finding:
@@ -38,8 +89,8 @@ def driver() -> Finding:
     return Finding(check="driver", level="fail", what=what, fix=fix)
 
 
-def health(sample: Sample) -> Iterator[Finding]:
-    """Of all GPUs of the host."""
+def health(sample: Sample, *, busy: bool = False) -> Iterator[Finding]:
+    """Of all GPUs in the sample. `busy`: those who use them are the agent's own workers."""
     if sample.problem:
         what = f"the health of GPUs is not known: {sample.problem}"
         fix = "with a driver and nvidia-ml-py agents drain nodes before their GPUs die"
@@ -49,22 +100,23 @@ def health(sample: Sample) -> Iterator[Finding]:
         level: Level = "fail" if trouble.sick else "warn"
         yield Finding(check="gpus", level=level, what=what, fix=trouble.fix)
     for board in sample.gpus:
-        yield from _use(board)
+        yield from _use(board, busy=busy)
 
 
-def _use(board: GpuSample) -> Iterator[Finding]:
+def _use(board: GpuSample, *, busy: bool) -> Iterator[Finding]:
     where = f"GPU {board.bus} ({board.name})"
     if board.error:
         return
-    if board.processes:
+    if board.processes and not busy:
         what = f"{where} is used by {described(board.processes)}"
         fix = "end that, or choose other GPUs with --gpus"
         yield Finding(check="gpus", level="warn", what=what, fix=fix)
     if why := hindrance([board], ()):
         fix = "look at its cooling, power and clocks (nvidia-smi -q -d PERFORMANCE)"
         yield Finding(check="gpus", level="slow", what=f"{where} is held back: {why}", fix=fix)
-    elif not board.processes:
-        yield Finding(check="gpus", level="pass", what=f"{where} is well, and nobody uses it")
+    elif busy or not board.processes:
+        use = "its workers use it" if busy else "nobody uses it"
+        yield Finding(check="gpus", level="pass", what=f"{where} is well, and {use}")
 
 
 def shared_memory(place: Path) -> Finding:

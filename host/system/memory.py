@@ -1,8 +1,8 @@
-"""The memory that this agent and its workers share: how much it is, and whether it has run out.
+"""The memory that this process and others share: how much it is, and whether it has run out.
 
 A control group may have less than the host. A process that the kernel ends for want of memory looks
-like any other that got SIGKILL; only a counter of the control group that the agent and its workers
-are in, or else of the whole host, tells.
+like any other that got SIGKILL; only a counter of the control group that it was in, or else of the
+whole host, tells.
 """
 
 from collections.abc import Iterator
@@ -43,6 +43,15 @@ def kernel_kills(root: Path = _ROOT) -> int:
             if name == "oom_kill" and value.isdigit():
                 return int(value)
     return 0
+
+
+def control_file(root: Path, name: str) -> str:
+    """What the file says of the control group (version 2) that this process is in; empty: there is
+    none."""
+    for folder, group, files in _groups(root):
+        if files["limit"] == "memory.max":
+            return _read(folder / group.relative_to("/") / name).strip()
+    return ""
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, PurePosixPath, dict[str, str]]]:

@@ -1,0 +1,363 @@
+"""Folders and files of this host: whether they can be used, how much room and speed there is, and
+what is held against the same ones on other nodes.
+
+Each place is looked at by a thread of its own, since a file server that is away may hold one for
+ever. What is read is one thing and what is concluded another, so that the latter is a pure
+function.
+"""
+
+import glob
+import hashlib
+import os
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from oobleck.host.doctor.orders import MARK, Place, Seen
+from oobleck.host.finding import Finding, Level
+from oobleck.host.storage.folder import is_remote
+from oobleck.host.system.files import open_regular
+from oobleck.planner.units import format_bytes
+
+SHARED = ("checkpoints", "output")
+#: What is written to see how fast that is, and while a job trains.
+_WRITTEN_BYTES, _FEW_BYTES = 16 << 20, 256 << 10
+_CHUNK_BYTES = 256 << 10
+#: Small writes that are waited for, as those of a journal are.
+_SYNCS = 5
+#: With less room, less is written.
+_PART_OF_ROOM = 8
+#: Of files that are looked into, and of what is read of each at its beginning and its end.
+_MOST_FILES, _READ_FILES, _READ_BYTES = 4096, 16, 64 << 10
+
+#: File systems in memory: gone with the host. Above a container's image: gone with the container.
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs"})
+_LAYERED = frozenset({"overlay", "aufs"})
+#: Of which fsync returns before the other end has written.
+_ELSEWHERE = frozenset({"9p", "fuse.sshfs", "vboxsf", "drvfs", "fuse.s3fs", "fuse.gcsfuse"})
+#: Options by which a file system does not wait for its disk.
+_HASTY = frozenset({"volatile", "nobarrier", "barrier=0", "async_commit", "journal_async_commit"})
+
+_LITTLE_BYTES, _FEW_LEFT = 1 << 30, 1000
+_NO_BYTES, _NONE_LEFT = 64 << 20, 10
+#: Slower ones make checkpoints, and writes of the journal, last.
+_SLOW_BYTES_PER_S = 50e6
+_SLOW_SYNC_S = {"journal": 0.05}
+_SLOW_SYNC_ELSE_S = 0.5
+
+
+class PlaceFacts(msgspec.Struct, frozen=True, kw_only=True):
+    place: Place
+    #: The nearest folder above it that is there, or itself.
+    at: str = ""
+    #: Why it cannot be used, in the kernel's words; empty: it can.
+    problem: str = ""
+    #: Type and options of the file system.
+    system: str = ""
+    options: tuple[str, ...] = ()
+    free_bytes: int = 0
+    #: None: it does not count files.
+    free_files: int | None = None
+    #: None: not measured.
+    bytes_per_s: float | None = None
+    sync_s: float | None = None
+    #: Of the files of a data place.
+    files: int = 0
+    digest: str = ""
+
+
+def look(
+    place: Place, *, gently: bool, mark: str, sync: Callable[[int], None] = os.fsync
+) -> PlaceFacts:
+    """`mark`: what the file is called that is left in a shared folder; empty: none is. `sync`:
+    has the disk write what there is of a file."""
+    if is_remote(place.path):
+        return PlaceFacts(place=place, system="remote")
+    path = place.path.removeprefix("file://")
+    try:
+        if place.use == "data":
+            return _look_at_data(place, path)
+        return _look_at_folder(place, path, gently=gently, mark=mark, sync=sync)
+    except OSError as error:
+        return PlaceFacts(place=place, problem=(error.strerror or str(error)).lower())
+
+
+def _nearest(path: str) -> Path:
+    """That is there, above `path` or itself; raises OSError where not even its parent can be looked
+    at."""
+    at = Path(os.path.abspath(path))
+    while True:
+        try:
+            os.stat(at)
+        except FileNotFoundError:
+            at = at.parent
+        else:
+            return at
+
+
+def _look_at_folder(
+    place: Place, path: str, *, gently: bool, mark: str, sync: Callable[[int], None]
+) -> PlaceFacts:
+    at = _nearest(path)
+    if at == Path("/") and path != "/":
+        return PlaceFacts(place=place, problem="is not there, nor any folder that it is in")
+    if not at.is_dir():
+        return PlaceFacts(place=place, at=str(at), problem="is no folder")
+    room = os.statvfs(at)
+    system, options = _file_system(at)
+    facts = PlaceFacts(
+        place=place,
+        at=str(at),
+        system=system,
+        options=options,
+        free_bytes=room.f_bavail * room.f_frsize,
+        free_files=room.f_favail if room.f_files else None,
+    )
+    try:
+        speeds = _write(at, facts.free_bytes, gently=gently, sync=sync)
+        if mark and place.use in SHARED:
+            os.close(os.open(at / mark, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        problem = f"cannot be written ({(error.strerror or str(error)).lower()})"
+        return msgspec.structs.replace(facts, problem=problem)
+    return msgspec.structs.replace(facts, bytes_per_s=speeds[0], sync_s=speeds[1])
+
+
+def _write(
+    at: Path, room: int, *, gently: bool, sync: Callable[[int], None]
+) -> tuple[float | None, float]:
+    """How many bytes a second the disk takes (None: that much is not tried), and how long it takes
+    it to have a small write. Raises OSError."""
+    size = min(_FEW_BYTES if gently else _WRITTEN_BYTES, room // _PART_OF_ROOM)
+    path = at / f"{MARK}{secrets.token_hex(8)}"
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        chunk = secrets.token_bytes(_CHUNK_BYTES)
+        began = time.monotonic()
+        for written in range(0, size, _CHUNK_BYTES):
+            os.write(descriptor, chunk[: size - written])
+        sync(descriptor)
+        took_s = time.monotonic() - began
+        took = []
+        for _ in range(_SYNCS):
+            began = time.monotonic()
+            os.write(descriptor, chunk[:512])
+            sync(descriptor)
+            took.append(time.monotonic() - began)
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):
+            path.unlink()
+    rate = size / max(took_s, 1e-9) if size >= _WRITTEN_BYTES else None
+    return rate, statistics.median(took)
+
+
+def _file_system(
+    at: Path, mounts: Path = Path("/proc/self/mountinfo")
+) -> tuple[str, tuple[str, ...]]:
+    """Type and options of what is mounted there (proc(5)); empty: not known."""
+    device = os.stat(at).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    real = os.path.realpath(at)
+    found: list[tuple[bool, int, int, str, tuple[str, ...]]] = []
+    try:
+        lines = mounts.read_text(errors="replace").splitlines()
+    except OSError:
+        return "", ()
+    for place, line in enumerate(lines):
+        before, _, after = line.partition(" - ")
+        _, _, number, _, point, own, *_ = before.split()
+        system, _, more = after.split(" ", 2)
+        point = point.encode("latin-1", "replace").decode("unicode_escape")
+        if real == point or real.startswith(point.rstrip("/") + "/"):
+            options = (*own.split(","), *more.split(","))
+            # Some have a device of their own for each folder; of several on one point the last
+            # covers the others.
+            found.append((number == wanted, len(point), place, system, options))
+    return max(found)[3:] if found else ("", ())
+
+
+def _look_at_data(place: Place, path: str) -> PlaceFacts:
+    """Raises OSError."""
+    if glob.has_magic(path):
+        names = sorted(glob.glob(path, recursive=True))[:_MOST_FILES]
+    elif os.path.isdir(path):
+        names = sorted(_below(path))
+    else:
+        os.stat(path)
+        names = [path]
+    files = [name for name in names if os.path.isfile(name)]
+    if not files:
+        return PlaceFacts(place=place, problem="has no file in it")
+    digest = hashlib.sha256()
+    for name in files:
+        digest.update(f"{name}\0{os.stat(name).st_size}\0".encode(errors="surrogateescape"))
+    for name in _spread(files):
+        _read_ends(name, digest.update)
+    system, options = _file_system(Path(files[0]))
+    return PlaceFacts(
+        place=place,
+        at=path,
+        system=system,
+        options=options,
+        files=len(files),
+        digest=digest.hexdigest()[:32],
+    )
+
+
+def _below(path: str) -> Iterator[str]:
+    found = 0
+    for folder, folders, names in os.walk(path):
+        folders.sort()
+        for name in sorted(names):
+            yield os.path.join(folder, name)
+            found += 1
+            if found >= _MOST_FILES:
+                return
+
+
+def _spread(files: Sequence[str]) -> Sequence[str]:
+    """Some of them, from the first to the last."""
+    step = max(1, -(-len(files) // _READ_FILES))
+    return files[::step]
+
+
+def _read_ends(name: str, take: Callable[[bytes], None]) -> None:
+    with open_regular(name) as file:
+        take(file.read(_READ_BYTES))
+        size = os.fstat(file.fileno()).st_size
+        if size > _READ_BYTES:
+            file.seek(max(_READ_BYTES, size - _READ_BYTES))
+            take(file.read(_READ_BYTES))
+
+
+def seen(facts: PlaceFacts) -> Seen:
+    """What other nodes' places are held against."""
+    return Seen(
+        path=facts.place.path,
+        use=facts.place.use,
+        at="" if facts.problem else facts.at,
+        digest=facts.digest,
+        files=facts.files,
+    )
+
+
+# ---- files that show whether nodes share a folder
+
+
+def marks_in(folder: str, examination: str) -> tuple[str, ...]:
+    """Of whom there are files of that examination. Raises OSError."""
+    start = f"{MARK}{examination}-"
+    with os.scandir(folder) as entries:
+        return tuple(
+            sorted(e.name.removeprefix(start) for e in entries if e.name.startswith(start))
+        )
+
+
+def remove_marks(folder: str, examination: str, older_s: float) -> None:
+    """Those of that examination, and all that are older."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.name.startswith(MARK):
+                continue
+            with suppress(OSError):
+                ours = entry.name.startswith(f"{MARK}{examination}-")
+                if ours or time.time() - entry.stat().st_mtime > older_s:
+                    os.unlink(entry.path)
+
+
+# ---- what it means
+
+
+def conclude(facts: PlaceFacts) -> Iterator[Finding]:
+    path, use = facts.place.path, facts.place.use
+    check = "data" if use == "data" else "folders"
+    if facts.system == "remote":
+        what = f"{path} is at a service, which is not looked at"
+        yield Finding(check=check, level="pass", what=what)
+        return
+    if facts.problem:
+        where = f" (at {facts.at})" if facts.at not in ("", path) else ""
+        fix = _FIXES[check] if use == "data" else _fix_of_problem(facts.problem)
+        what = f"{path}{where}: {facts.problem}"
+        yield Finding(check=check, level="fail", what=what, fix=fix)
+        return
+    if use == "data":
+        what = f"{path}: {facts.files} files can be read"
+        yield Finding(check=check, level="pass", what=what, figures={"files": float(facts.files)})
+        return
+    yield _of_room(facts)
+    yield from _of_durability(facts)
+    yield from _of_speed(facts)
+
+
+_FIXES = {"data": "mount or copy the data there, as on the other nodes, and let the agent read it"}
+
+
+def _fix_of_problem(problem: str) -> str:
+    if "read-only" in problem:
+        return "mount it for writing (a disk with errors becomes read-only: look at dmesg)"
+    if "permission" in problem or "not permitted" in problem:
+        return "let the user write there whom the daemon runs as (chown)"
+    if "no space" in problem or "quota" in problem:
+        return "make room there, or name another folder"
+    return "mount it, or name another folder"
+
+
+def _of_room(facts: PlaceFacts) -> Finding:
+    path, left = facts.place.path, facts.free_files
+    figures = {"free_bytes": float(facts.free_bytes)}
+    what = f"{path} has room for {format_bytes(facts.free_bytes)}"
+    few = left is not None and left < _FEW_LEFT
+    if few:
+        what += f" in {left} more files"
+    level: Level = "pass"
+    if facts.free_bytes < _NO_BYTES or (left is not None and left < _NONE_LEFT):
+        level = "fail"
+    elif facts.free_bytes < _LITTLE_BYTES or few:
+        level = "warn"
+    fix = "" if level == "pass" else "make room there (du -xh), or name another folder"
+    return Finding(check="room", level=level, what=what, fix=fix, figures=figures)
+
+
+def _of_durability(facts: PlaceFacts) -> Iterator[Finding]:
+    """Whether what is written is there after the power was lost."""
+    if facts.place.use == "own":
+        return
+    path, system = facts.place.path, facts.system
+    hasty = sorted(_HASTY & {*facts.options})
+    if system in _IN_MEMORY:
+        what = f"{path} is on {system}, in memory: gone when the host restarts"
+    elif hasty:
+        what = f"{path} is on {system} mounted with {', '.join(hasty)}, so fsync does not wait"
+    elif system in _LAYERED:
+        what = f"{path} is on {system}, in a container: gone when that is removed"
+    elif system in _ELSEWHERE:
+        what = f"{path} is on {system}, whose fsync may return before anything is on a disk"
+    else:
+        return
+    fix = "name a folder on a disk or a file server, or mount one there (a volume of the container)"
+    yield Finding(check="durable", level="warn", what=what, fix=fix)
+
+
+def _of_speed(facts: PlaceFacts) -> Iterator[Finding]:
+    path, use = facts.place.path, facts.place.use
+    if facts.sync_s is None:
+        return
+    figures = {"sync_s": facts.sync_s}
+    what = f"{path}: a small write is on the disk in {1000 * facts.sync_s:.1f} ms"
+    if facts.bytes_per_s is not None:
+        figures["bytes_per_s"] = facts.bytes_per_s
+        what += f", and it takes {facts.bytes_per_s / 1e6:,.0f} MB/s"
+    slow = facts.bytes_per_s is not None and facts.bytes_per_s < _SLOW_BYTES_PER_S
+    if slow or facts.sync_s > _SLOW_SYNC_S.get(use, _SLOW_SYNC_ELSE_S):
+        waits = "the master waits for each" if use == "journal" else "checkpoints take long"
+        fix = f"{waits}: name a folder on a faster disk, or end what else writes there (iostat -x)"
+        yield Finding(check="disk", level="slow", what=what, fix=fix, figures=figures)
+    else:
+        yield Finding(check="disk", level="pass", what=what, figures=figures)

@@ -1,0 +1,228 @@
+"""What the measured ways between nodes mean: where there is none, and which are unlike the others.
+
+Where all ways of a node are bad, the node is told and not each of its pairs. Pure.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from oobleck.host.doctor.orders import Way
+from oobleck.host.finding import Finding, Level
+from oobleck.planner.units import comma_separated, count
+
+#: Who measured, and to whom.
+End = tuple[str, str]
+Ways = Mapping[End, Way]
+
+#: Against the median of all, and what is slow anywhere.
+_TIMES_LATER, _LATE_S = 5.0, 2e-3
+_FAR_S = 10e-3
+_PART_OF_RATE = 0.5
+_SLOW_BYTES_PER_S = 100e6
+#: Of a kind; more is more of the same.
+_MOST_TOLD = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scope:
+    """Ways that are bad for one reason."""
+
+    #: Empty: all ways are.
+    node: str = ""
+    other: str = ""
+    words: str
+    ways: tuple[End, ...]
+
+
+def with_rates(way: Way, carried: Way) -> Way:
+    """A way between two hosts, with what got through between them, whoever has measured that."""
+    return msgspec.structs.replace(
+        way,
+        there_bytes_per_s=carried.there_bytes_per_s,
+        back_bytes_per_s=carried.back_bytes_per_s,
+        sent_bytes=carried.sent_bytes,
+    )
+
+
+def conclude(ways: Ways) -> Iterator[Finding]:
+    yield from _of_reach(ways)
+    reached = {end: way for end, way in ways.items() if not way.problem}
+    if not reached:
+        return
+    yield from _of_size(reached)
+    yield from _of_time(reached)
+    yield from _of_rate(reached)
+
+
+def scopes(bad: Sequence[End], ways: Ways) -> Iterator[_Scope]:
+    """The fewest places that the bad ones lie at."""
+    left = set(bad)
+    if left and left == {*ways} and len({*(node for end in ways for node in end)}) > 2:
+        yield _Scope(words="between all nodes", ways=tuple(sorted(left)))
+        return
+    kinds: tuple[tuple[str, Callable[[str, End], bool]], ...] = (
+        ("between {} and the others", lambda node, end: node in end),
+        ("from the others to {}", lambda node, end: end[1] == node),
+        ("from {} to the others", lambda node, end: end[0] == node),
+    )
+    for words, touches in kinds:
+        for node in sorted({name for end in ways for name in end}):
+            its = {end for end in ways if touches(node, end)}
+            if len({*(name for end in its for name in end)}) > 2 and its <= {*bad} and its & left:
+                left -= its
+                yield _Scope(node=node, words=words.format(node), ways=tuple(sorted(its)))
+    for one, other in sorted(left):
+        if (other, one) in left:
+            if one < other:
+                both = ((one, other), (other, one))
+                words = f"between {one} and {other}"
+                yield _Scope(node=one, other=other, words=words, ways=both)
+        else:
+            words = f"from {one} to {other}"
+            yield _Scope(node=one, other=other, words=words, ways=((one, other),))
+
+
+def _told(bad: Sequence[End], ways: Ways) -> Iterator[_Scope]:
+    found = list(scopes(bad, ways))
+    yield from found[:_MOST_TOLD]
+
+
+def _of_reach(ways: Ways) -> Iterator[Finding]:
+    bad = [end for end, way in ways.items() if way.problem]
+    for scope in _told(bad, ways):
+        reasons = sorted({ways[end].problem for end in scope.ways})
+        what = f"no connection {scope.words}: {', '.join(reasons)}"
+        fix = (
+            "open all ports between the nodes for TCP (workers listen at ports of the kernel's "
+            "choice), in the firewalls of the hosts and on the way, and look at their routes"
+        )
+        if any("refused" in reason for reason in reasons):
+            fix = (
+                "something on the way answers in the node's place: look at its --address and at NAT"
+            )
+        yield _finding(scope, "ports", "fail", what, fix)
+    if len(bad) < len(ways):
+        what = f"{count(len(ways) - len(bad), 'way')} between nodes can be connected to"
+        yield Finding(check="ports", level="pass", what=what)
+
+
+def _of_size(ways: Ways) -> Iterator[Finding]:
+    silent = [end for end, way in ways.items() if not way.arrived]
+    split = [end for end, way in ways.items() if 0 < way.arrived < way.mtu]
+    for scope in _told(split, ways):
+        sent = max(ways[end].mtu for end in scope.ways)
+        least = min(ways[end].arrived for end in scope.ways)
+        what = (
+            f"packets of {sent} bytes get lost {scope.words}, of {least} they arrive: what is "
+            "large hangs"
+        )
+        fix = (
+            f"set the interfaces to what the network carries (ip link set DEV mtu {least}), or the "
+            f"network to {sent}"
+        )
+        figures = {"mtu": float(sent), "arrived": float(least)}
+        yield _finding(scope, "mtu", "fail", what, fix, figures)
+    if silent:
+        what = (
+            f"{count(len(silent), 'way')} let no datagram through, so packets' sizes are not known"
+        )
+        yield Finding(check="mtu", level="pass", what=what)
+    if not split and len(silent) < len(ways):
+        sizes = sorted({way.arrived for way in ways.values() if way.arrived})
+        what = f"packets of {', '.join(map(str, sizes))} bytes arrive, as interfaces send them"
+        yield Finding(check="mtu", level="pass", what=what)
+
+
+def _of_time(ways: Ways) -> Iterator[Finding]:
+    usual = statistics.median_low(way.least_s for way in ways.values())
+    late = min(max(_TIMES_LATER * usual, usual + _LATE_S), _FAR_S)
+    bad = [end for end, way in ways.items() if way.least_s > late]
+    for scope in _told(bad, ways):
+        worst = max(ways[end].least_s for end in scope.ways)
+        what = f"a round trip {scope.words} takes {_ms(worst)}"
+        if worst > 2 * usual:
+            what += f", and {_ms(usual)} elsewhere"
+        fix = "look at what is on the way; of sites that are far apart, use --detection wan"
+        yield _finding(scope, "latency", "slow", what, fix, {"round_trip_s": worst})
+    if not bad:
+        times = sorted(way.least_s for way in ways.values())
+        what = f"round trips take {_ms(times[0])} to {_ms(times[-1])}"
+        figures = {"least_s": times[0], "most_s": times[-1]}
+        yield Finding(check="latency", level="pass", what=what, figures=figures)
+
+
+def _of_rate(ways: Ways) -> Iterator[Finding]:
+    rates = {
+        end: min(way.there_bytes_per_s, way.back_bytes_per_s)
+        for end, way in ways.items()
+        if way.there_bytes_per_s and way.back_bytes_per_s
+    }
+    if not rates:
+        return
+    measured = {end: ways[end] for end in rates}
+    usual = statistics.median_high(rates.values())
+    few = _PART_OF_RATE * usual if len(rates) > 2 else 0.0
+    bad = [end for end, rate in rates.items() if rate < max(few, _SLOW_BYTES_PER_S)]
+    for scope in _told(bad, measured):
+        worst = min(rates[end] for end in scope.ways)
+        what = f"{_mbs(worst)} get through {scope.words}"
+        if worst < _PART_OF_RATE * usual:
+            what += f", and {_mbs(usual)} elsewhere"
+        fix = (
+            "look at the link's speed (ethtool DEV), at errors (ip -s link), at what else uses it, "
+            "and whether --interface names the fast network"
+        )
+        yield _finding(scope, "bandwidth", "slow", what, fix, {"bytes_per_s": worst})
+    if not bad:
+        sent = max(way.sent_bytes for way in measured.values())
+        what = (
+            f"{_mbs(min(rates.values()))} to {_mbs(max(rates.values()))} get through one "
+            f"connection, each way, by at most {sent >> 20} MiB"
+        )
+        figures = {
+            "least_bytes_per_s": min(rates.values()),
+            "most_bytes_per_s": max(rates.values()),
+        }
+        yield Finding(check="bandwidth", level="pass", what=what, figures=figures)
+
+
+def _finding(
+    scope: _Scope,
+    check: str,
+    level: Level,
+    what: str,
+    fix: str,
+    figures: Mapping[str, float] | None = None,
+) -> Finding:
+    return Finding(
+        check=check,
+        level=level,
+        what=what,
+        fix=fix,
+        node=scope.node,
+        other=scope.other,
+        figures=figures or {},
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.2g} ms"
+
+
+def _mbs(rate: float) -> str:
+    return f"{rate / 1e6:,.3g} MB/s"
+
+
+def unmeasured(names: Sequence[str], pairs: int) -> Iterator[Finding]:
+    """What of all pairs was left out."""
+    every = len(names) * (len(names) - 1) // 2
+    if pairs < every:
+        what = (
+            f"{pairs} of {every} pairs were measured: of {len(names)} nodes each one's neighbours "
+            "by name, and a few others"
+        )
+        fix = f"to measure all pairs of some, name them: --node {comma_separated(names[:2])}"
+        yield Finding(check="pairs", level="pass", what=what, fix=fix)

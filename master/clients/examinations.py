@@ -1,0 +1,461 @@
+"""Examinations: has all nodes looked at, and the ways between them measured, for `oobleck doctor`.
+
+An examination is not state: it is not journaled, and a master that restarts forgets it. There is
+one at a time. Its phases, each of which leaves out who has not answered the one before: clocks;
+each host by itself, the head too; folders that nodes share, by files that each leaves there; ways,
+round by round, so that each node measures one at a time. All of it has an end: every order does,
+and after a time no further round begins. While a job trains only little is sent and written. Must
+not know gRPC.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from oobleck.host.address import split_address
+from oobleck.host.doctor import rounds, together, ways
+from oobleck.host.doctor.orders import (
+    MARK,
+    About,
+    Answer,
+    Call,
+    Clock,
+    FindMarks,
+    Hush,
+    Listen,
+    Listening,
+    Look,
+    Looked,
+    Marks,
+    Order,
+    Place,
+    ReadClock,
+    RemoveMarks,
+    Unable,
+    Way,
+)
+from oobleck.host.doctor.places import SHARED
+from oobleck.host.doctor.process import ANSWER_S, Doctor
+from oobleck.host.finding import Finding, Level
+from oobleck.host.system.environment import Environment
+from oobleck.host.versions import installed
+from oobleck.master.clients.outbox import AgentSession
+from oobleck.master.config import MasterConfig
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import ENDED
+from oobleck.master.state.node import Node
+from oobleck.planner.ids import NodeName
+from oobleck.planner.job.spec import JobSpec
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto.examinations import examine_message
+
+#: An agent's own process gives up before; the rest is the way there and back.
+_ORDER_S = ANSWER_S + 10.0
+#: The clock is read by the agent itself, at once.
+_CLOCK_S = 5.0
+_CLOCK_READINGS = 3
+#: How often it is looked whether a node is still there.
+_LOOK_S = 1.0
+#: What is sent each way to see how much gets through, and for how long at most; and how much while
+#: a job trains, if an operator asks for that.
+_MOST_BYTES, _FEW_BYTES = 64 << 20, 16 << 20
+_SENDING_S = 0.5
+#: No round of pairs begins later than this after the first.
+_PAIRS_S = 180.0
+#: Listeners end by themselves then.
+_LISTENING_S = _PAIRS_S + 120.0
+#: Of jobs and of the operator.
+_MOST_PLACES = 64
+
+
+class Busy(Exception):
+    """Another examination is under way; the text says so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    #: None are named: all.
+    nodes: tuple[NodeName, ...] = ()
+    #: Paths, beside those of jobs that have not ended.
+    data: tuple[str, ...] = ()
+    checkpoints: tuple[str, ...] = ()
+    #: See how much gets through while a job trains, too.
+    pairs: bool = False
+    #: What keeps the master from storing; empty: nothing.
+    problem: str = ""
+
+
+class Examinations:
+    def __init__(
+        self,
+        config: MasterConfig,
+        state: ClusterState,
+        environment: Environment,
+        session: Callable[[NodeName], AgentSession | None],
+    ) -> None:
+        """`session`: the newest one of a node, if one is open."""
+        self._config = config
+        self._state = state
+        self._environment = environment
+        self._session = session
+        self._numbers = itertools.count(1)
+        #: By node and number of the order.
+        self._awaited: dict[tuple[NodeName, int], asyncio.Future[Answer]] = {}
+        self._busy = False
+
+    def take(self, node: NodeName, number: int, answer: Answer) -> None:
+        """What an agent has answered."""
+        awaited = self._awaited.pop((node, number), None)
+        if awaited is not None and not awaited.done():
+            awaited.set_result(answer)
+
+    async def examine(self, wish: Wish) -> AsyncGenerator[Finding, None]:
+        """`wish.nodes` are known. Raises Busy."""
+        if self._busy:
+            raise Busy("another examination is under way; try again when it has ended")
+        self._busy = True
+        head = Doctor(self._about_head, None)
+        running = _Examination(
+            wish, self._state, self._environment, ask=self._ask, tell=self._tell, head=head
+        )
+        try:
+            async for finding in running.findings():
+                yield finding
+        finally:
+            self._busy = False
+            running.end()
+            await head.close()
+
+    def _about_head(self) -> About:
+        config = self._config
+        host = split_address(config.listen)[0]
+        everywhere = host in ("0.0.0.0", "::")
+        return About(
+            address="" if everywhere else host,
+            connections=len(self._state.nodes),
+            places=(Place(path=str(config.state_dir), use="journal"),),
+        )
+
+    def _tell(self, node: NodeName, order: Order) -> int:
+        """Whatever comes of it; the order's number, or 0 where there is nobody to tell."""
+        session = self._session(node)
+        if session is None:
+            return 0
+        number = next(self._numbers)
+        session.ask(pb.MasterMessage(examine=examine_message(number, order)))
+        return number
+
+    async def _ask(self, node: NodeName, order: Order, limit_s: float = _ORDER_S) -> Answer:
+        session = self._session(node)
+        if session is None:
+            return Unable(reason="it is not connected")
+        number = next(self._numbers)
+        key = node, number
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._awaited[key] = answer
+        session.ask(pb.MasterMessage(examine=examine_message(number, order)))
+        until = self._environment.now() + limit_s
+        try:
+            while True:
+                await asyncio.wait({answer}, timeout=min(_LOOK_S, limit_s))
+                if answer.done():
+                    return answer.result()
+                if self._session(node) is not session:
+                    return Unable(reason="its session has ended meanwhile")
+                if self._environment.now() >= until:
+                    return Unable(reason=f"its agent has not answered for {limit_s:.0f} s")
+        finally:
+            self._awaited.pop(key, None)
+
+
+class _Examination:
+    """One, from its first finding to its last."""
+
+    def __init__(
+        self,
+        wish: Wish,
+        state: ClusterState,
+        environment: Environment,
+        *,
+        ask: Callable[..., Awaitable[Answer]],
+        tell: Callable[[NodeName, Order], int],
+        head: Doctor,
+    ) -> None:
+        self._wish = wish
+        self._state = state
+        self._now = environment.now
+        self._unix = environment.unix
+        self._ask, self._tell, self._head = ask, tell, head
+        self._name = environment.token(8)
+        self._secret = environment.token(32)
+        names = wish.nodes or tuple(state.nodes)
+        self._nodes: Mapping[NodeName, Node] = {name: state.nodes[name] for name in sorted(names)}
+        #: Who has answered so far.
+        self._there: tuple[NodeName, ...] = ()
+        self._listening: set[NodeName] = set()
+        #: By node: folders in which it has left a file.
+        self._marked: dict[NodeName, tuple[str, ...]] = {}
+
+    @property
+    def _gently(self) -> bool:
+        """A job uses the nodes."""
+        return self._state.job is not None
+
+    async def findings(self) -> AsyncIterator[Finding]:
+        if self._wish.problem:
+            fix = (
+                "make room where --state-dir is, or mend its disk: nothing new is decided meanwhile"
+            )
+            yield _of_head(Finding(check="journal", level="fail", what=self._wish.problem, fix=fix))
+        for name, node in self._nodes.items():
+            for finding in _of_state(node):
+                yield msgspec.structs.replace(finding, node=name)
+        for phase in (self._clocks, self._hosts, self._shared, self._pairs):
+            async for finding in phase():
+                yield finding
+
+    def end(self) -> None:
+        """Whatever is left of it on nodes goes, as far as they are there."""
+        for name in self._listening:
+            self._tell(name, Hush())
+        self._remove_marks()
+
+    # ---- phases
+
+    async def _clocks(self) -> AsyncIterator[Finding]:
+        connected = [name for name, node in self._nodes.items() if node.connected]
+        found = await asyncio.gather(*map(self._clock, connected))
+        offsets: dict[str, float] = {}
+        there = []
+        for name, clock in zip(connected, found, strict=True):
+            if isinstance(clock, str):
+                yield _no_answer(name, clock)
+            else:
+                there.append(name)
+                offsets[name] = clock
+        self._there = tuple(there)
+        for finding in together.of_clocks(offsets):
+            yield finding
+
+    async def _clock(self, name: NodeName) -> float | str:
+        """How far it is ahead of this one's, by the quickest of some readings; or why it is not
+        known."""
+        best = (float("inf"), 0.0)
+        for _ in range(_CLOCK_READINGS):
+            asked = self._now()
+            answer = await self._ask(name, ReadClock(), _CLOCK_S)
+            heard, unix = self._now(), self._unix()
+            if not isinstance(answer, Clock):
+                return answer.reason if isinstance(answer, Unable) else "its answer is another one"
+            trip = heard - asked
+            best = min(best, (trip, answer.unix - (unix - trip / 2)))
+        # As far off as the way there and back is long, it may be right.
+        trip, offset = best
+        return 0.0 if abs(offset) <= trip / 2 else offset
+
+    async def _hosts(self) -> AsyncIterator[Finding]:
+        versions = [(name, self._nodes[name].facts.versions) for name in self._there]
+        for finding in together.of_versions(versions, installed().oobleck):
+            yield finding
+        places, more = self._places()
+        if more:
+            what = f"{more} more paths of jobs are not looked at"
+            yield Finding(check="folders", level="warn", what=what, fix="name them with --data")
+        looked: dict[str, Looked] = {}
+        looks = {
+            asyncio.ensure_future(self._head.ask(Look(gently=self._gently))): together.HEAD,
+            **{
+                asyncio.ensure_future(self._ask(name, self._look(name, places))): name
+                for name in self._there
+            },
+        }
+        try:
+            while looks:
+                done, _ = await asyncio.wait(looks, return_when=asyncio.FIRST_COMPLETED)
+                for each in done:
+                    name, answer = looks.pop(each), each.result()
+                    if not isinstance(answer, Looked):
+                        yield _no_answer(name, _reason(answer))
+                        continue
+                    looked[name] = answer
+                    for finding in answer.findings:
+                        yield msgspec.structs.replace(finding, node=name)
+        finally:
+            for each in looks:
+                each.cancel()
+        looked.pop(together.HEAD, None)
+        self._there = tuple(name for name in self._there if name in looked)
+        self._marked = {name: _marked_in(looked[name]) for name in self._there}
+        for finding in (*together.of_packets(looked), *together.of_places(looked)):
+            yield finding
+
+    def _look(self, name: NodeName, places: tuple[Place, ...]) -> Look:
+        peers = (node.facts.address for other, node in self._nodes.items() if other != name)
+        return Look(
+            places=places,
+            peers=tuple(dict.fromkeys(peers)),
+            gently=self._gently,
+            mark=f"{MARK}{self._name}-{name}",
+        )
+
+    def _places(self) -> tuple[tuple[Place, ...], int]:
+        """What nodes are to have alike, each once; and how many there are beyond as many as are
+        looked at."""
+        found = [Place(path=path, use="data") for path in self._wish.data]
+        found += [Place(path=path, use="checkpoints") for path in self._wish.checkpoints]
+        for job in self._state.jobs.values():
+            if job.state not in ENDED:
+                found += places_of(job.spec)
+        unique = tuple({place.path: place for place in found}.values())
+        return unique[:_MOST_PLACES], len(unique[_MOST_PLACES:])
+
+    async def _shared(self) -> AsyncIterator[Finding]:
+        """Whether what one node writes is there for the others."""
+        folders = sorted({folder for each in self._marked.values() for folder in each})
+        marked = [name for name, each in self._marked.items() if each]
+        if not folders:
+            return
+        orders = [
+            self._ask(name, FindMarks(folders=self._marked[name], examination=self._name))
+            for name in marked
+        ]
+        found = dict(zip(marked, await asyncio.gather(*orders), strict=True))
+        self._remove_marks()
+        for folder in folders:
+            marks: dict[str, tuple[str, ...]] = {
+                name: answer.found[folder]
+                for name, answer in found.items()
+                if isinstance(answer, Marks) and folder in answer.found
+            }
+            for finding in together.of_marks(folder, marks):
+                yield finding
+
+    def _remove_marks(self) -> None:
+        for name, folders in self._marked.items():
+            if folders:
+                self._tell(name, RemoveMarks(folders=folders, examination=self._name))
+        self._marked = {}
+
+    async def _pairs(self) -> AsyncIterator[Finding]:
+        if len(self._there) < 2:
+            return
+        ports = await self._listen()
+        for name in self._there:
+            if isinstance(ports[name], str):
+                what = f"nobody can listen at {self._nodes[name].facts.address}: {ports[name]}"
+                fix = "start its agent with an --address of its host"
+                yield Finding(check="ports", level="fail", what=what, fix=fix, node=name)
+        names = [name for name in self._there if isinstance(ports[name], int)]
+        most = _MOST_BYTES if not self._gently else _FEW_BYTES if self._wish.pairs else 0
+        if self._gently:
+            told = (
+                f"at most {most >> 20} MiB are sent each way" if most else "next to nothing is sent"
+            )
+            what = f"a job uses the nodes, so {told} between two of them"
+            fix = "" if most else "--pairs sees how much gets through, by 16 MiB each way"
+            yield Finding(check="pairs", level="pass", what=what, fix=fix)
+        found: dict[ways.End, Way] = {}
+        until = self._now() + _PAIRS_S
+        for some in rounds.rounds(names):
+            if self._now() > until:
+                break
+            measured = await asyncio.gather(
+                *(self._pair(NodeName(a), NodeName(b), ports, most) for a, b in some)
+            )
+            found |= {end: way for ends in measured for end, way in ends.items()}
+        for finding in ways.conclude(found):
+            yield finding
+        for finding in ways.unmeasured(names, len({frozenset(end) for end in found})):
+            yield finding
+
+    async def _listen(self) -> dict[NodeName, int | str]:
+        """The port of each, or why it has none."""
+        order = Listen(secret=self._secret, seconds=_LISTENING_S)
+        self._listening = {*self._there}
+        answers = await asyncio.gather(*(self._ask(name, order) for name in self._there))
+        return {
+            name: answer.port if isinstance(answer, Listening) else _reason(answer)
+            for name, answer in zip(self._there, answers, strict=True)
+        }
+
+    async def _pair(
+        self, one: NodeName, other: NodeName, ports: Mapping[NodeName, int | str], most: int
+    ) -> dict[ways.End, Way]:
+        """Both ways at once, then how much gets through, which needs the way for itself."""
+        ends = ((one, other), (other, one))
+
+        async def call(here: NodeName, there: NodeName, most_bytes: int) -> Way | None:
+            address, port = self._nodes[there].facts.address, int(ports[there])
+            order = Call(address=address, port=port, most_bytes=most_bytes, seconds=_SENDING_S)
+            answer = await self._ask(here, order)
+            # Who does not answer says nothing about the way.
+            return answer if isinstance(answer, Way) else None
+
+        answers = await asyncio.gather(*(call(here, there, 0) for here, there in ends))
+        found: dict[ways.End, Way] = {
+            end: way for end, way in zip(ends, answers, strict=True) if way is not None
+        }
+        if most and (one, other) in found and not found[one, other].problem:
+            carried = await call(one, other, most)
+            if carried is not None and not carried.problem:
+                found |= {end: ways.with_rates(way, carried) for end, way in found.items()}
+        return found
+
+
+def places_of(spec: JobSpec) -> Iterator[Place]:
+    """What a job's nodes read and write."""
+    for path in (*spec.data.text, spec.data.tokens, spec.data.tokenizer):
+        if path is not None:
+            yield Place(path=path, use="data")
+    if spec.checkpoint is not None:
+        yield Place(path=spec.checkpoint.path, use="checkpoints")
+    if spec.output is not None:
+        yield Place(path=spec.output, use="output")
+
+
+def _marked_in(looked: Looked) -> tuple[str, ...]:
+    return tuple(sorted({seen.at for seen in looked.seen if seen.at and seen.use in SHARED}))
+
+
+def _reason(answer: Answer) -> str:
+    return answer.reason if isinstance(answer, Unable) else "its answer is another one"
+
+
+def _no_answer(name: str, reason: str) -> Finding:
+    fix = "look at its agent's log and at its host; an agent of an older version cannot answer"
+    return Finding(check="agent", level="fail", what=reason, fix=fix, node=name)
+
+
+def _of_head(finding: Finding) -> Finding:
+    return msgspec.structs.replace(finding, node=together.HEAD)
+
+
+def _of_state(node: Node) -> Iterator[Finding]:
+    """What the master knows of the node without a look."""
+
+    def finding(level: Level, what: str, fix: str) -> Finding:
+        return Finding(check="agent", level=level, what=what, fix=fix)
+
+    status = node.seen.status
+    if not node.registered:
+        fix = "look at its host (power, network) and at its agent's log, and start that anew"
+        yield finding("fail", f"it is lost: {node.reason}", fix)
+    elif not node.connected:
+        fix = "look at its host and at its agent's log"
+        yield finding("fail", "it is not connected", fix)
+    if node.registered and status.trouble:
+        fix = "mend that, and undrain the node or start its agent anew"
+        yield finding("fail", f"it can start no workers: {status.trouble}", fix)
+    if node.connected and status.concern:
+        what, _, fix = status.concern.partition("; ")
+        yield finding("warn", what, fix or "look at the GPU (nvidia-smi -q)")
+    for trouble in status.troubles if node.registered else ():
+        what, _, fix = trouble.partition("; ")
+        yield finding("fail", what, fix or "look at the GPU (nvidia-smi -q)")
+    if node.drain is not None:
+        how = "in quarantine" if node.is_quarantined else "drained"
+        what = f"it is {how}: {node.drain.reason or 'an operator asked for that'}"
+        yield finding("warn", what, f"oobleck node undrain {node.facts.node}, once that is mended")

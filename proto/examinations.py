@@ -1,0 +1,69 @@
+"""What a doctor is asked and answers, and what is found, as messages and back."""
+
+import msgspec
+
+from oobleck.host.doctor.orders import Answer, Order
+from oobleck.host.finding import Finding
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto.bounds import check_bounds
+from oobleck.proto.checks import in_field
+
+#: Of an answer; the largest are what a host with hundreds of folders says.
+MOST_ANSWER_BYTES = 1 << 20
+
+_order: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
+_answer: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
+
+
+def examine_message(number: int, order: Order) -> pb.Examine:
+    return pb.Examine(number=number, order=msgspec.json.encode(order))
+
+
+def read_order(message: pb.Examine) -> Order:
+    """Raises ValueError, also for an order of a later version."""
+    return _order.decode(message.order)
+
+
+def examined_message(number: int, answer: Answer) -> pb.Examined:
+    return pb.Examined(number=number, answer=msgspec.json.encode(answer))
+
+
+def read_answer(message: pb.Examined) -> Answer:
+    """Raises ValueError that names the field."""
+    with in_field("answer"):
+        if len(message.answer) > MOST_ANSWER_BYTES:
+            raise ValueError(f"{len(message.answer)} bytes are more than {MOST_ANSWER_BYTES}")
+        try:
+            answer = _answer.decode(message.answer)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not a valid answer: {error}") from error
+        check_bounds(answer)
+        return answer
+
+
+def finding_message(finding: Finding) -> pb.Finding:
+    return pb.Finding(
+        check=finding.check,
+        level=finding.level,
+        what=finding.what,
+        fix=finding.fix,
+        node=finding.node,
+        other=finding.other,
+        figures=finding.figures,
+    )
+
+
+def read_finding(message: pb.Finding) -> Finding:
+    """Raises ValueError."""
+    return msgspec.convert(
+        {
+            "check": message.check,
+            "level": message.level,
+            "what": message.what,
+            "fix": message.fix,
+            "node": message.node,
+            "other": message.other,
+            "figures": dict(message.figures),
+        },
+        Finding,
+    )
