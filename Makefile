@@ -10,7 +10,7 @@ GENERATED := proto/control_pb2.py proto/control_pb2.pyi proto/control_pb2_grpc.p
 # Tests start hundreds of processes, and each would compile all modules of the project anew.
 test soak: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test soak replay bench lint proto proto-check proto-lock clean
+.PHONY: setup demo test soak replay bench lint proto proto-check proto-lock docs clean
 
 # The stamp is older than its inputs after an edit of them, and only then installs again.
 setup: $(VENV)/.installed
@@ -75,6 +75,10 @@ proto-check: proto
 # (docs/contributing.md).
 proto-lock: setup
 	cd tests && ../$(BIN)/python -m support.wire $(if $(INTENDED),--intended)
+
+# Into build/site; a link that leads nowhere is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf build dist *.egg-info demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,7 +1,7 @@
 """docs/first-steps.md, line by line as a reader types it.
 
 A block is what is typed and seen in one terminal, which its first line names. What is put in the
-places of the page's own: the master's port, and process ids.
+places of the page's own: the master's port, and process ids. README.md has what is typed alone.
 """
 
 import os

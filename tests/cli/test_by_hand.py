@@ -1,8 +1,8 @@
-"""README's section "On real machines, by hand", line by line as a reader types it.
+"""docs/deploy/by-hand.md, line by line as a reader types it.
 
 Each machine is a network namespace with a home and one shell of its own. What is put in the places
-of README's own: addresses, which it says are the reader's; `job.yaml`; the virtual environment that
-its `every$` lines make; and `scp`, which here copies into the other machine's home.
+of the page's own: addresses, which it says are the reader's; `job.yaml`; the virtual environment
+that its `every$` lines make; and `scp`, which here copies into the other machine's home.
 """
 
 import json
@@ -21,17 +21,17 @@ from oobleck.host.security.credentials import read_credentials
 from support.folders import ROOT
 from support.reader import Line, Machine, lines_of
 
-SECTION = "### On real machines, by hand"
+PAGE, SECTION = ROOT / "docs/deploy/by-hand.md", "## The lines"
 MACHINES = {"10.0.0.1": "head", "10.0.0.2": "ops", "10.0.0.3": "n1"}
 STEPS = 3
 
 
 def typed() -> list[Line]:
-    return lines_of(ROOT / "README.md", SECTION)
+    return lines_of(PAGE, SECTION)
 
 
 def of_node(line: Line, name: str, address: str) -> Line:
-    """What README says of n1, for another node."""
+    """What the page says of n1, for another node."""
     machine, text = line
     of_n1, n1 = r"\bn1\b", next(number for number, name in MACHINES.items() if name == "n1")
     return re.sub(of_n1, name, machine), re.sub(of_n1, name, text).replace(n1, address)
@@ -39,7 +39,7 @@ def of_node(line: Line, name: str, address: str) -> Line:
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
-    """By README's address."""
+    """By the page's address."""
     if reason := unusable():
         pytest.skip(reason)
     homes, tools = tmp_path / "homes", tmp_path / "bin"
@@ -67,7 +67,7 @@ def test_the_versions_are_those_that_are_tested() -> None:
 
 
 @pytest.mark.cluster
-def test_who_follows_the_readme_gets_a_cluster_that_trains(
+def test_who_follows_the_page_gets_a_cluster_that_trains(
     machines: dict[str, Machine], tmp_path: Path
 ) -> None:
     corpus = tmp_path / "corpus.txt"
