@@ -94,7 +94,7 @@ async def serve(
     async with _answering_health(health_listen, supervisor):
         if holder.folder is not None and holder.credentials is None and token is not None:
             holder.credentials = await _join(config, holder.folder, token)
-        refusal = await _run(config, holder, supervisor, session, listening)
+        refusal = await _run(config, holder, supervisor, session, examiner, listening)
     if refusal is not None:
         click.echo(f"oobleck-agent: refused by the master: {inline(refusal)}", err=True)
         return 2
@@ -106,6 +106,7 @@ async def _run(
     holder: Holder,
     supervisor: Supervisor,
     session: Session,
+    examiner: Examiner,
     listening: socket.socket | None,
 ) -> str | None:
     """Until a signal, or the master's refusal, which is returned."""

@@ -7,6 +7,7 @@ with a time-out, so that a hang is a result. Must not know what the checks do.
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
