@@ -52,23 +52,24 @@ class _Bucket:
                 dtype=gradients[0].dtype,
                 device=gradients[0].device,
             )
-        torch.cat(gradients, out=self._buffer)
-        for part, reduced in zip(
-            parts,
-            torch.split(self._buffer, [gradient.numel() for gradient in gradients]),
-            strict=True,
-        ):
+        sizes = [gradient.numel() for gradient in gradients]
+        for part, reduced in zip(parts, torch.split(self._buffer, sizes), strict=True):
             state.set_reduced(part, reduced)
+        if len(tied) > 1:  # all places of what is tied are one share
+            torch.cat(gradients, out=self._buffer)
+            gradients = []
         for other in tied[1:]:
             total = state.reduced_part(tied[0])
             total.add_(state.gradient_part(other))
             state.set_reduced(other, total)
         if alone:
             return
-        if dtype != self._buffer.dtype:
-            self._rounded = self._buffer.to(dtype)
-        sent = self._buffer if self._rounded is None else self._rounded
-        self.pending = transport.all_reduce(sent, self.group)
+        if dtype == self._buffer.dtype:
+            self.pending = transport.all_reduce(self._buffer, self.group, gradients)
+            return
+        shares = gradients or [self._buffer]
+        self._rounded = torch.cat([share.to(dtype) for share in shares])
+        self.pending = transport.all_reduce(self._rounded, self.group)
 
     def finish(self) -> None:
         """Wait until the sum is in the buffer. Raises TransportError."""

@@ -140,7 +140,11 @@ class LinkTransport(Meeting):
 
     # ---- sums
 
-    def all_reduce(self, tensor: torch.Tensor, group: Group) -> Pending:
+    def all_reduce(
+        self, tensor: torch.Tensor, group: Group, shares: Sequence[torch.Tensor] = ()
+    ) -> Pending:
+        if len(group) == 1 and shares:
+            torch.cat(list(shares), out=tensor)
         if len(group) == 1 or not tensor.numel():
             return _Done()
         index = group.index(self.rank)
@@ -153,6 +157,7 @@ class LinkTransport(Meeting):
             reduction = LinkSum(
                 self.links,
                 tensor,
+                shares,
                 members,
                 index,
                 _key_of(group, turn),

@@ -5,6 +5,8 @@ out waits for the device, since the transport below reads the buffer at once. A 
 the device, and torch's allocator of pinned memory keeps the buffer until it is over.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -55,7 +57,9 @@ class StagedTransport:
         buffer = self._buffer(tensor)
         return _Arrival(self._below.receive(buffer, peer, tag), buffer, tensor)
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+    def all_reduce(self, tensor: Tensor, group: Group, shares: Sequence[Tensor] = ()) -> Pending:
+        if shares:
+            torch.cat(list(shares), out=tensor)
         if len(group) == 1:
             return self._below.all_reduce(tensor, group)
         buffer = self._staged(tensor)

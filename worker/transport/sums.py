@@ -11,7 +11,7 @@ all, and in every run.
 import contextlib
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -28,6 +28,8 @@ _LEAST_BYTES = 64 << 10
 #: and into so many parts, if they are no larger than a frame.
 _CUT_BYTES = 512 << 10
 _CUTS = 4
+#: What one frame takes its content from; the kernel takes 1,024.
+_MOST_PIECES = 64
 #: Of shares that have been added, whose memory is used again.
 _MOST_SPARE_BYTES = 64 << 20
 
@@ -94,11 +96,19 @@ class _Total(Incoming):
 class _Chunk:
     """A chunk at this member's place in its tree."""
 
-    def __init__(self, sum_: "LinkSum", part: int, own: torch.Tensor, place: Place) -> None:
-        """`own`: this member's share, and where the sum comes."""
+    def __init__(
+        self,
+        sum_: "LinkSum",
+        part: int,
+        own: torch.Tensor,
+        share: Sequence[torch.Tensor],
+        place: Place,
+    ) -> None:
+        """`own`: where the sum comes; `share`: this member's, in pieces."""
         self.own = own
         self.spare = sum_.spare
         self.paid = sum_.paid
+        self._share = share
         self._sum = sum_
         self._part = part
         self._above = place.above
@@ -108,8 +118,9 @@ class _Chunk:
         #: By that place, those that came before the ones to add first.
         self._ahead: dict[int, _Share] = {}
         self._next = 0
-        #: The sum of the shares before this member's own.
-        self._before: _Share | None = None
+        #: The sum of those before the next one, and its memory where that is a share's.
+        self._total: torch.Tensor | None = None
+        self._borrowed: memoryview | None = None
 
     def begin(self) -> None:
         for index, rank in enumerate(self._below):
@@ -117,6 +128,10 @@ class _Chunk:
             self._sum.expect(rank, Kind.SHARE, self._part, partial(_Share, self, at))
         if self._above is not None:
             self._sum.expect(self._above, Kind.TOTAL, self._part, partial(_Total, self))
+            if not self._below:  # it goes out from where it is
+                pieces = self._share if len(self._share) <= _MOST_PIECES else [self._own_values()]
+                self._sum.send(self._above, Kind.SHARE, self._part, *pieces)
+                return
         if not self._at:  # else the first share begins it
             self._add_those_there()
 
@@ -128,9 +143,9 @@ class _Chunk:
     def _add_those_there(self) -> None:
         while True:
             if self._next == self._at:
-                self._add_own()
+                self._add(self._own_values(), None)
             elif (share := self._ahead.pop(self._next, None)) is not None:
-                self._add(share)
+                self._add(self._values(share), share.buffer)
             else:
                 break
             self._next += 1
@@ -141,20 +156,27 @@ class _Chunk:
         else:
             self._sum.send(self._above, Kind.SHARE, self._part, self.own)
 
-    def _add(self, share: _Share) -> None:
-        if self._next > self._at:
-            self.own.add_(self._values(share))
-            self.spare.give(share.buffer)
-        elif self._before is None:
-            self._before = share
+    def _add(self, values: torch.Tensor, memory: memoryview | None) -> None:
+        """`memory`: of a share's values."""
+        if self._total is None:
+            self._total, self._borrowed = values, memory
+            return
+        if self._next < self._at:
+            self._total += values
         else:
-            self._values(self._before).add_(self._values(share))
-            self.spare.give(share.buffer)
+            self._total = torch.add(self._total, values, out=self.own)
+            self._give(self._borrowed)
+            self._borrowed = None
+        self._give(memory)
 
-    def _add_own(self) -> None:
-        if self._before is not None:
-            torch.add(self._values(self._before), self.own, out=self.own)
-            self.spare.give(self._before.buffer)
+    def _give(self, memory: memoryview | None) -> None:
+        if memory is not None:
+            self.spare.give(memory)
+
+    def _own_values(self) -> torch.Tensor:
+        if len(self._share) == 1:
+            return self._share[0]
+        return torch.cat(list(self._share), out=self.own)
 
     def _values(self, share: _Share) -> torch.Tensor:
         own = self.own
@@ -174,14 +196,16 @@ class LinkSum:
         self,
         links: Links,
         tensor: torch.Tensor,
+        shares: Sequence[torch.Tensor],
         members: tuple[bytes, ...],
         rank: int,
         key: int,
         turn: int,
         spare: SpareBuffers,
     ) -> None:
-        """`members`: identities, in rank order; `rank`: this one's place there; `key`: the same on
-        all, and no other sum's of this meeting; `turn`: counts the group's sums."""
+        """`shares`: as `Transport.all_reduce` has them; `members`: identities, in rank order;
+        `rank`: this one's place there; `key`: the same on all, and no other sum's of this meeting;
+        `turn`: counts the group's sums."""
         self.rank = rank
         self.spare = spare
         self._links = links
@@ -189,16 +213,16 @@ class LinkSum:
         self._key = key
         self._sends: list[tuple[bytes, Outgoing]] = []
         flat = tensor.view(-1)
-        chunks = torch.split(
-            flat, max(1, _chunk_bytes(tensor.nbytes, len(members)) // flat.itemsize)
-        )
+        size = -(-_chunk_bytes(tensor.nbytes, len(members)) // flat.itemsize)
+        chunks = torch.split(flat, size)
+        shares_of = _cut(shares, size) if shares else [[chunk] for chunk in chunks]
         self._left = len(chunks)
         #: How many frames have to come from whom yet.
         self.owing: Counter[bytes] = Counter()
         links.press(+1)
         places = sum_places(rank, len(members), len(chunks), turn)
-        for part, (own, place) in enumerate(zip(chunks, places, strict=True)):
-            _Chunk(self, part, own, place).begin()
+        for part, each in enumerate(zip(chunks, shares_of, places, strict=True)):
+            _Chunk(self, part, *each).begin()
 
     def expect(
         self, rank: int, kind: Kind, part: int, incoming: Callable[[bytes], Incoming]
@@ -207,11 +231,11 @@ class LinkSum:
         self.owing[member] += 1
         self._links.post(member, Label(kind, self._key, part), incoming(member))
 
-    def send(self, rank: int, kind: Kind, part: int, own: torch.Tensor) -> None:
+    def send(self, rank: int, kind: Kind, part: int, *values: torch.Tensor) -> None:
         member, label = self._members[rank], Label(kind, self._key, part)
         # Who is gone has ended the meeting, which whoever waits is told, or has left it.
         with contextlib.suppress(TransportError):
-            self._sends.append((member, self._links.send(member, label, bytes_of(own))))
+            self._sends.append((member, self._links.send(member, label, *map(bytes_of, values))))
 
     def paid(self, member: bytes) -> None:
         """One of the frames that it owed has come."""
@@ -238,8 +262,25 @@ class LinkSum:
 
 
 def _chunk_bytes(size: int, members: int) -> int:
-    each = -(-size // members)
-    return max(min(each, max(each // _CUTS, _CUT_BYTES), MOST_BYTES), _LEAST_BYTES)
+    """So that each member adds as many chunks as any other, where there are several for each."""
+    each = max(-(-size // members), _LEAST_BYTES)
+    most = min(max(each // _CUTS, _CUT_BYTES), MOST_BYTES)
+    return -(-each // -(-each // most))
+
+
+def _cut(shares: Sequence[torch.Tensor], size: int) -> list[list[torch.Tensor]]:
+    """`shares`, one behind the other, cut after every `size` numbers."""
+    cuts: list[list[torch.Tensor]] = [[]]
+    left = size
+    for share in shares:
+        while share.numel():
+            if not left:
+                cuts.append([])
+                left = size
+            cuts[-1].append(share[:left])
+            share = share[left:]
+            left -= cuts[-1][-1].numel()
+    return cuts
 
 
 def _check_size(size: int, expected: int) -> None:

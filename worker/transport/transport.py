@@ -5,6 +5,7 @@ is over, and never repaired. `links`, `nccl` and `staged` implement it. Must not
 layers or plans.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -34,8 +35,14 @@ class Transport(Protocol):
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending: ...
 
-    def all_reduce(self, tensor: torch.Tensor, group: Group) -> Pending:
-        """Sum `tensor`, which is contiguous, over the group, in place."""
+    def all_reduce(
+        self, tensor: torch.Tensor, group: Group, shares: Sequence[torch.Tensor] = ()
+    ) -> Pending:
+        """Sum `tensor`, which is contiguous, over the group, in place.
+
+        `shares`: flat and contiguous, what this member adds, one behind the other; `tensor` is only
+        where the sum comes then. They stay as they are, and must until the sum is there.
+        """
 
     def gather(self, word: bytes) -> list[bytes]:
         """What all have to say, by rank. All call this in the same order."""

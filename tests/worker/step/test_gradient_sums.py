@@ -1,5 +1,7 @@
 """When a bucket's sum starts, and that the worker's own sums stay as they are."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -27,8 +29,12 @@ class Peers:
     def __init__(self) -> None:
         self.started: list[tuple[Group, int]] = []
 
-    def all_reduce(self, tensor: torch.Tensor, group: Group) -> "Peers":
+    def all_reduce(
+        self, tensor: torch.Tensor, group: Group, shares: Sequence[torch.Tensor] = ()
+    ) -> "Peers":
         assert tensor.is_contiguous()
+        if shares:
+            torch.cat(list(shares), out=tensor)
         tensor.add_(OTHER * (len(group) - 1))
         self.started.append((group, tensor.numel()))
         return self

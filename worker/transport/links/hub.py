@@ -216,9 +216,9 @@ class Links:
 
     # ---- frames; all with the lock held
 
-    def send(self, peer: bytes, label: Label, content: memoryview) -> Outgoing:
+    def send(self, peer: bytes, label: Label, *content: memoryview) -> Outgoing:
         """Raises TransportError when there is no link."""
-        return self._write(self._link(peer), self._epoch, label, content)
+        return self._write(self._link(peer), self._epoch, label, *content)
 
     def send_ahead(
         self, feeding: Feeding, peer: bytes, label: Label, content: memoryview
@@ -255,8 +255,8 @@ class Links:
         """So many operations more should go on while the training thread computes."""
         self._traffic.press(change)
 
-    def _write(self, link: Link, epoch: int, label: Label, content: memoryview) -> Outgoing:
-        frame = link.send(epoch, label, content)
+    def _write(self, link: Link, epoch: int, label: Label, *content: memoryview) -> Outgoing:
+        frame = link.send(epoch, label, *content)
         self._traffic.poll_for(link)
         return frame
 

@@ -79,7 +79,7 @@ class SealedWire:
     def _seal(self, left: Sequence[memoryview]) -> None:
         """The next piece; a header and the first piece of its content at once."""
         first, *rest = left
-        content, sealed_bytes = first, 0
+        content, sealed_bytes = left, 0
         self._leaving_bytes = 0
         if not self._to_seal:
             header = first[: HEADER.size]
@@ -87,10 +87,10 @@ class SealedWire:
             sealed_bytes = HEADER.size + TAG_BYTES
             self._seals.outward.close(header, self._sealed[:sealed_bytes])
             self._leaving_bytes = HEADER.size
-            content = rest[0] if rest else first[HEADER.size :]
+            content = rest or [first[HEADER.size :]]
         if count := min(self._to_seal, PIECE_BYTES):
             end = sealed_bytes + count + TAG_BYTES
-            self._seals.outward.close(content[:count], self._sealed[sealed_bytes:end])
+            self._seals.outward.close(_run(content, count), self._sealed[sealed_bytes:end])
             self._to_seal -= count
             self._leaving_bytes += count
             sealed_bytes = end
@@ -134,3 +134,13 @@ class SealedWire:
         count = self._socket.recv_into(self._buffer[self._end : end])
         self._end += count
         return count
+
+
+def _run(pieces: Sequence[memoryview], size: int) -> memoryview:
+    """The first `size` bytes as one run of memory; they are copied where they are not."""
+    if size <= len(pieces[0]):
+        return pieces[0][:size]
+    run = bytearray()
+    for piece in pieces:
+        run += piece[: size - len(run)]
+    return memoryview(run)

@@ -283,10 +283,12 @@ class NcclTransport:
             return self._host.receive(tensor, peer, tag)
         return Arriving(self, self._ask(name, tensor), peer)
 
-    def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+    def all_reduce(self, tensor: Tensor, group: Group, shares: Sequence[Tensor] = ()) -> Pending:
         name = "owners", group
         if name not in self._lines or not self._on_device(tensor):
-            return self._host.all_reduce(tensor, group)
+            return self._host.all_reduce(tensor, group, shares)
+        if shares:
+            torch.cat(list(shares), out=tensor)
         added = self._ask(name, tensor)
         self._under_way.append(added)
         return added

@@ -174,6 +174,12 @@ class _Sink:
     def setsockopt(self, *option: int) -> None:
         pass
 
+    def getsockname(self) -> tuple[str, int]:
+        return "10.0.0.1", 1
+
+    def getpeername(self) -> tuple[str, int]:
+        return "10.0.0.2", 1
+
     def recv_into(self, room: memoryview) -> int:
         raise BlockingIOError
 

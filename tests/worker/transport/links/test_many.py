@@ -112,8 +112,13 @@ def test_sums_of_many_are_the_same_to_the_bit_on_all_and_each_time(seed: int) ->
     group = tuple(range(size))
 
     def add(transport: LinkTransport) -> torch.Tensor:
-        tensor = parts[transport.rank].clone()
-        transport.all_reduce(tensor, group).wait()
+        part = parts[transport.rank]
+        if transport.rank % 2:  # one's own way to say what it adds is nobody else's matter
+            tensor = torch.full_like(part, torch.nan)
+            transport.all_reduce(tensor, group, torch.split(part, 700)).wait()
+        else:
+            tensor = part.clone()
+            transport.all_reduce(tensor, group).wait()
         return tensor
 
     with Party(size) as party:

@@ -163,14 +163,20 @@ def test_sums_are_the_same_to_the_bit_on_all_and_in_the_order_of_ranks(seed: int
     for rank in group[1:]:
         expected += parts[rank]
 
-    def add(transport: LinkTransport) -> bool:
-        if transport.rank not in group:
-            return True
-        tensor = parts[transport.rank]
-        transport.all_reduce(tensor, group).wait()
-        return torch.equal(tensor, expected)
+    shares = [list(torch.split(part, draw.choice([1_000_000, 9_999]))) for part in parts]
+    as_they_were = [part.clone() for part in parts]
+    apart = draw.choice([True, False])
 
-    with Party(size) as party:
+    def add(transport: LinkTransport) -> bool:
+        rank = transport.rank
+        if rank not in group:
+            return True
+        tensor = torch.full_like(parts[rank], torch.nan) if apart else parts[rank]
+        transport.all_reduce(tensor, group, shares[rank] if apart else ()).wait()
+        unchanged = torch.equal(parts[rank], as_they_were[rank]) or not apart
+        return torch.equal(tensor, expected) and unchanged
+
+    with Party(size, sealed=draw.choice([True, False])) as party:
         party.meet()
         assert party.everywhere(add) == [True] * size
 

@@ -5,6 +5,7 @@ import random
 import select
 import socket
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -153,6 +154,12 @@ def link_at(end: socket.socket, outward: bytes, inward: bytes) -> Link:
     return Link(b"peer", b"", 1, end, lambda epoch, label: None, Seals(Seal(outward), Seal(inward)))
 
 
+def cut(content: bytes, at: list[int]) -> list[memoryview]:
+    """As memory in several places."""
+    ends = pairwise([0, *at, len(content)])
+    return [memoryview(content[start:stop]) for start, stop in ends]
+
+
 def carry(near: Link, far: Link) -> None:
     """What goes without waiting."""
     near.write()
@@ -187,7 +194,8 @@ def test_frames_of_all_sizes_arrive_whole_and_in_order(
     near, far = link_at(ends[0], HERE, THERE), link_at(ends[1], THERE, HERE)
     said = [draw.randbytes(size) for size in draw.choices(SIZES, k=60)]
     arriving = expect(far, len(said))
-    sent = [near.send(0, LABEL, memoryview(each)) for each in said]
+    cuts = [sorted(draw.choices(range(len(each) + 1), k=draw.randrange(4))) for each in said]
+    sent = [near.send(0, LABEL, *cut(each, at)) for each, at in zip(said, cuts, strict=True)]
 
     def all_there() -> bool:
         carry(near, far)
@@ -197,6 +205,12 @@ def test_frames_of_all_sizes_arrive_whole_and_in_order(
     assert [bytes(each.content) for each in arriving] == said
     assert all(frame.done for frame in sent)
     assert not near.blocked
+
+
+def test_nothing_is_paced_within_a_host(ends: tuple[socket.socket, socket.socket]) -> None:
+    link_at(ends[0], HERE, THERE)
+    named = ends[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    assert named.rstrip(b"\0") == b"reno"
 
 
 def test_what_is_dropped_costs_no_number_and_what_is_half_out_is_finished(
