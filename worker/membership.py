@@ -6,8 +6,8 @@ loss. Must not know what members do.
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 from oobleck.host.ipc.messages import Assign, PeerLost
 from oobleck.planner.ids import Generation, WorkerId
@@ -163,7 +163,8 @@ class Membership:
 
         try:
             at = Card.read(assign.rendezvous.host)
-            word = joined([connector.announced(wiring), standing])
+            trained = context.progress.begun > 0
+            word = joined([connector.announced(wiring, trained=trained), standing])
             cards = self._cards_of_all(assign)
             told = [parts(each) for each in host.meet(at, near, word, check_newest, cards)]
         except CalledOff:
@@ -196,6 +197,17 @@ class Membership:
     def silent(self) -> Sequence[WorkerId]:
         """Peers whose hosts have not answered for about as long as makes a lost one."""
         return [self._members[rank] for rank in self._host.silent()]
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Around what is done in the generation: what has failed in this worker's own part of the
+        transport is raised, and not that others are lost for it."""
+        try:
+            yield
+        except TransportError:
+            if (failure := self.transport.failure) is not None:
+                raise failure from None
+            raise
 
     @property
     def host(self) -> LinkTransport:

@@ -199,16 +199,17 @@ class Session:
             self._forgiven.enter(membership)
             if not assign.boundary and not context.state.layers:
                 self._memory.begin()
-            more, standings = self._take_over(assign, membership)
-            salvage = self._recovery.run(
-                assign,
-                membership.transport,
-                standings,
-                received=received + fed + more,
-                fed=fed + more,
-            )
-            self._preparing.drop()
-            following = self._train(assign, membership, own, salvage)
+            with membership.failing():
+                more, standings = self._take_over(assign, membership)
+                salvage = self._recovery.run(
+                    assign,
+                    membership.transport,
+                    standings,
+                    received=received + fed + more,
+                    fed=fed + more,
+                )
+                self._preparing.drop()
+                following = self._train(assign, membership, own, salvage)
         except TransportError as error:
             self._forgiven.check_mapped(error, assign)
             report_lost(context, generation, error, membership.silent() if membership else ())

@@ -34,6 +34,10 @@ _KEY = "0"
 Faults = dict[str, Callable[[], None]]
 
 
+#: NCCL's result where CUDA has failed, by its name and in words.
+CUDA_FAILED = "ncclUnhandledCudaError", "unhandled cuda error (run with NCCL_DEBUG=INFO)"
+
+
 def raising(error: Exception) -> Callable[[], None]:
     def strike() -> None:
         raise error

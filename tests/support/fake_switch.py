@@ -58,6 +58,13 @@ class Switch:
         #: Operations that were done, and groups that a member has begun to connect.
         self.done = 0
         self.made = 0
+        #: By the members that are there: operations that each has done.
+        self._uses: dict[FakeGroup, int] = {}
+        #: Cleared: no group is connected.
+        self.connects = threading.Event()
+        self.connects.set()
+        #: Where it is a text, no group can be used: what that raises.
+        self.fails = ""
         self._accepting = threading.Thread(target=self._accept, name="switch")
         self._accepting.start()
 
@@ -72,6 +79,10 @@ class Switch:
             member.join()
         self._listener.close()
         self._folder.cleanup()
+
+    def all_are_used(self) -> bool:
+        """Whether all members of all groups have used them more than once."""
+        return all(count > 1 for count in tuple(self._uses.values()))
 
     def _accept(self) -> None:
         while True:
@@ -92,14 +103,19 @@ class Switch:
             self.made += 1
             group = FakeGroup(self._fabric, device, Identifiers({_KEY: identifier}), rank, size)
             group.eager_connect_single_device(None)
+            self._uses[group] = 0
             while self._until(lambda: connection.poll(_POLL_S)):
                 connection.send(self._carry_out(group, connection, *connection.recv()))
         except (EOFError, OSError):
             pass  # the process, or its group, has ended
         finally:
             if group is not None:
+                self._uses.pop(group, None)
                 group.abort()
             connection.close()
+
+    def _is_connected(self, group: FakeGroup) -> bool:
+        return self.connects.is_set() and group.communicator.is_connected
 
     def _until(self, done: Callable[[], bool]) -> bool:
         while not self._ended.is_set():
@@ -109,12 +125,13 @@ class Switch:
 
     def _carry_out(
         self, group: FakeGroup, connection: Connection, what: str, packed: _Packed
-    ) -> _Packed | None:
-        """Returns the result where there is one. Raises EOFError when the member has ended."""
+    ) -> _Packed | str | None:
+        """Returns the result where there is one, or what is wrong. Raises EOFError when the member
+        has ended."""
         if what == "connect":
-            if not self._until(lambda: group.communicator.is_connected or _ended(connection)):
+            if not self._until(lambda: self._is_connected(group) or _ended(connection)):
                 raise EOFError
-            return None
+            return self.fails or None
         tensor = _unpacked(packed)
         if what == "send":
             work = group.send([tensor], 1, 0)
@@ -130,6 +147,7 @@ class Switch:
                 told = True
                 connection.send(_HOPELESS)
         self.done += 1
+        self._uses[group] += 1
         return None if what == "send" else _packed(tensor)
 
 
@@ -209,6 +227,8 @@ class RemoteGroup:
                     answer: _Packed | str | None = self._connection.recv()
                     if not isinstance(answer, str):
                         return answer
+                    if answer != _HOPELESS:
+                        raise RuntimeError(answer)
                     self._hopeless.set()
             self._aborted.wait(_POLL_S / 4)
 

@@ -272,6 +272,7 @@ class Executor:
                 pending=self._preparing.ready_for(step.number),
                 row_digests=progress.row_digests,
                 saving=self._saver.intent(step.number),
+                connected=self._transport.connected,
             )
         workers = self._transport.size
         with timeline.span("wait for votes"):
@@ -280,7 +281,10 @@ class Executor:
             outcome.wait()
         progress.learn(step.number, self._generation, vector)
         with timeline.span("count"):
-            return vote.count(vector, self._training, workers=workers)
+            result = vote.count(vector, self._training, workers=workers)
+        if result.connected:
+            self._transport.use_connected()
+        return result
 
     def _update(self, step: _Step) -> None:
         """Apply the step. Local: no peer is needed, so it cannot fail half-way between workers."""

@@ -1,9 +1,10 @@
 """The commit vote: one small all-reduce that ends a step for all workers or for none.
 
 The vector sums the loss, the squared gradient norm, what each worker knows of a pending change of
-the plan and of checkpoints, and the ledger of samples. For every position of the global batch the
-ledger has a count and the digest of the token row, put in by the one worker that loaded it: so all
-workers know that every sample was used once, and make the same record of the step.
+the plan, of checkpoints and of its transport, and the ledger of samples. For every position of the
+global batch the ledger has a count and the digest of the token row, put in by the one worker that
+loaded it: so all workers know that every sample was used once, and make the same record of the
+step.
 """
 
 import math
@@ -20,7 +21,8 @@ from oobleck.worker.data.dataset import samples_digest
 from oobleck.worker.runtime.errors import InvariantViolation
 
 _LOSS, _SQUARED_NORM, _PENDING, _PENDING_SQUARED = range(4)
-_SAVE_DUE, _SAVE_WISH, _SAVE_WISH_SQUARED, _SAVING, _SAVE_FAILED, _LEDGER = range(4, 10)
+_SAVE_DUE, _SAVE_WISH, _SAVE_WISH_SQUARED, _SAVING, _SAVE_FAILED = range(4, 9)
+_CONNECTED, _LEDGER = range(9, 11)
 #: A SHA-256 digest as eight 32-bit numbers: exact in a float64, also after adding zeros.
 _WORDS = 8
 
@@ -78,6 +80,8 @@ class Result:
     #: The boundary change that every worker is ready to enter after this step.
     switch_to: Generation | None
     saving: SaveVerdict
+    #: Every worker's transport is (`Transport.connected`).
+    connected: bool
 
     @property
     def finite(self) -> bool:
@@ -97,11 +101,12 @@ def ballot(
     pending: Generation | None,
     row_digests: Mapping[int, bytes],
     saving: SaveVote = _NOTHING,
+    connected: bool = True,
 ) -> torch.Tensor:
     """One worker's share of the vote, float64.
 
     loss_sum: over the micro-batches whose loss it computed; row_digests: SHA-256 of each token
-    row that it loaded as input, by position in the global batch.
+    row that it loaded as input, by position in the global batch; connected: its transport is.
     """
     vector = np.zeros(ballot_length(global_batch))
     vector[_LOSS] = loss_sum
@@ -114,6 +119,7 @@ def ballot(
     vector[_SAVE_WISH_SQUARED] = float(saving.wish) ** 2
     vector[_SAVING] = saving.busy
     vector[_SAVE_FAILED] = saving.failed
+    vector[_CONNECTED] = connected
     ledger = vector[_LEDGER:].reshape(global_batch, 1 + _WORDS)
     for position, digest in row_digests.items():
         ledger[position, 0] = 1
@@ -145,6 +151,7 @@ def count(vector: torch.Tensor, training: TrainingSpec, *, workers: int) -> Resu
             busy=round(sums[_SAVING]),
             failed=bool(sums[_SAVE_FAILED] > 0),
         ),
+        connected=round(sums[_CONNECTED]) == workers,
     )
 
 

@@ -112,6 +112,8 @@ class Announced(msgspec.Struct, frozen=True, kw_only=True):
     groups: int = 0
     #: Which ones it has, as `Communicators.told`.
     has: bytes = b""
+    #: It has begun a step before.
+    trained: bool = False
 
 
 class Connector:
@@ -134,8 +136,8 @@ class Connector:
     def has_gpu(self) -> bool:
         return bool(self._board)
 
-    def announced(self, wiring: Wiring) -> bytes:
-        """What the others must know of this device."""
+    def announced(self, wiring: Wiring, *, trained: bool = False) -> bytes:
+        """What the others must know of this device. `trained`: it has begun a step before."""
         if not self._board:
             return encode(Announced())
         said = Announced(
@@ -143,6 +145,7 @@ class Connector:
             nccl=nccl_version(),
             groups=len(wiring.names),
             has=self._communicators.told(),
+            trained=trained,
         )
         return encode(said)
 
@@ -182,7 +185,9 @@ class Connector:
             return below
         limit_allocator(self.device, wiring.device_bytes)
         has = [stamps_of(one.has) for one in said]
-        return NcclTransport(host, below, self._communicators, wiring.names, has)
+        # A change holds training up; before the first step nothing is lost by connecting first.
+        at_once = not any(one.trained for one in said)
+        return NcclTransport(host, below, self._communicators, wiring.names, has, at_once=at_once)
 
     def release(self) -> None:
         """This worker is in no plan that uses NCCL: give back what it has of the GPU."""

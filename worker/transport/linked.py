@@ -222,6 +222,19 @@ class LinkTransport(Meeting):
     def complete(self) -> None:
         """Nothing: waits end with the operation."""
 
+    @property
+    def connected(self) -> bool:
+        """Always: links are made as they are needed."""
+        return True
+
+    def use_connected(self) -> None:
+        """Nothing more."""
+
+    @property
+    def failure(self) -> None:
+        """None: all is done where it is waited for."""
+        return None
+
 
 def _key_of(group: Group, turn: int) -> int:
     """Tells apart the sums of a meeting; 63 bits of a digest, so none are the same by chance."""

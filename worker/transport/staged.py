@@ -82,6 +82,17 @@ class StagedTransport:
     def complete(self) -> None:
         self._below.complete()
 
+    @property
+    def connected(self) -> bool:
+        return self._below.connected
+
+    def use_connected(self) -> None:
+        self._below.use_connected()
+
+    @property
+    def failure(self) -> Exception | None:
+        return self._below.failure
+
     def abort(self) -> None:
         self._below.abort()
 

@@ -59,6 +59,20 @@ class Transport(Protocol):
         but for that of a receive.
         """
 
+    @property
+    def connected(self) -> bool:
+        """Whether all is there that is to be used. Some of it may come while training goes on by
+        what carries everything; it stays so."""
+
+    def use_connected(self) -> None:
+        """Use all. Every rank calls this at the same point between its operations, when none is
+        under way and all ranks are connected."""
+
+    @property
+    def failure(self) -> Exception | None:
+        """What has failed in this worker's own part, and not in an operation that it waits for: it
+        ends all, and so is behind whatever else these raise."""
+
     def abort(self) -> None:
         """Release whatever waits in this transport. From any thread, any number of times."""
 

@@ -1,10 +1,11 @@
 """What a worker process must be able to take again and again: changes of plan, and odd steps."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from oobleck.host.ipc.messages import FaultRule
+from oobleck.host.ipc.messages import FaultRule, PeerLost
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.optimization import OptimizerSpec
@@ -12,6 +13,7 @@ from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.programs.communicators import Communicator, communicators
 from oobleck.planner.programs.plan import Plan
 from support.director import Director, WarmWorkers, make_plan
+from support.fake_nccl import CUDA_FAILED, nccl_error
 from support.folders import TEXT
 
 CUTS = (
@@ -79,9 +81,57 @@ def test_a_change_at_a_boundary_connects_only_what_is_new(warm: WarmWorkers) -> 
             had = wanted
             enter(cluster, generation, boundary=generation > 1, plan=plan)
             cluster.wait(lambda made=made: switch.made >= made, "all groups")  # type: ignore[misc]
+            cluster.wait(switch.all_are_used, "their use")
             assert switch.made == made, f"of generation {generation}"
         cluster.stop()
         cluster.losses()
+
+
+@pytest.mark.parametrize("boundary", [True, False])
+def test_a_change_trains_on_while_nothing_can_connect(warm: WarmWorkers, boundary: bool) -> None:
+    with Director(warm, job(), transport="nccl") as cluster:
+        switch = cluster.switch
+        assert switch is not None
+        cluster.start("a", "b", "c")
+        enter(cluster, 1)
+        cluster.wait(switch.all_are_used, "the first generation's groups")
+        switch.connects.clear()
+        enter(cluster, 2, boundary=boundary)
+        assert not switch.all_are_used()
+        switch.connects.set()
+        cluster.wait(switch.all_are_used, "the second one's")
+        switch.connects.clear()
+        # Some are new and cannot connect, and are given up.
+        enter(cluster, 3, boundary=boundary)
+        enter(cluster, 4, boundary=boundary)
+        switch.connects.set()
+        cluster.wait(switch.all_are_used, "the last one's")
+        cluster.stop()
+        cluster.losses()
+
+
+def test_what_fails_while_groups_connect_is_not_taken_for_a_lost_peer(warm: WarmWorkers) -> None:
+    """Amid training, where others' operations are what ends by it. Once the peer may have ended
+    whose memory cannot be mapped; among the same processes again it is the host."""
+    with Director(warm, job(), transport="nccl") as cluster:
+        assert cluster.switch is not None
+        cluster.start("a", "b", "c")
+        enter(cluster, 1)
+        cluster.switch.fails = str(nccl_error(*CUDA_FAILED, "peer access is not supported"))
+        with pytest.raises(AssertionError, match=r"failed: .* does not let its processes map"):
+            meet_again_and_again(cluster)
+
+
+def meet_again_and_again(cluster: Director) -> None:
+    """In each generation one of three sees what fails, or more."""
+    for generation in range(2, 6):
+        plan = make_plan(generation, *CUTS[generation % len(CUTS)])
+        cluster.assign(plan)
+        cluster.wait(partial(all_left, cluster, plan), "the end of the generation")
+
+
+def all_left(cluster: Director, plan: Plan) -> bool:
+    return all(cluster.said(worker, PeerLost, plan.generation) for worker in plan.workers)
 
 
 def test_thirty_generations_leave_nothing_behind(warm: WarmWorkers) -> None:

@@ -12,7 +12,7 @@ from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.spec import DataSpec, JobSpec, OptimizerSpec, TrainingSpec
 from oobleck.planner.schedules import Schedule
 from support import foreign
-from support.director import Director, WarmWorkers, make_plan
+from support.director import Director, Transport, WarmWorkers, make_plan
 from support.folders import TEXT
 from support.reference import train_reference
 
@@ -110,19 +110,36 @@ class Story:
 
 
 @pytest.mark.parametrize(
-    ("steps", "precision", "model", "rtol"),
+    ("steps", "precision", "model", "rtol", "transport"),
     [
-        pytest.param(120, "fp32", gpt(tied=True), 1e-6, id="tied"),
-        pytest.param(110, "fp64", gpt(tied=False), 1e-12, id="untied, float64"),
-        pytest.param(120, "fp32", llama(), 1e-6, id="llama"),
+        pytest.param(120, "fp32", gpt(tied=True), 1e-6, "links", id="tied"),
+        pytest.param(110, "fp64", gpt(tied=False), 1e-12, "links", id="untied, float64"),
+        pytest.param(120, "fp32", llama(), 1e-6, "links", id="llama"),
+        *(
+            pytest.param(
+                steps,
+                "fp64",
+                gpt(tied=steps % 2 > 0),
+                1e-12,
+                "nccl",
+                id=f"over NCCL's fake, {steps} steps",
+                marks=pytest.mark.soak,
+            )
+            for steps in range(110, 116)
+        ),
     ],
 )
 def test_ten_failures_and_joins(
-    warm: WarmWorkers, steps: int, precision: str, model: ModelSpec, rtol: float
+    warm: WarmWorkers,
+    steps: int,
+    precision: str,
+    model: ModelSpec,
+    rtol: float,
+    transport: Transport,
 ) -> None:
     job = make_job(steps, precision, model)
     draw = random.Random(steps + model.tied)
-    with Director(warm, job) as cluster:
+    with Director(warm, job, transport=transport) as cluster:
         story = Story(cluster, draw)
         # Some steps pass before each of the plans comes, and the last one has to come too.
         for step in sorted(draw.sample(range(1, steps // 3), 10)):

@@ -40,7 +40,15 @@ from oobleck.worker.transport.nccl.failures import peers_may_fail
 from oobleck.worker.transport.nccl.lines import Line, Name
 from oobleck.worker.transport.nccl.transport import NcclTransport
 from oobleck.worker.transport.transport import Pending
-from support.fake_nccl import Device, Fabric, FakeWork, RankOfFabric, nccl_error, raising
+from support.fake_nccl import (
+    CUDA_FAILED,
+    Device,
+    Fabric,
+    FakeWork,
+    RankOfFabric,
+    nccl_error,
+    raising,
+)
 from support.meeting import Party
 from support.plans import plan_of_cuts
 from support.routes import random_listed
@@ -94,12 +102,17 @@ class Cluster:
         return self.transports
 
     def join(
-        self, links: LinkTransport, names: Sequence[Name], limit_s: float = 20
+        self,
+        links: LinkTransport,
+        names: Sequence[Name],
+        limit_s: float = 20,
+        *,
+        at_once: bool = True,
     ) -> NcclTransport:
         """One rank's transport in the present meeting."""
         own = self.communicators[self.party.links.index(links.links)]
         told = [stamps_of(each) for each in links.gather(own.told())]
-        return NcclTransport(links, links, own, names, told, limit_s=limit_s)
+        return NcclTransport(links, links, own, names, told, at_once=at_once, limit_s=limit_s)
 
     def join_alone(self, links: LinkTransport, names: Sequence[Name]) -> NcclTransport:
         """The same where others may not come as far, and nobody has any of before."""
@@ -223,6 +236,75 @@ def test_any_routes_run_where_all_work_waits_for_all_kernels(cluster, seed):
     run_program(cluster(len(plan.workers)), plan)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_programs_run_while_communicators_connect(cluster, seed):
+    """Some are there, others connect, and all work waits for all kernels of the device, those of
+    first uses among them."""
+    plan = random_listed(random.Random(seed))
+    here = cluster(len(plan.workers))
+    names = [wiring_of(plan, worker, tied=False, ordered=True).names for worker in plan.workers]
+    every = sorted({name for each in names for name in each})
+    before = set(random.Random(seed).sample(every, len(every) // 2))
+    here.connect_by([[name for name in each if name in before] for each in names])
+    for transport in here.transports:
+        transport.dispose()
+    here.party.meet()
+    here.transports = here.party.everywhere(
+        lambda links: here.join(links, names[links.rank], at_once=False)
+    )
+    programs = list(compile_programs(plan, tied=False).values())
+
+    def run(links: LinkTransport) -> int:
+        rank, turns = links.rank, 0
+        transport, device = here.transports[rank], here.ranks[rank].device
+        while True:
+            Interpreter(transport, device, plan, programs[rank]).run()
+            turns += 1
+            if set(links.gather(b"%d" % transport.connected)) == {b"1"}:
+                break
+        transport.use_connected()
+        Interpreter(transport, device, plan, programs[rank]).run()
+        return turns
+
+    assert len(set(here.party.everywhere(run))) == 1
+    used = [each for rank in here.ranks for each in rank.groups if not each.is_aborted]
+    assert len(used) == sum(map(len, names))
+
+
+def test_who_is_lost_while_others_connect_ends_it(cluster):
+    """Whether the call that hangs is its own or not."""
+    here = cluster(3)
+    hangs, returns = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        returns.wait(30)
+
+    here.ranks[2].faults["connect"] = hang
+    here.party.meet()
+    names: list[Name] = [("owners", (0, 1, 2)), ("owners", (0, 1))]
+    here.transports = here.party.everywhere(lambda links: here.join(links, names, at_once=False))
+    hangs.wait(30)
+    assert not any(transport.connected for transport in here.transports)
+    here.party.everywhere(lambda links: step_of(here.transports[links.rank], links.size))
+    here.transports[2].abort()
+    for transport in here.transports[:2]:
+        until(partial(is_over, transport), "its end")
+        transport.abort()
+    returns.set()
+    here.settle()
+    assert all(group.is_aborted for rank in here.ranks for group in rank.groups)
+
+
+def is_over(transport: NcclTransport) -> bool:
+    try:
+        transport.check()
+        transport.links.check()
+    except (TransportError, torch.AcceleratorError):
+        return True
+    return False
+
+
 def test_a_receive_takes_nothing_of_the_device_before_its_message_is_announced(cluster):
     here = cluster(2)
     sender, receiver = here.connect(ways=PAIR)
@@ -318,7 +400,6 @@ def test_what_an_abort_leaves_behind_is_no_message(cluster):
     assert torch.isnan(tensor).all(), "the fake leaves garbage, as NCCL may"
 
 
-CUDA_FAILED = "ncclUnhandledCudaError", "unhandled cuda error (run with NCCL_DEBUG=INFO)"
 SYSTEM = "ncclSystemError", "unhandled system error (run with NCCL_DEBUG=INFO)"
 REMOTE = nccl_error(
     "ncclRemoteError", "remote process exited or there was a network error", "Connection closed"
@@ -410,18 +491,18 @@ def test_whatever_fails_in_any_call_ends_in_one_error(cluster, call, strike):
         assert second is None or type(second) is TransportError, second
 
 
-def step_of(transport: NcclTransport) -> None:
-    """A message each way, and a sum."""
-    other = 1 - transport.rank
+def step_of(transport: NcclTransport, size: int = 2) -> None:
+    """A message to the next one, and a sum of all."""
+    following, other = (transport.rank + 1) % size, (transport.rank - 1) % size
     arriving = torch.zeros(1)
     pending = transport.receive(arriving, other, 1)
-    transport.send(torch.full((1,), float(transport.rank)), other, 1)
+    transport.send(torch.full((1,), float(transport.rank)), following, 1)
     pending.wait()
     assert arriving.item() == other
     summed = torch.ones(1)
-    transport.all_reduce(summed, (0, 1)).wait()
+    transport.all_reduce(summed, tuple(range(size))).wait()
     transport.complete()
-    assert summed.item() == 2
+    assert summed.item() == size
 
 
 @pytest.mark.parametrize("call", ["make", "connect"])
@@ -430,6 +511,19 @@ def test_a_sick_gpu_is_no_lost_peer_while_groups_connect(cluster, call):
     here.ranks[0].faults[call] = raising(SICK)
     with pytest.raises(torch.AcceleratorError, match="unspecified launch failure"):
         here.connect([(0, 1)], limit_s=0.2)
+
+
+def test_a_sick_gpu_is_no_lost_peer_while_groups_connect_and_others_train(cluster):
+    here = cluster(2)
+    here.ranks[0].faults["connect"] = raising(SICK)
+    here.party.meet()
+    names: list[Name] = [("owners", (0, 1))]
+    here.transports = here.party.everywhere(lambda links: here.join(links, names, at_once=False))
+    until(partial(is_over, here.transports[0]), "its end")
+    assert isinstance(here.transports[0].failure, torch.AcceleratorError)
+    assert here.transports[1].failure is None or isinstance(
+        here.transports[1].failure, TransportError
+    )
 
 
 def test_nobody_asks_about_a_group_while_it_is_aborted(cluster):
@@ -544,6 +638,19 @@ def test_groups_that_never_connect_are_given_up(cluster):
     here = cluster(2, together=99)
     with pytest.raises(TransportError, match=r"did not connect in 0\.3 s"):
         here.connect([(0, 1)], limit_s=0.3)
+
+
+def test_groups_that_never_connect_end_what_is_trained_meanwhile(cluster):
+    here = cluster(2, together=99)
+    here.party.meet()
+    names: list[Name] = [("owners", (0, 1))]
+    here.transports = here.party.everywhere(
+        lambda links: here.join(links, names, limit_s=0.3, at_once=False)
+    )
+    here.party.everywhere(lambda links: step_of(here.transports[links.rank]))
+    until(partial(is_over, here.transports[0]), "its end")
+    with pytest.raises(TransportError):
+        step_of(here.transports[0])
 
 
 def test_generation_after_generation_nothing_is_left_behind(cluster):

@@ -82,12 +82,16 @@ class Communicator:
         self._last = work
         return work
 
+    def has_ended(self) -> bool:
+        """Whether all that was launched on it has. Raises as `peers_may_fail` does."""
+        return self._last is None or has_ended(self._last, self)
+
     def is_whole(self) -> bool:
         """Whether it is connected, and all that was launched on it has ended and succeeded."""
         if not self.connected or self.failed:
             return False
         try:
-            return self._last is None or has_ended(self._last, self)
+            return self.has_ended()
         except (RuntimeError, TransportError, NodeError):  # whoever wants a result raises it
             return False
 

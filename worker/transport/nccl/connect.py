@@ -1,113 +1,215 @@
-"""Connects the groups of a generation, all at once.
+"""Connects communicators, all at once, in a thread of its own, whatever is trained meanwhile.
 
-No group waits for another one: first a worker begins those of which it is the first member, and
-tells the others what NCCL's identifier is; then it begins the others as their identifiers come. So
-the longest row of workers that wait for each other is two, however the groups overlap. Then each
-group is used once, so that the first step finds it ready: one after the other in an order that all
-workers have, since each use takes up a part of the GPU until the others come.
+None waits for another one: first a worker begins those of which it is the first member, and tells
+the others what NCCL's identifier is; then it begins the others as their identifiers come. So the
+longest row of workers that wait for each other is two, however the communicators overlap.
 
-No call of NCCL's is waited for in the thread that leaves a generation: each is made in one of its
-own, which is left behind where it does not return.
+Then each is used once, so that nothing in a step has to wait for a first use, which may wait for
+the whole device. That is one after the other, in an order that all workers have in common, and when
+all members have come to it (`lines`). So nobody waits for ever: of all that are not through, the
+first one in the order can end, since its members are through with all before it. What trains
+meanwhile launches without waiting for the device, so what runs there ends.
+
+A call of NCCL's may never return. Whoever gives the connecting up leaves the thread behind.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import msgspec
 import torch
+from torch import Tensor
 
+from oobleck.planner.profile.memory import LINK_CTAS, SUM_CTAS
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.nccl.group import Identifiers
-from oobleck.worker.transport.nccl.lines import Name, key_of
+from oobleck.worker.transport.links.frame import Kind, Label
+from oobleck.worker.transport.nccl.communicator import Communicator, Key
+from oobleck.worker.transport.nccl.communicators import Communicators
+from oobleck.worker.transport.nccl.failures import peers_may_fail
+from oobleck.worker.transport.nccl.group import Identifiers, use_device
+from oobleck.worker.transport.nccl.lines import Line, Name, key_of, part_of
+from oobleck.worker.transport.words import Words
 
 #: NCCL finds out about the machines' wires while it makes a communicator.
 LIMIT_S = 60.0
-_POLL_S = 0.01
-#: Of the message with an identifier, whose size both ends must know: NCCL's has 128 bytes.
-_ROOM = 1024
+_POLL_S = 0.001
+#: A line's own notes have the part 0.
+_IDENTIFIER_PART = 1
 
 
-def begin_groups(
-    names: Sequence[Name],
-    links: LinkTransport,
-    make: Callable[[Name, Identifiers], None],
-) -> None:
-    """Begin to connect the groups `names`, all of which this rank is in. `make`: begins one; what
-    its first member makes writes the identifiers, which the others are given. Raises TransportError
-    when a member is lost, and what `make` raises."""
-    rank, told = links.rank, []
-    arriving = []
-    for name in names:
-        if name[1][0] != rank:
-            room = torch.zeros(_ROOM, dtype=torch.uint8, device="cpu")
-            arriving.append((name, room, links.receive(room, name[1][0], key_of(name))))
-    for name in names:
-        members = name[1]
-        if members[0] == rank:
-            identifiers = Identifiers()
-            make(name, identifiers)
-            word = _packed(identifiers.written)
-            told += [links.send(word, member, key_of(name)) for member in members[1:]]
-    for name, room, pending in arriving:
-        pending.wait()
-        make(name, Identifiers(_unpacked(room)))
-    for sent in told:
-        sent.wait()
+class Connecting:
+    """Of the communicators of one meeting that not all members have."""
 
+    def __init__(
+        self,
+        names: Mapping[Name, Key],
+        links: LinkTransport,
+        communicators: Communicators,
+        news: Callable[[], None],
+        limit_s: float = LIMIT_S,
+    ) -> None:
+        """Begins. `names`: all of which this rank is in, in the order of their first use; to their
+        members there are links. `news`: called from the thread, where it is done or has failed, and
+        where a line has news."""
+        self._names = names
+        self._links = links
+        self._communicators = communicators
+        self._news = news
+        self._limit_s = limit_s
+        self._end_at = time.monotonic() + limit_s
+        self._members = {rank for _, group in names for rank in group} - {links.rank}
+        #: Of whoever makes one, or asks NCCL how the use of it is.
+        self._lock = threading.Lock()
+        self._given_up = False
+        #: By which it has ended, or has been given up.
+        self.failure: Exception | None = None
+        #: What all this is for: there once it is `done`.
+        self.made: dict[Name, Communicator] = {}
+        self.lines: dict[Name, Line] = {}
+        self.done = False
+        # A daemon: one that is stuck in the driver must not hold up the end of the process.
+        self._thread = threading.Thread(target=self._run, name="connect", daemon=True)
+        self._thread.start()
 
-def abandonable(
-    call: Callable[[], None],
-    check: Callable[[], None],
-    leave: Callable[[threading.Thread], None],
-    limit_s: float = LIMIT_S,
-) -> None:
-    """Run `call` in a thread of its own, since NCCL may wait for ever for one who never comes.
+    def check(self) -> None:
+        """Raises what it has failed by, and TransportError where it takes too long."""
+        if self.failure is not None:
+            raise self.failure
+        if not self.done:
+            self._check_in_time()
 
-    Raises what it raises, TransportError where it takes longer than `limit_s`, and what `check`
-    raises, which is asked meanwhile; the thread is left to `leave` then.
-    """
-    errors: list[Exception] = []
+    def _check_in_time(self) -> None:
+        if time.monotonic() > self._end_at:
+            raise TransportError(f"NCCL's groups did not connect in {self._limit_s:g} s")
 
-    def run() -> None:
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001  # handed on
-            # The boundary of the thread: whoever waits for it raises it.
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="connect", daemon=True)
-    thread.start()
-    end_at = time.monotonic() + limit_s
-    try:
-        while thread.is_alive():
-            check()
-            if time.monotonic() > end_at:
-                raise TransportError(f"NCCL's groups did not connect in {limit_s:g} s")
+    def wait(self) -> None:
+        """For the training thread: until it is done. Raises what `check` does, and TransportError
+        where a member leaves."""
+        while not self.done:
+            self.check()
+            self._links.check_there(self._members)
             with pulse.WAITING:
-                thread.join(_POLL_S)
-    except BaseException:
-        leave(thread)
-        raise
-    if errors:
-        raise errors[0]
+                self._thread.join(_POLL_S)
+
+    def give_up(self) -> list[Communicator]:
+        """Returns what was made, of which some may be connected. From any thread."""
+        with self._lock:
+            self._given_up = True
+        if self._thread.is_alive():
+            self._communicators.leave_behind(self._thread)
+        return list(self.made.values())
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        try:
+            device = self._communicators.device
+            use_device(device)
+            with _own_stream(device):
+                self._begin_all()
+                for name in self._names:
+                    self._try(name, device)
+            self.done = True
+        except Exception as error:  # noqa: BLE001  # handed on
+            # The boundary of the thread: whoever uses the transport raises it.
+            self.failure = error
+        self._news()
+
+    def _begin_all(self) -> None:
+        rank, links = self._links.rank, self._links.links
+        arriving: dict[Name, Words] = {}
+        for name in self._names:
+            self.lines[name] = Line(self._links, name, part_of(name, rank), self._news)
+        with links.lock:
+            self._links.check()
+            for name in self._names:
+                first = name[1][0]
+                if first != rank:
+                    arriving[name] = Words()
+                    links.post(self._links.reach(first), _label(name), arriving[name])
+        for name in self._names:
+            if name not in arriving:
+                identifiers = Identifiers()
+                self._make(name, identifiers)
+                word = memoryview(msgspec.msgpack.encode(identifiers.written))
+                with links.lock:
+                    self._links.check()
+                    for member in name[1][1:]:
+                        links.send(self._links.reach(member), _label(name), word)
+        for name, words in arriving.items():
+            self._until(words.is_there)
+            self._make(name, Identifiers(_unpacked(words.content)))
+
+    def _make(self, name: Name, identifiers: Identifiers) -> None:
+        """Make the communicator and begin to connect it. It is kept before: an abort is to end
+        that, too."""
+        key, links = self._names[name], self._links
+        most_ctas = LINK_CTAS if name[0] == "link" else SUM_CTAS
+        member = name[1].index(links.rank)
+        with peers_may_fail():
+            made = self._communicators.make(key, links.epoch, member, identifiers, most_ctas)
+        with self._lock:
+            given_up = self._given_up
+            if not given_up:
+                self.made[name] = made
+        if given_up:
+            self._communicators.end([made])
+            self._check()
+        with made.calling():
+            made.group.eager_connect_single_device(self._communicators.device)
+
+    def _try(self, name: Name, device: torch.device) -> None:
+        """Use it once."""
+        communicator, line = self.made[name], self.lines[name]
+        probe: Tensor = torch.zeros(1, device=device)
+        line.want(partial(communicator.launch, part_of(name, self._links.rank), probe))
+
+        def is_launched() -> bool:
+            line.advance()
+            return communicator.launched > 0
+
+        def has_ended() -> bool:
+            with self._lock:  # it may wait for an abort, and Python for it
+                self._check()
+                return communicator.has_ended()
+
+        self._until(is_launched)
+        self._until(has_ended)
+        communicator.connected = True
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        while True:
+            self._check()
+            if done():
+                return
+            time.sleep(_POLL_S)
+
+    def _check(self) -> None:
+        if self._given_up:
+            raise TransportError("the groups were aborted")
+        self._check_in_time()
+        self._links.check_there(self._members)
 
 
-def _packed(written: Mapping[str, bytes]) -> torch.Tensor:
-    text = msgspec.msgpack.encode(dict(written))
-    assert len(text) <= _ROOM - 2, f"{len(text)} bytes are no identifier of NCCL's"
-    room = bytearray(_ROOM)
-    room[:2] = len(text).to_bytes(2)
-    room[2 : 2 + len(text)] = text
-    return torch.frombuffer(room, dtype=torch.uint8)
+def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """On a GPU: else a first use would wait for all that is queued for computation."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # no types
 
 
-def _unpacked(room: torch.Tensor) -> dict[str, bytes]:
+def _label(name: Name) -> Label:
+    return Label(Kind.NOTE, key_of(name), _IDENTIFIER_PART)
+
+
+def _unpacked(told: bytes | bytearray) -> dict[str, bytes]:
     """Raises TransportError where the bytes are none."""
-    told = bytes(room.numpy())
     try:
-        return msgspec.msgpack.decode(told[2 : 2 + int.from_bytes(told[:2])], type=dict[str, bytes])
+        return msgspec.msgpack.decode(told, type=dict[str, bytes])
     except msgspec.DecodeError as error:
         raise TransportError(f"what came from a peer is no identifier: {error}") from error

@@ -29,7 +29,7 @@ Name = tuple[str, tuple[int, ...]]
 #: Of a link the sender's and the receiver's part; of a sum any owner's.
 Part = Literal["send", "receive", "sum"]
 #: Begins the operation on the device.
-Launch = Callable[[], None]
+Launch = Callable[[], object]
 
 
 def key_of(name: Name) -> int:
@@ -38,10 +38,19 @@ def key_of(name: Name) -> int:
     return int.from_bytes(blake2b(text, digest_size=8).digest()) >> 1
 
 
+def part_of(name: Name, rank: int) -> Part:
+    """That of a member."""
+    if name[0] == "owners":
+        return "sum"
+    return "send" if rank == name[1][0] else "receive"
+
+
 class _Notes(Incoming):
     """What one peer says of a line, from now until the meeting is over."""
 
-    def __init__(self, links: LinkTransport, peer: bytes, label: Label, wake: Launch) -> None:
+    def __init__(
+        self, links: LinkTransport, peer: bytes, label: Label, wake: Callable[[], None]
+    ) -> None:
         self.peer = peer
         #: Operations that the peer is ready for.
         self.count = 0

@@ -18,12 +18,17 @@ sends, `Pending.wait` only orders what is queued on the device later behind the 
 is where the host learns whether everything has happened. torch's own watchdog must leave errors
 alone (`oobleck.host.device.worker_environment`).
 
-Communicators outlive the transport (`communicators`). When it is given up it launches nothing more,
-and what was launched at all members ends by itself; a thread of its own waits for that, so long and
-no longer (`_let_end`), and then has those aborted that are not whole. None is aborted before: that
-might wait for the kernels of the others, and Python with it.
+Communicators outlive the transport (`communicators`), and those that are new connect in a thread of
+their own (`connect`). Until they are used, and all members begin to at one point of training, what
+they are for goes over `host`, too.
+
+A transport that is given up launches nothing more, and what was launched at all members ends by
+itself. A thread of its own waits for that, so long and no longer (`_let_end`), and then has those
+aborted that are not whole. None is aborted before: that might wait for the kernels of the others,
+and Python with it.
 """
 
+import logging
 import threading
 import time
 from collections import deque
@@ -35,22 +40,24 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from oobleck.planner.profile.memory import LINK_CTAS, SUM_CTAS
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.communicator import Communicator, Key
 from oobleck.worker.transport.nccl.communicators import Communicators
-from oobleck.worker.transport.nccl.connect import LIMIT_S, abandonable, begin_groups
-from oobleck.worker.transport.nccl.failures import peers_may_fail
-from oobleck.worker.transport.nccl.group import Identifiers, use_device
-from oobleck.worker.transport.nccl.lines import Line, Name, Part
+from oobleck.worker.transport.nccl.connect import LIMIT_S, Connecting
+from oobleck.worker.transport.nccl.group import use_device
+from oobleck.worker.transport.nccl.lines import Line, Name, Part, part_of
 from oobleck.worker.transport.nccl.operation import Arriving, Operation
 from oobleck.worker.transport.transport import Group, Pending, Transport
+
+log = logging.getLogger(__name__)
 
 #: A wait looks without a pause for so long, and then now and then.
 _EAGER_S = 0.0005
 _PAUSE_S = 0.0001
+#: How often the own thread looks how connecting goes on, where nothing happens.
+_LOOK_S = 1.0
 #: So long what was launched may take to end when the transport is given up. A message takes
 #: milliseconds. What waits for one who is gone, or has not launched it, never ends.
 END_S = 0.2
@@ -67,12 +74,13 @@ class NcclTransport:
         names: Sequence[Name],
         told: Sequence[Collection[bytes]],
         *,
+        at_once: bool = True,
         limit_s: float = LIMIT_S,
     ) -> None:
         """`names`: those that have this rank and that not all members have, as each has `told` by
-        rank, are connected here and used once in this order, which all have in common, so that the
-        first message of a step need not wait until its peer comes to it. `links`: those of the
-        host; `host`: what carries everything else over them.
+        rank, are connected, and used once in this order, which all have in common. `at_once`: they
+        are when this returns, the same for all ranks; else `use_connected` takes them into use.
+        `links`: those of the host; `host`: what carries everything else over them.
 
         Raises TransportError when one cannot be connected within `limit_s`, or the meeting of
         `links` is over meanwhile; then `host` is the caller's to end.
@@ -88,10 +96,10 @@ class NcclTransport:
         #: Python for it.
         self._asking = threading.Lock()
         self._aborted = False
-        #: Those of this rank's names that were made.
-        self._communicators: dict[Name, Communicator] = {}
         #: Whoever launches has the lock, so that operations of a line are launched in their order.
         self._launching = threading.RLock()
+        #: All and only those in use, each with its line.
+        self._communicators: dict[Name, Communicator] = {}
         self._lines: dict[Name, Line] = {}
         self._news = threading.Event()
         #: Raised where the own thread launches something, for whoever waits.
@@ -101,76 +109,52 @@ class NcclTransport:
         self._asked: deque[Operation] = deque()
         #: Sums and sends whose end was not seen yet.
         self._under_way: deque[Operation] = deque()
-        names = [name for name in names if self.rank in name[1]]
-        keys = {name: _key(name, links) for name in names}
-        kept = communicators.keep({keys[name]: name[1] for name in names}, told)
+        #: Those that are not in use yet; None: there are none.
+        self._connecting: Connecting | None = None
+        keys = {name: _key(name, links) for name in names if self.rank in name[1]}
+        kept = communicators.keep({key: name[1] for name, key in keys.items()}, told)
         communicators.settle(links.check)  # what is not kept gives its memory back first
         communicators.begin_use()
         self._communicators = {name: kept[key] for name, key in keys.items() if key in kept}
         #: How many are those of before.
         self.kept = len(self._communicators)
-        members = {rank for _, group in names for rank in group} - {self.rank}
         try:
             with links.links.lock:
                 links.links.press(+1)  # what peers say is read while this one does something else
-            for name in names:
-                self._lines[name] = Line(links, name, self._part(name), self._news.set)
-
-            def given_up(call: Callable[[], None]) -> None:
-                check = partial(links.check_there, members)
-                abandonable(call, check, communicators.leave_behind, limit_s)
-
-            def make(name: Name, identifiers: Identifiers) -> None:
-                given_up(partial(self._connect, name, keys[name], identifiers))
-
-            made = [name for name in names if keys[name] not in kept]
-            begin_groups(made, links, make)
-            # Only when all have come as far: nobody can give up a group that waits for another one.
-            host.gather(b"")
-            given_up(partial(self._try_all, made))
+            for name in self._communicators:
+                self._lines[name] = Line(links, name, part_of(name, self.rank), self._news.set)
+            if new := {name: key for name, key in keys.items() if key not in kept}:
+                log.info("connecting", extra={"kept": self.kept, "count": len(new)})
+                self._connecting = Connecting(new, links, communicators, self._news.set, limit_s)
+                if at_once:
+                    self._connecting.wait()
+                    self.use_connected()
         except BaseException:
             self._give_up()
             raise
         threading.Thread(target=self._launch_all, name="nccl", daemon=True).start()
 
-    def _connect(self, name: Name, key: Key, identifiers: Identifiers) -> None:
-        """Make the communicator and begin to connect it. It is kept before: an abort is to end
-        that, too. In a thread that may be left behind; raises what NCCL's errors mean, and
-        TransportError where it was given up before."""
-        use_device(self._device)
-        most_ctas = LINK_CTAS if name[0] == "link" else SUM_CTAS
-        with peers_may_fail():
-            made = self._kept.make(
-                key, self.links.epoch, name[1].index(self.rank), identifiers, most_ctas
-            )
-        with self._asking:
-            given_up = self._aborted
-            if not given_up:
-                self._communicators[name] = made
-        if given_up:
-            self._kept.end([made])
-            raise TransportError("the groups were aborted")
-        with made.calling():
-            made.group.eager_connect_single_device(self._device)
+    @property
+    def connected(self) -> bool:
+        return self._connecting is None or self._connecting.done
+
+    @property
+    def failure(self) -> Exception | None:
+        connecting = self._connecting
+        return self._failure or (connecting.failure if connecting is not None else None)
+
+    def use_connected(self) -> None:
+        with self._launching:
+            connecting = self._connecting
+            if connecting is not None:
+                assert connecting.done, "all members are"
+                self._communicators = self._communicators | connecting.made
+                self._lines |= connecting.lines
+                self._connecting = None  # last: `_let_end` may look at both
+                log.info("connected", extra={"count": len(connecting.made)})
 
     def communicator(self, purpose: str, members: Group) -> Communicator:
         return self._communicators[purpose, members]
-
-    def _part(self, name: Name) -> Part:
-        if name[0] == "owners":
-            return "sum"
-        return "send" if self.rank == name[1][0] else "receive"
-
-    def _try_all(self, names: Sequence[Name]) -> None:
-        """Use each group once; in that order."""
-        use_device(self._device)
-        for name in names:
-            probe = torch.zeros(1, device=self._device)
-            operation = self._operation(name, probe, ())
-            operation.launch()
-            while not operation.has_ended():
-                time.sleep(_PAUSE_S)
-            self._communicators[name].connected = True
 
     # ---- launching
 
@@ -184,7 +168,7 @@ class NcclTransport:
 
     def _operation(self, name: Name, tensor: Tensor, peers: Collection[int]) -> Operation:
         """It comes behind what is queued by now, whoever launches it."""
-        part, communicator = self._part(name), self._communicators[name]
+        part, communicator = part_of(name, self.rank), self._communicators[name]
         launch = partial(communicator.launch, part)
         if (asked := self._mark()) is not None:
             launch = partial(self._launch_behind, communicator, part, asked)
@@ -223,7 +207,7 @@ class NcclTransport:
         try:
             use_device(self._device)
             while not self._aborted:
-                self._news.wait()
+                self._news.wait(None if self.connected else _LOOK_S)
                 self._news.clear()
                 self.advance()
         except Exception as error:  # noqa: BLE001  # handed on
@@ -242,11 +226,13 @@ class NcclTransport:
     # ---- waits
 
     def check(self) -> None:
-        """Raises TransportError after an abort, and what launching something has raised."""
+        """Raises TransportError after an abort, and what launching or connecting has raised."""
         if self._failure is not None:
             raise self._failure
         if self._aborted:
             raise TransportError("the groups were aborted")
+        if (connecting := self._connecting) is not None:
+            connecting.check()
 
     def wait_until(self, done: Callable[[], bool], peers: Collection[int] = ()) -> None:
         """Until the device has `done` something with `peers`. Raises TransportError after an abort,
@@ -336,7 +322,9 @@ class NcclTransport:
     def _let_end(self) -> None:
         """Nobody asks NCCL about anything beside it: of a transport that was given up they raise
         before."""
-        left = set(self._communicators.values())
+        connecting = self._connecting
+        left = set(connecting.give_up() if connecting is not None else ())
+        left.update(self._communicators.values())
         try:
             use_device(self._device)
             end_at = time.monotonic() + END_S
