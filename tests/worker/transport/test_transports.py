@@ -226,6 +226,21 @@ def test_a_group_comes_up_again_after_every_abort_and_leaves_nothing(
     assert max(threads[10:]) <= max(threads[:10])
 
 
+@pytest.mark.skipif(device().type != "cuda", reason="of torch's pool, which needs a GPU")
+def test_a_group_takes_the_stream_behind_the_one_that_was_taken_last(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for name, value in worker_environment("cuda").items():
+        monkeypatch.setenv(name, value)
+    maker = NcclMaker(device())
+    ring = [maker.take_stream() for _ in range(32)]
+    assert [maker.take_stream() for _ in range(32)] == ring
+    group = maker.make(Identifiers(), 0, 1, 1)
+    group.eager_connect_single_device(device())
+    assert maker.take_stream() == ring[1]
+    group.abort()
+
+
 def test_an_abort_releases_those_who_wait_and_refuses_all_later_use(everywhere):
     started = threading.Barrier(SIZE)
 
