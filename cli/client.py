@@ -134,6 +134,10 @@ class MasterClient:
         reply: pb.ProfileReply = self._ask(self._stub.GetProfile, pb.JobRequest(job_id=job_id))
         return reply
 
+    def planning(self, job_id: str) -> pb.PlanningReply:
+        reply: pb.PlanningReply = self._ask(self._stub.GetPlanning, pb.JobRequest(job_id=job_id))
+        return reply
+
     def timeline(self, job_id: str, steps: int) -> str:
         """Text of a Chrome trace of `steps` steps to come; takes as long as they do."""
         request = pb.TimelineRequest(job_id=job_id, steps=steps)

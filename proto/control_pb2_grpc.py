@@ -197,6 +197,11 @@ class OperatorStub:
                 request_serializer=oobleck_dot_proto_dot_control__pb2.JobRequest.SerializeToString,
                 response_deserializer=oobleck_dot_proto_dot_control__pb2.ProfileReply.FromString,
                 _registered_method=True)
+        self.GetPlanning = channel.unary_unary(
+                '/oobleck.Operator/GetPlanning',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.JobRequest.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.PlanningReply.FromString,
+                _registered_method=True)
         self.ListNodes = channel.unary_unary(
                 '/oobleck.Operator/ListNodes',
                 request_serializer=oobleck_dot_proto_dot_control__pb2.ListNodesRequest.SerializeToString,
@@ -294,6 +299,14 @@ class OperatorServicer:
 
     def GetProfile(self, request, context):
         """The profile that the job's plans are made by; FAILED_PRECONDITION while there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPlanning(self, request, context):
+        """What the job's plans are made of, for who asks the planner what would follow a loss;
+        FAILED_PRECONDITION where the job has no plan.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -400,6 +413,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.GetProfile,
                     request_deserializer=oobleck_dot_proto_dot_control__pb2.JobRequest.FromString,
                     response_serializer=oobleck_dot_proto_dot_control__pb2.ProfileReply.SerializeToString,
+            ),
+            'GetPlanning': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPlanning,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.JobRequest.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.PlanningReply.SerializeToString,
             ),
             'ListNodes': grpc.unary_unary_rpc_method_handler(
                     servicer.ListNodes,
@@ -659,6 +677,33 @@ class Operator:
             '/oobleck.Operator/GetProfile',
             oobleck_dot_proto_dot_control__pb2.JobRequest.SerializeToString,
             oobleck_dot_proto_dot_control__pb2.ProfileReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPlanning(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/oobleck.Operator/GetPlanning',
+            oobleck_dot_proto_dot_control__pb2.JobRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.PlanningReply.FromString,
             options,
             channel_credentials,
             insecure,

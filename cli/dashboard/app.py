@@ -24,6 +24,7 @@ from oobleck.cli.dashboard.pages.cluster import ClusterPage
 from oobleck.cli.dashboard.pages.incident import IncidentPage
 from oobleck.cli.dashboard.pages.job import JobPage
 from oobleck.cli.dashboard.pages.logs import LogsPage
+from oobleck.cli.dashboard.pages.plan import PlanPage
 from oobleck.cli.dashboard.parts import Rendering
 from oobleck.cli.dashboard.problem import Problem
 from oobleck.cli.dashboard.sessions import Session
@@ -53,7 +54,7 @@ PAGES: Mapping[str, Make] = {
 
 def make_app(site: Site) -> Starlette:
     web = Web(site)
-    actions = Actions(web)
+    actions, plan = Actions(web), PlanPage(web)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -63,6 +64,7 @@ def make_app(site: Site) -> Starlette:
         finally:
             reaping.cancel()
             actions.close()
+            plan.close()
             site.hub.close()
 
     return Starlette(
@@ -73,6 +75,7 @@ def make_app(site: Site) -> Starlette:
             Route("/logout", web.log_out, methods=["POST"]),
             Mount("/static", StaticFiles(directory=_STATIC)),
             *actions.routes(),
+            Route("/jobs/{job}/plan", plan.show),
             *(Route(f"/live{path}", _live(web, make)) for path, make in PAGES.items()),
             *(Route(path, _page(web, make)) for path, make in PAGES.items()),
         ],

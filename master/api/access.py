@@ -42,6 +42,7 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     "/oobleck.Operator/CancelJob": _OPERATOR,
     "/oobleck.Operator/SaveCheckpoint": _OPERATOR,
     "/oobleck.Operator/GetProfile": _READING,
+    "/oobleck.Operator/GetPlanning": _READING,
     "/oobleck.Operator/ListNodes": _READING,
     "/oobleck.Operator/DrainNode": _OPERATOR,
     "/oobleck.Operator/UndrainNode": _OPERATOR,

@@ -21,12 +21,14 @@ from oobleck.master.clients.examinations import Busy, Wish
 from oobleck.master.clients.requests import Requests
 from oobleck.master.clients.timelines import NoTimeline
 from oobleck.master.loop import Master
+from oobleck.master.planning.client import planning
 from oobleck.master.rules.draining import is_undecided
 from oobleck.master.rules.first_plan import shortfall
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.storage.logs import Line
 from oobleck.master.storage.step_log import read_steps
 from oobleck.master.tracking import check_installed
+from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import JobId, NodeName, WorkerId
 from oobleck.planner.job.file import parse_job
 from oobleck.planner.job.spec import JobSpec
@@ -36,6 +38,7 @@ from oobleck.planner.profile.profile import Profile
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.examinations import finding_message
+from oobleck.proto.plans import planning_message
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -155,6 +158,16 @@ class OperatorService(rpc.OperatorServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         text = format_profile(chosen.profile, {**chosen.notes, "key": chosen.key})
         return pb.ProfileReply(profile=text, key=chosen.key)
+
+    async def GetPlanning(self, request: pb.JobRequest, context: Context) -> pb.PlanningReply:
+        job = await self._job(request.job_id, context)
+        try:
+            if job.state in ENDED:
+                raise PlanInfeasible(f"job {job.id} is {job.state}: nothing is planned any more")
+            return planning_message(planning(job, self._master.state.candidates(job)))
+        except PlanInfeasible as infeasible:
+            text = str(infeasible)[:MOST_DETAILS]
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
 
     async def GetTimeline(self, request: pb.TimelineRequest, context: Context) -> pb.TimelineReply:
         job = await self._job(request.job_id, context)

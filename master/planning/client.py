@@ -36,6 +36,7 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.rates import WorkerRate
 from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.pipelines import pipelines_within
+from oobleck.planner.report.planning import Planning
 from oobleck.planner.ties import Ties
 from oobleck.planner.units import count
 
@@ -140,6 +141,28 @@ def next_plan(
         answer = _answer(planner, msgspec.structs.replace(request, wanted="plain"))
         reason = f"{answer.found.reason}; {failed}"
         return replace(answer, found=replace(answer.found, reason=reason))
+
+
+def planning(job: Job, nodes: Sequence[Node]) -> Planning:
+    """What `next_plan` makes plans of, and those that `nodes` leave it. Raises PlanInfeasible."""
+    made = job.current.made
+    if made is None:
+        raise PlanInfeasible(f"job {job.id} has no plan")
+    plan, base = _plans(job, made)
+    spec, machines = job.spec, Machines.of(job, nodes)
+    return Planning(
+        plan=plan,
+        base=base,
+        profile=profile_on(spec, machines),
+        sizes=template_sizes(spec, machines, max(job.lineage.most_nodes, len(nodes))),
+        fault_tolerance=spec.fault_tolerance,
+        tied=spec.model.ties,
+        schedule_named=spec.training.wanted_schedule is not None,
+        shadows=spec.recovery.shadows == "auto",
+        policy=spec.recovery.policy,
+        nodes=tuple(node.facts.node for node in nodes),
+        rates=dict(job.rates),
+    )
 
 
 def _answer(planner: Planner, request: NextPlanRequest) -> Answer:

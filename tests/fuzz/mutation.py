@@ -285,6 +285,7 @@ REQUESTS: dict[str, Message] = {
     "/oobleck.Operator/CancelJob": pb.CancelRequest(request_id="c", job_id="nobody-9"),
     "/oobleck.Operator/SaveCheckpoint": pb.SaveCheckpointRequest(request_id="s", job_id="nobody-9"),
     "/oobleck.Operator/GetProfile": pb.JobRequest(job_id="nobody-9"),
+    "/oobleck.Operator/GetPlanning": pb.JobRequest(job_id="nobody-9"),
     "/oobleck.Operator/ListNodes": pb.ListNodesRequest(),
     "/oobleck.Operator/DrainNode": pb.DrainNodeRequest(request_id="d", node="nobody"),
     "/oobleck.Operator/UndrainNode": pb.UndrainNodeRequest(request_id="u", node="nobody"),

@@ -187,6 +187,29 @@ def test_logs_by_node_and_by_what_is_in_them(stand: Stand, viewer: Visitor) -> N
     assert "No line yet." in none.text
 
 
+def test_what_if_nodes_were_lost(stand: Stand, viewer: Visitor) -> None:
+    path = f"/jobs/{stand.job}/plan"
+    asked = viewer.get(path)
+    assert asked.text.count('name="lose"') == len(NODES)
+    found = viewer.get(f"{path}?lose=n1&lose=n3")
+    assert (found.status, found.told) == (
+        200,
+        "Training would go on, but the next loss may take a layer.",
+    )
+    shown = plain(found.text)
+    assert re.search(r"now 3 pipelines of 1 node \S+ s \S \S 2 nodes", shown)
+    assert re.search(r"then, by templates 1 pipeline of 1 node \S+ s 0 B 0\.000 s 0 nodes", shown)
+    assert found.text.count('<table class="map"') == 2
+    for lost, told in (
+        ("n9", "no such node in the job's plan: n9"),
+        ("n1&lose=n2&lose=n3", "all nodes would be lost; leave one"),
+    ):
+        answer = viewer.get(f"{path}?lose={lost}")
+        assert (answer.status, answer.told) == (409, told)
+    unknown = viewer.get("/jobs/nope-1/plan")
+    assert (unknown.status, unknown.told.partition(";")[0]) == (404, "no job 'nope-1'")
+
+
 def test_the_master_is_away_and_comes_back(tmp_path: Path) -> None:
     process, address = start_master(tmp_path / "state")
     with Dashboard(tmp_path, "--master", address) as dashboard:

@@ -78,7 +78,7 @@ def test_the_table_has_every_rpc_and_no_other() -> None:
 
 def test_viewers_only_read_and_workers_have_nothing() -> None:
     viewers = {path.rpartition("/")[2] for path, roles in ALLOWED.items() if "viewer" in roles}
-    reading = {"ListJobs", "GetJob", "WatchJob", "GetProfile", "ListNodes"}
+    reading = {"ListJobs", "GetJob", "WatchJob", "GetProfile", "GetPlanning", "ListNodes"}
     assert viewers == reading | {"Events", "Metrics", "Logs", "Renew", "Check"}
     assert [path for path, roles in ALLOWED.items() if "worker" in roles] == ["/oobleck.Pki/Renew"]
     assert not [path for path, roles in ALLOWED.items() if len(roles) == len(ROLES) - 1]

@@ -1,0 +1,33 @@
+"""One question to the planner, in a process of its own: an answer for many nodes takes a core for
+seconds.
+
+Standard input: a line of JSON, `{"lost": [node, ...]}`, and the bytes of a PlanningReply. Standard
+output: a line of JSON, what `WhatIf.data` gives or `{"refused": reason}`, and the bytes of the Plan
+that would come, if there is one.
+"""
+
+import json
+import os
+import sys
+
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import NodeName
+from oobleck.planner.report.what_if import what_if
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto.plans import plan_message, read_planning
+
+
+def answer(asked: bytes) -> bytes:
+    head, _, message = asked.partition(b"\n")
+    lost = [NodeName(name) for name in json.loads(head)["lost"]]
+    try:
+        found = what_if(read_planning(pb.PlanningReply.FromString(message)), lost)
+    except (PlanInfeasible, ValueError) as refusal:
+        return json.dumps({"refused": str(refusal)}).encode() + b"\n"
+    plan = b"" if found.taken is None else plan_message(found.taken.found.plan).SerializeToString()
+    return json.dumps(found.data()).encode() + b"\n" + plan
+
+
+def main() -> None:
+    os.nice(5)  # pages come first
+    sys.stdout.buffer.write(answer(sys.stdin.buffer.read()))

@@ -1,0 +1,134 @@
+"""What would become of a running job if these nodes were lost: an operator's question, answered by
+what would answer the loss itself.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from oobleck.planner.cost.estimate import estimate_step
+from oobleck.planner.cost.listed import estimate_listed, with_listing
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import Generation, NodeName
+from oobleck.planner.programs.listing.schedule import listed_routes
+from oobleck.planner.programs.routes import runs
+from oobleck.planner.recovery.answer import Answer, Change
+from oobleck.planner.recovery.policies import Answers, answer, answers
+from oobleck.planner.recovery.reconfigure import can_lose
+from oobleck.planner.report.planning import Planning
+from oobleck.planner.report.shape import shape
+from oobleck.planner.search.catalogue import Catalogue
+from oobleck.planner.units import comma_separated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhatIf:
+    """What follows the loss of some nodes, all at once."""
+
+    lost: tuple[NodeName, ...]
+    #: Those of them that are in the plan.
+    hit: tuple[NodeName, ...]
+    step_s: float
+    can_lose: int
+    shape: str
+    #: What nobody would hold any more; then all would go back to a checkpoint.
+    gone_layers: tuple[int, ...]
+    #: What would be done; None: nothing can be, and the reason says what is missing.
+    taken: Answer | None
+    reason: str
+    #: What each policy would do, or why it cannot.
+    answers: Answers
+
+    def data(self) -> dict[str, Any]:
+        """As plain data, for JSON."""
+        taken = self.taken
+        return {
+            "lost": list(self.lost),
+            "hit": list(self.hit),
+            "before": {"step_s": self.step_s, "can_lose": self.can_lose, "shape": self.shape},
+            "gone_layers": [[run[0], run[-1]] for run in runs(self.gone_layers)],
+            "after": None
+            if taken is None
+            else _answer(taken)
+            | {
+                "policy": taken.policy,
+                "rule": taken.found.rule,
+                "then": taken.then,
+                "idle": list(taken.found.idle),
+            },
+            "reason": self.reason,
+            "policies": {policy: _answer(each) for policy, each in self.answers.items()},
+        }
+
+
+def what_if(planning: Planning, lost: Collection[NodeName]) -> WhatIf:
+    """Raises ValueError where a node is none of the job's, or all are lost."""
+    unknown = set(lost) - set(planning.nodes) - set(planning.plan.nodes)
+    if unknown:
+        raise ValueError(f"no such node in the job's plan: {comma_separated(unknown)}")
+    plan, gone = planning.plan, frozenset(lost)
+    live = tuple(node for node in planning.nodes if node not in gone)
+    if not live:
+        raise ValueError("all nodes would be lost; leave one")
+    holders = plan.layer_nodes()
+    change = _change(planning, live)
+    each = answers(change)
+    taken: Answer | None = None
+    try:
+        taken = answer(change, planning.policy, each)
+        reason = taken.found.reason
+    except PlanInfeasible as infeasible:
+        reason = str(infeasible)
+    return WhatIf(
+        lost=tuple(sorted(gone)),
+        hit=tuple(node for node in plan.nodes if node in gone),
+        step_s=_step_s(planning),
+        can_lose=can_lose(plan),
+        shape=shape(plan),
+        gone_layers=tuple(la for la, nodes in enumerate(holders) if nodes <= gone),
+        taken=taken,
+        reason=reason,
+        answers=each,
+    )
+
+
+def _change(planning: Planning, live: tuple[NodeName, ...]) -> Change:
+    """Raises PlanInfeasible."""
+    catalogue = Catalogue(tied=planning.tied)
+    offer = catalogue.offer(planning.profile, planning.sizes, planning.base)
+    return Change(
+        plan=planning.plan,
+        base=planning.base,
+        live=live,
+        generation=Generation(planning.plan.generation + 1),
+        templates=offer.templates,
+        profile=planning.profile,
+        fault_tolerance=planning.fault_tolerance,
+        tied=planning.tied,
+        schedule_named=planning.schedule_named,
+        shadows=planning.shadows,
+        judge=offer.judge,
+        costs=offer.costs,
+        rates={worker: rate for worker, rate in planning.rates.items() if worker.node in live},
+    )
+
+
+def _step_s(planning: Planning) -> float:
+    """Of the plan that runs."""
+    plan = planning.plan
+    if listed_routes(plan):
+        listed = with_listing(plan, planning.profile)
+        return estimate_listed(listed, planning.profile, tied=planning.tied).step_s
+    return estimate_step(plan, planning.profile, tied=planning.tied).step_s
+
+
+def _answer(each: Answer | PlanInfeasible) -> dict[str, Any]:
+    if isinstance(each, PlanInfeasible):
+        return {"refused": str(each)}
+    return {
+        "step_s": each.step_s,
+        "moved_bytes": each.moved_bytes,
+        "stall_s": each.stall_s,
+        "can_lose": can_lose(each.found.plan),
+        "shape": shape(each.found.plan),
+    }
