@@ -9,7 +9,7 @@ details in the log alone.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -153,14 +153,22 @@ async def _in_time(limit_s: float, context: Any, answer: Callable[[], Awaitable[
 
 
 def _unary_stream(behave: Any, around: Around, check: Check) -> Any:
-    async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
-        async with around(context):
-            async for reply in behave(_readable(request), context):
+    async def guarded(request: Any, context: Any) -> None:
+        async with around(context), aclosing(behave(_readable(request), context)) as replies:
+            async for reply in replies:
                 # It may be long since, and the certificate revoked.
                 await check(context)
-                yield reply
+                await _write(context, reply)
 
     return guarded
+
+
+async def _write(context: Any, reply: Any) -> None:
+    """To a caller that has left, the library fails to write before it has cancelled the call."""
+    try:
+        await context.write(reply)
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError("the caller has left") from error
 
 
 def _stream_stream(behave: Any, around: Around) -> Any:

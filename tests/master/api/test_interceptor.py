@@ -1,0 +1,66 @@
+"""What stands around every method, where callers leave."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import pytest
+
+from oobleck.master.api.calls import Calls
+from oobleck.master.api.interceptor import CallInterceptor
+
+
+class Context:
+    """Of a caller that leaves after the first reply: gRPC fails to send the second one."""
+
+    def __init__(self) -> None:
+        self.written: list[int] = []
+
+    async def write(self, reply: int) -> None:
+        if self.written:
+            raise grpc.aio.InternalError('Failed "execute_batch"')
+        self.written.append(reply)
+
+    def code(self) -> None:
+        return None
+
+
+def test_a_caller_that_leaves_a_stream_leaves_no_word_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    closed = False
+
+    async def replies(request: object, context: object) -> AsyncIterator[int]:
+        nonlocal closed
+        try:
+            for number in range(10):
+                yield number
+        finally:
+            closed = True
+
+    async def anybody(method: str, context: object) -> None: ...
+
+    async def run() -> None:
+        calls, context = Calls(lambda: 0.0), Context()
+
+        async def handler(details: object) -> Any:
+            return grpc.unary_stream_rpc_method_handler(replies)  # type: ignore[arg-type]
+
+        class Details:
+            method = "/oobleck.Operator/Logs"
+
+        guard = CallInterceptor(anybody, calls)
+        guarded = await guard.intercept_service(handler, Details())  # type: ignore[arg-type]
+        call = asyncio.create_task(guarded.unary_stream(object(), context))
+        with suppress(asyncio.CancelledError):
+            await call
+        assert call.cancelled(), "so gRPC takes it for a call that was cancelled"
+        assert (context.written, closed) == ([0], True)
+        assert (calls.open["Logs"], calls.ended["Logs", "CANCELLED"]) == (0, 1)
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(run())
+    assert caplog.records == []
