@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from oobleck.host.doctor.orders import Answer, Unable
 from oobleck.master.api.access import caller
 from oobleck.master.api.code import CodeOfJobs
 from oobleck.master.api.limits import MOST_DETAILS
@@ -117,7 +118,7 @@ class ControlService(rpc.ControlServicer):
                     self._master.timelines.clock_read(session.node, message.clock)
                     continue
                 case "examined":
-                    answer = read_answer(message.examined)
+                    answer = _answer(session, message.examined)
                     self._master.examinations.take(session.node, message.examined.number, answer)
                     continue
                 case _:
@@ -136,6 +137,16 @@ class ControlService(rpc.ControlServicer):
                 raise
             self._master.sessions.refused["message of a newer protocol"] += 1
             return []
+
+
+def _answer(session: AgentSession, message: pb.Examined) -> Answer:
+    """Raises ValueError where it is malformed, and not of a later release."""
+    try:
+        return read_answer(message)
+    except ValueError as error:
+        if not session.newer:
+            raise
+        return Unable(reason=f"its agent is of a later release: {error}")
 
 
 async def _write_whole(context: Context, message: pb.MasterMessage) -> None:

@@ -51,6 +51,7 @@ from oobleck.planner.ids import NodeName
 from oobleck.planner.job.spec import JobSpec
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.examinations import examine_message
+from oobleck.proto.protocol import EXAMINES
 
 #: An agent's own process gives up before; the rest is the way there and back.
 _ORDER_S = ANSWER_S + 10.0
@@ -152,6 +153,8 @@ class Examinations:
         session = self._session(node)
         if session is None:
             return Unable(reason="it is not connected")
+        if self._state.nodes[node].facts.newest_protocol < EXAMINES:
+            return Unable(reason="its agent is of an earlier release, which looks at nothing")
         number = next(self._numbers)
         key = node, number
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -425,7 +428,7 @@ def _reason(answer: Answer) -> str:
 
 
 def _no_answer(name: str, reason: str) -> Finding:
-    fix = "look at its agent's log and at its host; an agent of an older version cannot answer"
+    fix = "look at its agent's log and at its host, and install the master's release there"
     return Finding(check="agent", level="fail", what=reason, fix=fix, node=name)
 
 

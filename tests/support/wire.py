@@ -23,6 +23,7 @@ import msgspec
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 
+from oobleck.host.doctor.orders import Answer, Order
 from oobleck.host.ipc.messages import Assign, Measure
 from oobleck.master.events.unions import Journaled
 from oobleck.proto import control_pb2 as pb
@@ -30,7 +31,12 @@ from oobleck.proto.types import WorkerReport
 
 LOCK = Path(__file__).parents[2] / "proto" / "wire.lock"
 #: What stands in a message as text or bytes, or in the journal.
-PACKED = (Assign, Measure, WorkerReport, *get_args(Journaled))
+PACKED = (
+    *(Assign, Measure, WorkerReport),
+    *get_args(Order),
+    *get_args(Answer),
+    *get_args(Journaled),
+)
 
 #: By place: what is there, in words; the first words of a field's count.
 Words = Mapping[str, str]

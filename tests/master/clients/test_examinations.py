@@ -39,6 +39,7 @@ from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node, NodeSeen
 from oobleck.planner.ids import Incarnation, JobId, NodeName
 from oobleck.proto.examinations import read_order
+from oobleck.proto.protocol import NEWEST, OLDEST
 from support.fake_agent import facts
 from support.scenario import job_spec
 
@@ -63,7 +64,8 @@ class Nodes:
         self.orders: list[tuple[str, Order]] = []
         for number, name in enumerate(map(NodeName, names), start=1):
             seen = NodeSeen(last_heard=0.0, session=number)
-            self.state.nodes[name] = Node(facts=facts(name, address=f"10.0.0.{number}"), seen=seen)
+            there = facts(name, address=f"10.0.0.{number}", newest_protocol=NEWEST)
+            self.state.nodes[name] = Node(facts=there, seen=seen)
             session = AgentSession(number=number, node=name, incarnation=Incarnation("aaaa"))
             self.sessions[name] = session
         config = MasterConfig(listen="127.0.0.1:0", state_dir=folder, timing=Detection())
@@ -161,10 +163,12 @@ def test_who_does_not_answer_is_told_and_left_out(
 ) -> None:
     monkeypatch.setattr(examinations, "_CLOCK_S", 0.2)
     monkeypatch.setattr(examinations, "_LOOK_S", 0.05)
-    nodes = Nodes(tmp_path, "n1", "n2", "n3", "n4", "n5")
+    nodes = Nodes(tmp_path, "n1", "n2", "n3", "n4", "n5", "n6")
+    last = nodes.state.nodes[NodeName("n6")]
+    last.facts = msgspec.structs.replace(last.facts, newest_protocol=OLDEST)
 
     def answer(node: str, order: Order) -> Answer | None:
-        if node == "n3":  # its agent hangs, or is of an older version
+        if node == "n3":  # its agent hangs
             return None
         if node == "n4" and isinstance(order, Look):
             return Unable(reason="the process that looks has not answered for 50 s")
@@ -178,8 +182,9 @@ def test_who_does_not_answer_is_told_and_left_out(
     async def test() -> None:
         async with nodes.answering(answer):
             found = await nodes.examine(Wish(checkpoints=(SAVED,)))
-        assert sorted(bad(found)) == [("agent", "fail", f"n{number}") for number in (3, 4, 5)]
+        assert sorted(bad(found)) == [("agent", "fail", f"n{number}") for number in (3, 4, 5, 6)]
         assert {type(order) for node, order in nodes.orders if node == "n3"} == {ReadClock}
+        assert not [order for node, order in nodes.orders if node == "n6"]
 
     run(test)
 
