@@ -187,13 +187,18 @@ def agent_message(random: Random, incarnation: str) -> pb.AgentMessage:
             message.log.job_id, message.log.slot = job, slot
             message.log.lines.extend(["a line", "another"])
         case _:
-            random.choice((_recorded, _clock))(message, job, slot)
+            random.choice((_recorded, _clock, _examined))(message, job, slot)
     return message
 
 
 def _recorded(message: pb.AgentMessage, job: str, slot: int) -> None:
     message.recorded.job_id, message.recorded.slot = job, slot
     message.recorded.recording = '{"number":1,"spans":[]}'
+
+
+def _examined(message: pb.AgentMessage, job: str, slot: int) -> None:
+    message.examined.number = 1
+    message.examined.answer = b'{"type":"looked","findings":[],"seen":[],"mtu":1500}'
 
 
 def _clock(message: pb.AgentMessage, job: str, slot: int) -> None:

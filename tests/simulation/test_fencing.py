@@ -17,6 +17,7 @@ from simulation.drill import TIMING
 from simulation.network import Stream
 from simulation.world import World
 
+from oobleck.host.doctor.orders import Done
 from oobleck.host.ipc.messages import (
     CheckpointSaved,
     Evaluated,
@@ -32,6 +33,7 @@ from oobleck.host.ipc.messages import (
 from oobleck.master.state.cluster import ClusterState
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.proto import control_pb2 as pb
+from oobleck.proto.examinations import examined_message
 from oobleck.proto.reports import report_bytes
 from oobleck.proto.types import Happening, Hung, WorkerExited, WorkerReport
 from support.scenario import copied, job_spec
@@ -85,6 +87,7 @@ def messages() -> dict[str, pb.AgentMessage]:
         "log": pb.AgentMessage(log=pb.LogLines(job_id=JOB, slot=0, lines=["stale"])),
         "recorded": pb.AgentMessage(recorded=pb.Recorded(job_id=JOB, slot=0, recording="{}")),
         "clock": pb.AgentMessage(clock=pb.ClockRead(number=1, monotonic_ns=1, boot="b")),
+        "examined": pb.AgentMessage(examined=examined_message(1, Done())),
     }
 
 
