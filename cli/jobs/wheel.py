@@ -61,4 +61,4 @@ def sent_text(connection: "MasterClient", job: "JobSpec") -> str:
         wheel = read_wheel(job.code)
         connection.put_code(wheel.content)
         job = dataclasses.replace(job, code=stored_as(wheel.digest))
-    return format_job(job)
+    return format_job(job, defaults=False)  # a master of before may not know all keys
