@@ -94,11 +94,11 @@ class CountedLinks(Links):
         self.made += 1
         super()._open(*opened)
 
-    def _write(self, link: Link, epoch: int, label: Label, content: memoryview) -> Outgoing:
+    def _write(self, link: Link, epoch: int, label: Label, *content: memoryview) -> Outgoing:
         if Kind(label.kind) not in LEAVING:
             self.messages += 1
-            self.sent_bytes += HEADER.size + len(content)
-        return super()._write(link, epoch, label, content)
+            self.sent_bytes += HEADER.size + sum(len(piece) for piece in content)
+        return super()._write(link, epoch, label, *content)
 
 
 class SimulatedWorker:
