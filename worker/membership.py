@@ -204,6 +204,8 @@ class Membership:
         transport is raised, and not that others are lost for it."""
         try:
             yield
+        except Unreached:
+            raise
         except TransportError:
             if (failure := self.transport.failure) is not None:
                 raise failure from None

@@ -55,9 +55,10 @@ class Switch:
         self._listener = Listener(self.path, "AF_UNIX", backlog=256)
         self._members: list[threading.Thread] = []
         self._ended = threading.Event()
-        #: Operations that were done, and groups that a member has begun to connect.
+        #: Operations that were done.
         self.done = 0
-        self.made = 0
+        #: One for each group that a member has begun to connect; added to by several threads.
+        self._made: list[FakeGroup] = []
         #: By the members that are there: operations that each has done.
         self._uses: dict[FakeGroup, int] = {}
         #: Cleared: no group is connected.
@@ -80,6 +81,11 @@ class Switch:
         self._listener.close()
         self._folder.cleanup()
 
+    @property
+    def made(self) -> int:
+        """How often a member has begun to connect a group."""
+        return len(self._made)
+
     def all_are_used(self) -> bool:
         """Whether all members of all groups have used them more than once."""
         return all(count > 1 for count in tuple(self._uses.values()))
@@ -100,10 +106,10 @@ class Switch:
         try:
             identifier, rank, size, pid = connection.recv()
             device = self._devices.setdefault(pid, Device(streams=_STREAMS))
-            self.made += 1
             group = FakeGroup(self._fabric, device, Identifiers({_KEY: identifier}), rank, size)
             group.eager_connect_single_device(None)
             self._uses[group] = 0
+            self._made.append(group)
             while self._until(lambda: connection.poll(_POLL_S)):
                 connection.send(self._carry_out(group, connection, *connection.recv()))
         except (EOFError, OSError):

@@ -724,6 +724,21 @@ def test_what_not_all_have_launched_is_made_anew(cluster):
     here.party.everywhere(lambda links: step_of(here.transports[links.rank]))
 
 
+def test_what_all_have_launched_ends_though_the_generation_is_over(cluster):
+    here = cluster(2)
+    transports = here.connect([(0, 1)], PAIR)
+    for rank, transport in zip(here.ranks, transports, strict=True):
+        rank.faults["end"] = partial(time.sleep, 0.05)
+        transport.all_reduce(torch.ones(1), (0, 1))
+    sums = [transport.communicator("owners", (0, 1)) for transport in transports]
+    until(lambda: all(each.launched == 2 for each in sums), "both to launch it")
+    for transport in transports:
+        transport.abort()
+    here.connect([(0, 1)], PAIR)
+    assert [transport.kept for transport in here.transports] == [3, 3]
+    here.party.everywhere(lambda links: step_of(here.transports[links.rank]))
+
+
 def test_what_one_has_made_alone_is_made_anew(cluster):
     """A meeting breaks off as one has ended the old communicators, and the other one has not."""
     here = cluster(2)

@@ -5,6 +5,7 @@ and whether a call has failed. Operations of a communicator run one after the ot
 their launch, so the end of the last one is the end of all. Must not know generations.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ class Key:
 
 
 class Communicator:
-    """Used by one thread at a time, but for `group`, whose abort any may call."""
+    """Launched on by one thread at a time. Whoever asks how it is must know that no abort of it is
+    under way."""
 
     def __init__(self, key: Key, born: int, group: ProcessGroup, stream: int) -> None:
         """`born`: the epoch of the meeting in which it is made; `stream`: which one its operations
@@ -48,7 +50,10 @@ class Communicator:
         self.failed = False
         #: Operations, from its making on.
         self.launched = 0
+        #: The last one, until its end was seen: it keeps its tensor.
         self._last: Work | None = None
+        #: Of these two: one thread may see an end as another one launches.
+        self._lock = threading.Lock()
         #: By which its operations come behind what was queued when they were asked for.
         self.behind: torch.cuda.Stream | None = None
 
@@ -78,13 +83,26 @@ class Communicator:
                 work = self.group.send([tensor], 1, 0)
             else:
                 work = self.group.recv([tensor], 0, 0)
-        self.launched += 1
-        self._last = work
+        with self._lock:
+            self.launched += 1
+            self._last = work
         return work
 
-    def has_ended(self) -> bool:
-        """Whether all that was launched on it has. Raises as `peers_may_fail` does."""
-        return self._last is None or has_ended(self._last, self)
+    def has_ended(self, work: Work | None = None) -> bool:
+        """Whether `work`, which was launched on it, has; by default all that was. Raises as
+        `peers_may_fail` does."""
+        work = work or self._last
+        if work is None:
+            return True
+        with self.calling():
+            if not work.is_completed():
+                return False
+            if (error := work.exception()) is not None:
+                raise error
+        with self._lock:
+            if self._last is work:
+                self._last = None
+        return True
 
     def is_whole(self) -> bool:
         """Whether it is connected, and all that was launched on it has ended and succeeded."""
@@ -94,13 +112,3 @@ class Communicator:
             return self.has_ended()
         except (RuntimeError, TransportError, NodeError):  # whoever wants a result raises it
             return False
-
-
-def has_ended(work: Work, communicator: Communicator) -> bool:
-    """Raises where it has failed, as `peers_may_fail` does."""
-    with communicator.calling():
-        if not work.is_completed():
-            return False
-        if (error := work.exception()) is not None:
-            raise error
-    return True

@@ -66,7 +66,7 @@ class Connecting:
         #: Of whoever makes one, or asks NCCL how the use of it is.
         self._lock = threading.Lock()
         self._given_up = False
-        #: By which it has ended, or has been given up.
+        #: By which it has ended, unless it was given up.
         self.failure: Exception | None = None
         #: What all this is for: there once it is `done`.
         self.made: dict[Name, Communicator] = {}
@@ -117,7 +117,7 @@ class Connecting:
             self.done = True
         except Exception as error:  # noqa: BLE001  # handed on
             # The boundary of the thread: whoever uses the transport raises it.
-            self.failure = error
+            self.failure = None if self._given_up else error
         self._news()
 
     def _begin_all(self) -> None:

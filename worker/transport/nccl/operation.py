@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from oobleck.worker.transport.nccl.communicator import Communicator, has_ended
+from oobleck.worker.transport.nccl.communicator import Communicator
 
 
 class Waiting(Protocol):
@@ -24,6 +24,9 @@ class Waiting(Protocol):
 
     def unaborted(self) -> AbstractContextManager[None]:
         """No abort begins within. Raises TransportError after one."""
+
+    def seen_to_end(self, operation: "Operation") -> None:
+        """It needs nothing any more."""
 
     def wait_until(self, done: Callable[[], bool], peers: Collection[int] = ()) -> None:
         """Until the device has `done` something with `peers`. Raises TransportError after an abort,
@@ -58,18 +61,15 @@ class Operation:
         self._transport.advance()
         return self._work is not None
 
-    @property
-    def was_seen_to_end(self) -> bool:
-        return self._ended
-
     def has_ended(self) -> bool:
         """Raises TransportError where it has failed."""
         if self._work is None or self._ended:
             return self._ended
         with self._transport.unaborted():
-            if not has_ended(self._work, self._communicator):
+            if not self._communicator.has_ended(self._work):
                 return False
         self._ended, self._tensor = True, None
+        self._transport.seen_to_end(self)
         return True
 
     def wait(self) -> None:

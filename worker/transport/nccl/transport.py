@@ -104,10 +104,10 @@ class NcclTransport:
         self._news = threading.Event()
         #: Raised where the own thread launches something, for whoever waits.
         self._failure: Exception | None = None
-        #: Those that were asked for, but for the first ones, whose end was seen: the tensors stay
-        #: as long as something runs.
-        self._asked: deque[Operation] = deque()
-        #: Sums and sends whose end was not seen yet.
+        #: Those that were asked for and whose end was not seen yet: their tensors stay as long as
+        #: something may run.
+        self._asked: set[Operation] = set()
+        #: Of these the sums and sends.
         self._under_way: deque[Operation] = deque()
         #: Those that are not in use yet; None: there are none.
         self._connecting: Connecting | None = None
@@ -188,12 +188,13 @@ class NcclTransport:
         operation = self._operation(name, tensor, line.peers)
         with self._launching:
             self.check()
-            while self._asked and self._asked[0].was_seen_to_end:
-                self._asked.popleft()
-            self._asked.append(operation)
+            self._asked.add(operation)
             line.want(operation.launch)
             line.advance()
         return operation
+
+    def seen_to_end(self, operation: Operation) -> None:
+        self._asked.discard(operation)
 
     def advance(self) -> None:
         """Launch what may be."""
