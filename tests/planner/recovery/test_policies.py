@@ -10,6 +10,7 @@ from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.communicators import communicators
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.pipeline import place
 from oobleck.planner.programs.plan import Plan
@@ -314,3 +315,14 @@ def test_a_shadow_without_memory_to_compute_does_not_take_over() -> None:
     refused = answers(replace(asked, profile=tight))["reroute"]
     assert isinstance(refused, PlanInfeasible)
     assert "move state instead" in str(refused)
+
+
+@pytest.mark.parametrize(("policy", "kept", "of"), [("templates", 17, 21), ("reroute", 17, 26)])
+def test_most_communicators_of_a_plan_are_those_of_the_plan_before(
+    policy: RecoveryPolicy, kept: int, of: int
+) -> None:
+    """Workers keep these, and connect the others (docs/cuda.md)."""
+    asked = change([4, 4, 4], "n5")
+    before = communicators(asked.plan, tied=False)
+    after = communicators(answer(asked, policy).found.plan, tied=False)
+    assert (len(set(before) & set(after)), len(after)) == (kept, of)
