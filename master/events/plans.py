@@ -72,6 +72,14 @@ class StandByFor(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
+class Expected(msgspec.Struct, frozen=True, kw_only=True):
+    """What the planner expected of a plan, by the job's profile."""
+
+    step_s: float
+    #: How long the state that moves takes.
+    stall_s: float
+
+
 class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
     """The next generation: every node of the plan is to enter it as `Assign` says."""
 
@@ -99,6 +107,8 @@ class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
     policy: str = "templates"
     #: Whose plan is to follow at a step boundary; empty: nobody's.
     then: Next | Literal[""] = ""
+    #: None: it was not asked for, as of the first plan.
+    expected: Expected | None = None
     #: Nobody had entered the plan before, which was for a step boundary: this one comes from the
     #: one that was trained in.
     passes_over: bool = False

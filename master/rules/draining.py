@@ -172,7 +172,7 @@ def move_off(context: Context, job: Job) -> Decision | None:
         detect_s=0.0,
         policy=answer.policy,
         then=answer.then or "",
-        outrun_bytes=answer.outrun_bytes,
+        answer=answer,
     )
     return Decision(actions=(*events, event), reason=reason)
 

@@ -12,7 +12,7 @@ from typing import Literal
 from oobleck.host.ipc.messages import Rendezvous
 from oobleck.master.events.jobs import JobWaiting
 from oobleck.master.events.nodes import NodeLost, NodeYielded, WorkerLost
-from oobleck.master.events.plans import Cause, PlanMade
+from oobleck.master.events.plans import Cause, Expected, PlanMade
 from oobleck.master.planning import client
 from oobleck.master.planning.requests import VOLUNTARY, PlanWanted
 from oobleck.master.rules import holders, stand_by
@@ -62,11 +62,11 @@ def plan_made(
     policy: str = "templates",
     then: Next | Literal[""] = "",
     passes_over: bool = False,
-    outrun_bytes: int = 0,
+    answer: Answer | None = None,
 ) -> PlanMade:
     """`restore`: workers shall go back to the newest checkpoint. So they shall where the plan
     before told them to and has committed no step: it is not known which of them have gone back.
-    `passes_over`: as in `PlanMade`; `outrun_bytes`: as in `Answer`."""
+    `passes_over`: as in `PlanMade`; `answer`: what the plan is of."""
     if detect_s is None:
         loss = job.seen.loss
         detect_s = loss.declared_at - loss.evidence_at if loss is not None else 0.0
@@ -84,7 +84,7 @@ def plan_made(
         incarnations=tuple(_process(context.state, worker) for worker in plan.workers),
         cause=cause,
         rule=rule,
-        reason=reason + _outrun(outrun_bytes),
+        reason=reason + (_outrun(answer.outrun_bytes) if answer is not None and boundary else ""),
         nodes_lost=tuple(
             loss.node
             for loss in job.current.losses
@@ -108,6 +108,7 @@ def plan_made(
         anew=go_back and not job.has_checkpoint,
         policy=policy,
         then=then,
+        expected=_expected(answer),
         passes_over=passes_over,
         standing_by=tuple(
             WorkerRate(worker=worker, rate=rate)
@@ -118,6 +119,12 @@ def plan_made(
         overtaken=reconfiguration_stats(context, job),
         evidence=() if boundary else carried(job, context.now),
     )
+
+
+def _expected(answer: Answer | None) -> Expected | None:
+    if answer is None:
+        return None
+    return Expected(step_s=answer.step_s, stall_s=answer.stall_s)
 
 
 def _outrun(count: int) -> str:

@@ -108,6 +108,7 @@ def replan(context: Context, job: Job) -> Decision | None:
         policy=answer.policy,
         then=answer.then or "",
         passes_over=job.unentered,
+        answer=answer,
     )
     return Decision(actions=(event,), reason=reason)
 
@@ -242,7 +243,7 @@ def join(context: Context, job: Job) -> Decision | None:
         reason=found.reason,
         detect_s=0.0,  # until it has settled, nothing waits for it
         then=answer.then or "",
-        outrun_bytes=answer.outrun_bytes,
+        answer=answer,
     )
     return Decision(actions=(event,), reason=found.reason)
 
@@ -308,6 +309,6 @@ def follow_up(context: Context, job: Job) -> Decision | None:
         detect_s=0.0,  # nothing waits for it
         policy=answer.policy,
         then=answer.then or "",
-        outrun_bytes=answer.outrun_bytes,
+        answer=answer,
     )
     return Decision(actions=(event,), reason=found.reason)

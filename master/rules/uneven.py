@@ -65,7 +65,7 @@ def even_out(context: Context, job: Job) -> Decision | None:
         detect_s=0.0,  # nothing waits for it
         policy=answer.policy,
         then=what_follows(made.then, answer),
-        outrun_bytes=answer.outrun_bytes,
+        answer=answer,
     )
     return Decision(actions=(event,), reason=answer.found.reason)
 

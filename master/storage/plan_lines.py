@@ -87,6 +87,9 @@ def _reconfigured(
         "received_bytes": stats.received_bytes,
         "fed_bytes": stats.fed_bytes,
         "stall_s": stats.stall_s,
+        "expected": None
+        if made.expected is None
+        else {"step_s": made.expected.step_s, "stall_s": made.expected.stall_s},
         "pipelines_before": pipelines(before),
         "pipelines_after": pipelines(made.plan),
         "can_lose": made.can_lose,

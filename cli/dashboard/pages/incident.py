@@ -56,6 +56,7 @@ class IncidentPage(JobBased):
                 bars=incident.bars(record),
                 facts=list(facts(dict(record))),
                 held=incident.held(changes, history.step_s),
+                profile=self.status().profile or "open",
                 changes=[sentence(dict(change)) for change in changes],
             )
         ]

@@ -165,7 +165,8 @@ def test_an_incident_appears_on_the_open_page_and_has_one_of_its_own(
     shown = plain(page.text)
     assert 'class="phase-detect"' in page.text
     assert f"agent of n2: pid {worker.pid} was killed by signal 9" in shown
-    assert re.search(r"generation \d: a step \S+( \w+)? \d\.\d{3} s", shown), shown
+    assert re.search(r"generation \d: a step \d\.\d{3} s \d\.\d{3} s", shown), shown
+    assert re.search(r"generation \d: standstill 0\.000 s \d\.\d{3} s", shown), shown
     assert "worker n2/0 faults" in shown  # its last words
     chart = viewer.get(f"/jobs/{stand.job}").text
     assert f'<a href="/jobs/{stand.job}/incidents/{number}">' in chart
