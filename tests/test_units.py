@@ -69,3 +69,17 @@ def test_what_systemd_says_of_a_unit(unit: str) -> None:
     assert found is not None, result.stdout + result.stderr
     assert float(found[1]) <= EXPOSURE[unit]
     assert "Unknown" not in result.stderr
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
+def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path) -> None:
+    """But that the programs, which the reader installs, are not there."""
+    wrong = tmp_path / "wrong.service"
+    wrong.write_text("[Service]\nExecStart=/bin/true\nRestarts=always\n")
+    paths = [*(str(DEPLOY / f"{unit}.service") for unit in EXPOSURE), str(wrong)]
+    command = ["systemd-analyze", "verify", "--man=no", *paths]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    mine = [line for line in result.stderr.splitlines() if "oobleck" in line or "wrong" in line]
+    found = [line for line in mine if "is not executable: No such file" not in line]
+    assert len(found) == 1, result.stderr
+    assert "'Restarts'" in found[0], "it would have told"
