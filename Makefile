@@ -31,7 +31,7 @@ soak: setup
 	SIMULATION_SEEDS=5000 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/simulation
 	$(BIN)/python -m pytest --numprocesses 3 --dist load --maxschedchunk 1 -m soak tests/fault
 	$(BIN)/python -m pytest -m soak tests/fuzz
-	$(BIN)/python -m pytest -m soak tests/cli/ssh tests/deploy
+	$(BIN)/python -m pytest -m soak tests/cli/ssh tests/cli/dashboard tests/deploy
 	$(BIN)/python -m pytest -m soak tests/worker/models tests/cluster
 	$(BIN)/python -m bench.soak
 

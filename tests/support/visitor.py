@@ -12,8 +12,9 @@ from html import unescape
 from pathlib import Path
 from urllib.parse import urlencode
 
-from support.commands import end, run
-from support.waiting import PATIENCE_S
+from oobleck.cli.client import MasterClient
+from support.commands import end, run, start_agent, start_master
+from support.waiting import PATIENCE_S, until
 
 
 class Dashboard:
@@ -142,3 +143,37 @@ class Visitor:
             yield changes()
         finally:
             connection.close()
+
+
+#: The stand-in takes the milliseconds of a step from the seed.
+JOB = """\
+name: demo
+model: {kind: gpt, layers: 2, hidden: 8, heads: 2, sequence_length: 8}
+data: {text: ["data.txt"]}
+training: {steps: 1000000, global_batch: 4, seed: 50}
+"""
+NODES = ("n1", "n2", "n3")
+
+
+class Stand:
+    """A master, its agents, a job that runs, and the dashboard."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.master, self.address = start_master(folder / "state")
+        self.agents = {name: start_agent(self.address, name) for name in NODES}
+        self.client = MasterClient(self.address)
+        until(lambda: len(self.client.nodes()) == len(NODES), "the agents register")
+        (folder / "data.txt").write_text("some text " * 100)
+        (folder / "job.yaml").write_text(JOB)
+        made = run("submit", str(folder / "job.yaml"), "--master", self.address)
+        assert made.returncode == 0, made
+        self.job = made.stdout.strip()
+        until(lambda: self.client.job(self.job).committed_step > 3, "steps")
+        self.dashboard = Dashboard(folder, "--master", self.address)
+
+    def end(self) -> None:
+        end(self.dashboard.process)
+        self.client.close()
+        for process in (*self.agents.values(), self.master):
+            end(process)
