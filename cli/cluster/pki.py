@@ -12,7 +12,7 @@ from oobleck.cli.options import (
     NO_SUCH_THING,
     USAGE,
     F,
-    json_option,
+    form_options,
     master_option,
     time_option,
 )
@@ -30,6 +30,7 @@ from oobleck.host.security.credentials import (
 from oobleck.planner.ids import check_name
 
 if TYPE_CHECKING:
+    from oobleck.cli.output.form import Form
     from oobleck.host.security.credentials import Role
     from oobleck.proto import control_pb2 as pb
 
@@ -246,22 +247,23 @@ def renew(folder: Path, master: str) -> None:
 
 @pki.command("list")
 @master_option
-@json_option("One JSON object: {tokens, credentials}.")
-def list_(master: Endpoint, as_json: bool) -> None:
+@form_options("One JSON object: {tokens, credentials}.")
+def list_(master: Endpoint, form: "Form") -> None:
     """List tokens that can still be used, and who was given a certificate by the master.
 
     The last column says who made the token, or the one that the holder joined by.
     """
     from oobleck.cli.client import MasterClient
-    from oobleck.cli.output import text
+    from oobleck.cli.output.form import document, is_data
     from oobleck.cli.output.table import terminal_width
+    from oobleck.cli.output.text import plain
 
     with MasterClient(master) as connection:
         found = connection.credentials()
-    if as_json:
-        click.echo(text.dump(text.plain(found)))
+    if is_data(form):
+        click.echo(document(plain(found), form))
         return
-    click.echo(credentials_table(found, terminal_width()))
+    click.echo(credentials_table(found, None if form == "wide" else terminal_width()))
 
 
 @pki.command()

@@ -11,6 +11,7 @@ from oobleck.cli.jobs.job_file import check_checkpoints, check_inputs, read_only
 from oobleck.cli.jobs.own_model import Found, look_at, refuse, tell
 
 if TYPE_CHECKING:
+    from oobleck.cli.output.form import Form
     from oobleck.planner.job.description import TreeSketch
     from oobleck.planner.job.spec import JobSpec
 
@@ -22,14 +23,14 @@ problem."""
 @click.command(epilog=EPILOG)
 @click.argument("job_file", metavar="JOB.yaml", type=click.Path(dir_okay=False, path_type=Path))
 @options.set_option
-@options.json_option("Layers and problems as one JSON object.")
-def check(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> int:
+@options.form_options("Layers and problems as one JSON object.")
+def check(job_file: Path, overrides: tuple[str, ...], form: "Form") -> int:
     """Look for what is wrong with the job that JOB.yaml (- for standard input) describes.
 
     No master is asked: files are looked for on this machine. A model of your own is run for one
     micro-batch, layer by layer, and shown as a table.
     """
-    from oobleck.cli.output import text
+    from oobleck.cli.output.form import document, is_data
 
     found = look_at(read_only(job_file, overrides), always=True)
     if found.job.model.known:
@@ -37,19 +38,18 @@ def check(job_file: Path, overrides: tuple[str, ...], as_json: bool) -> int:
         check_checkpoints(found.job)
         read_profile(found.job)
     layers = _layers(found.job)
-    if as_json:
+    if is_data(form):
         problems = [
             {"where": p.where, "sentence": p.sentence, "warning": p.warning} for p in found.problems
         ]
-        click.echo(
-            text.dump_line({"ok": not found.refusals, "layers": layers, "problems": problems})
-        )
+        answer = {"ok": not found.refusals, "layers": layers, "problems": problems}
+        click.echo(document(answer, form))
         return options.USAGE if found.refusals else 0
-    _show(found, layers)
+    _show(found, layers, wide=form == "wide")
     return 0
 
 
-def _show(found: Found, layers: list[dict[str, Any]]) -> None:
+def _show(found: Found, layers: list[dict[str, Any]], *, wide: bool) -> None:
     from oobleck.cli.output.table import table, terminal_width
     from oobleck.planner.units import format_bytes
 
@@ -68,7 +68,7 @@ def _show(found: Found, layers: list[dict[str, Any]]) -> None:
             for layer in layers
         ]
         heads += ("COMPILED",) if compiled else ()
-        click.echo(table(heads, rows, width=terminal_width()))
+        click.echo(table(heads, rows, width=None if wide else terminal_width()))
     for problem in found.problems:
         if problem.warning:
             tell(f"warning: {problem}")

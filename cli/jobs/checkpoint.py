@@ -17,6 +17,7 @@ from oobleck.cli.options import (
     FAILED,
     NO_SUCH_THING,
     USAGE,
+    form_options,
     json_option,
     master_option,
 )
@@ -27,6 +28,8 @@ from oobleck.planner.redact import HIDDEN
 
 if TYPE_CHECKING:
     from oobleck.cli.client import MasterClient
+    from oobleck.cli.output.form import Form
+    from oobleck.cli.output.table import Column
     from oobleck.host.storage.checkpoints import StoredCheckpoint
     from oobleck.host.storage.folder import Folder
     from oobleck.planner.recovery.checkpoint import InvalidCheckpoint
@@ -104,37 +107,34 @@ def _await_answer(connection: "MasterClient", job_id: str, number: int) -> dict[
 @checkpoint.command("list")
 @click.argument("target", metavar="PATH|JOB")
 @master_option
-@json_option("A JSON array of checkpoints, newest first.")
-def list_(target: str, master: Endpoint, as_json: bool) -> None:
+@form_options("A JSON array of checkpoints, newest first.")
+def list_(target: str, master: Endpoint, form: "Form") -> None:
     """List the checkpoints in PATH, or of JOB.
 
     PATH is a directory or URL. Newest first; also what is damaged, and what saves under way or
     broken off have left. 'verify' looks into the files.
     """
-    from oobleck.cli.output import text
-    from oobleck.cli.output.table import table, terminal_width
+    from oobleck.cli.output.form import document, is_data
+    from oobleck.cli.output.table import listing, terminal_width
     from oobleck.host.storage.checkpoints import list_checkpoints
 
     folder = _open(_path(target, master))
     try:
-        listing = list_checkpoints(folder)
+        there = list_checkpoints(folder)
     except OSError as error:
         raise _unreadable(folder.url, error) from error
-    if as_json:
-        found = [_plain(item, folder) for item in listing.checkpoints]
-        bad = [{"name": n, "state": "damaged", "problem": p} for n, p in listing.damaged.items()]
-        torn = [{"name": name, "state": "torn", "problem": ""} for name in listing.torn]
-        click.echo(text.dump([*found, *bad, *torn]))
+    if is_data(form):
+        found = [_plain(item, folder) for item in there.checkpoints]
+        bad = [{"name": n, "state": "damaged", "problem": p} for n, p in there.damaged.items()]
+        torn = [{"name": name, "state": "torn", "problem": ""} for name in there.torn]
+        click.echo(document([*found, *bad, *torn], form))
         return
-    rows = [
-        (item.manifest.step, text.moment(item.manifest.created), _size(item), item.name)
-        for item in listing.checkpoints
-    ]
-    heads = ("STEP", "SAVED", "SIZE", "NAME")
-    click.echo(table(heads, rows, width=terminal_width()) if rows else "no checkpoints")
-    for problem in listing.damaged.values():
+    wide = form == "wide"
+    shown = listing(_columns(folder), there.checkpoints, width=terminal_width(), wide=wide)
+    click.echo(shown or "no checkpoints")
+    for problem in there.damaged.values():
         click.echo(inline(f"damaged: {problem}"))
-    for name in listing.torn:
+    for name in there.torn:
         click.echo(f"not complete: {name}")
 
 
@@ -323,6 +323,23 @@ def _instead(candidates: "list[tuple[Folder, StoredCheckpoint]]", output: Path) 
 
 def _unreadable(path: str, error: OSError) -> CommandFailed:
     return CommandFailed(f"cannot read {path}: {error.strerror or error}", NO_SUCH_THING)
+
+
+def _columns(folder: "Folder") -> "tuple[Column, ...]":
+    """Of checkpoints in the folder."""
+    from oobleck.cli.output.table import Column
+    from oobleck.cli.output.text import moment
+
+    return (
+        Column("STEP", lambda found: found.manifest.step),
+        Column("SAVED", lambda found: moment(found.manifest.created)),
+        Column("SIZE", _size),
+        Column("JOB", lambda found: found.manifest.job, wide=True),
+        Column("MODEL", lambda found: found.manifest.model.family, wide=True),
+        Column("LAYERS", lambda found: len(found.manifest.files), wide=True),
+        Column("NAME", lambda found: found.name),
+        Column("PATH", lambda found: _plain(found, folder)["path"], wide=True),
+    )
 
 
 def _plain(found: "StoredCheckpoint", folder: "Folder") -> dict[str, object]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from oobleck.cli.options import USAGE, json_option, set_option
+from oobleck.cli.options import USAGE, form_options, set_option
 from oobleck.cli.planning.question import Flags, Question, from_job, from_profile
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import printable
@@ -16,6 +16,7 @@ from oobleck.planner.schedules import SCHEDULES, Schedule
 from oobleck.planner.units import count, format_bytes
 
 if TYPE_CHECKING:
+    from oobleck.cli.output.form import Form
     from oobleck.planner.job.spec import RecoveryPolicy
     from oobleck.planner.report.report import PlanReport
 
@@ -105,7 +106,7 @@ if TYPE_CHECKING:
     help="Where too few nodes hold a layer, others may hold it that do not run it, so that fewer "
     "nodes survive as many losses.  [default: as the job says; not with --profile]",
 )
-@json_option("One JSON object: templates, plan, after_losses with --lost, and slow with --slow.")
+@form_options("One JSON object: templates, plan, after_losses with --lost, and slow with --slow.")
 def plan(
     job_file: Path | None,
     profile_file: Path | None,
@@ -116,11 +117,11 @@ def plan(
     policy: str | None,
     slow: tuple[str, ...],
     shadows: bool | None,
-    as_json: bool,
+    form: "Form",
     **flags: Any,
 ) -> None:
     """Show the templates and the plan for JOB.yaml, or for a profile, on N nodes."""
-    from oobleck.cli.output import text
+    from oobleck.cli.output.form import document, is_data
     from oobleck.cli.output.table import terminal_width
 
     question = _question(job_file, profile_file, overrides, Flags(**flags))
@@ -141,10 +142,10 @@ def plan(
         )
     if question.notes:
         data["notes"] = list(question.notes)
-    if as_json:
-        click.echo(text.dump(data))
+    if is_data(form):
+        click.echo(document(data, form))
         return
-    width = terminal_width()
+    width = None if form == "wide" else terminal_width()
     drawing = report.drawing() if width is None else report.drawing(width)
     click.echo(report_text(data, drawing, width))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from oobleck.host.security import pki
 from oobleck.host.security.credentials import read_credentials
@@ -190,6 +191,7 @@ def test_operators_and_viewers_join_too(secured: Secured, tmp_path: Path) -> Non
     renewed = run("pki", "renew", "--master", secured.address, "--credentials", str(folder))
     assert renewed.returncode == 0, renewed
     listed = json.loads(secured.oobleck("pki", "list", "--json").stdout)
+    assert yaml.safe_load(secured.oobleck("pki", "list", "-o", "yaml").stdout) == listed
     assert ("viewer", "ann") in [(held["role"], held["name"]) for held in listed["credentials"]]
     assert secured.oobleck("pki", "revoke", "ann").stdout == "revoked viewer ann\n"
     assert "was revoked" in refused(secured.oobleck("nodes", who=folder), 5)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from oobleck.cli.jobs import own_model
 from oobleck.cli.jobs.job_file import read_job
@@ -63,6 +64,13 @@ def test_as_json(tmp_path: Path) -> None:
     assert [layer["class"] for layer in found["layers"]] == ["Linear", "Linear"]
     (problem,) = found["problems"]
     assert (problem["where"], problem["warning"]) == ("metrics", True)
+
+
+def test_as_yaml(tmp_path: Path) -> None:
+    done = run("check", written(tmp_path, "batch_norm"), "-o", "yaml")
+    found = yaml.safe_load(done.stdout)
+    assert (done.returncode, done.stderr, found["ok"]) == (2, "", False)
+    assert [problem["where"] for problem in found["problems"]] == ["layer 1 (BatchNorm1d)"]
 
 
 def test_a_submit_looks_too_and_asks_no_master_before(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from oobleck.cli.planning.question import Flags, notes_of_times
 from oobleck.planner.job.file import parse_job
@@ -48,7 +49,11 @@ def planned(*arguments: str) -> dict[str, Any]:
 
 
 def test_the_profile_that_a_job_names_speaks_for_its_machines(named: Callable[..., str]) -> None:
-    report = planned(named(), "--nodes", "2")
+    asked = ("plan", named(), "--nodes", "2", "--lost", "1")
+    report = json.loads(run(*asked, "-o", "json").stdout)
+    assert report == yaml.safe_load(run(*asked, "-o", "yaml").stdout)
+    wide = run(*asked, "-o", "wide")
+    assert (wide.returncode, wide.stdout) == (0, run(*asked).stdout), "a pipe has any width"
     assert report["plan"]["gpu_memory_bytes"] == MEMORY
     stages = report["templates"][0]["stages"]
     assert [(stage["node"], stage["gpus"]) for stage in stages] == [(0, 2)]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import yaml
 from click.testing import CliRunner, Result
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
@@ -501,6 +502,10 @@ def test_the_command_lists_verifies_and_exports(make_job, tmp_path):
     heads, *rows = run("list", str(path)).output.splitlines()
     assert heads.split() == ["STEP", "SAVED", "SIZE", "NAME"]
     assert [row.split()[0] for row in rows] == ["5", "3"]
+    assert yaml.safe_load(run("list", str(path), "-o", "yaml").output) == listed
+    heads, newest, *_ = run("list", str(path), "-o", "wide").output.splitlines()
+    assert heads.split() == ["STEP", "SAVED", "SIZE", "JOB", "MODEL", "LAYERS", "NAME", "PATH"]
+    assert newest.endswith(listed[0]["path"])
     assert run("verify", str(path)).return_value == 0
     victim = Path(listed[0]["path"], "layer-00002.safetensors")
     victim.write_bytes(victim.read_bytes()[1:])
