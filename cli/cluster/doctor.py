@@ -16,6 +16,7 @@ import msgspec
 
 from oobleck.cli import options
 from oobleck.cli.cluster.examine import Question, of_cluster, of_host, show
+from oobleck.cli.completion import node_names
 from oobleck.host.command import CommandFailed
 from oobleck.host.device import find_gpus, worker_environment
 from oobleck.host.doctor import gpus as host_gpus
@@ -46,7 +47,14 @@ _HANGS = (
     epilog="Exit codes: 0 nothing is wrong or slow beyond warnings, 1 a check has failed (or, with "
     "--gpu, there is no GPU), 2 wrong usage, 3 no such node, 4 no master answers, 5 denied."
 )
-@click.option("--node", "nodes", multiple=True, metavar="NODE", help="This one; may be repeated.")
+@click.option(
+    "--node",
+    "nodes",
+    multiple=True,
+    metavar="NODE",
+    shell_complete=node_names,
+    help="This one; may be repeated.",
+)
 @click.option(
     "--data",
     multiple=True,

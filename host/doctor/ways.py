@@ -137,20 +137,22 @@ def _of_size(ways: Ways) -> Iterator[Finding]:
 
 
 def _of_time(ways: Ways) -> Iterator[Finding]:
-    usual = statistics.median_low(way.least_s for way in ways.values())
-    late = min(max(_TIMES_LATER * usual, usual + _LATE_S), _FAR_S)
-    bad = [end for end, way in ways.items() if way.least_s > late]
-    for scope in _told(bad, ways):
-        worst = max(ways[end].least_s for end in scope.ways)
+    times = {end: way.least_s for end, way in ways.items()}
+    usual = statistics.median_low(times.values())
+    late = max(_TIMES_LATER * usual, usual + _LATE_S)
+    unlike = [end for end, time_s in times.items() if time_s > late]
+    slow = [end for end, time_s in times.items() if _FAR_S < time_s <= late]
+    for scope in _two_kinds(unlike, slow, ways):
+        worst = max(times[end] for end in scope.ways)
         what = f"a round trip {scope.words} takes {_ms(worst)}"
-        if worst > 2 * usual:
+        if worst > late:
             what += f", and {_ms(usual)} elsewhere"
         fix = "look at what is on the way; of sites that are far apart, use --detection wan"
         yield _finding(scope, "latency", "slow", what, fix, {"round_trip_s": worst})
-    if not bad:
-        times = sorted(way.least_s for way in ways.values())
-        what = f"round trips take {_ms(times[0])} to {_ms(times[-1])}"
-        figures = {"least_s": times[0], "most_s": times[-1]}
+    if not (unlike or slow):
+        least, most = min(times.values()), max(times.values())
+        what = f"round trips take {_ms(least)} to {_ms(most)}"
+        figures = {"least_s": least, "most_s": most}
         yield Finding(check="latency", level="pass", what=what, figures=figures)
 
 
@@ -164,19 +166,20 @@ def _of_rate(ways: Ways) -> Iterator[Finding]:
         return
     measured = {end: ways[end] for end in rates}
     usual = statistics.median_high(rates.values())
-    few = _PART_OF_RATE * usual if len(rates) > 2 else 0.0
-    bad = [end for end, rate in rates.items() if rate < max(few, _SLOW_BYTES_PER_S)]
-    for scope in _told(bad, measured):
+    few = _PART_OF_RATE * usual
+    unlike = [end for end, rate in rates.items() if rate < few]
+    slow = [end for end, rate in rates.items() if few <= rate < _SLOW_BYTES_PER_S]
+    for scope in _two_kinds(unlike, slow, measured):
         worst = min(rates[end] for end in scope.ways)
         what = f"{_mbs(worst)} get through {scope.words}"
-        if worst < _PART_OF_RATE * usual:
+        if worst < few:
             what += f", and {_mbs(usual)} elsewhere"
         fix = (
             "look at the link's speed (ethtool DEV), at errors (ip -s link), at what else uses it, "
             "and whether --interface names the fast network"
         )
         yield _finding(scope, "bandwidth", "slow", what, fix, {"bytes_per_s": worst})
-    if not bad:
+    if not (unlike or slow):
         sent = max(way.sent_bytes for way in measured.values())
         what = (
             f"{_mbs(min(rates.values()))} to {_mbs(max(rates.values()))} get through one "
@@ -187,6 +190,13 @@ def _of_rate(ways: Ways) -> Iterator[Finding]:
             "most_bytes_per_s": max(rates.values()),
         }
         yield Finding(check="bandwidth", level="pass", what=what, figures=figures)
+
+
+def _two_kinds(unlike: Sequence[End], slow: Sequence[End], ways: Ways) -> Iterator[_Scope]:
+    """Where ways lie that are unlike the others, then, of the others, those that are slow
+    anywhere."""
+    yield from _told(unlike, ways)
+    yield from _told(slow, {end: way for end, way in ways.items() if end not in unlike})
 
 
 def _finding(

@@ -82,7 +82,18 @@ def test_ways_that_are_slow() -> None:
     assert with_bad(thin, *of_n2) == [("bandwidth", "slow", "n2")]
     far = Way(least_s=0.03, there_bytes_per_s=2e7, back_bytes_per_s=2e7, mtu=1500, arrived=1500)
     everywhere = dict.fromkeys(among(*NODES), far)
-    assert told(ways.conclude(everywhere)) == [("latency", "slow", ""), ("bandwidth", "slow", "")]
+    all_slow = [("latency", "slow", ""), ("bandwidth", "slow", "")]
+    assert told(ways.conclude(everywhere)) == all_slow
+    # Where all are slow, one that is slower by far stands out.
+    farther = Way(least_s=0.3, there_bytes_per_s=2e6, back_bytes_per_s=2e6, mtu=1500, arrived=1500)
+    mixed = {end: farther if "n2" in end else far for end in among(*NODES)}
+    of_each = [
+        ("latency", "slow", "n2"),
+        ("latency", "slow", ""),
+        ("bandwidth", "slow", "n2"),
+        ("bandwidth", "slow", ""),
+    ]
+    assert told(ways.conclude(mixed)) == of_each
 
 
 def test_clocks() -> None:
