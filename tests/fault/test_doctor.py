@@ -18,7 +18,7 @@ from bench.support.preloaded import Preloaded
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-NODES = ("n1", "n2", "n3", "n4", "n5", "n6")
+NODES = ("n1", "n2", "n3", "n4", "n5", "n6", "n7")
 
 
 class Faults:
@@ -43,7 +43,7 @@ class Faults:
 
     def around(self, credentials: Path) -> dict[str, list[str]]:
         """By host: what runs a daemon with faults that its process alone sees."""
-        nothing = {name: self._shell(name) for name in ("head", "n6")}
+        nothing = {name: self._shell(name) for name in ("head", "n6", "n7")}
         return nothing | {
             "n1": self._shell(
                 "n1",
@@ -105,12 +105,11 @@ def between(cluster: NetCluster) -> None:
     # Of n2 packets to n5 leave from another address, by the same wire.
     ip("n2", "route", "add", net.address("n5"), "dev", "eth0", "src", "198.19.0.1")
     net.part(["n1"], ["n2"])
-    others = ("n1", "n2", "n4", "n5")
-    for other in others:
+    for other in ("n1", "n2", "n3", "n4", "n5"):
         ports = ("ipproto", "tcp", "dport", "1024-65534", "blackhole")
-        net.route("rule", "add", "from", net.address(other), "to", net.address("n3"), *ports)
+        net.route("rule", "add", "from", net.address(other), "to", net.address("n6"), *ports)
     # What n4 sends to other nodes may be no larger; to the head it may, or it would not be heard.
-    for other in ("n1", "n2", "n5"):
+    for other in ("n1", "n2", "n3", "n5"):
         way = ("from", net.address("n4"), "to", net.address(other), "table", "104")
         net.route("rule", "add", *way)
         route = (net.address(other), "dev", net.port(other), "mtu", "1400", "table", "104")
@@ -138,8 +137,8 @@ def findings(
     ) as cluster:
         between(cluster)
         cluster.set_clock("n1", 40.0)
-        cluster.kill_node("n6")
-        cluster.wait(lambda: "n6" not in cluster.live(), "n6 to be lost", poll_s=0.1)
+        cluster.kill_node("n7")
+        cluster.wait(lambda: "n7" not in cluster.live(), "n7 to be lost", poll_s=0.1)
         told = cluster.oobleck(
             *("doctor", "--json", "--checkpoints", str(faults.shared / "saved")),
             *("--data", str(faults.texts), "--data", str(faults.lacking)),
@@ -153,7 +152,7 @@ def findings(
 
 FAULTS = {
     "no way between two nodes": ("ports", "fail", "n1", "n2"),
-    "blocked ports": ("ports", "fail", "n3", ""),
+    "blocked ports": ("ports", "fail", "n6", ""),
     "large packets get lost": ("mtu", "fail", "n4", ""),
     "a slow link": ("bandwidth", "slow", "n5", ""),
     "a wrong clock": ("clock", "warn", "n1", ""),
@@ -171,7 +170,7 @@ FAULTS = {
     "no data": ("data", "fail", "n1", ""),
     "too little memory": ("memory", "fail", "n5", ""),
     "a journal in memory": ("durable", "warn", "(head)", ""),
-    "a lost node": ("agent", "fail", "n6", ""),
+    "a lost node": ("agent", "fail", "n7", ""),
 }
 
 
