@@ -12,8 +12,6 @@ from oobleck.planner.units import comma_separated
 
 #: Of a log that people compare; of certificates, which begin and end by the calendar.
 _APART_S, _FAR_APART_S = 1.0, 60.0
-#: What must be equal for numbers to be, and what should.
-_MUST = ("torch",)
 #: The master's host, as no node can be called.
 HEAD = "(head)"
 
@@ -62,15 +60,18 @@ def of_versions(hosts: Sequence[tuple[str, Versions]], head: str) -> Iterator[Fi
         listed = ", ".join(
             f"{version} on {comma_separated(names)}" for version, names in by_version.items()
         )
-        apart = package in _MUST and len({series(version) for version in by_version}) > 1
+        # As oobleck.master.state.node.Build has it.
+        torches = package == "torch" and len({series(version) for version in by_version}) > 1
+        apart = torches or package == "engine"
         what = f"{package} differs: {listed}"
         if apart:
-            what += "; a job takes nodes of one series alone"
+            what += f"; a job takes nodes of one {'engine' if package == 'engine' else 'series'}"
         others = [
             name for version, names in by_version.items() if version != usual for name in names
         ]
         node = others[0] if len(others) == 1 else ""
-        fix = f"install {package} {usual} on {comma_separated(others)}"
+        wanted = "the same oobleck" if package == "engine" else f"{package} {usual}"
+        fix = f"install {wanted} on {comma_separated(others)}"
         level: Level = "fail" if apart else "warn"
         yield Finding(check="versions", level=level, what=what, fix=fix, node=node)
     if not found and hosts:

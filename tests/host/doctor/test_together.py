@@ -116,6 +116,8 @@ def test_versions() -> None:
     assert of("2.8.0", "2.8.0", "2.8.1") == [("versions", "warn", "n3")]
     assert of("2.9.0", "2.8.0", "2.8.0") == [("versions", "fail", "n1")]
     assert of("2.8.0", "2.8.0", head="0.2.0") == [("versions", "warn", together.HEAD)]
+    two = [("a", Versions(engine="1")), ("b", Versions(engine="1")), ("c", Versions(engine="2"))]
+    assert told(together.of_versions(two, "")) == [("versions", "fail", "c")]
     gpus = Versions(torch="2.8.0", cuda="12.8", nccl="2.27", driver="570")
     assert told(together.of_versions([("a", Versions(torch="2.8.0")), ("b", gpus)], "")) == []
 
