@@ -15,7 +15,7 @@ Differences = Mapping[str, Mapping[str, tuple[str, ...]]]
 #: Of what workers compute and say to each other: the instructions that follow from a plan, the
 #: order of samples and sums, draws, links and meetings. Only workers of one engine train a job
 #: together. It grows with a change after which one of before would compute or say something else.
-ENGINE = "1"
+ENGINE = "2"
 #: Of an agent that does not tell.
 FIRST_ENGINE = "1"
 _MOST_CHARACTERS = 64

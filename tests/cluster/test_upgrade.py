@@ -113,20 +113,41 @@ def daemons(tmp_path: Path) -> Iterator[Daemons]:
         yield cluster
 
 
+def at_once(cluster: Daemons, job_id: str, name: str, other: str) -> None:
+    """Of one engine with those that train: the upgraded node joins them."""
+    with cluster.frozen(other):
+        alone = cluster.status(job_id)["generation"]
+        cluster.start_node(name)
+        cluster.wait(
+            lambda: cluster.status(job_id)["generation"] > alone, f"a plan with {name}", poll_s=0.1
+        )
+    cluster.wait(lambda: cluster.planned(job_id) == {name, other}, f"{name} trains", poll_s=0.1)
+
+
+def apart(cluster: Daemons, job_id: str, name: str, other: str) -> None:
+    """Of another engine: the upgraded node waits until no other is left."""
+    why = f"engine {ENGINE}, where the job's other nodes have "
+    with cluster.frozen(other):
+        cluster.start_node(name)
+        cluster.wait(lambda: why in cluster.nodes()[name]["reason"], f"{name} waits", poll_s=0.1)
+    assert cluster.planned(job_id) == {other}
+
+
 @pytest.mark.cluster
 @pytest.mark.timeout(400)
 def test_a_cluster_is_upgraded_node_by_node_while_a_job_trains(
-    before: Mapping[str, str], daemons: Daemons, preloaded: Preloaded, text: str
+    before: Mapping[str, str], daemons: Daemons, preloaded: Preloaded, text: str, tmp_path: Path
 ) -> None:
-    assert ENGINE == FIRST_ENGINE, "the engine has changed since: nodes do not mix any more"
     flags = [flag.removeprefix("--master-flag=") for flag in PATIENT]
     spec = {
         "name": "upgraded",
-        "model": {"kind": "gpt", "layers": 2, "hidden": 16, "heads": 2, "sequence_length": 8},
+        # Sums of layers go in several frames.
+        "model": {"kind": "gpt", "layers": 2, "hidden": 45, "heads": 5, "sequence_length": 8},
         "data": {"text": [text]},
         "training": {"steps": STEPS, "global_batch": 4, "microbatch": 1, "precision": "fp64"},
         "fault_tolerance": 0,
         "profile": "estimate",
+        "checkpoint": {"path": str(tmp_path / "saved"), "every": STEPS},
     }
     cluster, nodes = daemons, ("n1", "n2")
     cluster.environment = before
@@ -144,27 +165,26 @@ def test_a_cluster_is_upgraded_node_by_node_while_a_job_trains(
         cluster.end(cluster.master_pid)
         cluster.start_master(*flags)
         cluster.wait(lambda: cluster.live() == {*nodes}, "both nodes again", poll_s=0.1)
-    step = cluster.last_step(job_id)
-    cluster.wait_step(job_id, step + 5)
+    cluster.wait_step(job_id, cluster.last_step(job_id) + 5)
     assert cluster.status(job_id)["generation"] == generation, "it has adopted what runs"
-    assert {node["protocol"] for node in cluster.nodes().values()} == {OLDEST}
+    told = cluster.nodes().values()
+    assert {node["protocol"] for node in told} == {OLDEST}
+    # All agents from this one on tell it.
+    mixes = {node["versions"].get("engine", FIRST_ENGINE) for node in told} == {ENGINE}
 
-    for name, other in (nodes, nodes[::-1]):
-        cluster.end(cluster.agents[name])  # its work moves off it first
-        with cluster.frozen(other):
-            alone = cluster.status(job_id)["generation"]
-            cluster.start_node(name)
-            cluster.wait(
-                lambda alone=alone: cluster.status(job_id)["generation"] > alone,  # type: ignore[misc]
-                f"a plan with {name}",
-                poll_s=0.1,
-            )
-        cluster.wait(lambda: cluster.planned(job_id) == {*nodes}, f"{name} in training", poll_s=0.1)
-        cluster.wait_step(job_id, cluster.last_step(job_id) + 5)
-        spoken = {node: told["protocol"] for node, told in cluster.nodes().items()}
-        assert spoken == {name: NEWEST, other: OLDEST if name == "n1" else NEWEST}
+    cluster.end(cluster.agents["n1"])  # its work moves off it first
+    (at_once if mixes else apart)(cluster, job_id, "n1", "n2")
+    assert {n: node["protocol"] for n, node in cluster.nodes().items()} == {
+        "n1": NEWEST, "n2": OLDEST,
+    }  # fmt: skip
+    cluster.wait_step(job_id, cluster.last_step(job_id) + 5)
+    cluster.end(cluster.agents["n2"])
+    at_once(cluster, job_id, "n2", "n1")
+    cluster.wait_step(job_id, cluster.last_step(job_id) + 5)
+    assert {node["protocol"] for node in cluster.nodes().values()} == {NEWEST}
     assert cluster.wait_end(job_id) == "succeeded"
-    assert cluster.events(job_id, "restored") == []
+    # Once, from the checkpoint of the last node that left, where engines do not mix.
+    assert len(cluster.events(job_id, "restored")) == (0 if mixes else 1)
 
     reference = train_reference(parse_job(json.dumps(spec)))
     records = cluster.metrics(job_id)
@@ -176,8 +196,16 @@ def test_a_cluster_is_upgraded_node_by_node_while_a_job_trains(
     ]
 
 
+def engine_of(environment: Mapping[str, str]) -> str:
+    """Of the release that processes with the environment run."""
+    told = "from oobleck.host import versions; print(getattr(versions, 'ENGINE', '1'))"
+    command = [sys.executable, "-P", "-c", told]
+    return subprocess.check_output(command, env={**os.environ, **environment}, text=True).strip()
+
+
 def test_both_releases_make_the_same_programs_of_a_plan(before: Mapping[str, str]) -> None:
-    assert ENGINE == FIRST_ENGINE, "the engine has changed since: nodes do not mix any more"
+    if engine_of(before) != ENGINE:
+        pytest.skip("the engine has grown since, so that their workers never train together")
     draw = random.Random(7)
     plans = [random_pipelines(draw) for _ in range(PLANS)] + [
         random_listed(draw) for _ in range(PLANS)
