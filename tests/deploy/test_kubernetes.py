@@ -6,10 +6,12 @@ That a cluster does with them what docs/deploy/kubernetes.md says is not shown h
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import click
@@ -172,3 +174,20 @@ def test_the_component_gives_agents_their_gpus(name: str, tmp_path: Path) -> Non
     (container,) = pod["spec"]["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
     assert container["args"][-2:] == ["--device=cuda", "--workers=8"]
+
+
+def test_what_the_page_has_you_write_builds(tmp_path: Path) -> None:
+    page = (BASES.parent.parent / "docs" / "deploy" / "kubernetes.md").read_text()
+    text = page.split("<<'END'\n")[1].split("    END\n")[0]
+    text = re.sub(r"^    # ", "    ", text, flags=re.MULTILINE)  # with GPUs
+    folder = os.path.relpath(BASES.parent.parent, tmp_path)
+    (tmp_path / "kustomization.yaml").write_text(dedent(text).replace("- ../", f"- {folder}/"))
+    built = build(tmp_path)
+    for resource in built:
+        check(resource)
+    images = {one["image"] for _, pod in pods(built) for one in containers(pod)}
+    assert images == {"registry.example.org/oobleck:0.1.0"}
+    (claim,) = [one for one in built if one["kind"] == "PersistentVolumeClaim"]
+    assert claim["spec"]["storageClassName"] == "shared-files"
+    (agents,) = [pod for kind, pod in pods(built) if kind == "DaemonSet"]
+    assert "--device=cuda" in agents["spec"]["containers"][0]["args"]
