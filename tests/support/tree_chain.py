@@ -26,6 +26,7 @@ from oobleck.worker.step.wire import wire
 
 CPU = torch.device("cpu")
 ROWS, LENGTH, WIDTH, WORDS = 3, 4, 6, 11
+MICROBATCHES = 2
 
 
 class Prepare(Layer):
@@ -150,7 +151,7 @@ class Chain:
             x = module(x, keys(range(ROWS)))
             outputs.append(x)
         loss = modules[-1].row_losses(x, self.targets).mean()
-        loss.backward()
+        (loss / MICROBATCHES).backward()
         return loss.item(), gradients([modules]), outputs
 
     def describe(self, outputs, precision, training):
@@ -182,7 +183,11 @@ class Chain:
             ),
             data=DataSpec(python="support:samples"),
             training=TrainingSpec(
-                steps=1, global_batch=2 * ROWS, microbatch=ROWS, precision=precision, **training
+                steps=1,
+                global_batch=MICROBATCHES * ROWS,
+                microbatch=ROWS,
+                precision=precision,
+                **training,
             ),
         )
 

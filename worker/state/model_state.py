@@ -298,16 +298,17 @@ class ModelState:
 
     def apply(self, step: int, *, scale: float) -> None:
         """Take every held layer from version `step` - 1 to `step` with its reduced gradient times
-        `scale`; one that is at `step` already stays as it is."""
+        `scale`, 1 where nothing is clipped; one that is at `step` already stays as it is."""
         due = self._due(step)
         while self._readers:
             self._readers.pop()()
-        # All places of a tied weight on one worker have one reduced gradient.
-        reduced = {
-            gradient.data_ptr(): gradient for state in due for _, gradient in state.applied()
-        }
-        for gradient in reduced.values():
-            gradient.mul_(scale)
+        if scale != 1.0:
+            # All places of a tied weight on one worker have one reduced gradient.
+            reduced = {
+                gradient.data_ptr(): gradient for state in due for _, gradient in state.applied()
+            }
+            for gradient in reduced.values():
+                gradient.mul_(scale)
         update((one for state in due for one in state.slices()), self._job.training, step)
         for state in due:
             state.version = step

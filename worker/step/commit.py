@@ -35,10 +35,8 @@ def commit(
 
 
 def scale_of(result: vote.Result, training: TrainingSpec) -> float | None:
-    """What makes summed gradients those of the mean loss, clipped; None: nobody applies them."""
-    if not result.finite:
-        return None
-    return clip_scale(result.grad_norm, training.clip) / training.microbatches
+    """What clips the summed gradients; None: nobody applies them."""
+    return clip_scale(result.grad_norm, training.clip) if result.finite else None
 
 
 def check_skipped(training: TrainingSpec, progress: TrainingProgress) -> None:

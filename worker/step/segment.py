@@ -20,11 +20,14 @@ Gradients = Sequence[Tensor | None]
 class Segment:
     """A layer of a micro-batch, or several in a row, between forward and backward."""
 
-    def __init__(self, *, leaves: list[Tensor] | None, adds: bool, rows: int) -> None:
+    def __init__(
+        self, *, leaves: list[Tensor] | None, adds: bool, rows: int, weight: float
+    ) -> None:
         """`leaves`: what gradients are wanted of, in the input; None where nobody wants them.
         `adds`: whether the layers' gradients are to get the micro-batch's. `rows`: that this worker
-        has of it."""
+        has of it. `weight`: of its loss in the step's, of which gradients are taken."""
         self._leaves = leaves
+        self._weight = weight
         self.adds = adds
         self.rows = rows
         self.layers: list[int] = []
@@ -73,7 +76,9 @@ class Segment:
         here, as one that no weight comes before from the lowest layer on that is wanted."""
         if self._above is None:
             assert isinstance(output, Tensor)
-            return ([output], [None]) if output.requires_grad else ([], [])
+            if not output.requires_grad:
+                return [], []
+            return [output], [torch.full_like(output, self._weight)]
         assert gradients is not None, "the layer above has a backward"
         roots: list[Tensor] = []
         found: list[Tensor | None] = []

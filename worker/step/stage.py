@@ -128,7 +128,8 @@ class StageRunner:
             if not wanted:
                 continue
             if before is None or not joins:
-                segments.append(Segment(leaves=leaves, adds=adds, rows=count))
+                weight = 1 / self._job.training.microbatches
+                segments.append(Segment(leaves=leaves, adds=adds, rows=count, weight=weight))
             above = self._wires.get(layer)
             segments[-1].append(layer, run if recompute else x, above, deferred)
         if segments:

@@ -142,7 +142,7 @@ def count(vector: torch.Tensor, training: TrainingSpec, *, workers: int) -> Resu
     wish = _common(float(sums[_SAVE_WISH]), float(sums[_SAVE_WISH_SQUARED]), workers)
     return Result(
         loss=float(sums[_LOSS]) / training.microbatches,
-        grad_norm=norm / training.microbatches,
+        grad_norm=norm,
         samples_digest=samples_digest(digest.tobytes() for digest in digests),
         switch_to=Generation(switch_to) if switch_to else None,
         saving=SaveVerdict(

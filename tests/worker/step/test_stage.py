@@ -80,10 +80,9 @@ class Pipeline:
         squared = self.states[0].squared_norm([LayerPart(layer=0, part="tied")])
         for state, layers in zip(self.states, self.ranges, strict=True):
             squared += state.squared_norm(LayerPart(layer=i, part="own") for i in layers)
-        count = self.job.training.microbatches
-        norm = squared**0.5 / count
+        norm = squared**0.5
         for state in self.states:
-            state.apply(step, scale=clip_scale(norm, self.job.training.clip) / count)
+            state.apply(step, scale=clip_scale(norm, self.job.training.clip))
         return norm
 
     def weights(self) -> dict[str, np.ndarray]:
