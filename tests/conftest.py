@@ -4,6 +4,7 @@ together. gRPC, which many tests load, is told first which TLS it speaks."""
 import gc
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from bench.support.preloaded import Preloaded
@@ -11,6 +12,9 @@ from oobleck.host.ipc import tls
 from support import devices
 
 tls.refuse_older()
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
