@@ -106,7 +106,7 @@ def doctor(
     share, memory, limits, GPUs.
 
     Each line is PASS, SLOW, WARN or FAIL, where, what was found, and what mends it. What is well of
-    a node is shown with -o wide. A job that trains is not disturbed.
+    a node is shown with -o wide. While a job trains, little is sent and written.
     """
     if gpu:
         if nodes or pairs or here or data or checkpoints:
