@@ -36,7 +36,7 @@ from oobleck.host.ipc.messages import (
     Rendezvous,
 )
 from oobleck.host.system.process import end_signals
-from oobleck.host.versions import ENGINE
+from oobleck.host.versions import FIRST_ENGINE
 from oobleck.planner.codec import encode
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.job.file import format_job
@@ -644,7 +644,7 @@ async def test_what_a_master_of_a_later_release_says_is_told_or_kept() -> None:
     async with cluster() as (master, _, stream):
         register = stream.heard_first.register
         assert (register.protocol, register.newest_protocol) == (OLDEST, NEWEST)
-        assert register.versions.engine == ENGINE
+        assert register.versions.engine == FIRST_ENGINE, "as the stand-in's configuration has it"
         # A key that this release does not know: it says so, and what it was told before stands.
         await stream.assign("demo-1", job("demo"))
         (worker,) = await stream.ready()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.host.versions import Versions, described, differences, installed, series
+from oobleck.host.versions import ENGINE, Versions, described, differences, installed, series
 
 
 def test_what_is_installed_is_read_without_importing_it(
@@ -16,6 +16,7 @@ def test_what_is_installed_is_read_without_importing_it(
     (tmp_path / "torch.py").write_text("raise ImportError")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert installed().torch == "2.12.0"
+    assert installed().engine == ENGINE
 
 
 @pytest.mark.parametrize("text", [b"", b"Name: torch\n", b"Version: \xff\xfe\n"])
