@@ -172,6 +172,11 @@ class Stand:
         until(lambda: self.client.job(self.job).committed_step > 3, "steps")
         self.dashboard = Dashboard(folder, "--master", self.address)
 
+    def restart_master(self) -> None:
+        self.master.kill()
+        end(self.master)
+        self.master, _ = start_master(self.folder / "state", self.address)
+
     def end(self) -> None:
         end(self.dashboard.process)
         self.client.close()

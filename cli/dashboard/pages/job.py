@@ -112,7 +112,7 @@ class JobPage(JobBased):
                 "events",
                 events=[
                     {"time": event["time"], "told": sentence(dict(event))}
-                    for event in reversed(history.events[-_MOST_EVENTS:])
+                    for event in _worth_telling(history.events)[:_MOST_EVENTS]
                 ],
             ),
         ]
@@ -125,6 +125,12 @@ class JobPage(JobBased):
             loss=chart(points, lambda point: point.loss, marks, banded=True),
             speed=chart(points, lambda point: point.tokens_per_s, marks, from_zero=True),
         )
+
+
+def _worth_telling(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The newest first; of the checkpoints, which others would drown in, the newest one."""
+    saved = next((e for e in reversed(events) if e["event"] == "checkpoint_saved"), None)
+    return [e for e in reversed(events) if e["event"] != "checkpoint_saved" or e is saved]
 
 
 def _number(record: Mapping[str, Any]) -> int:

@@ -195,6 +195,27 @@ def test_the_master_is_away_and_comes_back(tmp_path: Path) -> None:
         end(process)
 
 
+def test_the_lines_of_a_job_go_on_when_the_master_was_restarted(
+    stand: Stand, viewer: Visitor
+) -> None:
+    path = f"/jobs/{stand.job}"
+
+    def newest(html: str) -> int:
+        found = re.search(r"Loss by step, from step 1 to (\d+);", html)
+        assert found, html
+        return int(found[1])
+
+    before = newest(viewer.get(path).text)
+    with viewer.watching(path) as changes:
+        stand.restart_master()
+        deadline = time.monotonic() + PATIENCE_S
+        for id, html in changes:
+            if id == "charts" and newest(html) > before + 100:
+                break
+            assert time.monotonic() < deadline
+    assert stand.client.job(stand.job).state == "running"
+
+
 # ---- what is done
 
 
