@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +90,28 @@ def cmdline(process: psutil.Process) -> list[str]:
         return []
 
 
+def kill_node(slurm: Slurm, name: str) -> None:
+    """Its slurmd, and all that it has started there."""
+    slurm.kill_node(name)
+    agent = name.lower().replace("_", "-")
+    for process in list(psutil.process_iter()):
+        words = " ".join(cmdline(process))
+        if words.startswith("slurmstepd: ["):
+            below = process.children(recursive=True)
+            if any(is_agent(one, agent) for one in below) or (
+                name == slurm.names[0] and ".batch]" in words
+            ):
+                for one in (process, *below):
+                    with suppress(psutil.NoSuchProcess):
+                        one.kill()
+
+
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[Slurm]:
     if reason := missing():
         pytest.skip(reason)
     with Slurm(tmp_path / "slurm", NODES) as cluster:
-        cluster.environment["OMP_NUM_THREADS"] = "1"
+        cluster.environment |= {"OMP_NUM_THREADS": "1", "OOBLECK_HEAD_LOST_S": "20"}
         yield cluster
 
 
@@ -112,7 +129,7 @@ def test_a_job_on_slurm_outlives_tasks_nodes_and_the_job_of_slurm_itself(
         "model": {"kind": "gpt", "layers": 4, "hidden": 32, "heads": 2, "sequence_length": 32},
         "data": {"text": ["corpus.txt"]},
         "training": {"steps": 1_000_000, "global_batch": 16, "microbatch": 1},
-        "checkpoint": {"path": "saved", "every": 10_000},
+        "checkpoint": {"path": "saved", "every": 200},
         "profile": "estimate",
     }
     submitted = Submitted(slurm, home, spec)
@@ -136,11 +153,7 @@ def test_a_job_on_slurm_outlives_tasks_nodes_and_the_job_of_slurm_itself(
     assert submitted.live() == ALL - {"node-4"}
 
     # A node that dies, until Slurm knows.
-    agent = agent_of("node-3")
-    slurm.kill_node("Node_3")
-    for process in (*reversed(agent.parents()), agent):
-        if "slurmstepd" in process.name() or process in (agent, agent.parent()):
-            process.kill()
+    kill_node(slurm, "Node_3")
     slurm.until(lambda: submitted.live() == {"node-1", "node-2"}, "node-3 lost")
     states = ("sinfo", "--Node", "--noheader", "--nodes=Node_3", "--format=%t")
     slurm.until(lambda: slurm.run(*states).startswith("down"), "Node_3 down")
@@ -158,12 +171,21 @@ def test_a_job_on_slurm_outlives_tasks_nodes_and_the_job_of_slurm_itself(
     before = submitted.trains_on(saved)
     assert submitted.job()["job_id"] == "tiny-1"
 
+    # The first node dies, and the master and the script with it: Slurm keeps the job, with nobody
+    # to plan, until an agent's task says so.
+    kill_node(slurm, "Node_1")
+    slurm.until(lambda: slurm.job(submitted.number)["Restarts"] == "2", "the requeue by a task")
+    slurm.start_node("Node_1")
+    slurm.at_once(submitted.number)
+    slurm.until(lambda: submitted.live() == ALL, "all nodes after the first one's death")
+    before = submitted.trains_on(submitted.saved())
+
     # Preemption drains it too.
     (home / "high.sbatch").write_text("#!/bin/bash\nsleep 1\n")
     options = ("--parsable", "--partition=high", f"--nodes={NODES}", "--exclusive")
     high = slurm.run("sbatch", *options, "high.sbatch", cwd=home).strip()
     slurm.until(lambda: slurm.job(high)["JobState"] == "COMPLETED", "the job that preempts")
-    assert slurm.job(submitted.number)["Restarts"] == "2"
+    assert slurm.job(submitted.number)["Restarts"] == "3"
     saved = submitted.saved()
     assert saved >= before
     slurm.at_once(submitted.number)
