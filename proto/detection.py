@@ -4,7 +4,7 @@ from dataclasses import fields
 
 from oobleck.host.detection import Detection
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.protocol import NEWEST, OLDEST, common, span
+from oobleck.proto.protocol import NEWEST, OLDEST_MASTER, span
 
 
 def welcome_message(detection: Detection, protocol: int) -> pb.Welcome:
@@ -16,9 +16,9 @@ def welcome_message(detection: Detection, protocol: int) -> pb.Welcome:
 def read_welcome(message: pb.Welcome) -> tuple[Detection, int]:
     """The time-outs, and the protocol that master and agent speak. A time-out that a master of
     before does not know is as it is by default. Raises ValueError where it makes no sense."""
-    told, protocol = message.detection, message.protocol or OLDEST
-    if common(protocol, protocol) is None:
-        ours = span(OLDEST, NEWEST)
+    told, protocol = message.detection, message.protocol
+    if not OLDEST_MASTER <= protocol <= NEWEST:
+        ours = span(OLDEST_MASTER, NEWEST)
         raise ValueError(f"protocol: {protocol} was chosen, where this agent speaks {ours}")
     lacking = {
         field.name

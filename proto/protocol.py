@@ -5,9 +5,12 @@ carries packed. Both ends tell a range, and both take the newest that is in both
 added is said to an end that speaks it, and to no other; docs/contributing.md has the rules.
 """
 
-#: 4: agents tell a range, and their engine, and look at their hosts for a master. The oldest is the
-#: newest of the release before.
+#: 4: agents tell a range, and their engine, and look at their hosts for a master. The oldest, which
+#: masters take of agents, is the newest of the release before.
 OLDEST, NEWEST = 3, 4
+#: The oldest that agents take of masters: one that speaks less knows no engines, and would have
+#: workers of two train together.
+OLDEST_MASTER = 4
 #: Who speaks less is asked nothing about its host.
 EXAMINES = 4
 

@@ -23,7 +23,7 @@ from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import read_assignment
 from oobleck.proto.control_pb2_grpc import ControlStub
 from oobleck.proto.detection import keepalive_options, read_welcome
-from oobleck.proto.protocol import NEWEST, OLDEST
+from oobleck.proto.protocol import NEWEST, OLDEST_MASTER
 from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.status import register_message
 from oobleck.proto.types import Assignment, NodeFacts, Registration, WorkerReport
@@ -109,7 +109,7 @@ class Session:
         #: As the master told; until then those that most masters have.
         self._detection = Detection()
         #: The one that the present session speaks.
-        self._protocol = OLDEST
+        self._protocol = OLDEST_MASTER
         #: The longest wait before the next try.
         self._retry_s = FIRST_RETRY_S
         #: The newest assignment with a plan of the job that is here; see `Registration`.
@@ -236,7 +236,7 @@ class Session:
             newest_protocol=NEWEST,
         )
         registration = Registration(
-            protocol=OLDEST,
+            protocol=OLDEST_MASTER,
             facts=facts,
             status=self._outbox.take_status(),
             running=self._running,

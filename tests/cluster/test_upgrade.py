@@ -22,7 +22,7 @@ from bench.support.preloaded import Preloaded
 from oobleck.host.versions import ENGINE, FIRST_ENGINE
 from oobleck.planner.codec import encode
 from oobleck.planner.job.file import parse_job
-from oobleck.proto.protocol import NEWEST, OLDEST
+from oobleck.proto.protocol import NEWEST, OLDEST, OLDEST_MASTER
 from support import compiled, earlier
 from support.clusters import PATIENT
 from support.reference import train_reference
@@ -80,9 +80,12 @@ class Daemons(Cluster):
 
     def end(self, pid: int) -> None:
         """As a service manager does, and wait for it."""
-        daemon = next(each for each in self._started if each.pid == pid)
-        daemon.send_signal(signal.SIGTERM)
-        daemon.wait(PATIENCE_S)
+        os.kill(pid, signal.SIGTERM)
+        self.code(pid)
+
+    def code(self, pid: int) -> int:
+        """The exit code of a daemon that ends."""
+        return next(each for each in self._started if each.pid == pid).wait(PATIENCE_S)
 
     def roots(self) -> list[int]:
         return [daemon.pid for daemon in self._started]
@@ -158,8 +161,16 @@ def test_a_cluster_is_upgraded_node_by_node_while_a_job_trains(
     job_id = cluster.submit(spec)
     cluster.wait(lambda: cluster.planned(job_id) == {*nodes}, "training on two nodes", poll_s=0.1)
 
-    # The master first; the job trains meanwhile, and is held up only so that it does not end.
+    # The master first, where that of before knows no engines.
     cluster.environment = {"PYTHONPATH": preloaded.python_path}
+    if OLDEST < OLDEST_MASTER:
+        assert cluster.code(cluster.start_node("n3")) == 2
+        del cluster.agents["n3"]
+        assert (
+            f"speaks protocol {OLDEST_MASTER} and this master protocol {OLDEST};" in cluster.tail()
+        )
+
+    # The job trains meanwhile, and is held up only so that it does not end.
     with cluster.frozen("n1"):
         generation = cluster.status(job_id)["generation"]
         cluster.end(cluster.master_pid)

@@ -9,7 +9,7 @@ from oobleck.planner.job.file import format_job, parse_job
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import protocol
 from oobleck.proto.detection import read_welcome, welcome_message
-from oobleck.proto.protocol import NEWEST, OLDEST, common, refusal
+from oobleck.proto.protocol import NEWEST, common, refusal
 from oobleck.proto.status import read_register
 from support.scenario import facts_of
 
@@ -45,13 +45,13 @@ def test_a_welcome_of_a_master_of_before_is_read() -> None:
     detection = DETECTIONS["wan"]
     told = welcome_message(detection, NEWEST)
     assert read_welcome(told) == (detection, NEWEST)
-    told.ClearField("protocol")
     told.detection.ClearField("gpu_grace_s")
-    assert read_welcome(told) == (detection, OLDEST), "what it lacks is as by default"
+    assert read_welcome(told) == (detection, NEWEST), "what it lacks is as by default"
     assert detection.gpu_grace_s == Detection().gpu_grace_s
-    told.protocol = NEWEST + 1
-    with pytest.raises(ValueError, match=f"protocol: {NEWEST + 1} was chosen, where this agent"):
-        read_welcome(told)
+    for other in (NEWEST + 1, 0):  # the last one knows no engines
+        told.protocol = other
+        with pytest.raises(ValueError, match=f"protocol: {other} was chosen, where this agent"):
+            read_welcome(told)
 
 
 def test_a_job_is_told_without_what_is_as_by_default() -> None:
