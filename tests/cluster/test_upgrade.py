@@ -30,7 +30,7 @@ from support.routes import random_listed, random_pipelines
 from support.waiting import PATIENCE_S
 
 #: Several times as many as are done before the last node has left.
-STEPS = 300
+STEPS = 400
 PLANS = 60
 
 
