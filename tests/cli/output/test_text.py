@@ -423,11 +423,18 @@ def test_a_wide_table_of_nodes_has_the_versions_of_what_computes() -> None:
     nodes = [
         pb.NodeInfo(node="n1", state="live", versions=versions),
         pb.NodeInfo(node="n2", state="live", versions=pb.Versions(torch="2.13.0")),
+        pb.NodeInfo(
+            node="n3",
+            state="live",
+            versions=pb.Versions(oobleck="0.2.0", torch="2.13.0", engine="2"),
+            protocol=4,
+        ),
     ]
-    head, first, second = text.nodes_table(nodes, wide=True).splitlines()
+    head, first, second, third = text.nodes_table(nodes, wide=True).splitlines()
     at = head.index("VERSIONS")
     assert first[at:].startswith("torch 2.13.0, CUDA 12.8, NCCL 2.27.5, driver 570.86.15  ")
     assert second[at:].startswith("torch 2.13.0  ")
+    assert third[at:].startswith("oobleck 0.2.0 (protocol 4, engine 2), torch 2.13.0  ")
 
 
 def test_a_slow_workers_cause_stands_beside_its_pace() -> None:
