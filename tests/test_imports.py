@@ -44,8 +44,8 @@ LEVELS = {
     "agent": ("processes", "connection", "metrics"),
     "master": ("events", "state", "planning", "storage", "rules", "clients", "api", "metrics"),
     "cli": (
-        *("output", "view", "chaos", "jobs", "reading", "tracking"),
-        *("cluster", "planning", "top", "ssh", "dashboard"),
+        *("output", "view", "jobs", "reading", "tracking"),
+        *("cluster", "planning", "top", "ssh", "chaos", "dashboard"),
     ),
     "proto": (),
 }

@@ -4,23 +4,35 @@ Owns what an operator may ask for, and who is struck. `drill` runs it.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import click
 
 from oobleck.cli import options
 from oobleck.cli.chaos.drill import Drill, Orders
 from oobleck.cli.chaos.striker import Striker
-from oobleck.cli.chaos.strikes import DEFAULT_KINDS, KINDS, OUT_OF_REACH, TO_THE_MASTER, schedule
+from oobleck.cli.chaos.strikes import (
+    DEFAULT_KINDS,
+    KINDS,
+    OUT_OF_REACH,
+    OVER_SSH,
+    TO_THE_MASTER,
+    schedule,
+)
 from oobleck.cli.chaos.victims import check_here, check_master_here
 from oobleck.cli.client import MasterClient
 from oobleck.cli.completion import job_argument
 from oobleck.cli.output import text
+from oobleck.cli.ssh.hosts import Host, read_hosts
+from oobleck.cli.ssh.options import DIRECTORY, login_options
 from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.proto import control_pb2 as pb
 
-EPILOG = "\b\nKinds:\n" + "\n".join(f"  {kind:<12} {what}" for kind, what in KINDS.items())
+_KINDS = {**KINDS, **OVER_SSH}
+EPILOG = "\b\nKinds:\n" + "\n".join(f"  {kind:<12} {what}" for kind, what in _KINDS.items())
 
 
 @click.command(epilog=EPILOG)
@@ -50,6 +62,15 @@ EPILOG = "\b\nKinds:\n" + "\n".join(f"  {kind:<12} {what}" for kind, what in KIN
 @click.option(
     "--restart-master", metavar="COMMAND", help="Starts a killed master again, with its flags."
 )
+@click.option(
+    "--ssh",
+    "hosts_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="HOSTS.txt",
+    help="Strike the nodes of these hosts, as 'oobleck up' has the file, over ssh as their agents' "
+    "user or as root.",
+)
+@login_options
 @options.master_option
 def chaos(
     job_id: str,
@@ -64,20 +85,28 @@ def chaos(
     beyond: bool,
     restart_command: str | None,
     restart_master: str | None,
+    hosts_file: Path | None,
+    identity: Path | None,
+    known_hosts: Path | None,
+    python: str,
     master: Endpoint,
 ) -> int:
     """Strike the running job JOB with real faults, as a drill: signals to processes of its nodes,
     at random times, while no more is lost than it survives. Each fault is printed, with how long
-    the job stood still; a summary comes at the end. Only for nodes of this machine.
+    the job stood still; a summary comes at the end. For nodes of this machine, or with --ssh for
+    those of others.
 
     Exit code 1: the job ended badly, or did not go on after a fault.
     """
-    wanted = check_kinds(kinds, restart_command, restart_master)
+    wanted = check_kinds(kinds, restart_command, restart_master, over_ssh=hosts_file is not None)
+    hosts = {} if hosts_file is None else {host.name: host for host in read_hosts(hosts_file)}
     seed = seed if seed is not None else time.time_ns() % 1_000_000
     with MasterClient(master) as connection:
         connection.job(job_id)  # an unknown one is told of first
         live = chosen(connection.nodes(), nodes)
-        if not set(wanted) <= set(TO_THE_MASTER):
+        if hosts_file is not None:
+            live = of_hosts(live, hosts, named=nodes is not None)
+        elif not set(wanted) <= set(TO_THE_MASTER):
             check_here(live)
         if on_master := sorted(kind for kind in wanted if kind.endswith("-master")):
             check_master_here(on_master[0], connection.address)
@@ -95,28 +124,57 @@ def chaos(
                 line = f"{text.seconds(strike.at_s):>12}  {strike.kind} {strike.node}"
                 click.echo(line.rstrip())
             return 0
-        striker = Striker(
-            connection.address,
-            stop_for_s=stop_for_s,
-            restart_agent=restart_command,
-            restart_master=restart_master,
-        )
+        others: dict[str, Any] = {
+            "stop_for_s": stop_for_s,
+            "restart_agent": restart_command,
+            "restart_master": restart_master,
+        }
+        if hosts_file is None:
+            striker = Striker(connection.address, **others)
+        else:
+            from oobleck.cli.chaos.hosts import HostStriker
+            from oobleck.cli.ssh.connection import Access
+
+            access = Access(
+                identity=identity, known_hosts=known_hosts, python=python, directory=DIRECTORY
+            )
+            striker = HostStriker(connection.address, hosts, access, **others)
+            striker.check(live, wanted)
         return Drill(connection, orders, striker).run(list(strikes), for_s)
 
 
+def of_hosts(
+    live: Sequence[pb.NodeInfo], hosts: Mapping[str, Host], *, named: bool
+) -> list[pb.NodeInfo]:
+    """The nodes that have a line; all of them, where they were `named`. Raises CommandFailed."""
+    found = [node for node in live if node.node in hosts]
+    if named and len(found) < len(live):
+        missing = ", ".join(node.node for node in live if node.node not in hosts)
+        raise CommandFailed(f"--nodes: {missing}: no line of the file of --ssh", options.USAGE)
+    if not found:
+        text = "--ssh: no line of the file is of a live node; name= gives a line the node's name"
+        raise CommandFailed(text, options.NO_SUCH_THING)
+    return found
+
+
 def check_kinds(
-    kinds: str, restart_command: str | None, restart_master: str | None
+    kinds: str, restart_command: str | None, restart_master: str | None, *, over_ssh: bool = False
 ) -> tuple[str, ...]:
+    known = _KINDS if over_ssh else KINDS
     wanted = tuple(kind.strip() for kind in kinds.split(","))
     for kind in wanted:
+        if kind in OVER_SSH and not over_ssh:
+            raise click.UsageError(
+                f"--kinds {kind}: a network is cut by root; name hosts by --ssh HOSTS.txt, as root@"
+            )
         if kind in OUT_OF_REACH:
             raise click.UsageError(
                 f"--kinds {kind}: a drill does only what the user of the processes may do, and "
                 f"{OUT_OF_REACH[kind]}; there are {', '.join(KINDS)} ('make soak' does the others "
                 "to a cluster of its own, as root)"
             )
-        if kind not in KINDS:
-            raise click.UsageError(f"--kinds: no kind {kind!r}; there are {', '.join(KINDS)}")
+        if kind not in known:
+            raise click.UsageError(f"--kinds: no kind {kind!r}; there are {', '.join(known)}")
         if kind in ("kill-agent", "kill-node") and restart_command is None:
             raise click.UsageError(
                 f"--kinds {kind}: nobody starts a killed agent again; say how with "

@@ -39,7 +39,7 @@ class Striker:
     ) -> None:
         """`address`: the master's; the two commands start again what was killed."""
         self._address = address
-        self._stop_for_s = stop_for_s
+        self.stop_for_s = stop_for_s
         self._restart_agent = restart_agent
         self._restart_master = restart_master
         self._lock = threading.Lock()
@@ -74,7 +74,7 @@ class Striker:
     def _stop(self, pids: list[int]) -> list[int]:
         struck = []
         for pid in pids:
-            timer = threading.Timer(self._stop_for_s, self._go_on, (pid,))
+            timer = threading.Timer(self.stop_for_s, self._go_on, (pid,))
             timer.daemon = True
             with self._lock:
                 self._stopped[pid] = timer

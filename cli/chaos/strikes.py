@@ -24,10 +24,12 @@ KINDS = {
 }
 #: What is done to the cluster, and not to a node of it.
 TO_THE_MASTER = ("stop-master", "kill-master", "garbage")
+#: What needs --ssh, and root on the host.
+OVER_SSH = {"unplug": "the host's network is cut, and back after --stop-for; --ssh, as root"}
 #: What only root can do, or who owns the network.
 OUT_OF_REACH = {
     **dict.fromkeys(
-        ("unplug", "deaf", "mute", "no-control", "no-data", "slow"),
+        ("deaf", "mute", "no-control", "no-data", "slow"),
         "links are cut and slowed down by who owns the network",
     ),
     **dict.fromkeys(("clock-forward", "clock-back"), "clocks are set by root"),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import psutil
 
 from oobleck.cli import options
-from oobleck.host.address import own_hostname
+from oobleck.cli.here import is_here
 from oobleck.host.command import CommandFailed
 from oobleck.proto import control_pb2 as pb
 
@@ -22,27 +22,10 @@ def check_here(nodes: Sequence[pb.NodeInfo]) -> None:
         hosts = ", ".join(sorted({node.hostname for node in away}))
         raise CommandFailed(
             f"{names}: not on this machine ({hosts}), and a drill strikes only processes that it "
-            "finds here; run it there, or name the nodes of this machine with --nodes",
+            "finds here; run it there, name the nodes of this machine with --nodes, or their hosts "
+            "with --ssh HOSTS.txt",
             options.USAGE,
         )
-
-
-def is_here(node: pb.NodeInfo) -> bool:
-    """Whether the agent's process is one of this machine, and an agent."""
-    if node.hostname != own_hostname():
-        return False
-    with contextlib.suppress(psutil.Error):
-        return any(
-            "oobleck" in word and "agent" in word for word in psutil.Process(node.pid).cmdline()
-        )
-    return False
-
-
-def all_here(nodes: Sequence[pb.NodeInfo]) -> bool:
-    """Whether this machine's files are the nodes' too: there are nodes, and their agents are all
-    processes of this machine."""
-    there = [node for node in nodes if node.state != "lost"]
-    return bool(there) and all(map(is_here, there))
 
 
 def victims(kind: str, node: pb.NodeInfo) -> list[int]:

@@ -53,7 +53,7 @@ def submit(job_file: Path, overrides: tuple[str, ...], following: bool, master: 
 
 def send(connection: "MasterClient", job: "JobSpec", profile: str) -> "pb.SubmitReply":
     """Submit a job; `profile`: text of the profile file that it names. Raises CommandFailed."""
-    from oobleck.cli.chaos.victims import all_here
+    from oobleck.cli.here import all_here
 
     if all_here(connection.nodes()):
         check_inputs(job)

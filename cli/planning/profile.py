@@ -131,8 +131,8 @@ def profile(
         check_inputs(job)
     with interrupts(), _measuring_master(master) as found:
         # gRPC comes after the daemons have been started: a fork beside its threads is not safe.
-        from oobleck.cli.chaos.victims import all_here
         from oobleck.cli.client import MasterClient
+        from oobleck.cli.here import all_here
         from oobleck.cli.jobs.away import AWAY_S
 
         with MasterClient(found) as connection:

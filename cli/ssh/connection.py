@@ -31,6 +31,7 @@ _BOOTSTRAP = (
     f'import sys; print("{_TOO_OLD}%d.%d" % sys.version_info[:2]) '
     "if sys.version_info < (3, 11) else exec(sys.stdin.read())"
 )
+_REMOTE = ("oobleck.cli.ssh", "remote.py")
 _NOT_THERE = 127
 _NOT_RUN = 126
 
@@ -76,10 +77,14 @@ class Connection:
         self._ssh = ssh
         self._access = access
 
-    async def call(self, action: str, **arguments: object) -> dict[str, Any]:
-        """What `remote` answers. Raises HostFailed."""
+    async def call(
+        self, action: str, *, script: tuple[str, str] = _REMOTE, **arguments: object
+    ) -> dict[str, Any]:
+        """What the script answers, a file of a package: `remote`, if no other is named. Raises
+        HostFailed."""
         request = {"action": action, "directory": self._access.directory, **arguments}
-        text = files("oobleck.cli.ssh").joinpath("remote.py").read_text()
+        package, name = script
+        text = files(package).joinpath(name).read_text()
         asked = f"{text}\nmain(json.loads({json.dumps(request)!r}))\n"
         command = shlex.join([self._access.python, "-c", _BOOTSTRAP])
         try:

@@ -1,4 +1,4 @@
-"""Options that `oobleck up` and `oobleck down` share. Loads nothing of ssh."""
+"""Options of the commands that go to hosts by ssh. Loads nothing of ssh."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +18,8 @@ def hosts_argument(function: F) -> F:
     )(function)
 
 
-def ssh_options(function: F) -> F:
-    """`identity`, `known_hosts`, `python`, `directory`, `parallel`, `as_json`."""
+def login_options(function: F) -> F:
+    """`identity`, `known_hosts`, `python`."""
     key_file = click.Path(exists=True, dir_okay=False, path_type=Path)
     options: list[Callable[[Any], Any]] = [
         click.option(
@@ -42,6 +42,15 @@ def ssh_options(function: F) -> F:
             metavar="PROGRAM",
             help="Python 3.11 or newer on the hosts.",
         ),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def ssh_options(function: F) -> F:
+    """Those, `directory`, `parallel`, `as_json`."""
+    options: list[Callable[[Any], Any]] = [
         click.option(
             "--directory",
             default=DIRECTORY,
@@ -61,4 +70,4 @@ def ssh_options(function: F) -> F:
     ]
     for option in reversed(options):
         function = option(function)
-    return function
+    return login_options(function)

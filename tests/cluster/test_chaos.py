@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.support.cluster import LocalCluster
+from support.ssh_hosts import PYTHON, SshHosts
 
 # Longer than any wait in vain, which ends with a report.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -43,5 +44,23 @@ def test_a_job_takes_a_drill(own_cluster: LocalCluster, text: str, tmp_path: Pat
     assert f"{len(strikes)} faults in " in output
     assert re.search(r"[\d.]+ % of the time in useful steps", output)
     assert len(cluster.events(job_id, "worker_lost")) >= len(killed)
+    over_ssh(cluster, job_id, tmp_path)
     steps = [line["step"] for line in cluster.metrics(job_id)]
     assert steps == list(range(1, len(steps) + 1))
+
+
+def over_ssh(cluster: LocalCluster, job_id: str, folder: Path) -> None:
+    """The same on nodes that are reached by ssh."""
+    with SshHosts(folder, ["n1", "n2"]) as hosts:
+        file = folder / "hosts.txt"
+        file.write_text("".join(map(hosts.line, hosts.names)))
+        login = ("--identity", hosts.identity, "--known-hosts", hosts.known_hosts)
+        drill = ("chaos", job_id, "--kinds", "kill-worker", "--seed", "3", "--mtbf", "1s")
+        drill += ("--for", "2s", "--ssh", str(file), *map(str, login), "--python", PYTHON)
+        before = set(cluster.worker_pids().values())
+        output = cluster.oobleck(*drill, timeout_s=300).stdout
+        struck = re.findall(r"kill-worker (\S+) \(pid (\d+) on 127.0.0.1:(\d+)\)", output)
+        assert struck, output
+        assert {int(port) for _, _, port in struck} <= set(hosts.ports.values())
+        assert int(struck[0][1]) in before
+        assert output.count("goes on; longest time without a new step") == len(struck)

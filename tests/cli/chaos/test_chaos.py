@@ -12,7 +12,8 @@ import pytest
 
 from oobleck.cli.chaos.striker import Striker
 from oobleck.cli.chaos.strikes import KINDS, TO_THE_MASTER, Tally, schedule
-from oobleck.cli.chaos.victims import all_here, check_master_here, is_here, master_pid, victims
+from oobleck.cli.chaos.victims import check_master_here, master_pid, victims
+from oobleck.cli.here import all_here, is_here
 from oobleck.host.command import CommandFailed
 from oobleck.proto import control_pb2 as pb
 from support.commands import refused, run
@@ -97,7 +98,11 @@ def test_only_processes_of_this_machine_and_of_that_agent_are_struck() -> None:
         (("--kinds", "kill-agent"), "--restart-command"),
         (("--kinds", "kill-node"), "--restart-command"),
         (("--kinds", "kill-master"), "--restart-master"),
-        (("--kinds", "unplug"), "links are cut and slowed down by who owns the network; there are"),
+        (("--kinds", "deaf"), "links are cut and slowed down by who owns the network; there are"),
+        (
+            ("--kinds", "unplug"),
+            "a network is cut by root; name hosts by --ssh HOSTS.txt, as root@",
+        ),
         (("--kinds", "clock-back"), "clocks are set by root"),
         (("--mtbf", "often"), "'often' is not a time; write it like 30s"),
         (("--for", "0s"), "'0s' is not a time"),
