@@ -17,6 +17,8 @@ from oobleck.cli.dashboard.sessions import Session
 from oobleck.cli.dashboard.site import Site
 from oobleck.cli.dashboard.tokens import BadToken
 
+#: After which a browser asks again for what is not there at the moment.
+_AGAIN_S = 5
 _EXPIRED = "this session has expired; log in again"
 
 
@@ -120,7 +122,7 @@ class Web:
             query = f"?{request.url.query}" if request.url.query else ""
             return self._login(request, 401, str(error), inside(here + query))
         heading = error.heading or "Error"
-        return self.html(
+        response = self.html(
             "error.html",
             error.status,
             session=self.session(request),
@@ -128,6 +130,9 @@ class Web:
             heading=heading,
             told=str(error),
         )
+        if error.status == 503 and request.method == "GET":
+            response.headers["Refresh"] = str(_AGAIN_S)
+        return response
 
     async def http_problem(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -32,9 +33,9 @@ class Dashboard:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        found = re.search(r" at http://(\S+)$", line.strip())
+        found = re.search(r" at (https?)://(\S+)$", line.strip())
         assert found, line
-        self.address = found[1]
+        self.tls, self.address = found[1] == "https", found[2]
 
     def __enter__(self) -> "Dashboard":
         return self
@@ -49,7 +50,7 @@ class Dashboard:
 
     def visitor(self, role: str = "viewer") -> "Visitor":
         """One who is logged in."""
-        visitor = Visitor(self.address)
+        visitor = Visitor(self.address, tls=self.tls)
         answer = visitor.log_in(self.token("--role", role))
         assert answer.status == 200, answer
         return visitor
@@ -76,8 +77,10 @@ class Answer:
 
 
 class Visitor:
-    def __init__(self, address: str, *, keeps_cookies: bool = True) -> None:
+    def __init__(self, address: str, *, keeps_cookies: bool = True, tls: bool = False) -> None:
+        """`tls`: whatever the certificate is."""
         self.address = address
+        self._tls = ssl._create_unverified_context() if tls else None
         self.cookies: dict[str, str] = {}
         self._keeps = keeps_cookies
 
@@ -98,8 +101,13 @@ class Visitor:
     def log_in(self, token: str, after: str = "/") -> Answer:
         return self.post("/login", {"token": token, "next": after})
 
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._tls is None:
+            return http.client.HTTPConnection(self.address, timeout=PATIENCE_S)
+        return http.client.HTTPSConnection(self.address, timeout=PATIENCE_S, context=self._tls)
+
     def _ask(self, method: str, path: str, body: str | None, headers: Mapping[str, str]) -> Answer:
-        connection = http.client.HTTPConnection(self.address, timeout=PATIENCE_S)
+        connection = self._connection()
         try:
             connection.request(method, path, body, self._headers(body, headers))
             response = connection.getresponse()
@@ -123,7 +131,7 @@ class Visitor:
     @contextmanager
     def watching(self, path: str) -> Iterator[Iterator[tuple[str, str]]]:
         """The element and its new content, one after the other, of the open page at `path`."""
-        connection = http.client.HTTPConnection(self.address, timeout=PATIENCE_S)
+        connection = self._connection()
         connection.request("GET", f"/live{path}", headers=self._headers(None, {}))
         response = connection.getresponse()
         assert response.status == 200, response.read()

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from html import unescape
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -179,8 +180,14 @@ def test_what_if_nodes_were_lost(stand: Stand, viewer: Visitor) -> None:
 
 def test_the_master_is_away_and_comes_back(tmp_path: Path) -> None:
     process, address = start_master(tmp_path / "state")
+    end(process)
     with Dashboard(tmp_path, "--master", address) as dashboard:
-        visitor = dashboard.visitor()
+        visitor = Visitor(dashboard.address)
+        page = visitor.log_in(dashboard.token())
+        assert (page.status, page.headers["refresh"]) == (503, "5")
+        assert f"cannot reach a master at {address}" in page.told
+        process, _ = start_master(tmp_path / "state", address)
+        until(lambda: visitor.get("/").status == 200, "the first answer of the master")
         told = seen(
             visitor, "/", "master", lambda shown: "unreachable" in shown, lambda: end(process)
         )
@@ -247,9 +254,25 @@ def test_what_a_viewer_may_not_do(stand: Stand, viewer: Visitor) -> None:
     assert {node.state for node in stand.client.nodes()} == {"live"}
 
 
-def test_a_timeline_is_a_file_and_a_checkpoint_that_is_not_possible_is_refused(
-    stand: Stand, operator: Visitor
-) -> None:
+def test_a_timeline_is_a_file(tmp_path: Path) -> None:
+    trace = '{"traceEvents": []}'
+    answers = {
+        "ListNodes": lambda _: pb.ListNodesReply(),
+        "ListJobs": lambda _: pb.ListJobsReply(),
+        "GetTimeline": lambda _: pb.TimelineReply(trace=trace),
+    }
+    with (
+        answering(**answers) as address,
+        Dashboard(tmp_path, "--master", address) as dashboard,
+    ):
+        found = dashboard.visitor("operator").send("/jobs/demo-1/timeline", steps="3")
+    assert (found.status, found.text) == (200, trace)
+    assert found.headers["content-type"] == "application/json"
+    told = 'attachment; filename="demo-1-timeline.json"'
+    assert found.headers["content-disposition"] == told
+
+
+def test_what_is_not_possible_is_refused(stand: Stand, operator: Visitor) -> None:
     bad = operator.send(f"/jobs/{stand.job}/timeline", steps="0")
     assert (bad.status, bad.told) == (400, "steps: '0' is not 1 to 100")
     saved = operator.send(f"/jobs/{stand.job}/checkpoint")
@@ -372,7 +395,7 @@ def test_what_is_not_there(stand: Stand, viewer: Visitor) -> None:
 
 
 def test_the_masters_word_is_above_an_operators_session(tmp_path: Path) -> None:
-    """Of a dashboard with a viewer's certificate."""
+    """Of a dashboard with a viewer's certificate; it serves https with one of its own."""
     master = Secured(tmp_path)
     try:
         folder = tmp_path / "eve"
@@ -389,9 +412,15 @@ def test_the_masters_word_is_above_an_operators_session(tmp_path: Path) -> None:
         )
         assert run(*issue).returncode == 0
         options = ("--master", master.address, "--credentials", str(folder))
-        with Dashboard(tmp_path, *options) as dashboard:
+        pair = (str(master.pki / name) for name in ("master.crt", "master.key"))
+        tls = chain(*zip(("--certificate", "--key"), pair, strict=True))
+        with Dashboard(tmp_path, *options, *tls) as dashboard:
             visitor = dashboard.visitor("operator")
-            assert visitor.get("/").status == 200
+            page = visitor.get("/")
+            assert page.status == 200
+            assert page.headers["strict-transport-security"] == "max-age=31536000"
+            port = dashboard.address.rpartition(":")[2]
+            assert set(visitor.cookies) == {f"__Host-oobleck-{port}"}
             sent = visitor.send("/nodes/n1/drain")
             assert sent.status == 403
             assert sent.told == "denied: viewer eve may not call DrainNode; operator may"
