@@ -11,8 +11,11 @@ from oobleck.proto.control_pb2_grpc import OperatorServicer, add_OperatorService
 
 
 @contextmanager
-def answering(listen: str = "127.0.0.1:0", **answers: Callable[[Any], Any]) -> Iterator[str]:
-    """Its address. `answers`: by the call's name; to all others the master is away."""
+def answering(
+    listen: str = "127.0.0.1:0", *, at_once: int = 2, **answers: Callable[[Any], Any]
+) -> Iterator[str]:
+    """Its address. `answers`: by the call's name; to all others the master is away. `at_once`:
+    calls that are answered at a time; a stream is one while it lasts."""
 
     class Service(OperatorServicer):
         pass
@@ -24,7 +27,7 @@ def answering(listen: str = "127.0.0.1:0", **answers: Callable[[Any], Any]) -> I
         setattr(Service, name, away)
     for name, answer in answers.items():
         setattr(Service, name, lambda _, request, context, answer=answer: answer(request))
-    server = grpc.server(ThreadPoolExecutor(2))
+    server = grpc.server(ThreadPoolExecutor(at_once))
     add_OperatorServicer_to_server(Service(), server)
     port = server.add_insecure_port(listen)
     server.start()
