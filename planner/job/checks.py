@@ -1,7 +1,8 @@
 """What is wrong with a path or a number of a job, said so that its key comes first."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from unicodedata import category
 
 from oobleck.planner.redact import redact
@@ -43,17 +44,35 @@ def check_paths(name: str, places: Iterable[str | None]) -> None:
                 raise ValueError(f"{name}: {why}")
 
 
-def at_least(owner: object, minimum: float, *fields: str) -> None:
-    for name in fields:
-        value = getattr(owner, name)
-        if not value >= minimum:
-            raise ValueError(f"{name}: {value} is too small; it must be at least {minimum}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of one number of a job; a value that is None has none. The largest are far above any use, and
+    within what planning and the commit vote carry in a moment: a slip of the keyboard must not keep
+    the master or every worker busy for hours."""
+
+    at_least: float | None = None
+    at_most: float | None = None
+    #: A value is more than this, and less than that. Whoever has such a limit alone refuses other
+    #: values in words of his own.
+    above: float | None = None
+    below: float | None = None
 
 
-def at_most(owner: object, **largest: int) -> None:
-    # Far above any use, and within what planning and the commit vote carry in a moment: a slip
-    # of the keyboard must not keep the master or every worker busy for hours.
-    for name, limit in largest.items():
+#: From 0 to less than 1.
+PART = Limits(at_least=0, below=1)
+
+
+def check_limits(owner: object, limits: Mapping[str, Limits]) -> None:
+    """Raises ValueError for the first of the fields that is not within its limits."""
+    for name, of in limits.items():
         value = getattr(owner, name)
-        if value > limit:
-            raise ValueError(f"{name}: {value} is too large; it must be at most {limit}")
+        if value is None:
+            continue
+        if of.at_least is not None and of.below is not None:
+            if not of.at_least <= value < of.below:
+                raise ValueError(f"{name}: {value} is not in [{of.at_least:g}, {of.below:g})")
+            continue
+        if of.at_least is not None and not value >= of.at_least:
+            raise ValueError(f"{name}: {value} is too small; it must be at least {of.at_least}")
+        if of.at_most is not None and value > of.at_most:
+            raise ValueError(f"{name}: {value} is too large; it must be at most {of.at_most}")

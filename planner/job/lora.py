@@ -1,6 +1,10 @@
 """Adapters that are trained on a model in place of its own weights, as a job names them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
+
+from oobleck.planner.job.checks import PART, Limits, check_limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,6 +16,11 @@ class LoraSpec:
     r: int = 8
     lora_alpha: int = 8
     lora_dropout: float = 0.0
+    LIMITS: ClassVar[Mapping[str, Limits]] = {
+        "r": Limits(at_least=1, at_most=1 << 16),
+        "lora_alpha": Limits(at_least=1, at_most=1 << 16),
+        "lora_dropout": PART,
+    }
 
     def __post_init__(self) -> None:
         if not self.target_modules or not all(self.target_modules):
@@ -19,8 +28,4 @@ class LoraSpec:
                 "target_modules names no linear layer of the model; give some, such as "
                 "[q_proj, v_proj]"
             )
-        for name in ("r", "lora_alpha"):
-            if not 1 <= getattr(self, name) <= 1 << 16:
-                raise ValueError(f"{name}: {getattr(self, name)} is not in 1 to {1 << 16}")
-        if not 0.0 <= self.lora_dropout < 1.0:
-            raise ValueError(f"lora_dropout: {self.lora_dropout} is not in [0, 1)")
+        check_limits(self, self.LIMITS)

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from oobleck.planner.job.checks import at_least, at_most, check_paths
+from oobleck.planner.job.checks import PART, Limits, check_limits, check_paths
 from oobleck.planner.job.families import FAMILIES, Kind, Objective, decode_config, family_of
 from oobleck.planner.ties import Ties
 
@@ -110,19 +110,23 @@ class ModelSpec(AnyModel):
     config: str = ""
     #: Directory with the initial weights, the same on all nodes; None: they are drawn.
     weights: str | None = None
+    LIMITS: ClassVar[Mapping[str, Limits]] = {
+        "layers": Limits(at_least=1, at_most=512),
+        "hidden": Limits(at_least=1, at_most=1 << 18),
+        "heads": Limits(at_least=1),
+        "sequence_length": Limits(at_least=1, at_most=1 << 22),
+        "vocabulary": Limits(at_least=2, at_most=1 << 24),
+        "dropout": PART,
+    }
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "layers", "hidden", "heads", "sequence_length")
-        at_least(self, 2, "vocabulary")
+        check_limits(self, self.LIMITS)
         check_paths("weights", [self.weights])
-        at_most(self, layers=512, hidden=1 << 18, sequence_length=1 << 22, vocabulary=1 << 24)
         if self.hidden % self.heads:
             raise ValueError(
                 f"heads: {self.heads} does not divide hidden ({self.hidden}); "
                 "choose heads so that every head has the same width"
             )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout: {self.dropout} is not in [0, 1)")
         self._check_family()
 
     def _check_family(self) -> None:

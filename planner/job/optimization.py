@@ -10,9 +10,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import ClassVar, Literal
 
 from oobleck.planner import codec
+from oobleck.planner.job.checks import PART, Limits, check_limits
 from oobleck.planner.job.code import NO_ARGUMENTS, NOT_DESCRIBED, Code, Json, check_code
 
 #: What each optimizer takes beside `lr`, and the defaults.
@@ -101,6 +102,10 @@ class OptimizerSpec:
     arguments: Json = NO_ARGUMENTS
     #: An `OptimizerSketch`, as JSON; empty: the class was not looked at.
     described: Json = NOT_DESCRIBED
+    LIMITS: ClassVar[Mapping[str, Limits]] = {
+        **dict.fromkeys(("lr", "weight_decay", "eps"), Limits(at_least=0)),
+        **dict.fromkeys(("beta1", "beta2", "momentum"), PART),
+    }
 
     def __post_init__(self) -> None:
         check_code(plugin=self.plugin, python=self.python, path=self.path)
@@ -123,14 +128,7 @@ class OptimizerSpec:
         for key, default in own.items():
             if getattr(self, key) is None:
                 object.__setattr__(self, key, default)
-        for key in ("lr", "weight_decay", "eps"):
-            value = getattr(self, key)
-            if value is not None and not value >= 0:
-                raise ValueError(f"{key}: {value} is too small; it must be at least 0")
-        for key in ("beta1", "beta2", "momentum"):
-            value = getattr(self, key)
-            if value is not None and not 0.0 <= value < 1.0:
-                raise ValueError(f"{key}: {value} is not in [0, 1)")
+        check_limits(self, self.LIMITS)
         if not all(self.no_decay):
             raise ValueError("no_decay: has an empty pattern; remove it")
         if self.nesterov and not self.momentum:
@@ -204,11 +202,10 @@ class ScheduleSpec:
     warmup: int = 0
     #: Rate that a fall would reach in the step after the last one.
     min_lr: float = 0.0
+    LIMITS: ClassVar[Mapping[str, Limits]] = dict.fromkeys(("warmup", "min_lr"), Limits(at_least=0))
 
     def __post_init__(self) -> None:
-        for key in ("warmup", "min_lr"):
-            if not getattr(self, key) >= 0:
-                raise ValueError(f"{key}: {getattr(self, key)} is too small; it must be at least 0")
+        check_limits(self, self.LIMITS)
         if self.min_lr and self.name == "constant":
             raise ValueError(
                 "min_lr: is where linear and cosine end; remove it, or choose one of them"

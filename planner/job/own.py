@@ -3,11 +3,11 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
-from oobleck.planner.job.checks import check_paths
+from oobleck.planner.job.checks import Limits, check_limits, check_paths
 from oobleck.planner.job.code import NO_ARGUMENTS, NOT_DESCRIBED, Code, Json, check_code
 from oobleck.planner.job.description import Description, read_description
 from oobleck.planner.job.lora import LoraSpec
@@ -47,6 +47,9 @@ class OwnModelSpec(AnyModel):
     vocabulary: int = 256
     #: A `Description`, as JSON; empty: it was not made yet.
     described: Json = NOT_DESCRIBED
+    LIMITS: ClassVar[Mapping[str, Limits]] = {
+        name: ModelSpec.LIMITS[name] for name in ("sequence_length", "vocabulary")
+    }
 
     def __post_init__(self) -> None:
         if sum(name is not None for name in (self.plugin, self.python, self.architecture)) != 1:
@@ -58,10 +61,7 @@ class OwnModelSpec(AnyModel):
         for name in ("path", "weights"):
             check_paths(name, [getattr(self, name)])
         self._check_transformers()
-        if self.sequence_length is not None and not 1 <= self.sequence_length <= 1 << 22:
-            raise ValueError(f"sequence_length: {self.sequence_length} is not in 1 to {1 << 22}")
-        if not 2 <= self.vocabulary <= 1 << 24:
-            raise ValueError(f"vocabulary: {self.vocabulary} is not in 2 to {1 << 24}")
+        check_limits(self, self.LIMITS)
         if self.described and len(self.description.order) > MOST_LAYERS:
             raise ValueError(
                 f"described: {len(self.description.order)} layers are more than {MOST_LAYERS}; put "

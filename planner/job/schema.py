@@ -9,6 +9,7 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from oobleck.planner.job.checks import Limits
 from oobleck.planner.job.code import Json
 from oobleck.planner.job.families import FAMILIES
 from oobleck.planner.job.file import FILE_KEYS
@@ -43,6 +44,8 @@ def _section(kind: type) -> Schema:
         key = FILE_KEYS.get(field.name, field.name)
         optional = _is_optional(field)
         made = _special(kind, key) or _value(hints[field.name])
+        if (limits := getattr(kind, "LIMITS", {}).get(field.name)) is not None:
+            made = {**made, **_limits(limits)}
         if isinstance(field.default, str | int | float | bool) and field.default != "":
             made = {**made, "default": _plain(field)}
         is_section = dataclasses.is_dataclass(hints[field.name])
@@ -54,6 +57,17 @@ def _section(kind: type) -> Schema:
         required = []  # a preset or a config has the numbers
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
     return {**schema, "required": required} if required else schema
+
+
+def _limits(limits: Limits) -> Schema:
+    """Of numbers alone: what may be another thing too is not touched by them."""
+    words = {
+        "minimum": limits.at_least,
+        "maximum": limits.at_most,
+        "exclusiveMinimum": limits.above,
+        "exclusiveMaximum": limits.below,
+    }
+    return {word: limit for word, limit in words.items() if limit is not None}
 
 
 def _plain(field: "dataclasses.Field[Any]") -> object:

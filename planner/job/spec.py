@@ -3,11 +3,12 @@
 Owns the types and their checks; `oobleck.planner.job.file` reads them from a file's text.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from oobleck.planner.ids import check_name
-from oobleck.planner.job.checks import MOST_PATH, at_least, at_most, check_paths, check_place
+from oobleck.planner.job.checks import MOST_PATH, Limits, check_limits, check_paths, check_place
 from oobleck.planner.job.code import NO_ARGUMENTS, Code, Json, check_code
 from oobleck.planner.job.model import AnyModel, ModelSpec
 from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
@@ -53,11 +54,11 @@ class DataSpec:
     arguments: Json = NO_ARGUMENTS
     #: Processes of each worker that read its samples; 0: a thread does.
     workers: int = 0
+    LIMITS: ClassVar[Mapping[str, Limits]] = {"workers": Limits(at_least=0, at_most=64)}
 
     def __post_init__(self) -> None:
         check_code(plugin=self.plugin, python=self.python, path=self.path)
-        at_least(self, 0, "workers")
-        at_most(self, workers=64)
+        check_limits(self, self.LIMITS)
         own = self.code is not None
         if (bool(self.text), self.tokens is not None, own).count(True) != 1:
             raise ValueError(
@@ -115,11 +116,17 @@ class TrainingSpec:
     #: Steps in a row that nobody applied, since loss or gradients were not finite, after which the
     #: job fails; None: it never does.
     max_skipped_steps: int | None = 100
+    LIMITS: ClassVar[Mapping[str, Limits]] = {
+        "steps": Limits(at_least=1, at_most=10**9),
+        "global_batch": Limits(at_least=1, at_most=1 << 17),
+        "microbatch": Limits(at_least=1),
+        "seed": Limits(at_least=0, at_most=(1 << 63) - 1),
+        "max_skipped_steps": Limits(at_least=1),
+        "clip": Limits(above=0),
+    }
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "steps", "global_batch", "microbatch")
-        at_least(self, 0, "seed")
-        at_most(self, steps=10**9, global_batch=1 << 17, seed=(1 << 63) - 1)
+        check_limits(self, self.LIMITS)
         check_paths("path", [self.optimizer.path])
         if self.gradient_sums == "bf16" and self.precision == "fp64":
             raise ValueError(
@@ -128,8 +135,6 @@ class TrainingSpec:
             )
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip: {self.clip} must be > 0; leave it out for no clipping")
-        if self.max_skipped_steps is not None:
-            at_least(self, 1, "max_skipped_steps")
         if self.schedule.min_lr > self.optimizer.lr:
             raise ValueError(
                 f"min_lr: {self.schedule.min_lr} is above the optimizer's lr "
@@ -164,10 +169,14 @@ class EvaluationSpec:
     data: DataSpec | None = None
     #: Samples of each evaluation at most, always the same; a multiple of the micro-batch is used.
     samples: int = 1024
+    LIMITS: ClassVar[Mapping[str, Limits]] = {
+        "every": Limits(at_least=1),
+        "samples": Limits(at_least=1, at_most=1 << 20),
+        "fraction": Limits(above=0, below=1),
+    }
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "every", "samples")
-        at_most(self, samples=1 << 20)
+        check_limits(self, self.LIMITS)
         if (self.fraction is None) == (self.data is None):
             raise ValueError(
                 "evaluation: give exactly one of fraction (of the data) and data (of its own)"
@@ -192,11 +201,13 @@ class ResourceSpec:
     min_nodes_per_pipeline: int = 1
     #: auto: NCCL where every worker has a GPU to itself, and TCP elsewhere; tcp: always that.
     transport: TransportName = "auto"
+    LIMITS: ClassVar[Mapping[str, Limits]] = {
+        "min_nodes_per_pipeline": Limits(at_least=1),
+        "memory_per_worker_bytes": Limits(at_least=1),
+    }
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "min_nodes_per_pipeline")
-        if self.memory_per_worker_bytes is not None:
-            at_least(self, 1, "memory_per_worker_bytes")
+        check_limits(self, self.LIMITS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,10 +225,14 @@ class CheckpointSpec:
     resume: Literal["auto", "never", "require"] = "auto"
     #: Whether the state after the last step is saved, whatever `every` says.
     at_end: bool = True
+    LIMITS: ClassVar[Mapping[str, Limits]] = {
+        "every": Limits(at_least=1),
+        "keep": Limits(at_least=1),
+    }
 
     def __post_init__(self) -> None:
         check_place("path", self.path, "a directory or an fsspec URL")
-        at_least(self, 1, "every", "keep")
+        check_limits(self, self.LIMITS)
 
     def why_untold(self) -> str:
         """Why the master cannot be told of a checkpoint there; empty: it can. Asked for new jobs
@@ -275,6 +290,7 @@ class JobSpec:
     #: A wheel whose modules the job's functions are of: see `oobleck.planner.job.wheel`. None: they
     #: are on the nodes.
     code: str | None = None
+    LIMITS: ClassVar[Mapping[str, Limits]] = {"fault_tolerance": Limits(at_least=0)}
 
     def __post_init__(self) -> None:
         check_name(self.name, "job")
@@ -287,7 +303,7 @@ class JobSpec:
                 raise ValueError(f"track: {name!r} is none of {known}; choose of these")
         if len(set(self.track)) < len(self.track):
             raise ValueError("track: names a program twice; name it once")
-        at_least(self, 0, "fault_tolerance")
+        check_limits(self, self.LIMITS)
         if self.recovery.policy == "reroute" and self.fault_tolerance == 0:
             raise ValueError(
                 "policy: reroute needs a second pipeline that holds the same layers; set "

@@ -83,6 +83,48 @@ def at(tree: Any, path: tuple[str, ...]) -> Any:
     return tree
 
 
+@pytest.mark.parametrize(
+    ("place", "bad", "good"),
+    [
+        ("training.steps", 0, 1),
+        ("training.steps", 10**9 + 1, 10**9),
+        ("training.global_batch", (1 << 17) + 1, 1 << 17),
+        ("training.seed", -1, 0),
+        ("training.clip", 0, 0.1),
+        ("training.max_skipped_steps", 0, None),
+        ("training.optimizer.lr", -0.1, 0),
+        ("training.optimizer.beta1", 1, 0.5),
+        ("training.schedule.warmup", -1, 0),
+        ("model.layers", 513, 512),
+        ("model.dropout", 1.0, 0),
+        ("model.vocabulary", 1, 2),
+        ("fault_tolerance", -1, 0),
+        ("resources.memory_per_worker", 0, "64MiB"),
+        ("checkpoint.keep", 0, 1),
+        ("evaluation.fraction", 1.0, 0.5),
+        ("data.workers", 65, 0),
+    ],
+)
+def test_the_limits_of_numbers_are_those_of_reading(place: str, bad: object, good: object) -> None:
+    base = {**BASE, "checkpoint": {"path": "saved"}, "evaluation": {"every": 2, "fraction": 0.1}}
+    base["evaluation"]["samples"] = 8
+    *path, key = place.split(".")
+
+    def with_value(value: object) -> dict[str, Any]:
+        job = copy.deepcopy(base)
+        section = job
+        for name in path:
+            section = section.setdefault(name, {})
+        section[key] = value
+        return job
+
+    assert is_read(with_value(good)), good
+    assert _VALIDATOR.is_valid(with_value(good))
+    assert not is_read(with_value(bad))
+    (problem,) = _VALIDATOR.iter_errors(with_value(bad))
+    assert ".".join(map(str, problem.absolute_path)) == place or problem.context
+
+
 @pytest.mark.parametrize("name", JOB_FILES)
 def test_job_files_of_examples_and_pages_fit(name: str) -> None:
     _VALIDATOR.validate(yaml.safe_load(JOB_FILES[name]))
