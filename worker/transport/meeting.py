@@ -314,6 +314,10 @@ class Meeting:
         for peer in peers:
             self._check_there(self._peers[peer])
 
+    def any_left(self, peers: Iterable[int]) -> bool:
+        """Whether one of them has left it."""
+        return any(self.links.has_left(self._peers[peer]) for peer in peers)
+
     # ---- ends
 
     def left(self, kind: Kind) -> None:

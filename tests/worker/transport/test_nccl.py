@@ -296,6 +296,22 @@ def test_who_is_lost_while_others_connect_ends_it(cluster):
     assert all(group.is_aborted for rank in here.ranks for group in rank.groups)
 
 
+def test_who_leaves_in_order_while_others_connect_ends_nothing(cluster):
+    """As at a step boundary, where the others may not have heard yet what the vote said."""
+    here = cluster(3, together=99)
+    here.party.meet()
+    names: list[Name] = [("owners", (0, 1, 2)), ("owners", (1, 2))]
+    here.transports = here.party.everywhere(lambda links: here.join(links, names, at_once=False))
+    gone, *rest = here.transports
+    gone.dispose()
+    until(lambda: all(thread.name != "connect" for thread in threading.enumerate()), "the ends")
+    assert not any(transport.connected or is_over(transport) for transport in rest)
+    rest[0].send(torch.full((1,), 5.0), 2, 1)
+    came = torch.zeros(1)
+    rest[1].receive(came, 1, 1).wait()
+    assert came.item() == 5.0
+
+
 def is_over(transport: NcclTransport) -> bool:
     try:
         transport.check()

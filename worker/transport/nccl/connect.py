@@ -10,7 +10,9 @@ all members have come to it (`lines`). So nobody waits for ever: of all that are
 first one in the order can end, since its members are through with all before it. What trains
 meanwhile launches without waiting for the device, so what runs there ends.
 
-A call of NCCL's may never return. Whoever gives the connecting up leaves the thread behind.
+A call of NCCL's may never return. Whoever gives the connecting up leaves the thread behind. A
+member that leaves in order ends the connecting, and nothing else: the generation is about to end,
+and some may not have heard yet what its last vote has said.
 """
 
 import contextlib
@@ -42,6 +44,10 @@ _POLL_S = 0.001
 _IDENTIFIER_PART = 1
 
 
+class _Left(Exception):
+    """A member has left in order."""
+
+
 class Connecting:
     """Of the communicators of one meeting that not all members have."""
 
@@ -66,7 +72,9 @@ class Connecting:
         #: Of whoever makes one, or asks NCCL how the use of it is.
         self._lock = threading.Lock()
         self._given_up = False
-        #: By which it has ended, unless it was given up.
+        #: A member has left in order: it will never be done.
+        self._vain = False
+        #: By which it has ended, unless it was given up, or is in vain.
         self.failure: Exception | None = None
         #: What all this is for: there once it is `done`.
         self.made: dict[Name, Communicator] = {}
@@ -80,7 +88,7 @@ class Connecting:
         """Raises what it has failed by, and TransportError where it takes too long."""
         if self.failure is not None:
             raise self.failure
-        if not self.done:
+        if not (self.done or self._vain):
             self._check_in_time()
 
     def _check_in_time(self) -> None:
@@ -115,6 +123,8 @@ class Connecting:
                 for name in self._names:
                     self._try(name, device)
             self.done = True
+        except _Left:
+            self._vain = True
         except Exception as error:  # noqa: BLE001  # handed on
             # The boundary of the thread: whoever uses the transport raises it.
             self.failure = None if self._given_up else error
@@ -193,7 +203,9 @@ class Connecting:
         if self._given_up:
             raise TransportError("the groups were aborted")
         self._check_in_time()
-        self._links.check_there(self._members)
+        self._links.check_there(())
+        if self._links.any_left(self._members):
+            raise _Left
 
 
 def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[None]:
