@@ -755,6 +755,22 @@ def test_what_all_have_launched_ends_though_the_generation_is_over(cluster):
     here.party.everywhere(lambda links: step_of(here.transports[links.rank]))
 
 
+def test_who_has_sent_may_leave_before_it_has_come(cluster, monkeypatch):
+    monkeypatch.setattr(f"{NcclTransport.__module__}.END_S", 30.0)
+    here, comes = cluster(2), threading.Event()
+    sender, receiver = here.connect(ways=PAIR)
+    here.ranks[1].faults["end"] = partial(comes.wait, 30)
+    came = torch.zeros(1)
+    pending = receiver.receive(came, 0, 1)
+    sender.send(torch.full((1,), 5.0), 1, 1).wait()
+    sender.complete()
+    sender.dispose()
+    until(partial(receiver.links.links.has_left, sender.links.links.identity), "it to leave")
+    threading.Timer(SOON_S / 4, comes.set).start()
+    pending.wait()
+    assert came.item() == 5.0
+
+
 def test_what_one_has_made_alone_is_made_anew(cluster):
     """A meeting breaks off as one has ended the old communicators, and the other one has not."""
     here = cluster(2)

@@ -29,6 +29,7 @@ and Python with it.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -237,15 +238,17 @@ class NcclTransport:
 
     def wait_until(self, done: Callable[[], bool], peers: Collection[int] = ()) -> None:
         """Until the device has `done` something with `peers`. Raises TransportError after an abort,
-        or when one of them leaves, and what `done` raises."""
-        eager_until = time.monotonic() + _EAGER_S
+        or when one of them leaves and it is not done soon, and what `done` raises."""
+        eager_until, left_until = time.monotonic() + _EAGER_S, math.inf
         with pulse.WAITING:
             while True:
                 self.check()
                 if done():
                     break
-                if time.monotonic() > eager_until:
-                    self.links.check_there(peers)
+                if (now := time.monotonic()) > eager_until:
+                    self.links.check_there(peers if now > left_until else ())
+                    if left_until == math.inf and self.links.any_left(peers):
+                        left_until = now + END_S  # who has launched its part may leave
                     time.sleep(_PAUSE_S)
         self.check()  # an abort ends it, too, and what is there then means nothing
 
