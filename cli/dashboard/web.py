@@ -51,9 +51,10 @@ class Web:
 
     def _check_origin(self, request: Request) -> None:
         """Raises Problem for a form of another site."""
-        scheme = "https" if self.site.is_tls else "http"
-        origin = request.headers.get("origin")
-        own = origin is None or origin == f"{scheme}://{request.headers.get('host')}"
+        origin, host = request.headers.get("origin"), request.headers.get("host")
+        # To a proxy that has the certificate browsers speak https.
+        schemes = ("https",) if self.site.is_tls else ("http", "https")
+        own = origin is None or origin in {f"{scheme}://{host}" for scheme in schemes}
         if not own or request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
             raise Problem(403, "this form is of another site", "Refused")
 
@@ -74,9 +75,8 @@ class Web:
         except BadToken as error:
             return self._login(request, 403, str(error), after)
         response = redirect(f"/login/done?{urlencode({'next': after})}")
-        response.set_cookie(
-            self.site.cookie, shown, httponly=True, samesite="lax", secure=self.site.is_tls
-        )
+        secure = self.site.is_tls or request.headers.get("origin", "").startswith("https:")
+        response.set_cookie(self.site.cookie, shown, httponly=True, samesite="lax", secure=secure)
         return response
 
     async def logged_in(self, request: Request) -> Response:
@@ -91,7 +91,8 @@ class Web:
         await self.form(request)
         self.site.sessions.log_out(self._shown(request))
         response = self._login(request, 200, "", "/")
-        response.delete_cookie(self.site.cookie)
+        # Of a cookie that begins with __Host- browsers heed nothing that is not secure.
+        response.delete_cookie(self.site.cookie, secure=self.site.is_tls)
         return response
 
     # ---- answers

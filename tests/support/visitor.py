@@ -82,6 +82,8 @@ class Visitor:
         self.address = address
         self._tls = ssl._create_unverified_context() if tls else None
         self.cookies: dict[str, str] = {}
+        #: As they came, with what holds for them.
+        self.told_cookies: list[str] = []
         self._keeps = keeps_cookies
 
     def get(self, path: str, **headers: str) -> Answer:
@@ -113,6 +115,7 @@ class Visitor:
             response = connection.getresponse()
             if self._keeps:
                 for cookie in response.headers.get_all("Set-Cookie", ()):
+                    self.told_cookies.append(cookie)
                     name, _, value = cookie.partition(";")[0].partition("=")
                     self.cookies[name] = value.strip('"')
             told = {name.lower(): value for name, value in response.getheaders()}

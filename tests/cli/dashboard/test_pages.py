@@ -347,6 +347,15 @@ def test_forms_of_other_sites_and_other_names_are_refused(stand: Stand, operator
     assert large.status == 413
 
 
+def test_a_proxy_in_front_may_have_the_certificate(stand: Stand) -> None:
+    dashboard = stand.dashboard
+    visitor = Visitor(dashboard.address)
+    form = {"token": dashboard.token(), "next": "/"}
+    page = visitor.post("/login", form, Origin=f"https://{dashboard.address}")
+    assert (page.status, page.told) == (200, "")
+    assert "; Secure" in visitor.told_cookies[0]
+
+
 def test_browsers_are_told_to_run_nothing_but_its_own(stand: Stand, viewer: Visitor) -> None:
     page = viewer.get(f"/jobs/{stand.job}")
     policy = page.headers["content-security-policy"]
