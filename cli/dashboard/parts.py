@@ -19,8 +19,10 @@ from oobleck.cli.output.incident import clock
 from oobleck.host.display import inline
 from oobleck.planner.units import count, format_bytes
 
-#: Renderings that may still be what a browser has.
+#: Renderings that may still be what a browser has, and their characters: one of 1,000 nodes has
+#: half a million, and differs every second.
 _MOST_KEPT = 200
+MOST_CHARACTERS = 32 << 20
 #: Where the rows of a part stand in it.
 _ROWS = "<!--rows-->"
 
@@ -44,6 +46,7 @@ class Rendering:
     parts: tuple[Part, ...]
     #: Of all of it.
     digest: str
+    characters: int
 
     def __getitem__(self, id: str) -> Part:
         return next(part for part in self.parts if part.id == id)
@@ -63,10 +66,12 @@ class Change:
 
 
 def rendering(parts: Sequence[Part]) -> Rendering:
-    digest = hashlib.blake2b(digest_size=12)
+    digest, characters = hashlib.blake2b(digest_size=12), 0
     for part in parts:
-        digest.update(part.whole().encode())
-    return Rendering(parts=tuple(parts), digest=digest.hexdigest())
+        whole = part.whole()
+        digest.update(whole.encode())
+        characters += len(whole)
+    return Rendering(parts=tuple(parts), digest=digest.hexdigest(), characters=characters)
 
 
 def changes(before: Rendering | None, after: Rendering) -> list[Change]:
@@ -104,23 +109,35 @@ class Renderings:
     changed since its page was made."""
 
     def __init__(self) -> None:
-        #: By page and role: what it was made of.
-        self._newest: dict[Hashable, tuple[Hashable, Rendering]] = {}
+        #: By page and role: what it was made of, and its digest.
+        self._newest: dict[Hashable, tuple[Hashable, str]] = {}
         #: By digest, oldest first.
         self._kept: dict[str, Rendering] = {}
+        #: Of all that are kept.
+        self._characters = 0
 
     def newest(self, page: Hashable, version: Hashable) -> Rendering | None:
-        """None: it was not made of that yet."""
-        made_of, found = self._newest.get(page, (None, None))
-        return found if made_of == version else None
+        """None: it was not made of that, or that is not kept."""
+        made_of, digest = self._newest.get(page, (None, ""))
+        return self._kept.get(digest) if made_of == version else None
 
     def add(self, page: Hashable, version: Hashable, made: Rendering) -> None:
-        if len(self._newest) >= _MOST_KEPT:
+        """It is kept, however large; the oldest others go."""
+        self._newest.pop(page, None)
+        self._newest[page] = version, made.digest
+        if len(self._newest) > _MOST_KEPT:
             del self._newest[next(iter(self._newest))]
-        if len(self._kept) >= _MOST_KEPT:
-            del self._kept[next(iter(self._kept))]
-        self._newest[page] = version, made
+        self._drop(made.digest)
         self._kept[made.digest] = made
+        self._characters += made.characters
+        while len(self._kept) > 1 and (
+            len(self._kept) > _MOST_KEPT or self._characters > MOST_CHARACTERS
+        ):
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, digest: str) -> None:
+        if (found := self._kept.pop(digest, None)) is not None:
+            self._characters -= found.characters
 
     def known(self, digest: str) -> Rendering | None:
         return self._kept.get(digest)

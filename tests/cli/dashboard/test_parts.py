@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.dashboard.chart import Chart, Mark, chart, ticks
-from oobleck.cli.dashboard.parts import Part, Renderings, changes, rendering
+from oobleck.cli.dashboard.parts import (
+    MOST_CHARACTERS,
+    Part,
+    Renderings,
+    changes,
+    rendering,
+)
 from oobleck.cli.dashboard.sessions import Sessions
 from oobleck.cli.dashboard.tokens import BadToken, check, default_folder, make, read_key
 from oobleck.cli.view.series import Point
@@ -64,6 +70,11 @@ def test_renderings_are_shared_and_bounded() -> None:
         kept.add(f"page {number}", 1, rendering(log({"a": str(number)})))
     assert kept.known(first.digest) is None
     assert kept.newest("page 999", 1) is not None
+    large = [rendering(log({"a": str(number) * (MOST_CHARACTERS // 3)})) for number in range(4)]
+    for one in large:
+        kept.add("large", one.digest, one)
+    assert [kept.known(one.digest) is not None for one in large] == [False, False, True, True]
+    assert kept.newest("page 999", 1) is None
 
 
 def point(step: int, loss: float | None, spread: float = 0.0) -> Point:
