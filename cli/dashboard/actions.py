@@ -119,7 +119,7 @@ class Actions:
     async def _timeline(self, request: Request) -> Response:
         form = await self._form(request, "have steps recorded")
         job, steps = request.path_params["job"], form.get("steps", "1")
-        if not steps.isdecimal() or not 1 <= int(steps[:9]) <= _MOST_STEPS:
+        if not steps.isdecimal() or len(steps) > 9 or not 1 <= int(steps) <= _MOST_STEPS:
             raise Problem(400, f"steps: {steps[:20]!r} is not 1 to {_MOST_STEPS}", "Not recorded")
         trace = await self._long.ask(request, lambda master: master.timeline(job, int(steps)))
         name = re.sub(r"[^\w.-]", "_", job, flags=re.ASCII)

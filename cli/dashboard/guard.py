@@ -21,7 +21,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 #: Of what a form sends.
 MOST_BODY_BYTES = 16 << 10
 
-#: With no-referrer browsers would not say either which site a form is of.
+#: With no-referrer browsers would not say either which site a form is of. Strict-Transport-Security
+#: would hold for all ports of the host, as those of Grafana.
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -39,15 +40,12 @@ _HEADERS = {
 class Guard:
     """Around the application."""
 
-    def __init__(self, app: App, *, listen_host: str, names: Iterable[str], tls: bool) -> None:
+    def __init__(self, app: App, *, listen_host: str, names: Iterable[str]) -> None:
         """`names`: by which it may be called beside this host's own."""
         self._app = app
         self._local = is_loopback(listen_host)
         own = () if self._local else (own_hostname(), own_hostname().partition(".")[0])
         self._names = {name.lower() for name in (*names, *own, "localhost")}
-        self._headers = dict(_HEADERS)
-        if tls:
-            self._headers["Strict-Transport-Security"] = "max-age=31536000"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -57,7 +55,7 @@ class Guard:
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(raw=message["headers"])
-                for name, value in self._headers.items():
+                for name, value in _HEADERS.items():
                     headers[name] = value
                 headers.setdefault("Cache-Control", "no-store")
                 message["headers"] = headers.raw

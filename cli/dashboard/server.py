@@ -57,7 +57,7 @@ def run(
             streams=Streams(),
         )
         config = uvicorn.Config(
-            Guard(make_app(site), listen_host=host, names=names, tls=tls is not None),
+            Guard(make_app(site), listen_host=host, names=names),
             access_log=False,
             date_header=False,
             limit_concurrency=MOST_CONNECTIONS,

@@ -23,7 +23,7 @@ class IncidentPage(JobBased):
         super().__init__(site, session, job_id)
         # An event may be here before the status that counts it.
         most = max(self.status().incidents, *self.feed.history(0.0).incidents, 0)
-        if not number.isdecimal() or not 1 <= int(number[:9]) <= most:
+        if not number.isdecimal() or len(number) > 9 or not 1 <= int(number) <= most:
             told = f"{job_id} has had {count(most, 'incident')}; {number[:20]} is none"
             raise Problem(404, told, "No such incident")
         self.number = int(number)

@@ -137,6 +137,7 @@ def test_an_incident_appears_on_the_open_page_and_has_one_of_its_own(
     assert "worker n2/0 faults" in shown  # its last words
     chart = viewer.get(f"/jobs/{stand.job}").text
     assert f'<a href="/jobs/{stand.job}/incidents/{number}">' in chart
+    assert viewer.get(f"/jobs/{stand.job}/incidents/{'0' * 5000}1").status == 404
     missing = viewer.get(f"/jobs/{stand.job}/incidents/99")
     assert (missing.status, missing.told) == (
         404,
@@ -273,6 +274,7 @@ def test_a_timeline_is_a_file(tmp_path: Path) -> None:
 
 
 def test_what_is_not_possible_is_refused(stand: Stand, operator: Visitor) -> None:
+    assert operator.send(f"/jobs/{stand.job}/timeline", steps="0000000019999").status == 400
     bad = operator.send(f"/jobs/{stand.job}/timeline", steps="0")
     assert (bad.status, bad.told) == (400, "steps: '0' is not 1 to 100")
     saved = operator.send(f"/jobs/{stand.job}/checkpoint")
