@@ -8,6 +8,7 @@ from pathlib import Path
 import uvicorn
 
 from oobleck.cli.dashboard.app import make_app
+from oobleck.cli.dashboard.connection import Connection
 from oobleck.cli.dashboard.following import Connect
 from oobleck.cli.dashboard.guard import Guard
 from oobleck.cli.dashboard.hub import Hub
@@ -60,6 +61,7 @@ def run(
             Guard(make_app(site), listen_host=host, names=names),
             access_log=False,
             date_header=False,
+            http=Connection,
             limit_concurrency=MOST_CONNECTIONS,
             log_level="warning",
             proxy_headers=False,
