@@ -429,7 +429,8 @@ def test_the_masters_word_is_above_an_operators_session(tmp_path: Path) -> None:
             visitor = dashboard.visitor("operator")
             page = visitor.get("/")
             assert page.status == 200
-            assert page.headers["strict-transport-security"] == "max-age=31536000"
+            # It would hold for every port of the host.
+            assert "strict-transport-security" not in page.headers
             port = dashboard.address.rpartition(":")[2]
             assert set(visitor.cookies) == {f"__Host-oobleck-{port}"}
             sent = visitor.send("/nodes/n1/drain")
