@@ -114,6 +114,8 @@ class Announced(msgspec.Struct, frozen=True, kw_only=True):
     has: bytes = b""
     #: It has begun a step before.
     trained: bool = False
+    #: To connect took it too long the last time.
+    late: bool = False
 
 
 class Connector:
@@ -146,6 +148,7 @@ class Connector:
             groups=len(wiring.names),
             has=self._communicators.told(),
             trained=trained,
+            late=self._communicators.late,
         )
         return encode(said)
 
@@ -187,7 +190,15 @@ class Connector:
         has = [stamps_of(one.has) for one in said]
         # A change holds training up; before the first step nothing is lost by connecting first.
         at_once = not any(one.trained for one in said)
-        return NcclTransport(host, below, self._communicators, wiring.names, has, at_once=at_once)
+        return NcclTransport(
+            host,
+            below,
+            self._communicators,
+            wiring.names,
+            has,
+            at_once=at_once,
+            late=any(one.late for one in said),
+        )
 
     def release(self) -> None:
         """This worker is in no plan that uses NCCL: give back what it has of the GPU."""

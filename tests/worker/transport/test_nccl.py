@@ -108,11 +108,14 @@ class Cluster:
         limit_s: float = 20,
         *,
         at_once: bool = True,
+        late: bool = False,
     ) -> NcclTransport:
         """One rank's transport in the present meeting."""
         own = self.communicators[self.party.links.index(links.links)]
         told = [stamps_of(each) for each in links.gather(own.told())]
-        return NcclTransport(links, links, own, names, told, at_once=at_once, limit_s=limit_s)
+        return NcclTransport(
+            links, links, own, names, told, at_once=at_once, late=late, limit_s=limit_s
+        )
 
     def join_alone(self, links: LinkTransport, names: Sequence[Name]) -> NcclTransport:
         """The same where others may not come as far, and nobody has any of before."""
@@ -667,6 +670,25 @@ def test_groups_that_never_connect_end_what_is_trained_meanwhile(cluster):
     until(partial(is_over, here.transports[0]), "its end")
     with pytest.raises(TransportError):
         step_of(here.transports[0])
+
+
+def test_groups_that_never_connect_again_leave_training_to_the_host(cluster):
+    """Else one incident would follow the other, and steps between them, so that nobody ends it."""
+    here = cluster(2, together=99)
+    names: list[Name] = [("owners", (0, 1))]
+    for late in (False, True):
+        here.party.meet()
+        join = partial(here.join, names=names, limit_s=0.1, at_once=False, late=late)
+        here.transports = here.party.everywhere(join)
+        if not late:
+            until(lambda: any(each.late for each in here.communicators), "one to say so")
+            for transport in here.transports:
+                transport.abort()
+    until(lambda: all(thread.name != "connect" for thread in threading.enumerate()), "the ends")
+    here.party.everywhere(lambda links: step_of(here.transports[links.rank]))
+    assert not any(transport.connected or is_over(transport) for transport in here.transports)
+    assert all(each.late for each in here.communicators)
+    assert all(group.is_aborted for rank in here.ranks for group in rank.groups)
 
 
 def test_generation_after_generation_nothing_is_left_behind(cluster):

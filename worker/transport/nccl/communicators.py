@@ -63,6 +63,8 @@ class Communicators:
         self._maker = maker
         self._streams = StreamRing(maker.take_stream)
         self._lock = threading.Lock()
+        #: Those that were connected last took too long here.
+        self.late = False
         #: All and only those that were made and whose end has not begun.
         self._all: dict[Key, Communicator] = {}
         #: Set where no transport uses any.

@@ -13,9 +13,14 @@ meanwhile launches without waiting for the device, so what runs there ends.
 A call of NCCL's may never return. Whoever gives the connecting up leaves the thread behind. A
 member that leaves in order ends the connecting, and nothing else: the generation is about to end,
 and some may not have heard yet what its last vote has said.
+
+Where it takes too long, the generation ends, and the next one tries again. If that takes too long
+as well, as where nothing lets NCCL's traffic through, all goes over the host from then on: steps
+are committed meanwhile, so one such end would follow the other.
 """
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -36,6 +41,8 @@ from oobleck.worker.transport.nccl.failures import peers_may_fail
 from oobleck.worker.transport.nccl.group import Identifiers, use_device
 from oobleck.worker.transport.nccl.lines import Line, Name, key_of, part_of
 from oobleck.worker.transport.words import Words
+
+log = logging.getLogger(__name__)
 
 #: NCCL finds out about the machines' wires while it makes a communicator.
 LIMIT_S = 60.0
@@ -58,21 +65,24 @@ class Connecting:
         communicators: Communicators,
         news: Callable[[], None],
         limit_s: float = LIMIT_S,
+        *,
+        needed: bool,
     ) -> None:
         """Begins. `names`: all of which this rank is in, in the order of their first use; to their
         members there are links. `news`: called from the thread, where it is done or has failed, and
-        where a line has news."""
+        where a line has news. `needed`: it may not take too long."""
         self._names = names
         self._links = links
         self._communicators = communicators
         self._news = news
         self._limit_s = limit_s
+        self._needed = needed
         self._end_at = time.monotonic() + limit_s
         self._members = {rank for _, group in names for rank in group} - {links.rank}
         #: Of whoever makes one, or asks NCCL how the use of it is.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._given_up = False
-        #: A member has left in order: it will never be done.
+        #: It will never be done, and nothing is wrong with what is trained meanwhile.
         self._vain = False
         #: By which it has ended, unless it was given up, or is in vain.
         self.failure: Exception | None = None
@@ -88,12 +98,23 @@ class Connecting:
         """Raises what it has failed by, and TransportError where it takes too long."""
         if self.failure is not None:
             raise self.failure
-        if not (self.done or self._vain):
+        if not self.done:
             self._check_in_time()
 
     def _check_in_time(self) -> None:
-        if time.monotonic() > self._end_at:
-            raise TransportError(f"NCCL's groups did not connect in {self._limit_s:g} s")
+        """From any thread: that of this one may be in a call that does not return."""
+        if self._vain or time.monotonic() <= self._end_at:
+            return
+        self._communicators.late = True
+        why = f"NCCL's groups did not connect in {self._limit_s:g} s"
+        if self._needed:
+            raise TransportError(why)
+        with self._lock:
+            first, self._vain = not self._vain, True
+        if first:
+            told = {"why": f"{why}; look at the network between the nodes (oobleck doctor)"}
+            log.warning("staged through host memory, which is slow", extra=told)
+            self._communicators.end(self.made.values())
 
     def wait(self) -> None:
         """For the training thread: until it is done. Raises what `check` does, and TransportError
@@ -122,13 +143,18 @@ class Connecting:
                 self._begin_all()
                 for name in self._names:
                     self._try(name, device)
+            self._communicators.late = False
             self.done = True
         except _Left:
             self._vain = True
         except Exception as error:  # noqa: BLE001  # handed on
             # The boundary of the thread: whoever uses the transport raises it.
-            self.failure = None if self._given_up else error
+            self.failure = None if self._is_over else error
         self._news()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._given_up or self._vain
 
     def _begin_all(self) -> None:
         rank, links = self._links.rank, self._links.links
@@ -164,10 +190,10 @@ class Connecting:
         with peers_may_fail():
             made = self._communicators.make(key, links.epoch, member, identifiers, most_ctas)
         with self._lock:
-            given_up = self._given_up
-            if not given_up:
+            over = self._is_over
+            if not over:
                 self.made[name] = made
-        if given_up:
+        if over:
             self._communicators.end([made])
             self._check()
         with made.calling():
@@ -200,9 +226,9 @@ class Connecting:
             time.sleep(_POLL_S)
 
     def _check(self) -> None:
-        if self._given_up:
-            raise TransportError("the groups were aborted")
         self._check_in_time()
+        if self._is_over:
+            raise TransportError("the groups were aborted")
         self._links.check_there(())
         if self._links.any_left(self._members):
             raise _Left

@@ -76,11 +76,13 @@ class NcclTransport:
         told: Sequence[Collection[bytes]],
         *,
         at_once: bool = True,
+        late: bool = False,
         limit_s: float = LIMIT_S,
     ) -> None:
         """`names`: those that have this rank and that not all members have, as each has `told` by
         rank, are connected, and used once in this order, which all have in common. `at_once`: they
         are when this returns, the same for all ranks; else `use_connected` takes them into use.
+        `late`: it took some rank too long the last time.
         `links`: those of the host; `host`: what carries everything else over them.
 
         Raises TransportError when one cannot be connected within `limit_s`, or the meeting of
@@ -126,7 +128,9 @@ class NcclTransport:
                 self._lines[name] = Line(links, name, part_of(name, self.rank), self._news.set)
             if new := {name: key for name, key in keys.items() if key not in kept}:
                 log.info("connecting", extra={"kept": self.kept, "count": len(new)})
-                self._connecting = Connecting(new, links, communicators, self._news.set, limit_s)
+                self._connecting = Connecting(
+                    new, links, communicators, self._news.set, limit_s, needed=at_once or not late
+                )
                 if at_once:
                     self._connecting.wait()
                     self.use_connected()
