@@ -17,7 +17,7 @@ from oobleck.proto.checks import (
     shortened,
 )
 from oobleck.proto.fields import message_of, struct_of
-from oobleck.proto.protocol import common
+from oobleck.proto.protocol import common, refusal
 from oobleck.proto.types import (
     Assignment,
     NodeFacts,
@@ -99,9 +99,18 @@ def _read_facts(message: pb.Register, incarnation: str) -> NodeFacts:
 
 def read_register(message: pb.Register, incarnation: str) -> Registration:
     """`incarnation`: of the envelope, an AgentMessage."""
+    newest = message.newest_protocol or message.protocol
+    spoken = common(message.protocol, newest)
     with in_field("register"):
-        facts = _read_facts(message, incarnation)
-        if common(message.protocol, facts.newest_protocol) is None:
+        try:
+            facts = _read_facts(message, incarnation)
+        except ValueError as error:
+            if spoken is None and message.node:
+                # Of a release that this one need not understand.
+                told = refusal(check_name(message.node, "node"), message.protocol, newest)
+                raise ValueError(told) from error
+            raise
+        if spoken is None:
             # It is refused, and what else it says may be unreadable.
             return Registration(protocol=message.protocol, facts=facts, status=NodeStatus())
         status = read_status(message.status)

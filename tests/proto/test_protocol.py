@@ -41,6 +41,16 @@ def test_an_agent_of_before_there_was_a_range_speaks_one() -> None:
     assert registration.facts.versions.engine == "1"
 
 
+def test_an_agent_too_new_is_told_what_to_upgrade_whatever_else_it_says() -> None:
+    told = pb.Register(protocol=NEWEST + 1, node="n1", address="10.0.0.1", device="quantum")
+    incarnation = facts_of("n1", 1, 1).incarnation
+    with pytest.raises(ValueError, match="upgrade the master, one release after the other"):
+        read_register(told, incarnation)
+    told.protocol = NEWEST
+    with pytest.raises(ValueError, match="worker_slots: 0 is not"):
+        read_register(told, incarnation)
+
+
 def test_a_welcome_of_a_master_of_before_is_read() -> None:
     detection = DETECTIONS["wan"]
     told = welcome_message(detection, NEWEST)
