@@ -15,7 +15,7 @@ from starlette.routing import Route
 from oobleck.cli.client import MasterClient
 from oobleck.cli.dashboard.calls import Calls
 from oobleck.cli.dashboard.problem import Problem
-from oobleck.cli.dashboard.sessions import Session
+from oobleck.cli.dashboard.security.sessions import Session
 from oobleck.cli.dashboard.web import Web, redirect
 from oobleck.cli.output.text import ENDED
 from oobleck.proto import control_pb2 as pb

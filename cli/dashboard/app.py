@@ -27,7 +27,7 @@ from oobleck.cli.dashboard.pages.logs import LogsPage
 from oobleck.cli.dashboard.pages.plan import PlanPage
 from oobleck.cli.dashboard.parts import Rendering
 from oobleck.cli.dashboard.problem import Problem
-from oobleck.cli.dashboard.sessions import Session
+from oobleck.cli.dashboard.security.sessions import Session
 from oobleck.cli.dashboard.site import Page, Site
 from oobleck.cli.dashboard.web import Web
 

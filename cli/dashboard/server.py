@@ -8,12 +8,12 @@ from pathlib import Path
 import uvicorn
 
 from oobleck.cli.dashboard.app import make_app
-from oobleck.cli.dashboard.connection import Connection
 from oobleck.cli.dashboard.following import Connect
-from oobleck.cli.dashboard.guard import Guard
 from oobleck.cli.dashboard.hub import Hub
 from oobleck.cli.dashboard.live import Streams
-from oobleck.cli.dashboard.sessions import Sessions
+from oobleck.cli.dashboard.security.connection import Connection
+from oobleck.cli.dashboard.security.guard import Guard
+from oobleck.cli.dashboard.security.sessions import Sessions
 from oobleck.cli.dashboard.site import Site
 
 #: Connections at a time; with one more a browser is told to come again.

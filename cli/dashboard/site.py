@@ -11,7 +11,7 @@ from oobleck.cli.dashboard.hub import Hub
 from oobleck.cli.dashboard.live import Streams
 from oobleck.cli.dashboard.parts import Part, Rendering, Renderings, Templates, rendering
 from oobleck.cli.dashboard.problem import Problem
-from oobleck.cli.dashboard.sessions import Session, Sessions
+from oobleck.cli.dashboard.security.sessions import Session, Sessions
 
 
 class Page(Protocol):

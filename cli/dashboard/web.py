@@ -11,11 +11,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from oobleck.cli.dashboard.guard import MOST_BODY_BYTES
 from oobleck.cli.dashboard.problem import Problem
-from oobleck.cli.dashboard.sessions import Session
+from oobleck.cli.dashboard.security.guard import MOST_BODY_BYTES
+from oobleck.cli.dashboard.security.sessions import Session
+from oobleck.cli.dashboard.security.tokens import BadToken
 from oobleck.cli.dashboard.site import Site
-from oobleck.cli.dashboard.tokens import BadToken
 
 #: After which a browser asks again for what is not there at the moment.
 _AGAIN_S = 5

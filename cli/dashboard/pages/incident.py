@@ -6,7 +6,7 @@ from typing import Any
 from oobleck.cli.dashboard.pages.job import JobBased
 from oobleck.cli.dashboard.parts import Part
 from oobleck.cli.dashboard.problem import Problem
-from oobleck.cli.dashboard.sessions import Session
+from oobleck.cli.dashboard.security.sessions import Session
 from oobleck.cli.dashboard.site import Site
 from oobleck.cli.output.events import sentence
 from oobleck.cli.output.incident import facts, how_it_ended

@@ -9,7 +9,7 @@ from oobleck.cli.dashboard.feeds import JobFeed, JobHistory
 from oobleck.cli.dashboard.hub import TooMany
 from oobleck.cli.dashboard.parts import Part
 from oobleck.cli.dashboard.problem import Problem
-from oobleck.cli.dashboard.sessions import Session
+from oobleck.cli.dashboard.security.sessions import Session
 from oobleck.cli.dashboard.site import ClusterBased, Site, now
 from oobleck.cli.output import text
 from oobleck.cli.output.events import sentence

@@ -7,7 +7,7 @@ from oobleck.cli.dashboard.hub import TooMany
 from oobleck.cli.dashboard.pages.job import JobBased
 from oobleck.cli.dashboard.parts import Part
 from oobleck.cli.dashboard.problem import Problem
-from oobleck.cli.dashboard.sessions import Session
+from oobleck.cli.dashboard.security.sessions import Session
 from oobleck.cli.dashboard.site import Site
 
 MOST_SHOWN = 400

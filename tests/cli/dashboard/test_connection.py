@@ -11,7 +11,7 @@ pytest.importorskip("uvicorn")
 import uvicorn
 from uvicorn.server import ServerState
 
-from oobleck.cli.dashboard import connection
+from oobleck.cli.dashboard.security import connection
 
 _LONGEST_S = 30.0
 

@@ -13,8 +13,8 @@ from oobleck.cli.dashboard.parts import (
     changes,
     rendering,
 )
-from oobleck.cli.dashboard.sessions import Sessions
-from oobleck.cli.dashboard.tokens import BadToken, check, default_folder, make, read_key
+from oobleck.cli.dashboard.security.sessions import Sessions
+from oobleck.cli.dashboard.security.tokens import BadToken, check, default_folder, make, read_key
 from oobleck.cli.view.series import Point
 
 KEY = b"k" * 32

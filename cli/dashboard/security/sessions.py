@@ -8,7 +8,7 @@ import hmac
 import secrets
 from dataclasses import dataclass
 
-from oobleck.cli.dashboard.tokens import BadToken, Role, Token, check
+from oobleck.cli.dashboard.security.tokens import BadToken, Role, Token, check
 
 #: So many at a time; with one more the oldest is logged out.
 _MOST = 1000
