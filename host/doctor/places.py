@@ -121,7 +121,8 @@ def _look_at_folder(
     try:
         speeds = _write(at, facts.free_bytes, gently=gently, sync=sync)
         if mark and place.use in SHARED:
-            os.close(os.open(at / mark, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+            flags = os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+            os.close(os.open(at / mark, flags, 0o600))
     except OSError as error:
         problem = f"cannot be written ({(error.strerror or str(error)).lower()})"
         return msgspec.structs.replace(facts, problem=problem)

@@ -97,6 +97,10 @@ def test_files_that_nodes_leave_for_each_other(tmp_path: Path) -> None:
     at(tmp_path, mark=f"{MARK}other-n1")
     # Data and a host's own folders are left alone.
     at(tmp_path, "own", mark=f"{MARK}abc-n3")
+    (tmp_path / f"{MARK}abc-n4").symlink_to(tmp_path / "elsewhere")
+    assert at(tmp_path, mark=f"{MARK}abc-n4").problem.startswith("cannot be written")
+    assert not (tmp_path / "elsewhere").exists()
+    (tmp_path / f"{MARK}abc-n4").unlink()
     assert marks_in(str(tmp_path), "abc") == ("n1", "n2")
     remove_marks(str(tmp_path), "abc", older_s=3600)
     assert os.listdir(tmp_path) == [f"{MARK}other-n1"]
