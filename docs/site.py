@@ -33,7 +33,10 @@ ORDER = {
     "In detail": ("formats", "architecture", "contributing"),
 }
 _LAST = "In detail"
-_LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+#: A link, or else code, whichever begins first: the text of a link may be code.
+_LINK_OR_CODE = re.compile(
+    r"\[([^\]]*)\]\(([^)\s]+)\)|^```.*?^```$|`[^`\n]+`", flags=re.MULTILINE | re.DOTALL
+)
 
 
 def sections(pages: set[str]) -> list[dict[str, list[str]]]:
@@ -68,16 +71,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
     source = page.file.src_uri
     here = "README.md" if source == "index.md" else f"docs/{source}"
-    return "".join(_outside_code(markdown, here))
-
-
-def _outside_code(markdown: str, here: str) -> list[str]:
-    """The parts of a page, with the links of those that are no code as `resolved`."""
-    parts = re.split(r"(^```.*?^```$|`[^`\n]+`(?!\]))", markdown, flags=re.MULTILINE | re.DOTALL)
-    return [
-        part if i % 2 else _LINK.sub(lambda m: resolved(m, here), part)
-        for i, part in enumerate(parts)
-    ]
+    return _LINK_OR_CODE.sub(lambda m: m[0] if m[2] is None else resolved(m, here), markdown)
 
 
 def resolved(link: "re.Match[str]", here: str) -> str:
