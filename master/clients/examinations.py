@@ -10,6 +10,7 @@ not know gRPC.
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -102,7 +103,8 @@ class Examinations:
         self._state = state
         self._environment = environment
         self._session = session
-        self._numbers = itertools.count(1)
+        #: From anywhere, so that no answer to the master before is one to this.
+        self._numbers = itertools.count(1 + secrets.randbits(32))
         #: By node and number of the order.
         self._awaited: dict[tuple[NodeName, int], asyncio.Future[Answer]] = {}
         self._busy = False

@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import re
+import select
 import signal
 import struct
 import subprocess
@@ -50,7 +51,8 @@ class Terminal:
     def see(self, wanted: str) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while wanted not in self.said:
-            assert time.monotonic() < deadline, self.said
+            ready, _, _ = select.select([self._main], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, self.said
             self.said += os.read(self._main, 1 << 16).decode(errors="replace")
 
     def type(self, keys: str) -> None:
