@@ -55,6 +55,7 @@ class Faults:
                 f"mount -t tmpfs -o size=1m tmpfs {self.folder}/full",
                 f"dd if=/dev/zero of={self.folder}/full/rest bs=1k count=1000 status=none",
                 f"export TMPDIR={self.folder}/full PYTHONPATH={self.folder}/old:$PYTHONPATH",
+                f"cd {self.folder}",  # what is installed from a folder has its version there
                 address="127.0.1.1",
             ),
             "n3": self._shell(

@@ -258,7 +258,7 @@ def test_a_job_file_has_the_keys_of_peft() -> None:
     ("old", "new", "why"),
     [
         ("  weights: /base\n", "", "job file:6: model.lora: adapts a trained model; give its dir"),
-        ("r: 2", "r: 0", "job file:7: model.lora.r: 0 is not in 1"),
+        ("r: 2", "r: 0", "job file:7: model.lora.r: 0 is too small; it must be at least 1"),
         ("r: 2", "alpha: 2", "unknown key 'alpha' in model.lora; did you mean 'lora_alpha'"),
         (
             "target_modules: [q_proj], ",
