@@ -1,9 +1,10 @@
 """How fast the engine trains while nothing fails, beside what torch itself offers.
 
-    python -m bench.throughput [--sizes small,medium] [--shapes 2x2,4x1,1x4,2+3]
+    python -m bench.throughput [--sizes small,medium] [--shapes 2x2,4x1,1x4,shared,2+3]
                                [--precision fp32|bf16|fp64] [--json FILE]
     python -m bench.throughput --planes    # what it costs to seal the links between workers
     python -m bench.throughput --own       # what it costs that a model is the user's
+    python -m bench.throughput --sums      # what it costs to sum gradients in full
 
 Everybody trains the same model on the same global batch in the same micro-batches, with one
 thread per process and the same optimizer, in turns: a few steps each, round after round. In bf16
@@ -14,9 +15,11 @@ open files and own memory are those of the process of a contender that has most 
 
 With --planes the engine is compared with itself, likewise in turns: each of its plans over links
 that are sealed, and in the clear. With --own likewise: the built-in model, and the same layers as a
-user brings them.
+user brings them. With --sums: gradients are sent as they are, or rounded to bf16.
 
-Torch has no pipelines of unequal length. The shape 2+3 is held against what torch can do with as
+The shape `shared` is one stage that two workers share, with half of the rows of every micro-batch
+each: weights are gathered and gradients summed for each micro-batch, or once a step. Torch has no
+pipelines of unequal length. The shape 2+3 is held against what torch can do with as
 many processes or one less.
 """
 
@@ -126,6 +129,17 @@ def shapes(job: JobSpec) -> dict[str, Shape]:
             ours={"ours": plan_of([(LAYERS,)] * 4, [count // 4] * 4)},
             theirs={"one process": one, "torch ddp": theirs("data parallel", (LAYERS,), 4)},
         ),
+        "shared": Shape(
+            ours={
+                "ours": plan_of([[(LAYERS, 2)]], [count]),
+                "ours, once a step": plan_of([[(LAYERS, 2)]], [count], resident=True),
+            },
+            theirs={
+                "one process": one,
+                "torch fsdp": theirs("fully sharded", (LAYERS,), 2),
+                "torch fsdp, once a step": theirs("fully sharded, once a step", (LAYERS,), 2),
+            },
+        ),
         "2+3": Shape(
             ours={"ours 1f1b": plan_of([(5, 5), (4, 3, 3)], uneven(count))},
             theirs={"one process": one, "torch 1f1b 2x2, ddp": pairs},
@@ -178,6 +192,12 @@ def owners(job: JobSpec) -> dict[str, JobSpec]:
         sequence_length=model.sequence_length,
     )
     return {"own": with_description(replace(job, model=own)), "built-in": job}
+
+
+def sums(job: JobSpec) -> dict[str, JobSpec]:
+    """Gradients are sent in full, and in half of the bytes."""
+    rounded = replace(job.training, gradient_sums="bf16")
+    return {"full": job, "bf16": replace(job, training=rounded)}
 
 
 @contextlib.contextmanager
@@ -256,10 +276,11 @@ def report(shape: Shape, turns: Mapping[str, list[Turn]]) -> list[dict[str, obje
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", default=",".join(SIZES))
-    parser.add_argument("--shapes", default="2x2,4x1,1x4,2+3")
+    parser.add_argument("--shapes", default="2x2,4x1,1x4,shared,2+3")
     parser.add_argument("--precision", choices=get_args(Precision), default="fp32")
     parser.add_argument("--planes", action="store_true", help="sealed links against open ones")
     parser.add_argument("--own", action="store_true", help="a user's model against the built-in")
+    parser.add_argument("--sums", action="store_true", help="gradients in full against bf16")
     parser.add_argument("--rounds", type=int, help="instead of what each size has")
     parser.add_argument("--steps", type=int, help="of a turn, instead of what each size has")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
@@ -280,6 +301,7 @@ def main() -> None:
             shape = shapes(size.job)[shape_name]
             jobs = planes(size.job) if arguments.planes else {}
             jobs = owners(size.job) if arguments.own else jobs
+            jobs = sums(size.job) if arguments.sums else jobs
             with pairs(shape, jobs) if jobs else contenders(shape, size.job) as entered:
                 turns = take_turns(
                     entered,
@@ -289,7 +311,7 @@ def main() -> None:
             print(f" {shape_name}")
             rows = report_pairs(shape, list(jobs), turns) if jobs else report(shape, turns)
             results.append({"size": size_name, "shape": shape_name, "contenders": rows})
-    if arguments.planes or arguments.own:
+    if arguments.planes or arguments.own or arguments.sums:
         print("x (range; by processor time): how many times as long the first takes")
     else:
         print(

@@ -1,4 +1,6 @@
-"""Training with torch alone, as contenders of `bench.throughput`: one process, DDP, pipelining.
+"""Training with torch alone, as contenders of `bench.throughput`.
+
+One process, DDP, FSDP and pipelining.
 
 The layers and the optimizer are the engine's own; everything around them (the loss, schedules,
 messages, gradient sums, autocast where the job is in bf16) is torch's. Each contender's processes
@@ -22,6 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
@@ -34,7 +38,15 @@ from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.models import build_layer, initialise_parameters
 from oobleck.worker.runtime.random import RowKeys
 
-Kind = Literal["1f1b", "interleaved zero-bubble", "zbv zero-bubble", "data parallel", "one process"]
+Kind = Literal[
+    "1f1b",
+    "interleaved zero-bubble",
+    "zbv zero-bubble",
+    "data parallel",
+    "fully sharded",
+    "fully sharded, once a step",
+    "one process",
+]
 Step = Callable[[], None]
 
 
@@ -64,13 +76,13 @@ class Baseline:
 class Layers(nn.Module):
     """Some layers in a row, as one module of one argument."""
 
-    def __init__(self, job: JobSpec, numbers: range) -> None:
+    def __init__(self, job: JobSpec, numbers: range, *, rows: int | None = None) -> None:
+        """`rows`: of a micro-batch, where that is not all of it."""
         super().__init__()
         training = job.training
         self._autocasts = training.precision == "bf16"
-        self._rows = RowKeys(
-            seed=training.seed, step=1, positions=tuple(range(training.microbatch))
-        )
+        positions = tuple(range(training.microbatch if rows is None else rows))
+        self._rows = RowKeys(seed=training.seed, step=1, positions=positions)
         self.layers = nn.ModuleList(build_layer(job.model, number) for number in numbers)
         for layer in self.layers:
             initialise_parameters(layer, job.model, training.seed)  # type: ignore[arg-type]
@@ -124,6 +136,35 @@ def data_parallel_step(plan: Baseline, rank: int) -> Step:
             waits = plan.replicas > 1 and number < len(pieces) - 1
             with module.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
                 (loss(module(x), y) / len(pieces)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+def sharded_step(plan: Baseline, rank: int) -> Step:
+    """Every process has a share of each layer and some rows of each micro-batch. `once a step`:
+    layers are gathered once in a step, and their gradients summed once."""
+    job, once = plan.job, plan.kind.endswith("once a step")
+    mesh = init_device_mesh("cpu", (plan.replicas,))
+    module = Layers(
+        job, range(job.model.layer_count), rows=job.training.microbatch // plan.replicas
+    )
+    for layer in module.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=not once)
+    fully_shard(module, mesh=mesh, reshard_after_forward=not once)
+    assert isinstance(module, FSDPModule)
+    optimizer = optimizer_of(job, list(module.parameters()))
+    rows, targets = batch(job, plan.replicas, rank)
+    size = job.training.microbatch // plan.replicas
+    pieces = list(zip(torch.split(rows, size), torch.split(targets, size), strict=True))
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        for number, (x, y) in enumerate(pieces):
+            if once:
+                module.set_requires_gradient_sync(number == len(pieces) - 1)
+                module.set_reshard_after_backward(number == len(pieces) - 1)
+            (loss(module(x), y) / len(pieces)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
     return step
@@ -204,7 +245,11 @@ def serve(plan: Baseline, rank: int, meeting: str, pipe: Connection) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=plan.processes
     )
-    make = data_parallel_step if plan.kind in ("data parallel", "one process") else pipeline_step
+    make = pipeline_step
+    if plan.kind in ("data parallel", "one process"):
+        make = data_parallel_step
+    elif plan.kind.startswith("fully sharded"):
+        make = sharded_step
     step = make(plan, rank)
     try:
         while True:

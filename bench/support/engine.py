@@ -61,7 +61,7 @@ class EngineContender:
 
     def __enter__(self) -> "EngineContender":
         try:
-            self._cluster.start(*(worker.node for worker in self._plan.workers))
+            self._cluster.start(*map(str, self._plan.workers))
             self._cluster.assign(self._plan)
             self._wait_step(1)
         except BaseException:
