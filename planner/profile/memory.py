@@ -33,7 +33,7 @@ _TABLES_BYTES = 4 << 20
 #: of its channels. Its own choice, 24 between two A100s, took 544 MB there (NVIDIA/nccl#964: 24
 #: channels of a ring and a tree with the buffers of above are 462). Sums go over the network.
 LINK_CTAS = 4
-SUM_CTAS = 8
+GROUP_CTAS = 8
 #: What the workers of a usual plan are in: sums for the cuts of four kinds of pipelines, and links
 #: to the stages before and after.
 _USUAL_SUMS = 4
@@ -42,7 +42,13 @@ _USUAL_LINKS = 4
 
 def sum_bytes() -> int:
     """Of a GPU, for a communicator of sums: in each channel a ring and a tree."""
-    return _TABLES_BYTES + SUM_CTAS * 2 * _BUFFERS_BYTES
+    return _TABLES_BYTES + GROUP_CTAS * 2 * _BUFFERS_BYTES
+
+
+def stage_bytes(workers: int) -> int:
+    """Of a GPU, for the communicator of a stage that so many workers of a node share: in each
+    channel a peer writes into buffers of its own."""
+    return _TABLES_BYTES + (workers - 1) * GROUP_CTAS * _BUFFERS_BYTES
 
 
 def link_bytes(*, receives: bool, same_node: bool) -> int:
@@ -54,11 +60,9 @@ def link_bytes(*, receives: bool, same_node: bool) -> int:
 def gpu_reserve_bytes(workers_per_node: int) -> int:
     """Of each GPU, what no plan may use: for CUDA, and for the communicators of a usual plan whose
     stages have all workers of a node. Plans that need more have it from the margin."""
-    others = max(0, workers_per_node - 1)
-    links = _USUAL_LINKS * link_bytes(receives=True, same_node=False) + others * (
-        link_bytes(receives=True, same_node=True) + link_bytes(receives=False, same_node=True)
-    )
-    return GPU_CONTEXT_BYTES + _USUAL_SUMS * sum_bytes() + links
+    links = _USUAL_LINKS * link_bytes(receives=True, same_node=False)
+    stage = stage_bytes(workers_per_node) if workers_per_node > 1 else 0
+    return GPU_CONTEXT_BYTES + _USUAL_SUMS * sum_bytes() + stage + links
 
 
 def allocator_share(gpu_bytes: int, communicator_bytes: int) -> float:

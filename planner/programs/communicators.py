@@ -1,20 +1,21 @@
 """Which communicators of NCCL a plan needs, and in which order they are used first.
 
-One for each set of owners whose gradients are summed, and one for each link, which is a sender and
-a receiver of the step's messages. Workers have exactly these while they train by the plan: of those
-of the plan before they keep what is among these, and end the others before they make one. `oobleck
-plan` tells how many they are and what they take (`oobleck.planner.profile.memory` has the bytes).
+One for each set of owners whose gradients are summed, one for each stage that several workers
+share, and one for each link, which is a sender and a receiver of the step's messages. Workers have
+exactly these while they train by the plan: of those of the plan before they keep what is among
+these, and end the others before they make one. `oobleck plan` tells how many they are and what they
+take (`oobleck.planner.profile.memory` has the bytes).
 Must not know NCCL.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise, permutations
+from itertools import pairwise
 from typing import Literal
 
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.profile.memory import link_bytes, sum_bytes
+from oobleck.planner.profile.memory import link_bytes, stage_bytes, sum_bytes
 from oobleck.planner.programs.compile import rows_in_common
 from oobleck.planner.programs.gradients import gradient_buckets
 from oobleck.planner.programs.plan import Plan
@@ -28,15 +29,18 @@ MOST_COMMUNICATORS = 31
 
 @dataclass(frozen=True, slots=True, order=True)
 class Communicator:
-    """What one is for, and who is in it: of a link the sender and the receiver, in this order."""
+    """What one is for, and who is in it: of a link the sender and the receiver, in this order; of a
+    stage its workers by their part."""
 
-    purpose: Literal["owners", "link"]
+    purpose: Literal["owners", "stage", "link"]
     members: tuple[WorkerId, ...]
 
     def bytes_on(self, worker: WorkerId) -> int:
         """What it takes of the GPU of `worker`, a member."""
         if self.purpose == "owners":
             return sum_bytes()
+        if self.purpose == "stage":
+            return stage_bytes(len(self.members))
         sender, receiver = self.members
         return link_bytes(receives=worker == receiver, same_node=sender.node == receiver.node)
 
@@ -56,6 +60,9 @@ def communicators(
 ) -> tuple[Communicator, ...]:
     """Those of `worker`, by default all; sorted. `tied`: which layers share parameters."""
     found = {Communicator("link", way) for way in _ways(plan, worker)}
+    for hold in plan.holds:
+        if len(hold.workers) > 1 and (worker is None or worker in hold.workers):
+            found.add(Communicator("stage", hold.workers))
     for bucket in gradient_buckets(plan, tied=tied):
         if len(bucket.owners) > 1 and (worker is None or worker in bucket.owners):
             found.add(Communicator("owners", bucket.owners))
@@ -63,8 +70,7 @@ def communicators(
 
 
 def _ways(plan: Plan, worker: WorkerId | None) -> Iterator[tuple[WorkerId, WorkerId]]:
-    """Sender and receiver of all messages. Workers that hold layers together exchange weights and
-    gradients, each with each."""
+    """Sender and receiver of all messages."""
     for route in plan.routes:
         for before, after in pairwise(route.hops):
             for member, one in enumerate(before.workers):
@@ -73,11 +79,6 @@ def _ways(plan: Plan, worker: WorkerId | None) -> Iterator[tuple[WorkerId, Worke
                         if worker is None or worker in (one, peer):
                             yield one, peer
                             yield peer, one
-    for hold in plan.holds:
-        if worker is None or worker in hold.workers:
-            for way in permutations(hold.workers, 2):
-                if worker is None or worker in way:
-                    yield way
 
 
 def in_rounds(found: Iterable[Communicator]) -> list[list[Communicator]]:

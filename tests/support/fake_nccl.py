@@ -2,15 +2,15 @@
 
 Each rank has a device. A group has a queue on it that runs one operation after the other, each a
 kernel that takes up a part of the device until its peer has come: a send until it is taken, a
-receive until something comes, a sum until all are there. Few kernels fit on a device at once. Work
-that the device must be free for (`Device.synchronize`: the first use of a kernel, memory that is
-freed) waits for all kernels that run. A group is connected when all its members have come. An abort
-marks the group, which ends its kernels and leaves garbage where a message should be, and then
-frees memory, and so waits for the kernels of all other groups; whoever asks about the group then
-would wait for that, and Python with it. The first use of each operation of a group waits for all
-kernels of the device. A group runs in the next stream of the device's pool, whoever is in that
-already, and a stream runs one kernel at a time. What real NCCL does not promise is not done here:
-nothing is buffered, and nothing ends by itself.
+receive until something comes, a sum or an exchange until all are there. Few kernels fit on a device
+at once. Work that the device must be free for (`Device.synchronize`: the first use of a kernel,
+memory that is freed) waits for all kernels that run. A group is connected when all its members have
+come. An abort marks the group, which ends its kernels and leaves garbage where a message should be,
+and then frees memory, and so waits for the kernels of all other groups; whoever asks about the
+group then would wait for that, and Python with it. The first use of each operation of a group waits
+for all kernels of the device. A group runs in the next stream of the device's pool, whoever is in
+that already, and a stream runs one kernel at a time. What real NCCL does not promise is not done
+here: nothing is buffered, and nothing ends by itself.
 """
 
 import queue
@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions
+from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions
 
 from oobleck.worker.transport.nccl.group import Identifiers
 
@@ -30,7 +30,7 @@ _POLL_S = 0.001
 _KEY = "0"
 
 #: What a test has a rank's next call of some kind do first: it may raise, or take its time. The
-#: calls: make, connect, send, recv, allreduce, end (of an operation), wait, abort.
+#: calls: make, connect, send, recv, allreduce, alltoall, end (of an operation), wait, abort.
 Faults = dict[str, Callable[[], None]]
 
 
@@ -145,6 +145,8 @@ class Communicator:
         self.offered: dict[tuple[int, int], Tensor] = {}
         #: Of each sum, by its number: what each member has brought.
         self.brought: dict[int, dict[int, Tensor]] = {}
+        #: Of each exchange, by its number: what each member has for all.
+        self.held_out: dict[int, dict[int, list[Tensor]]] = {}
 
     def come(self, rank: int) -> None:
         with self.fabric.lock:
@@ -228,6 +230,7 @@ class FakeGroup:
         self._fabric = fabric
         self._device = device
         self._sums = 0
+        self._exchanges = 0
         self._aborted = False
         #: While an abort is under way.
         self.aborting = threading.Event()
@@ -297,6 +300,32 @@ class FakeGroup:
                 return bool(self.communicator.gone - brought.get(number, {}).keys())
 
         return self._enqueue("allreduce", kernel, hopeless)
+
+    def alltoall(
+        self, received: list[Tensor], sent: list[Tensor], options: AllToAllOptions
+    ) -> FakeWork:
+        number, held_out = self._exchanges, self.communicator.held_out
+        self._exchanges += 1
+        assert len(received) == len(sent) == self.communicator.size
+        assert all(tensor.is_contiguous() for tensor in (*received, *sent))
+
+        def kernel() -> None:
+            with self._fabric.lock:
+                mine = held_out.setdefault(number, {})
+                mine[self.rank] = [tensor.clone() for tensor in sent]
+                self._fabric.lock.notify_all()
+                self._until(lambda: len(mine) == self.communicator.size)
+                for rank, tensor in enumerate(received):
+                    if self._aborted:
+                        tensor.fill_(float("nan"))
+                    else:
+                        tensor.copy_(mine[rank][self.rank])
+
+        def hopeless() -> bool:
+            with self._fabric.lock:
+                return bool(self.communicator.gone - held_out.get(number, {}).keys())
+
+        return self._enqueue("alltoall", kernel, hopeless)
 
     def abort(self) -> None:
         self._aborted = True

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions
+from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions
 
 from oobleck.worker.transport.nccl.group import Identifiers
 from support.fake_nccl import Device, Fabric, FakeGroup, FakeWork
@@ -130,21 +130,25 @@ class Switch:
         return False
 
     def _carry_out(
-        self, group: FakeGroup, connection: Connection, what: str, packed: _Packed
-    ) -> _Packed | str | None:
-        """Returns the result where there is one, or what is wrong. Raises EOFError when the member
-        has ended."""
+        self, group: FakeGroup, connection: Connection, what: str, packed: list[_Packed]
+    ) -> list[_Packed] | str:
+        """Returns what comes of it, or what is wrong. Raises EOFError when the member has
+        ended."""
         if what == "connect":
             if not self._until(lambda: self._is_connected(group) or _ended(connection)):
                 raise EOFError
-            return self.fails or None
-        tensor = _unpacked(packed)
+            return self.fails or []
+        tensors = list(map(_unpacked, packed))
         if what == "send":
-            work = group.send([tensor], 1, 0)
+            work, tensors = group.send(tensors, 1, 0), []
         elif what == "receive":
-            work = group.recv([tensor], 0, 0)
+            work = group.recv(tensors, 0, 0)
+        elif what == "exchange":
+            members = len(tensors) // 2
+            tensors, sent = tensors[:members], tensors[members:]
+            work = group.alltoall(tensors, sent, AllToAllOptions())
         else:
-            work = group.allreduce([tensor], AllreduceOptions())
+            work = group.allreduce(tensors, AllreduceOptions())
         told = False
         while not work.wait_for(_POLL_S):
             if self._ended.is_set() or _ended(connection):
@@ -154,7 +158,7 @@ class Switch:
                 connection.send(_HOPELESS)
         self.done += 1
         self._uses[group] += 1
-        return None if what == "send" else _packed(tensor)
+        return list(map(_packed, tensors))
 
 
 def _ended(connection: Connection) -> bool:
@@ -184,13 +188,18 @@ class RemoteGroup:
         threading.Thread(target=self._run, name="fake NCCL", daemon=True).start()
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
-        return self._enqueue("send", tensors[0])
+        return self._enqueue("send", tensors, [])
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
-        return self._enqueue("receive", tensors[0])
+        return self._enqueue("receive", tensors, tensors)
 
     def allreduce(self, tensors: list[Tensor], options: AllreduceOptions) -> FakeWork:
-        return self._enqueue("sum", tensors[0])
+        return self._enqueue("sum", tensors, tensors)
+
+    def alltoall(
+        self, received: list[Tensor], sent: list[Tensor], options: AllToAllOptions
+    ) -> FakeWork:
+        return self._enqueue("exchange", [*received, *sent], received)
 
     def abort(self) -> None:
         self._aborted.set()
@@ -198,29 +207,28 @@ class RemoteGroup:
         with self._asking:  # whoever waits for an answer has it by now, or looks again
             self._connection.close()
 
-    def _enqueue(self, what: str, tensor: Tensor) -> FakeWork:
+    def _enqueue(self, what: str, tensors: list[Tensor], results: list[Tensor]) -> FakeWork:
         if self._aborted.is_set():
             raise RuntimeError("NCCL communicator was aborted")
         if not self._connected:
             self._connected = True
-            self._ask("connect", tensor[:0])
+            self._ask("connect", [])
         work = FakeWork(hopeless=self._hopeless.is_set)
 
         def kernel() -> None:
             try:
-                result = self._ask(what, tensor)
-                if result is not None:
-                    tensor.copy_(_unpacked(result))
+                for result, packed in zip(results, self._ask(what, tensors), strict=True):
+                    result.copy_(_unpacked(packed))
             except (RuntimeError, EOFError, OSError):
-                if what != "send":
-                    tensor.fill_(float("nan"))
+                for result in results:
+                    result.fill_(float("nan"))
             work.end()
 
         self._queue.put(kernel)
         return work
 
-    def _ask(self, what: str, tensor: Tensor) -> _Packed | None:
-        packed = _packed(tensor)
+    def _ask(self, what: str, tensors: list[Tensor]) -> list[_Packed]:
+        packed = list(map(_packed, tensors))
         with self._asking:
             if self._aborted.is_set():
                 raise RuntimeError("NCCL communicator was aborted")
@@ -230,7 +238,7 @@ class RemoteGroup:
                 if self._aborted.is_set():
                     raise RuntimeError("NCCL communicator was aborted")
                 if self._connection.poll():
-                    answer: _Packed | str | None = self._connection.recv()
+                    answer: list[_Packed] | str = self._connection.recv()
                     if not isinstance(answer, str):
                         return answer
                     if answer != _HOPELESS:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from oobleck.host.finding import Finding
 from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
-from oobleck.planner.profile.memory import SUM_CTAS, sum_bytes
+from oobleck.planner.profile.memory import GROUP_CTAS, sum_bytes
 from oobleck.planner.units import format_bytes
 from oobleck.worker.data.objective import loss
 from oobleck.worker.doctor.pair import SMALL, pair
@@ -103,7 +103,7 @@ def _options() -> object:
     from torch._C._distributed_c10d import ProcessGroupNCCL  # builds of torch for CPUs lack it
 
     options = ProcessGroupNCCL.Options()
-    options.config.max_ctas = SUM_CTAS
+    options.config.max_ctas = GROUP_CTAS
     return options
 
 

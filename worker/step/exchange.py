@@ -4,7 +4,8 @@ The weights of a layer are gathered from all shares; then the gradients, each wo
 rows, are summed into the shares (fully sharded data parallelism, as ZeRO-3 of Rajbhandari et al.,
 2020). A resident stage does both once per step, any other for each micro-batch. While a layer is
 computed, the weights of the one after it are on their way, and the gradients of the one before it.
-All workers of the stage do the same in the same order. Must not know what is computed.
+All workers of the stage do the same in the same order, so their exchanges are one row of operations
+(`Transport.exchange`). Must not know what is computed.
 """
 
 from collections import defaultdict
@@ -168,12 +169,14 @@ class _SharedLayer:
         self._state = state
         self._transport = transport
         self._part = shard.part
-        self._ranks = ranks
+        self._ranks = tuple(ranks)
         self._sums = sums
         #: By part: which numbers of the tied part and of the own one.
         self._cuts = [
             flat.shard(Shard(shard.layer, part, shard.parts)) for part in range(len(ranks))
         ]
+        #: The tied part and the own one, as far as the layer has them.
+        self._kinds = [kind for kind in (0, 1) if any(len(cut[kind]) for cut in self._cuts)]
         self._tag = _FIRST_TAG + shard.layer * _KINDS
         own = state.computed()
         weights = torch.empty(flat.size, dtype=own.dtype, device=own.device)
@@ -188,8 +191,8 @@ class _SharedLayer:
         self._gathered = False
         self._gathering: list[Pending] = []
         self._reducing: list[Pending] = []
-        #: While gradients are on their way: those of the own share, by the part that they are from.
-        self._summands: dict[int, list[Tensor]] = {}
+        #: While gradients are on their way: numbers of the own share, and what each part adds.
+        self._summands: list[tuple[range, list[Tensor]]] = []
         self._memory.resize_(0)
 
     def start_gathering(self) -> None:
@@ -201,13 +204,12 @@ class _SharedLayer:
         weights = state.computed()
         for numbers in own:
             self._weights[numbers.start : numbers.stop] = weights[state.columns(numbers)]
-        for part, theirs in self._others():
-            for kind in range(len(own)):
-                into = self._weights[theirs[kind].start : theirs[kind].stop]
-                self._gathering += self._receive(into, part, _GATHER + kind)
-                self._gathering += self._send(
-                    weights[state.columns(own[kind])], part, _GATHER + kind
-                )
+        for kind in self._kinds:
+            share = weights[state.columns(own[kind])]
+            sent = self._but_own([share] * len(self._ranks))
+            shares = [self._weights[cut[kind].start : cut[kind].stop] for cut in self._cuts]
+            exchanged = self._exchange(sent, self._but_own(shares), _GATHER + kind)
+            self._gathering.append(exchanged)
 
     def finish_gathering(self) -> None:
         while self._gathering:
@@ -236,14 +238,15 @@ class _SharedLayer:
         gradient = self._gradient
         assert gradient is not None, "it was taken"
         own = self._cuts[self._part]
-        found = {self._part: [gradient[numbers.start : numbers.stop] for numbers in own]}
-        for part, theirs in self._others():
-            found[part] = [gradient.new_empty(len(numbers), dtype=self._sums) for numbers in own]
-            for kind, numbers in enumerate(theirs):
-                self._reducing += self._receive(found[part][kind], part, _REDUCE + kind)
-                sent = gradient[numbers.start : numbers.stop].to(self._sums)
-                self._reducing += self._send(sent, part, _REDUCE + kind)
-        self._summands = found
+        for kind in self._kinds:
+            shares = [gradient[cut[kind].start : cut[kind].stop] for cut in self._cuts]
+            mine = shares[self._part]
+            rooms = self._but_own([mine] * len(shares))
+            received = [torch.empty_like(room, dtype=self._sums) for room in rooms]
+            sent = [share.to(self._sums) for share in self._but_own(shares)]
+            self._reducing.append(self._exchange(sent, received, _REDUCE + kind))
+            summands = [mine if part == self._part else each for part, each in enumerate(received)]
+            self._summands.append((own[kind], summands))
         for parameter in self._state.module.parameters():
             parameter.grad = None
         self._gradient = None
@@ -252,20 +255,15 @@ class _SharedLayer:
         """Add what all workers have to the own share, in the same order everywhere, and free it."""
         while self._reducing:
             self._reducing.pop().wait()
-        own = self._cuts[self._part]
-        for part in range(len(self._ranks)):
-            for numbers, values in zip(own, self._summands[part], strict=True):
-                self._state.gradient[self._state.columns(numbers)] += values
-        self._summands = {}
+        for numbers, summands in self._summands:
+            gradient = self._state.gradient[self._state.columns(numbers)]
+            for values in summands:
+                gradient += values
+        self._summands = []
 
-    def _others(self) -> Iterator[tuple[int, tuple[range, range]]]:
-        """The parts of the other workers, and their numbers of the layer."""
-        return ((part, cut) for part, cut in enumerate(self._cuts) if part != self._part)
+    def _but_own(self, by_part: Sequence[Tensor]) -> list[Tensor]:
+        """The same with nothing for the own part."""
+        return [each[:0] if part == self._part else each for part, each in enumerate(by_part)]
 
-    def _receive(self, into: Tensor, part: int, kind: int) -> Iterator[Pending]:
-        if into.numel():
-            yield self._transport.receive(into, self._ranks[part], self._tag + kind)
-
-    def _send(self, tensor: Tensor, part: int, kind: int) -> Iterator[Pending]:
-        if tensor.numel():
-            yield self._transport.send(tensor, self._ranks[part], self._tag + kind)
+    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor], kind: int) -> Pending:
+        return self._transport.exchange(sent, received, self._ranks, self._tag + kind)

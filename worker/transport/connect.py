@@ -161,7 +161,7 @@ class Connector:
         near = tree_neighbours(rank, size) | ring_neighbours(rank, size)
         for purpose, members in wiring.names:
             # NCCL's sums begin when all owners have said that they are ready.
-            if purpose == "link" or self._board:
+            if purpose != "owners" or self._board:
                 near.update(members)
             else:
                 found = sum_neighbours(members.index(rank), len(members))

@@ -86,6 +86,17 @@ class _Departure:
             self._transport.wait(lambda: self._frame.done, [self._peer])
 
 
+class _Together:
+    """Some messages under way."""
+
+    def __init__(self, messages: Sequence[Pending]) -> None:
+        self._messages = messages
+
+    def wait(self) -> None:
+        for message in self._messages:
+            message.wait()
+
+
 class _Reducing:
     """A sum under way."""
 
@@ -137,6 +148,17 @@ class LinkTransport(Meeting):
             for part, piece in enumerate(arrival.pieces):
                 self.links.post(identity, Label(Kind.MESSAGE, tag, part), piece)
         return arrival
+
+    def exchange(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: Group, tag: int
+    ) -> Pending:
+        messages: list[Pending] = []
+        for peer, theirs, own in zip(group, received, sent, strict=True):
+            if theirs.numel():
+                messages.append(self.receive(theirs, peer, tag))
+            if own.numel():
+                messages.append(self.send(own, peer, tag))
+        return _Together(messages)
 
     # ---- sums
 

@@ -14,17 +14,20 @@ from oobleck.worker.transport.transport import Group, Pending, Transport
 
 
 class _Arrival:
-    """An operation below whose result goes back into the caller's tensor."""
+    """An operation below whose results go back into the caller's tensors."""
 
-    def __init__(self, below: Pending, buffer: Tensor, tensor: Tensor) -> None:
+    def __init__(
+        self, below: Pending, buffers: Sequence[Tensor], tensors: Sequence[Tensor]
+    ) -> None:
         self._below = below
-        self._buffer = buffer
-        self._tensor = tensor
+        self._buffers = buffers
+        self._tensors = tensors
 
     def wait(self) -> None:
         self._below.wait()
-        if self._tensor is not self._buffer:
-            self._tensor.copy_(self._buffer, non_blocking=True)
+        for buffer, tensor in zip(self._buffers, self._tensors, strict=True):
+            if tensor is not buffer:
+                tensor.copy_(buffer, non_blocking=True)
 
 
 class StagedTransport:
@@ -55,7 +58,7 @@ class StagedTransport:
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Pending:
         buffer = self._buffer(tensor)
-        return _Arrival(self._below.receive(buffer, peer, tag), buffer, tensor)
+        return _Arrival(self._below.receive(buffer, peer, tag), [buffer], [tensor])
 
     def all_reduce(self, tensor: Tensor, group: Group, shares: Sequence[Tensor] = ()) -> Pending:
         if shares:
@@ -63,7 +66,14 @@ class StagedTransport:
         if len(group) == 1:
             return self._below.all_reduce(tensor, group)
         buffer = self._staged(tensor)
-        return _Arrival(self._below.all_reduce(buffer, group), buffer, tensor)
+        return _Arrival(self._below.all_reduce(buffer, group), [buffer], [tensor])
+
+    def exchange(
+        self, sent: Sequence[Tensor], received: Sequence[Tensor], group: Group, tag: int
+    ) -> Pending:
+        buffers = [self._buffer(each) for each in received]
+        staged = [self._staged(each) for each in sent]
+        return _Arrival(self._below.exchange(staged, buffers, group, tag), buffers, received)
 
     def gather(self, word: bytes) -> list[bytes]:
         return self._below.gather(word)

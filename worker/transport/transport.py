@@ -44,6 +44,14 @@ class Transport(Protocol):
         where the sum comes then. They stay as they are, and must until the sum is there.
         """
 
+    def exchange(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: Group, tag: int
+    ) -> Pending:
+        """`sent`: what each member of the group gets, in its order; `received`: where what each has
+        for this one comes. All are contiguous and of one type, and what a member has for itself is
+        empty. All members call this for a group in the same order.
+        """
+
     def gather(self, word: bytes) -> list[bytes]:
         """What all have to say, by rank. All call this in the same order."""
 

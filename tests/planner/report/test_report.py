@@ -149,12 +149,12 @@ def test_the_drawing_shows_stages_memory_and_the_timeline() -> None:
 
 
 def test_more_communicators_than_work_are_told() -> None:
-    """A stage of 17 workers, each with a link to and from each other."""
-    plan = plan_of_cuts(([(2, 17)], 17))
-    profile = profile_of([1.0] * 2, gpus=(17,))
+    """A stage of one worker before one of 17: links to and from each."""
+    plan = plan_of_cuts(([1, (1, 17)], 17))
+    profile = profile_of([1.0] * 2, gpus=(1, 17))
     outcome = Outcome(plan=plan, choice=choose_schedule(plan, profile))
-    assert "on GPUs: one would be in 32 communicators, and 31 work" in draw(outcome, profile)
-    assert outcome.needs.communicators == 32
+    assert "on GPUs: one would be in 34 communicators, and 31 work" in draw(outcome, profile)
+    assert outcome.needs.communicators == 34
 
 
 def test_gpus_of_a_node_stand_together_and_equal_pipelines_are_drawn_once() -> None:

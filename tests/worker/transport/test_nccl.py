@@ -357,9 +357,9 @@ def test_all_groups_end_where_each_abort_waits_for_the_kernels_of_the_others(clu
     here = cluster(2)
     first, _ = here.connect([(0, 1)], PAIR)
     to_second, owners = first.communicator("link", (0, 1)), first.communicator("owners", (0, 1))
-    to_second.launch("send", torch.ones(1))
+    to_second.launch("send", [torch.ones(1)])
     until(lambda: here.ranks[0].device.running == 1, "a kernel")
-    owners.launch("sum", torch.ones(1))
+    owners.launch("sum", [torch.ones(1)])
     until(lambda: here.ranks[0].device.running == 2, "two kernels")
     alone = threading.Thread(target=to_second.group.abort, daemon=True)
     to_second.failed = True  # so nobody asks about it meanwhile
@@ -471,7 +471,7 @@ STRIKES: dict[str, tuple[Callable[[], None], type[Exception] | None]] = {
     "no memory": (raising(torch.OutOfMemoryError("CUDA out of memory")), torch.OutOfMemoryError),
     "slow": (partial(time.sleep, 0.05), None),
 }
-CALLS = ["make", "connect", "send", "recv", "allreduce", "end", "wait", "abort"]
+CALLS = ["make", "connect", "send", "recv", "allreduce", "alltoall", "end", "wait", "abort"]
 
 
 @pytest.mark.parametrize("strike", STRIKES)
@@ -498,7 +498,11 @@ def test_whatever_fails_in_any_call_ends_in_one_error(cluster, call, strike):
         transport.dispose()
         return None
 
-    names: list[Name] = [("owners", (0, 1)), *(("link", way) for way in PAIR)]
+    names: list[Name] = [
+        ("owners", (0, 1)),
+        ("stage", (0, 1)),
+        *(("link", way) for way in PAIR),
+    ]
     here.party.meet()
     first, second = here.party.everywhere(train)
     here.settle()
@@ -511,15 +515,23 @@ def test_whatever_fails_in_any_call_ends_in_one_error(cluster, call, strike):
 
 
 def step_of(transport: NcclTransport, size: int = 2) -> None:
-    """A message to the next one, and a sum of all."""
+    """A message to the next one, an exchange, and a sum of all."""
     following, other = (transport.rank + 1) % size, (transport.rank - 1) % size
     arriving = torch.zeros(1)
     pending = transport.receive(arriving, other, 1)
     transport.send(torch.full((1,), float(transport.rank)), following, 1)
     pending.wait()
     assert arriving.item() == other
+    everyone = tuple(range(size))
+    sent = [torch.full((1,), float(transport.rank)) for _ in everyone]
+    received = [torch.zeros(1) for _ in everyone]
+    sent[transport.rank] = received[transport.rank] = torch.empty(0)
+    transport.exchange(sent, received, everyone, 2).wait()
+    assert [each.tolist() for each in received] == [
+        [] if peer == transport.rank else [peer] for peer in everyone
+    ]
     summed = torch.ones(1)
-    transport.all_reduce(summed, tuple(range(size))).wait()
+    transport.all_reduce(summed, everyone).wait()
     transport.complete()
     assert summed.item() == size
 
@@ -557,7 +569,7 @@ def test_nobody_asks_about_a_group_while_it_is_aborted(cluster):
     first.receive(torch.zeros(1), 1, 0)
     pending = first.all_reduce(torch.ones(1), (0, 1))
     # In vain, and an abort waits for it.
-    first.communicator("owners", (0, 1)).launch("sum", torch.ones(1))
+    first.communicator("owners", (0, 1)).launch("sum", [torch.ones(1)])
     ends = threading.Event()
     here.ranks[0].faults["abort"] = partial(ends.wait, 30)
     first.abort()
@@ -754,7 +766,7 @@ def test_what_not_all_have_launched_is_made_anew(cluster):
         transport.dispose()
     here.connect([(0, 1)], PAIR)
     assert [transport.kept for transport in here.transports] == [2, 2]
-    first.communicator("owners", (0, 1)).launch("sum", torch.ones(1))  # it never ends
+    first.communicator("owners", (0, 1)).launch("sum", [torch.ones(1)])  # it never ends
     for transport in here.transports:
         transport.dispose()
     here.connect([(0, 1)], PAIR)

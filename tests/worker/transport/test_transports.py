@@ -38,6 +38,7 @@ from support.fake_nccl import Fabric, RankOfFabric
 SIZE = 3
 NAMES: list[Name] = [
     *(("owners", group) for group in ((0, 1), (0, 1, 2), (1, 2))),
+    *(("stage", group) for group in ((0, 1, 2), (2, 1))),
     *(("link", way) for way in ((0, 1), (1, 0), (1, 2))),
 ]
 CPU = torch.device("cpu")
@@ -151,6 +152,44 @@ def test_sums_over_every_group_are_in_place(everywhere):
         [[3.0], [6.0], [5.0], [2.0]],
         [[6.0], [5.0], [3.0]],
     ]
+
+
+def test_everyone_gets_its_pieces_from_everyone(everywhere):
+    """They are of unequal sizes, and some are of none; twice, the second before the first is there;
+    and by some who are not all."""
+
+    def size(sender: int, receiver: int) -> int:
+        return 0 if sender == receiver else (2 * sender + receiver) % 4
+
+    def talk(transport: Transport):
+        results = []
+        for group in ((0, 1, 2), (2, 1)):
+            if transport.rank not in group:
+                continue
+            under_way = []
+            for turn in (1.0, 2.0):
+                sent = [
+                    torch.full((size(transport.rank, peer),), turn * 10 + transport.rank)
+                    for peer in group
+                ]
+                received = [torch.zeros(size(peer, transport.rank)) for peer in group]
+                pending = transport.exchange(sent, received, group, int(turn))
+                under_way.append((pending, received))
+            for pending, received in under_way:
+                pending.wait()
+                results.append([tensor.tolist() for tensor in received])
+        transport.complete()
+        return results
+
+    def expected(rank: int) -> list[list[list[float]]]:
+        return [
+            [[turn * 10 + peer] * size(peer, rank) for peer in group]
+            for group in ((0, 1, 2), (2, 1))
+            if rank in group
+            for turn in (1.0, 2.0)
+        ]
+
+    assert everywhere(talk) == [expected(rank) for rank in range(SIZE)]
 
 
 def test_a_part_of_a_tensor_is_sent_and_received_alone(everywhere):

@@ -6,14 +6,14 @@ their launch, so the end of the last one is the end of all. Must not know genera
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, Work
+from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions, Work
 
 from oobleck.worker.runtime.errors import NodeError, TransportError
 from oobleck.worker.transport.nccl.failures import peers_may_fail
@@ -50,7 +50,7 @@ class Communicator:
         self.failed = False
         #: Operations, from its making on.
         self.launched = 0
-        #: The last one, until its end was seen: it keeps its tensor.
+        #: The last one, until its end was seen: it keeps its tensors.
         self._last: Work | None = None
         #: Of these two: one thread may see an end as another one launches.
         self._lock = threading.Lock()
@@ -74,15 +74,20 @@ class Communicator:
             self.failed = True
             raise
 
-    def launch(self, part: Part, tensor: Tensor) -> Work:
-        """Queue its next operation on the device."""
+    def launch(self, part: Part, tensors: Sequence[Tensor]) -> Work:
+        """Queue its next operation on the device. `tensors`: one; of an exchange those that are
+        received, by member, and then those that are sent."""
+        own = list(tensors)
         with self.calling():
             if part == "sum":
-                work = self.group.allreduce([tensor], AllreduceOptions())
+                work = self.group.allreduce(own, AllreduceOptions())
+            elif part == "exchange":
+                members = len(own) // 2
+                work = self.group.alltoall(own[:members], own[members:], AllToAllOptions())
             elif part == "send":
-                work = self.group.send([tensor], 1, 0)
+                work = self.group.send(own, 1, 0)
             else:
-                work = self.group.recv([tensor], 0, 0)
+                work = self.group.recv(own, 0, 0)
         with self._lock:
             self.launched += 1
             self._last = work

@@ -28,9 +28,8 @@ from functools import partial
 
 import msgspec
 import torch
-from torch import Tensor
 
-from oobleck.planner.profile.memory import LINK_CTAS, SUM_CTAS
+from oobleck.planner.profile.memory import GROUP_CTAS, LINK_CTAS
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
@@ -185,7 +184,7 @@ class Connecting:
         """Make the communicator and begin to connect it. It is kept before: an abort is to end
         that, too."""
         key, links = self._names[name], self._links
-        most_ctas = LINK_CTAS if name[0] == "link" else SUM_CTAS
+        most_ctas = LINK_CTAS if name[0] == "link" else GROUP_CTAS
         member = name[1].index(links.rank)
         with peers_may_fail():
             made = self._communicators.make(key, links.epoch, member, identifiers, most_ctas)
@@ -202,8 +201,10 @@ class Connecting:
     def _try(self, name: Name, device: torch.device) -> None:
         """Use it once."""
         communicator, line = self.made[name], self.lines[name]
-        probe: Tensor = torch.zeros(1, device=device)
-        line.want(partial(communicator.launch, part_of(name, self._links.rank), probe))
+        part = part_of(name, self._links.rank)
+        count = 2 * len(name[1]) if part == "exchange" else 1
+        probes = [torch.zeros(1, device=device) for _ in range(count)]
+        line.want(partial(communicator.launch, part, probes))
 
         def is_launched() -> bool:
             line.advance()

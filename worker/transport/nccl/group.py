@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, Store, Work
+from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions, Store, Work
 
 from oobleck.worker.transport.transport import OPERATION_TIMEOUT
 
@@ -30,6 +30,11 @@ class ProcessGroup(Protocol):
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
 
     def allreduce(self, tensors: list[Tensor], options: AllreduceOptions) -> Work: ...
+
+    def alltoall(
+        self, received: list[Tensor], sent: list[Tensor], options: AllToAllOptions
+    ) -> Work:
+        """By member; nothing goes where a tensor is empty."""
 
     def abort(self) -> None: ...
 

@@ -4,8 +4,8 @@ An operation is a kernel that takes up a part of the GPU until its peers' have c
 of the device may have to wait for it: work, even, that a peer waits for. So workers tell each other
 over the links between hosts what they are ready for, and launch nothing that its peers do not
 launch at once: a receiver says that it wants a message, the sender then sends it and says so, and
-the receiver receives it. Of a sum each owner says that it has brought its part. All operations of a
-line come in one order on all its members, so a number says everything.
+the receiver receives it. Of a sum or an exchange each member says that it has brought its part. All
+operations of a line come in one order on all its members, so a number says everything.
 
 Must not know NCCL's groups.
 """
@@ -23,11 +23,12 @@ from oobleck.worker.transport.links.link import Incoming
 
 _NUMBER = struct.Struct("!Q")
 
-#: What a group is for, and the ranks of its members; of a link the sender's and the receiver's.
+#: What a group is for ("owners": sums, "stage": exchanges, "link": messages), and the ranks of its
+#: members; of a link the sender's and the receiver's.
 Name = tuple[str, tuple[int, ...]]
 
-#: Of a link the sender's and the receiver's part; of a sum any owner's.
-Part = Literal["send", "receive", "sum"]
+#: Of a link the sender's and the receiver's part; of any other group that of each member.
+Part = Literal["send", "receive", "sum", "exchange"]
 #: Begins the operation on the device.
 Launch = Callable[[], object]
 
@@ -42,6 +43,8 @@ def part_of(name: Name, rank: int) -> Part:
     """That of a member."""
     if name[0] == "owners":
         return "sum"
+    if name[0] == "stage":
+        return "exchange"
     return "send" if rank == name[1][0] else "receive"
 
 

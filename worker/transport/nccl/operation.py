@@ -3,7 +3,7 @@
 Must not know when they may be launched (`lines`), nor what others of the transport do.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -34,28 +34,28 @@ class Waiting(Protocol):
 
 
 class Operation:
-    """Keeps its tensor until its end is seen."""
+    """Keeps its tensors until its end is seen."""
 
     def __init__(
         self,
         transport: Waiting,
         communicator: Communicator,
         peers: Collection[int],
-        tensor: Tensor,
-        begin: Callable[[Tensor], Work],
+        tensors: Sequence[Tensor],
+        begin: Callable[[Sequence[Tensor]], Work],
     ) -> None:
         """`begin`: queues it on the device."""
         self._transport = transport
         self._communicator = communicator
         self.peers = peers
-        self._tensor: Tensor | None = tensor
+        self._tensors: Sequence[Tensor] | None = tensors
         self._begin = begin
         self._work: Work | None = None
         self._ended = False
 
     def launch(self) -> None:
-        assert self._tensor is not None, "it has not ended"
-        self._work = self._begin(self._tensor)
+        assert self._tensors is not None, "it has not ended"
+        self._work = self._begin(self._tensors)
 
     def is_launched(self) -> bool:
         self._transport.advance()
@@ -68,7 +68,7 @@ class Operation:
         with self._transport.unaborted():
             if not self._communicator.has_ended(self._work):
                 return False
-        self._ended, self._tensor = True, None
+        self._ended, self._tensors = True, None
         self._transport.seen_to_end(self)
         return True
 
@@ -84,15 +84,14 @@ class Operation:
 
 
 class Arriving:
-    """A receive, whose end the host waits for."""
+    """A receive or an exchange, whose end the host waits for."""
 
-    def __init__(self, transport: Waiting, operation: Operation, peer: int) -> None:
+    def __init__(self, transport: Waiting, operation: Operation) -> None:
         self._transport = transport
         self._operation = operation
-        self._peer = peer
 
     def wait(self) -> None:
         self._transport.advance()
-        self._transport.wait_until(self._operation.has_ended, [self._peer])
+        self._transport.wait_until(self._operation.has_ended, self._operation.peers)
         # In the queue of what is computed now, which this does not hold up: it has ended.
         self._operation.wait()

@@ -1,9 +1,10 @@
-"""NCCL between GPUs: the messages of a program and the sums of gradients.
+"""NCCL between GPUs: messages of a program, sums of gradients, and what shared stages exchange.
 
-There is one communicator per set of owners, for sums, and one per link (a sender and a receiver). A
-link has its own communicator and stream, and its messages go one way, so they arrive in the order
-in which they are sent. Everything else goes over the `host` transport: host tensors (votes,
-recovery states), and layer state between workers that the program does not connect.
+There is one communicator per set of owners, for sums, one per stage that several workers share, for
+what they exchange, and one per link (a sender and a receiver). A link has its own communicator and
+stream, and its messages go one way, so they arrive in the order in which they are sent. Everything
+else goes over the `host` transport: host tensors (votes, recovery states), and layer state between
+workers that the program does not connect.
 
 An operation is launched when all who take part are about to launch it (`lines`): by the thread that
 asks for it, where they are by then, else by a thread of this transport's own, whatever the training
@@ -11,12 +12,12 @@ thread does or waits for meanwhile. On the device it comes behind what was queue
 for.
 
 An abort ends kernels that wait for a peer, and what they leave in the tensors means nothing. So
-every call raises after an abort, and the host waits for each receive: else gradients computed from
-garbage would count as a part of the step. Waits look at the operation again and again, so an abort
-and NCCL's own errors end them. For sums, of which nothing is computed before the vote, and for
-sends, `Pending.wait` only orders what is queued on the device later behind the result; `complete`
-is where the host learns whether everything has happened. torch's own watchdog must leave errors
-alone (`oobleck.host.device.worker_environment`).
+every call raises after an abort, and the host waits for each receive and exchange: else gradients
+computed from garbage would count as a part of the step. Waits look at the operation again and
+again, so an abort and NCCL's own errors end them. For sums, of which nothing is computed before the
+vote, and for sends, `Pending.wait` only orders what is queued on the device later behind the
+result; `complete` is where the host learns whether everything has happened. torch's own watchdog
+must leave errors alone (`oobleck.host.device.worker_environment`).
 
 Communicators outlive the transport (`communicators`), and those that are new connect in a thread of
 their own (`connect`). Until they are used, and all members begin to at one point of training, what
@@ -171,26 +172,32 @@ class NcclTransport:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _operation(self, name: Name, tensor: Tensor, peers: Collection[int]) -> Operation:
+    def _operation(
+        self, name: Name, tensors: Sequence[Tensor], peers: Collection[int]
+    ) -> Operation:
         """It comes behind what is queued by now, whoever launches it."""
         part, communicator = part_of(name, self.rank), self._communicators[name]
         launch = partial(communicator.launch, part)
         if (asked := self._mark()) is not None:
             launch = partial(self._launch_behind, communicator, part, asked)
-        return Operation(self, communicator, peers, tensor, launch)
+        return Operation(self, communicator, peers, tensors, launch)
 
     def _launch_behind(
-        self, communicator: Communicator, part: Part, asked: torch.cuda.Event, tensor: Tensor
+        self,
+        communicator: Communicator,
+        part: Part,
+        asked: torch.cuda.Event,
+        tensors: Sequence[Tensor],
     ) -> Work:
         if communicator.behind is None:
             communicator.behind = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # no types
         with torch.cuda.stream(communicator.behind):
             communicator.behind.wait_event(asked)
-            return communicator.launch(part, tensor)
+            return communicator.launch(part, tensors)
 
-    def _ask(self, name: Name, tensor: Tensor) -> Operation:
+    def _ask(self, name: Name, *tensors: Tensor) -> Operation:
         line = self._lines[name]
-        operation = self._operation(name, tensor, line.peers)
+        operation = self._operation(name, tensors, line.peers)
         with self._launching:
             self.check()
             self._asked.add(operation)
@@ -275,7 +282,7 @@ class NcclTransport:
         name = "link", (peer, self.rank)
         if name not in self._lines or not self._on_device(tensor):
             return self._host.receive(tensor, peer, tag)
-        return Arriving(self, self._ask(name, tensor), peer)
+        return Arriving(self, self._ask(name, tensor))
 
     def all_reduce(self, tensor: Tensor, group: Group, shares: Sequence[Tensor] = ()) -> Pending:
         name = "owners", group
@@ -286,6 +293,14 @@ class NcclTransport:
         added = self._ask(name, tensor)
         self._under_way.append(added)
         return added
+
+    def exchange(
+        self, sent: Sequence[Tensor], received: Sequence[Tensor], group: Group, tag: int
+    ) -> Pending:
+        name = "stage", group
+        if name not in self._lines or not all(map(self._on_device, (*sent, *received))):
+            return self._host.exchange(sent, received, group, tag)
+        return Arriving(self, self._ask(name, *received, *sent))
 
     # ---- gatherings
 
