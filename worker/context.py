@@ -33,6 +33,8 @@ class WorkerContext:
     #: The layers that it holds, and how far they are trained.
     state: ModelState
     progress: TrainingProgress
+    #: State that moves goes by so many bytes at a time.
+    chunk_bytes: int
     #: SHA-256 of the training data that it reads.
     data: bytes
     #: Of the initial weights, where a part of the model is in these alone; else empty.

@@ -6,14 +6,16 @@ loss. Must not know what members do.
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from oobleck.host.ipc.messages import Assign, PeerLost
 from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.programs.plan import Plan
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError, Unreached
-from oobleck.worker.transport.connect import NO_WIRING, Wiring, wiring_of
+from oobleck.worker.transport.connect import NO_WIRING, Moving, Wiring, wiring_of
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.meeting import epoch_of, secret_of
@@ -39,8 +41,14 @@ def join_handover(context: WorkerContext, assign: Assign, standing: bytes) -> "M
     return _join(context, assign, handover_members(assign), standing, suffix="/handover")
 
 
-def join(context: WorkerContext, assign: Assign, standing: bytes) -> "Membership":
-    """Join the plan's workers. `standing`: what this one tells them as it comes.
+def join(
+    context: WorkerContext,
+    assign: Assign,
+    standing: bytes,
+    moving: Callable[[Plan, Sequence[bytes]], Moving],
+) -> "Membership":
+    """Join the plan's workers. `standing`: what this one tells them as it comes; `moving`: what
+    moves by what all have told.
 
     Raises TransportError when one is lost or not to be reached, Superseded when a newer generation
     is wanted.
@@ -49,7 +57,10 @@ def join(context: WorkerContext, assign: Assign, standing: bytes) -> "Membership
     _probe(context, "before:rendezvous", assign)
     ties, gpu = context.job.model.ties, context.connector.has_gpu
     wiring = wiring_of(plan, context.worker, tied=ties, ordered=gpu)
-    return _join(context, assign, plan.workers, standing, wiring=wiring)
+    # At a boundary most has come before, and what has is told behind the meeting.
+    little = assign.boundary or assign.restore
+    found = None if little else partial(moving, plan)
+    return _join(context, assign, plan.workers, standing, wiring=wiring, moving=found)
 
 
 def _join(
@@ -60,9 +71,10 @@ def _join(
     *,
     wiring: Wiring = NO_WIRING,
     suffix: str = "",
+    moving: Callable[[Sequence[bytes]], Moving] | None = None,
 ) -> "Membership":
     try:
-        return Membership(context, assign, members, standing, wiring, suffix)
+        return Membership(context, assign, members, standing, wiring, suffix, moving)
     except Unreached as error:
         raise error.of(members) from None
 
@@ -110,9 +122,10 @@ class Membership:
         standing: bytes,
         wiring: Wiring,
         suffix: str,
+        moving: Callable[[Sequence[bytes]], Moving] | None,
     ) -> None:
         """Returns when all `members` have joined. `suffix`: tells apart the meetings of one
-        generation.
+        generation; `moving`: what state moves behind this one, by what all have told.
 
         Raises TransportError when a member is lost on the way, Superseded when a newer generation
         is wanted; nothing is left open then. Later losses are reported from another thread, and
@@ -141,7 +154,7 @@ class Membership:
             #: An abrupt change and the loss of a peer call it: whatever waits for others ends.
             self._release = self._host.abort
             control.on_abrupt(self._release)
-            self.transport = self._connect(assign, standing, wiring)
+            self.transport = self._connect(assign, standing, wiring, moving)
             undo.pop_all()
         self._release = self.transport.abort
         control.on_abrupt(self._release)
@@ -152,7 +165,13 @@ class Membership:
                 raise TransportError("a peer was lost while groups were built")
             undo.pop_all()
 
-    def _connect(self, assign: Assign, standing: bytes, wiring: Wiring) -> Transport:
+    def _connect(
+        self,
+        assign: Assign,
+        standing: bytes,
+        wiring: Wiring,
+        moving: Callable[[Sequence[bytes]], Moving] | None,
+    ) -> Transport:
         """Wait for all members, and connect to those that are near."""
         context, generation, host = self._context, self._generation, self._host
         connector = context.connector
@@ -171,7 +190,8 @@ class Membership:
             raise Superseded(Generation(generation + 1)) from None
         devices, self.standings = zip(*told, strict=True)
         _probe(context, "before:connect", assign)
-        return connector.equip(host, devices, wiring)
+        found = None if moving is None else partial(moving, self.standings)
+        return connector.equip(host, devices, wiring, found)
 
     def _cards_of_all(self, assign: Assign) -> Mapping[int, Card] | None:
         """By rank, as far as the master knew them; None: they are not needed, or others than the

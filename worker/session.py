@@ -123,6 +123,7 @@ class Session:
             ),
             state=ModelState(job, connector.device),
             progress=TrainingProgress(),
+            chunk_bytes=launch.chunk_bytes,
             data=dataset.fingerprint,
             base=weights if job.model.rests_on_files else b"",
             inputs=_inputs(data, weights),
@@ -195,7 +196,7 @@ class Session:
             with timeline.phase("rendezvous"):
                 own = self._preparing.own_program(assign.plan)
                 standing = self._recovery.standing(assign.plan)
-                membership = join(context, assign, standing)
+                membership = join(context, assign, standing, self._recovery.moving)
             self._forgiven.enter(membership)
             if not assign.boundary and not context.state.layers:
                 self._memory.begin()

@@ -95,6 +95,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
     faults: tuple[FaultRule, ...] = ()
     #: For drills: copy tensors through buffers as between GPUs without NCCL.
     stage_everything: bool = False
+    #: State that moves goes by so many bytes at a time.
+    chunk_bytes: int = 64 << 20
     #: For drills: who stands in NCCL's place between CPUs: module and name of a function, and what
     #: it is given to return what makes groups.
     nccl: tuple[str, str, str] | None = None

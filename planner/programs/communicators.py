@@ -9,7 +9,7 @@ Must not know NCCL.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -19,6 +19,7 @@ from oobleck.planner.profile.memory import link_bytes, stage_bytes, sum_bytes
 from oobleck.planner.programs.compile import rows_in_common
 from oobleck.planner.programs.gradients import gradient_buckets
 from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.transfer import Transfer
 from oobleck.planner.ties import Ties
 
 #: A worker can be in so many: torch has 32 streams of a priority, beyond which two share one, where
@@ -29,10 +30,10 @@ MOST_COMMUNICATORS = 31
 
 @dataclass(frozen=True, slots=True, order=True)
 class Communicator:
-    """What one is for, and who is in it: of a link the sender and the receiver, in this order; of a
-    stage its workers by their part."""
+    """What one is for, and who is in it: of a link and of state that moves the sender and the
+    receiver, in this order; of a stage its workers by their part."""
 
-    purpose: Literal["owners", "stage", "link"]
+    purpose: Literal["owners", "stage", "link", "state"]
     members: tuple[WorkerId, ...]
 
     def bytes_on(self, worker: WorkerId) -> int:
@@ -79,6 +80,29 @@ def _ways(plan: Plan, worker: WorkerId | None) -> Iterator[tuple[WorkerId, Worke
                         if worker is None or worker in (one, peer):
                             yield one, peer
                             yield peer, one
+
+
+def for_state(
+    transfers: Iterable[Transfer],
+    layer_bytes: Sequence[int],
+    has: Mapping[WorkerId, int],
+    *,
+    least_bytes: int,
+) -> tuple[Communicator, ...]:
+    """Those that carry state from one worker to another before the first step of a plan, and are
+    ended then: for `least_bytes` and more, the most bytes first, as far as nobody is in too many.
+    `layer_bytes`: of each layer's state; `has`: in how many the plan has each worker."""
+    moved = Counter[tuple[WorkerId, WorkerId]]()
+    for each in transfers:
+        share = each.stop - each.start
+        moved[each.source, each.destination] += int(share * layer_bytes[each.layer])
+    count = Counter(has)
+    found = []
+    for way, size in sorted(moved.items(), key=lambda one: (-one[1], one[0])):
+        if size >= least_bytes and all(count[one] < MOST_COMMUNICATORS for one in way):
+            count.update(way)
+            found.append(Communicator("state", way))
+    return tuple(found)
 
 
 def in_rounds(found: Iterable[Communicator]) -> list[list[Communicator]]:

@@ -196,11 +196,13 @@ class Director:
         transport: Transport = "links",
         device: str | None = None,
         address: str = "127.0.0.1",
+        chunk_bytes: int = 64 << 20,
     ) -> None:
         """`transport`: what goes between the workers on CPUs; a fake stands in NCCL's place
         (support.fake_nccl). `device`: what all workers compute on; None: what tests do.
-        `address`: of this host."""
+        `address`: of this host; `chunk_bytes`: by which state moves."""
         self.job = job
+        self._chunk_bytes = chunk_bytes
         self._device = device or str(devices.device())
         self._transport = transport
         self.switch = Switch() if transport == "nccl" else None
@@ -259,6 +261,7 @@ class Director:
                     allow_code=("*",),
                     faults=self.faults,
                     stage_everything=self._transport == "staged",
+                    chunk_bytes=self._chunk_bytes,
                     nccl=self._fake(),
                 )
             )

@@ -61,6 +61,8 @@ class Switch:
         self._made: list[FakeGroup] = []
         #: By the members that are there: operations that each has done.
         self._uses: dict[FakeGroup, int] = {}
+        #: Of those that are gone.
+        self.ended: list[int] = []
         #: Cleared: no group is connected.
         self.connects = threading.Event()
         self.connects.set()
@@ -85,6 +87,11 @@ class Switch:
     def made(self) -> int:
         """How often a member has begun to connect a group."""
         return len(self._made)
+
+    @property
+    def there(self) -> int:
+        """Members of groups that have not ended."""
+        return len(self._uses)
 
     def all_are_used(self) -> bool:
         """Whether all members of all groups have used them more than once."""
@@ -116,7 +123,7 @@ class Switch:
             pass  # the process, or its group, has ended
         finally:
             if group is not None:
-                self._uses.pop(group, None)
+                self.ended.append(self._uses.pop(group, 0))
                 group.abort()
             connection.close()
 

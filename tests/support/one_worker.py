@@ -60,6 +60,7 @@ def training(job: JobSpec) -> Iterator[Executor]:
             links=party.links[0],
             state=ModelState(job, torch.device("cpu")),
             progress=TrainingProgress(),
+            chunk_bytes=launch.chunk_bytes,
             data=data.fingerprint,
             base=b"",
             inputs=b"",

@@ -227,12 +227,12 @@ class Source:
         while self._waiting:
             piece = self._waiting.popleft()
             transfer = piece.transfer
-            state = self._state.read(transfer.layer, transfer.start, transfer.stop)
+            layer, start, stop = transfer.layer, transfer.start, transfer.stop
+            state = self._state.read(layer, self._state.share(layer, start, stop))
             numbers = state.detach().to("cpu", copy=True)
-            start, stop = transfer.start, transfer.stop
             head = Copied(
                 piece=piece.number,
-                layer=transfer.layer,
+                layer=layer,
                 start=(start.numerator, start.denominator),
                 stop=(stop.numerator, stop.denominator),
                 version=step,

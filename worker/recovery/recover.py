@@ -23,14 +23,16 @@ from oobleck.worker.checkpoint.restore import restore
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.membership import handover_members
 from oobleck.worker.recovery.rejoin import Agreement, Held, RecoveryState, agree, is_whole
-from oobleck.worker.recovery.transfer import fetch_layers
+from oobleck.worker.recovery.transfer import fetch_layers, transfers_to
 from oobleck.worker.runtime import pulse
-from oobleck.worker.runtime.errors import TransportError
+from oobleck.worker.runtime.errors import LayersGone, TransportError
 from oobleck.worker.state.layer_state import LayerState
+from oobleck.worker.state.layout import layer_sizes
 from oobleck.worker.state.progress import Position
 from oobleck.worker.step import vote
 from oobleck.worker.step.commit import commit, make_record
 from oobleck.worker.step.salvage import NO_ATTEMPT, Attempt, Contribution, Salvage, plan_salvage
+from oobleck.worker.transport.connect import Moving
 from oobleck.worker.transport.transport import Transport
 from oobleck.worker.transport.words import joined, parts
 
@@ -128,6 +130,18 @@ class Recovery:
             )
         )
         return salvage
+
+    def moving(self, plan: Plan, standings: Sequence[bytes]) -> Moving:
+        """What moves once the plan's workers have met, as far as that follows from what all have
+        told; `run` raises what is wrong with that."""
+        try:
+            agreement = agree(read_standings(plan.workers, standings).states)
+            transfers = transfers_to(self._job, agreement, plan) if agreement.step > 0 else ()
+        except (DataError, TransportError, LayersGone):
+            transfers = ()
+        width = self._state.bytes_per_number
+        sizes = layer_sizes(self._job.model, self._job.training.optimizer.no_decay)
+        return Moving(plan.workers, transfers, [size * width for size in sizes])
 
     def hand_over(self, assign: Assign, transport: Transport, standings: Sequence[bytes]) -> int:
         """Come to hold the plan's layers, those who leave among the sources; the bytes received.

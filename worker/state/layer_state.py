@@ -13,7 +13,7 @@ from torch import Tensor
 from oobleck.planner.programs.instructions import LayerPart
 from oobleck.planner.programs.shards import Shard
 from oobleck.worker.models import Layer
-from oobleck.worker.state.layout import Layout
+from oobleck.worker.state.layout import Layout, Numbers
 from oobleck.worker.state.optimizer import Slice
 
 
@@ -40,7 +40,7 @@ class LayerState:
     #: Steps applied.
     version: int
     #: Which of the layer's numbers are here, of the tied part and of the own one.
-    numbers: tuple[range, range] = field(init=False)
+    numbers: Numbers = field(init=False)
     #: The version that `narrow` is of; None: it has not been made.
     _narrowed: int | None = field(init=False, default=None)
 
@@ -81,7 +81,7 @@ class LayerState:
                 return slice(start - held.start + offset, stop - held.start + offset)
         return slice(0, 0)
 
-    def copy_to(self, numbers: tuple[range, range], into: Tensor) -> None:
+    def copy_to(self, numbers: Numbers, into: Tensor) -> None:
         """What is here of `numbers` to where it stands in `into`, which has all of these."""
         offset = 0
         for wanted, held in zip(numbers, self.numbers, strict=True):
@@ -139,7 +139,7 @@ class LayerState:
                     decayed=decayed,
                 )
 
-    def gradient_of(self, wanted: tuple[range, range], into: Tensor) -> None:
+    def gradient_of(self, wanted: Numbers, into: Tensor) -> None:
         """Put what the update will apply to `wanted`, which are all here, into `into`, flat."""
         offset = 0
         for numbers in wanted:

@@ -29,6 +29,10 @@ from oobleck.worker.runtime.errors import JobError
 _NAMES_TOLD = 6
 
 
+#: Some of a layer's numbers: of the tied part, and of the own one.
+Numbers = tuple[range, range]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRange:
     """Where one parameter lies in the flat tensor."""
@@ -54,7 +58,7 @@ class Layout:
     #: Numbers of the tied part, from its begin, that weight decay acts on.
     tied_decayed: int
 
-    def share(self, start: Fraction, stop: Fraction) -> tuple[range, range]:
+    def share(self, start: Fraction, stop: Fraction) -> Numbers:
         """The numbers from `start` to `stop` of the tied part and of the own one."""
         own = self.size - self.tied
         return (
@@ -62,7 +66,7 @@ class Layout:
             range(self.tied + cut(start, own), self.tied + cut(stop, own)),
         )
 
-    def shard(self, shard: Shard) -> tuple[range, range]:
+    def shard(self, shard: Shard) -> Numbers:
         return self.share(shard.start, shard.stop)
 
     def part(self, part: LayerPart) -> range:

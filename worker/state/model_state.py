@@ -22,7 +22,7 @@ from oobleck.worker.models import (
 )
 from oobleck.worker.runtime.errors import InvariantViolation
 from oobleck.worker.state.layer_state import LayerState
-from oobleck.worker.state.layout import Layout, layout, point_parameters
+from oobleck.worker.state.layout import Layout, Numbers, layout, point_parameters
 from oobleck.worker.state.optimizer import update
 from oobleck.worker.state.precision import state_dtype, weights_dtype
 
@@ -190,11 +190,19 @@ class ModelState:
             state.storage[:, state.columns(numbers)] = piece.to(state.storage.device)
         self.complete(layer)
 
-    def read(self, layer: int, start: Fraction, stop: Fraction) -> Tensor:
-        """The state (1 + moments, n) of that share of `layer`, of which all must be held, to be
-        sent: contiguous, and no copy where it is all that is held."""
+    @property
+    def bytes_per_number(self) -> int:
+        """Of a layer's state: for a weight and its moments."""
+        return (1 + self._job.training.optimizer.moments) * self._dtype.itemsize
+
+    def share(self, layer: int, start: Fraction, stop: Fraction) -> Numbers:
+        """The numbers of that share of `layer`."""
+        return self._layout(layer).share(start, stop)
+
+    def read(self, layer: int, numbers: Numbers) -> Tensor:
+        """The state (1 + moments, n) of those `numbers` of `layer`, of which all must be held, to
+        be sent: contiguous, and no copy where it is all that is held."""
         sources = [held[layer] for held in (self.layers, self.former) if layer in held]
-        numbers = sources[0].layout.share(start, stop)
         for state in sources:
             if state.numbers == numbers:
                 return state.storage
@@ -203,24 +211,22 @@ class ModelState:
             state.copy_to(numbers, found)
         return found
 
-    def room(self, layer: int, start: Fraction, stop: Fraction) -> Tensor:
-        """What to receive that share of an allocated layer into; then `write` it."""
+    def room(self, layer: int, numbers: Numbers) -> Tensor:
+        """What to receive those of an allocated layer into; then `write` them."""
         state = self._partial[layer]
-        numbers = state.layout.share(start, stop)
         if state.numbers == numbers:
             return state.storage
         return state.storage.new_empty(state.storage.shape[0], sum(map(len, numbers)))
 
-    def write(self, layer: int, start: Fraction, stop: Fraction, values: Tensor) -> None:
-        """Put the `values` of that share into an allocated layer."""
+    def write(self, layer: int, numbers: Numbers, values: Tensor) -> None:
+        """Put the `values` of those into an allocated layer."""
         state = self._partial[layer]
-        if values.data_ptr() == state.storage.data_ptr():
+        if values is state.storage:
             return
         offset = 0
-        for numbers in state.layout.share(start, stop):
-            piece = values[:, offset : offset + len(numbers)]
-            state.storage[:, state.columns(numbers)] = piece
-            offset += len(numbers)
+        for some in numbers:
+            state.storage[:, state.columns(some)] = values[:, offset : offset + len(some)]
+            offset += len(some)
 
     def write_own(self, layer: int) -> None:
         """Put what is held of an allocated layer already into its place."""

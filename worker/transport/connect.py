@@ -6,7 +6,7 @@ devices when they meet. Must not know how messages travel.
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,9 +19,11 @@ from oobleck.planner.job.spec import TransportName
 from oobleck.planner.programs.communicators import (
     MOST_COMMUNICATORS,
     communicators,
+    for_state,
     in_rounds,
 )
 from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.transfer import Transfer
 from oobleck.planner.ties import Ties
 from oobleck.worker.runtime.device import limit_allocator, nccl_version, open_device
 from oobleck.worker.transport.linked import LinkTransport
@@ -40,6 +42,11 @@ from oobleck.worker.transport.tree import (
 )
 
 Choice = Literal["links", "staged", "nccl"]
+
+#: Where one worker sends another so many chunks of state, 1 GiB, the two get a group of NCCL's for
+#: that. Through the host they take half a second to one, and a group takes about as long to
+#: connect. An estimate: no GPU has been seen.
+CONNECTED_CHUNKS = 16
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +108,17 @@ def wiring_of(plan: Plan, worker: WorkerId, *, tied: Ties, ordered: bool) -> Wir
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """The state that moves before the first step."""
+
+    #: By rank.
+    members: Sequence[WorkerId]
+    transfers: Sequence[Transfer]
+    #: Of each layer's state.
+    layer_bytes: Sequence[int]
+
+
 class Announced(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker tells the others of its device when they meet."""
 
@@ -118,6 +136,21 @@ class Announced(msgspec.Struct, frozen=True, kw_only=True):
     late: bool = False
 
 
+def ways_of_state(moving: Moving, told: Sequence[Announced], least_bytes: int) -> list[Name]:
+    """Who sends whom so much state that they connect for it, in the order of first use; none where
+    connecting took some too long the last time. `told`: by rank."""
+    if any(one.late for one in told):
+        return []
+    rank = {member: index for index, member in enumerate(moving.members)}
+    has = {member: one.groups for member, one in zip(moving.members, told, strict=True)}
+    found = for_state(moving.transfers, moving.layer_bytes, has, least_bytes=least_bytes)
+    return [
+        (one.purpose, tuple(rank[member] for member in one.members))
+        for each in in_rounds(found)
+        for one in each
+    ]
+
+
 class Connector:
     """What one worker brings to every meeting: its device."""
 
@@ -131,6 +164,7 @@ class Connector:
             module, name, given = launch.nccl
             maker = getattr(importlib.import_module(module), name)(given)
             self._board = str(launch.worker)
+        self._least_moved = launch.chunk_bytes * CONNECTED_CHUNKS
         aborts = Aborts(self.device, replaced=launch.replaced)
         self._communicators = Communicators(self.device, aborts, maker)
 
@@ -168,10 +202,17 @@ class Connector:
                 near.update(members[index] for index in found)
         return near - {rank}
 
-    def equip(self, host: LinkTransport, words: Sequence[bytes], wiring: Wiring) -> Transport:
+    def equip(
+        self,
+        host: LinkTransport,
+        words: Sequence[bytes],
+        wiring: Wiring,
+        moving: Callable[[], Moving] | None = None,
+    ) -> Transport:
         """The transport of those who have met, whose host tensors go over `host`.
 
-        `words`: what each has announced. Raises TransportError when it cannot be built, or `host`
+        `words`: what each has announced; `moving`: finds what state moves first, the same for
+        all; None: little does. Raises TransportError when it cannot be built, or `host`
         is aborted meanwhile; HelperLost and NodeError where the GPU cannot be used any more.
         """
         self._communicators.settle(host.check)
@@ -188,16 +229,22 @@ class Connector:
             return below
         limit_allocator(self.device, wiring.device_bytes)
         has = [stamps_of(one.has) for one in said]
-        # A change holds training up; before the first step nothing is lost by connecting first.
-        at_once = not any(one.trained for one in said)
+        ways: list[Name] = []
+        if moving is not None:
+            ways = ways_of_state(moving(), said, self._least_moved)
+        # A change holds training up; before the first step nothing is lost by connecting first, nor
+        # where training waits for much state, which has the memory of a step for its groups.
+        at_once = bool(ways) or not any(one.trained for one in said)
+        own = [way for way in ways if host.rank in way[1] and ("link", way[1]) not in wiring.names]
         return NcclTransport(
             host,
             below,
             self._communicators,
-            wiring.names,
+            (*own, *wiring.names),
             has,
             at_once=at_once,
             late=any(one.late for one in said),
+            moves_state=bool(ways),
         )
 
     def release(self) -> None:

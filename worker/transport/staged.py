@@ -89,6 +89,9 @@ class StagedTransport:
         if buffer is not tensor:
             tensor.copy_(buffer)
 
+    def end_moving(self) -> None:
+        self._below.end_moving()
+
     def complete(self) -> None:
         self._below.complete()
 

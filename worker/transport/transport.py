@@ -60,6 +60,10 @@ class Transport(Protocol):
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None: ...
 
+    def end_moving(self) -> None:
+        """State that moves between generations has moved: give back what was there for it alone.
+        Every rank calls this once, behind `complete`, before its first step."""
+
     def complete(self) -> None:
         """Return when all that was waited for has happened; raises TransportError if it has not.
 

@@ -1,6 +1,8 @@
 """The communicators of a plan: those that its programs use, in few rounds and of known size."""
 
 import random
+from fractions import Fraction
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -18,6 +20,7 @@ from oobleck.planner.programs.communicators import (
     MOST_COMMUNICATORS,
     Communicator,
     communicators,
+    for_state,
     in_rounds,
     needed,
 )
@@ -29,6 +32,7 @@ from oobleck.planner.programs.instructions import (
     SyncGradient,
 )
 from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.transfer import Transfer
 from support.plans import plan_of_cuts, worker
 from support.routes import random_listed, random_pipelines
 
@@ -130,3 +134,27 @@ def test_members_are_in_the_order_of_their_ranks() -> None:
     rank: dict[WorkerId, int] = {one: number for number, one in enumerate(plan.workers)}
     sums = [one for one in communicators(plan, tied=False) if one.purpose == "owners"]
     assert all(list(one.members) == sorted(one.members, key=rank.__getitem__) for one in sums)
+
+
+def moved(source: int, destination: int, layer: int, stop: Fraction = Fraction(1)) -> Transfer:
+    return Transfer(layer=layer, source=worker(source), destination=worker(destination), stop=stop)
+
+
+def test_those_who_move_much_state_get_one_for_it_the_most_first() -> None:
+    transfers = [
+        moved(0, 1, 0),
+        moved(0, 1, 1),
+        moved(2, 1, 0, Fraction(1, 2)),
+        moved(1, 2, 2),
+        moved(2, 0, 0, Fraction(1, 4)),
+    ]
+    found = partial(for_state, transfers, [100, 40, 60])
+    way = partial(Communicator, "state")
+    ways = [way((worker(0), worker(1))), way((worker(1), worker(2))), way((worker(2), worker(1)))]
+    assert found({}, least_bytes=50) == tuple(ways)
+    assert found({}, least_bytes=60) == tuple(ways[:2])
+    full = {worker(0): MOST_COMMUNICATORS}
+    assert found(full, least_bytes=50) == tuple(ways[1:]), "nobody is in too many"
+    almost = {worker(1): MOST_COMMUNICATORS - 2}
+    assert found(almost, least_bytes=50) == tuple(ways[:2])
+    assert found({}, least_bytes=141) == ()

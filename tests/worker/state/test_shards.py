@@ -93,16 +93,17 @@ def test_new_shares_are_made_of_old_ones(make_job: MakeJob, before: int, after: 
         for part in range(1, before):
             stop = min(Fraction(part + 1, before), Fraction(1, after))
             if begin < stop:
-                values = old[part].read(layer, begin, stop)
-                me.room(layer, begin, stop).copy_(values)
-                me.write(layer, begin, stop, values)
+                numbers = me.share(layer, begin, stop)
+                values = old[part].read(layer, numbers)
+                me.room(layer, numbers).copy_(values)
+                me.write(layer, numbers, values)
                 begin = stop
         me.complete(layer)
         assert same(me.layers[layer], whole.layers[layer])
         assert me.former[layer].shard.parts == before
         # Until the next commit it gives the old one to others as well.
         assert torch.equal(
-            me.read(layer, Fraction(0), Fraction(1, before)),
+            me.read(layer, me.share(layer, Fraction(0), Fraction(1, before))),
             shares(job, before)[0].layers[layer].storage,
         )
     me.former.clear()

@@ -17,8 +17,9 @@ import torch
 from torch._C._distributed_c10d import AllreduceOptions
 
 from oobleck.host.device import worker_environment
+from oobleck.planner.programs.transfer import Transfer
 from oobleck.worker.runtime.errors import TransportError
-from oobleck.worker.transport.connect import Announced, choose
+from oobleck.worker.transport.connect import Announced, Moving, choose, ways_of_state
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.hub import Links
@@ -34,6 +35,7 @@ from oobleck.worker.transport.transport import Transport
 from oobleck.worker.transport.tree import tree_neighbours
 from support.devices import device
 from support.fake_nccl import Fabric, RankOfFabric
+from support.plans import worker
 
 SIZE = 3
 NAMES: list[Name] = [
@@ -278,6 +280,19 @@ def test_a_group_takes_the_stream_behind_the_one_that_was_taken_last(
     group.eager_connect_single_device(device())
     assert maker.take_stream() == ring[1]
     group.abort()
+
+
+def test_who_moves_much_state_connects_for_it_unless_that_took_too_long():
+    members = [worker(number) for number in range(3)]
+    moved = Transfer(layer=0, source=members[2], destination=members[0])
+    moving = Moving(members, [moved], [100])
+    told = [Announced(board=name, nccl="2.29") for name in "abc"]
+    assert ways_of_state(moving, told, 100) == [("state", (2, 0))]
+    assert ways_of_state(moving, told, 101) == []
+    late = [*told[:2], Announced(board="c", nccl="2.29", late=True)]
+    assert ways_of_state(moving, late, 100) == []
+    full = [Announced(board="a", groups=31), *told[1:]]
+    assert ways_of_state(moving, full, 100) == []
 
 
 def test_an_abort_releases_those_who_wait_and_refuses_all_later_use(everywhere):

@@ -3,8 +3,9 @@
 There is one communicator per set of owners, for sums, one per stage that several workers share, for
 what they exchange, and one per link (a sender and a receiver). A link has its own communicator and
 stream, and its messages go one way, so they arrive in the order in which they are sent. Everything
-else goes over the `host` transport: host tensors (votes, recovery states), and layer state between
-workers that the program does not connect.
+else goes over the `host` transport: host tensors (votes, recovery states), and layer state, but for
+the workers that the program connects, and those with much to send, which have one more for it until
+it is there.
 
 An operation is launched when all who take part are about to launch it (`lines`): by the thread that
 asks for it, where they are by then, else by a thread of this transport's own, whatever the training
@@ -78,12 +79,13 @@ class NcclTransport:
         *,
         at_once: bool = True,
         late: bool = False,
+        moves_state: bool = False,
         limit_s: float = LIMIT_S,
     ) -> None:
         """`names`: those that have this rank and that not all members have, as each has `told` by
         rank, are connected, and used once in this order, which all have in common. `at_once`: they
         are when this returns, the same for all ranks; else `use_connected` takes them into use.
-        `late`: it took some rank too long the last time.
+        `late`: it took some rank too long the last time. `moves_state`: some are for state alone.
         `links`: those of the host; `host`: what carries everything else over them.
 
         Raises TransportError when one cannot be connected within `limit_s`, or the meeting of
@@ -93,6 +95,7 @@ class NcclTransport:
         self.size = links.size
         self.links = links
         self._host = host
+        self._moves_state = moves_state
         self._kept = communicators
         self._device = communicators.device
         self.has_queue = self._device.type == "cuda"
@@ -268,8 +271,13 @@ class NcclTransport:
     def _on_device(self, tensor: Tensor) -> bool:
         return tensor.device == self._device
 
+    def _way(self, sender: int, receiver: int) -> Name:
+        """What messages go by: until all state has moved by what is there for that, if it is."""
+        way = sender, receiver
+        return ("state", way) if ("state", way) in self._lines else ("link", way)
+
     def send(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        name = "link", (self.rank, peer)
+        name = self._way(self.rank, peer)
         if name not in self._lines or not self._on_device(tensor):
             return self._host.send(tensor, peer, tag)
         sent = self._ask(name, tensor)
@@ -279,7 +287,7 @@ class NcclTransport:
         return sent
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Pending:
-        name = "link", (peer, self.rank)
+        name = self._way(peer, self.rank)
         if name not in self._lines or not self._on_device(tensor):
             return self._host.receive(tensor, peer, tag)
         return Arriving(self, self._ask(name, tensor))
@@ -314,6 +322,19 @@ class NcclTransport:
         self._host.broadcast(tensor, root)
 
     # ---- the end
+
+    def end_moving(self) -> None:
+        if not self._moves_state:
+            return
+        # Of the others some may still see to the end of theirs, which an abort here could disturb.
+        self._host.gather(b"")
+        with self._launching:
+            self._moves_state = False
+            ended = [each for name, each in self._communicators.items() if name[0] == "state"]
+            used = {n: each for n, each in self._communicators.items() if n[0] != "state"}
+            self._communicators = used
+            self._lines = {name: line for name, line in self._lines.items() if name in used}
+        self._kept.end(ended)
 
     def complete(self) -> None:
         while self._under_way:
