@@ -27,10 +27,12 @@ from oobleck.worker.transport.connect import Connector
 from support.director import make_plan, worker_named
 from support.meeting import Party
 
+_HOST = torch.device("cpu")
+
 
 @contextlib.contextmanager
-def training(job: JobSpec) -> Iterator[Executor]:
-    """Holds all layers, before the first step."""
+def training(job: JobSpec, device: torch.device = _HOST) -> Iterator[Executor]:
+    """Holds all layers, before the first step. `device`: what it computes on."""
     worker = worker_named("a")
     plan = make_plan(1, [[("a", job.model.layer_count)]], [job.training.microbatches])
     launch = Launch(
@@ -48,6 +50,7 @@ def training(job: JobSpec) -> Iterator[Executor]:
         (transport,) = party.meet()
         control = Control(Channel(own, ToWorker))
         connector = Connector(launch)
+        connector.device = device
         context = WorkerContext(
             worker=worker,
             job=job,
@@ -58,7 +61,7 @@ def training(job: JobSpec) -> Iterator[Executor]:
             stopwatch=Stopwatch.on(connector.device),
             connector=connector,
             links=party.links[0],
-            state=ModelState(job, torch.device("cpu")),
+            state=ModelState(job, device),
             progress=TrainingProgress(),
             chunk_bytes=launch.chunk_bytes,
             data=data.fingerprint,
