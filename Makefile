@@ -8,9 +8,9 @@ TEST_PROCESSES ?= 3
 GENERATED := proto/control_pb2.py proto/control_pb2.pyi proto/control_pb2_grpc.py
 
 # Tests start hundreds of processes, and each would compile all modules of the project anew.
-test soak: export PYTHONDONTWRITEBYTECODE :=
+test test-nccl soak: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test soak replay bench lint proto proto-check proto-lock docs clean
+.PHONY: setup demo test test-nccl soak replay bench lint proto proto-check proto-lock docs clean
 
 # The stamp is older than its inputs after an edit of them, and only then installs again.
 setup: $(VENV)/.installed
@@ -25,6 +25,12 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
+# What real workers do, over a fake of NCCL in the place of links.
+test-nccl: setup
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
+		--transport nccl tests/worker/step tests/worker/recovery tests/worker/checkpoint \
+		tests/worker/preparation
 
 # Hours of what 'make test' has minutes of.
 soak: setup

@@ -19,6 +19,12 @@ hypothesis.settings.load_profile("tests")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="what engine tests compute on: cpu or cuda:0")
+    parser.addoption(
+        "--transport",
+        default="links",
+        choices=("links", "staged", "nccl"),
+        help="what goes between workers on CPUs where a test does not say; nccl: a fake of it",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
         devices.choose(config.getoption("--device"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
+    devices.choose_transport(config.getoption("--transport"))
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,20 @@
-"""What tests compute on: the CPU, or with `pytest --device cuda:0` a GPU, where the test can.
+"""What tests compute on, and what goes between workers that do not say it.
+
+The CPU, or with `pytest --device cuda:0` a GPU, where the test can. Links, or with `pytest
+--transport nccl` a fake of NCCL, also in tests that have nothing to do with GPUs.
 
 Chosen before any test is imported.
 """
 
+from typing import Literal
+
 import torch
 
+#: What goes between workers on CPUs.
+Transport = Literal["links", "staged", "nccl"]
+
 _chosen = torch.device("cpu")
+_transport: Transport = "links"
 
 
 def choose(name: str) -> None:
@@ -19,3 +28,12 @@ def choose(name: str) -> None:
 
 def device() -> torch.device:
     return _chosen
+
+
+def choose_transport(name: Transport) -> None:
+    global _transport
+    _transport = name
+
+
+def transport() -> Transport:
+    return _transport

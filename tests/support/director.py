@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Literal
+from typing import IO
 
 import msgspec
 
@@ -56,12 +56,11 @@ from oobleck.planner.programs.routes import Hold
 from oobleck.planner.schedules import Schedule
 from oobleck.worker.transport.links.calls import ANSWER_LIMIT_S
 from support import devices
+from support.devices import Transport
 from support.fake_switch import Switch
 from support.folders import SUPPORT
 from support.waiting import PATIENCE_S, is_stopped
 
-#: What goes between workers on CPUs.
-Transport = Literal["links", "staged", "nccl"]
 DEADLINE_S = 120.0
 
 
@@ -193,19 +192,19 @@ class Director:
         job: JobSpec,
         faults: Sequence[FaultRule] = (),
         *,
-        transport: Transport = "links",
+        transport: Transport | None = None,
         device: str | None = None,
         address: str = "127.0.0.1",
         chunk_bytes: int = 64 << 20,
     ) -> None:
         """`transport`: what goes between the workers on CPUs; a fake stands in NCCL's place
-        (support.fake_nccl). `device`: what all workers compute on; None: what tests do.
+        (support.fake_nccl). `device`: what all workers compute on. None: what tests are run with.
         `address`: of this host; `chunk_bytes`: by which state moves."""
         self.job = job
         self._chunk_bytes = chunk_bytes
         self._device = device or str(devices.device())
-        self._transport = transport
-        self.switch = Switch() if transport == "nccl" else None
+        self._transport = transport or devices.transport()
+        self.switch = Switch() if self._transport == "nccl" else None
         self.faults = tuple(faults)
         self.records: dict[int, list[StepRecord]] = {}
         self.evaluations: dict[int, list[EvaluationRecord]] = {}

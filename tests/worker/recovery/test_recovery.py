@@ -19,7 +19,8 @@ from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.spec import CheckpointSpec, DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
-from support.director import Director, Transport, WarmWorkers, make_plan, worker_named
+from support.devices import Transport
+from support.director import Director, WarmWorkers, make_plan, worker_named
 from support.folders import TEXT
 
 STEPS = 6

@@ -12,7 +12,8 @@ from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.spec import DataSpec, JobSpec, OptimizerSpec, TrainingSpec
 from oobleck.planner.schedules import Schedule
 from support import foreign
-from support.director import Director, Transport, WarmWorkers, make_plan
+from support.devices import Transport
+from support.director import Director, WarmWorkers, make_plan
 from support.folders import TEXT
 from support.reference import train_reference
 

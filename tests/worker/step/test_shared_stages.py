@@ -17,7 +17,8 @@ from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.spec import CheckpointSpec, DataSpec, EvaluationSpec, JobSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.checkpoint.output import read_output
-from support.director import Cut, Director, Transport, WarmWorkers, make_plan, worker_named
+from support.devices import Transport
+from support.director import Cut, Director, WarmWorkers, make_plan, worker_named
 from support.folders import TEXT
 from support.reference import ReferenceRun, assert_same_weights, train_reference
 

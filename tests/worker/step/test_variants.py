@@ -9,7 +9,8 @@ from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.job.spec import DataPlane, DataSpec, JobSpec, TrainingSpec
-from support.director import Director, Transport, WarmWorkers, make_plan
+from support.devices import Transport
+from support.director import Director, WarmWorkers, make_plan
 from support.folders import TEXT
 from support.reference import train_reference
 
