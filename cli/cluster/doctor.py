@@ -29,14 +29,26 @@ if TYPE_CHECKING:
 
 #: In this order, with seconds for each; the first ones need one GPU, the others two. Checks with a
 #: limit of their own have half a minute beyond it, in which torch starts.
-ALONE = {"forks": 90, "memory": 60, "killed": 80, "products": 60, "copies": 45, "waits": 45}
+ALONE = {
+    "forks": 90,
+    "memory": 60,
+    "killed": 80,
+    "products": 60,
+    "copies": 45,
+    "waits": 45,
+    "backwards": 60,
+    "syncs": 60,
+    "errors": 45,
+    "block": 90,
+    "lone": 60,
+}
 TOGETHER = {"peers": 45, "sums": 85, "aborts": 85, "groups": 85, "replicas": 85}
 #: With jobs on a small cluster of this host.
 WITH_JOBS = {"kills": 180, "speed": 170}
 #: Of all, whichever hang.
 MOST_S = 600.0
 #: What a host without a GPU can be asked.
-_ON_CPUS = {"forks": 90}
+_ON_CPUS = {"forks": 90, "backwards": 60, "errors": 45}
 _HANGS = (
     "look at the kernel's log (dmesg | grep -i -e xid -e nvrm); a GPU that hangs wants a reset "
     "(nvidia-smi --gpu-reset) or a restart of the host"

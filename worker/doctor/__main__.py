@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from oobleck.host.finding import Finding
-from oobleck.worker.doctor import jobs, replicas, single, together
+from oobleck.worker.doctor import block, engine, jobs, lone, replicas, single, together
 from oobleck.worker.doctor.pair import Task, member
 
 Check = Callable[[Sequence[str]], Iterator[Finding]]
@@ -21,6 +21,11 @@ CHECKS: Mapping[str, Check] = {
     "products": single.products,
     "copies": single.copies,
     "waits": single.waits,
+    "backwards": engine.backwards,
+    "syncs": engine.syncs,
+    "errors": engine.errors,
+    "block": block.block,
+    "lone": lone.lone,
     "peers": together.peers,
     "sums": together.sums,
     "aborts": together.aborts,

@@ -24,7 +24,8 @@ def test_a_host_without_a_gpu_is_told_so_and_what_can_be_looked_at_is() -> None:
     assert found["gpu"]["level"] == "fail"
     assert found["gpu"]["what"].startswith("no GPU can be used here (torch")
     assert found["gpu"]["fix"].startswith("check the driver")
-    assert found["forks"]["level"] == "pass", found["forks"]
+    for check in ("forks", "backwards", "errors"):
+        assert found[check]["level"] == "pass", found[check]
     assert not [name for name, each in found.items() if each["level"] != "pass" and not each["fix"]]
 
 
