@@ -50,6 +50,8 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[int, ...]
     #: The recorded steps, and how the worker came into its generation.
     spans: tuple[Span, ...]
+    #: Of the recorded steps, when the device computed what was queued there; none: it is the host.
+    device: tuple[Span, ...] = ()
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +73,13 @@ class Track(msgspec.Struct, frozen=True, kw_only=True):
     clock: Clock = Clock()
 
 
+#: Where the threads of devices begin; that of a worker has its slot's number.
+DEVICE_THREADS = 1 << 16
+
+
 def chrome_trace(tracks: Sequence[Track]) -> dict[str, Any]:
-    """The JSON object format of the Trace Event Format: a process per node, a thread per worker.
+    """The JSON object format of the Trace Event Format: a process per node, a thread per worker,
+    and one for its device where that computes later than the host asks it to.
 
     Times are microseconds from the first span of all. Sums are asynchronous events: they overlap.
     """
@@ -88,6 +95,10 @@ def chrome_trace(tracks: Sequence[Track]) -> dict[str, Any]:
         pid, tid = nodes.index(track.worker.node), track.worker.slot
         events.append(_named("thread_name", pid, tid, f"rank {rank}: {track.title}"))
         events.extend(_events(track, pid, tid, origin_ns))
+        if track.recording.device:
+            tid += DEVICE_THREADS
+            events.append(_named("thread_name", pid, tid, f"rank {rank}, device: {track.title}"))
+            events.extend(_on_device(track, pid, tid, origin_ns))
     clocks = {
         track.worker.node: {
             "offset_us": track.clock.offset_ns / 1e3,
@@ -100,6 +111,14 @@ def chrome_trace(tracks: Sequence[Track]) -> dict[str, Any]:
 
 def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _on_device(track: Track, pid: int, tid: int, origin_ns: int) -> Iterator[dict[str, Any]]:
+    shift = track.clock.offset_ns - origin_ns
+    for span in track.recording.device:
+        times = {"ts": (span.start_ns + shift) / 1e3, "dur": span.duration_ns / 1e3}
+        event = {"name": span.name, "cat": "device", "ph": "X", "pid": pid, "tid": tid}
+        yield {**event, **times}
 
 
 def _events(track: Track, pid: int, tid: int, origin_ns: int) -> Iterator[dict[str, Any]]:

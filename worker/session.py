@@ -46,6 +46,7 @@ from oobleck.worker.recovery.forgiven import Forgiven
 from oobleck.worker.recovery.recover import Recovery
 from oobleck.worker.runtime import code, heap
 from oobleck.worker.runtime.control import Control
+from oobleck.worker.runtime.device_clock import clock_of
 from oobleck.worker.runtime.errors import (
     HelperLost,
     JobError,
@@ -113,7 +114,7 @@ class Session:
             job_id=launch.job_id,
             control=control,
             faults=FaultInjector(launch, control),
-            timeline=Timeline(),
+            timeline=Timeline(clock_of(connector.device)),
             stopwatch=Stopwatch.on(connector.device),
             connector=connector,
             links=Links(

@@ -8,6 +8,7 @@ import click
 from oobleck.cli.options import FAILED, USAGE
 from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.host.timeline import DEVICE_THREADS
 from oobleck.planner.units import count
 
 
@@ -37,7 +38,8 @@ def write(text: str, output: Path) -> None:
 
 def summary(trace: dict[str, Any]) -> str:
     events = trace["traceEvents"]
-    workers = sum(event["name"] == "thread_name" for event in events)
+    threads = [event.get("tid", 0) for event in events if event["name"] == "thread_name"]
+    workers = sum(thread < DEVICE_THREADS for thread in threads)
     steps = sorted({event["name"] for event in events if event["name"].startswith("step ")})
     phases = sorted({event["name"] for event in events if event.get("cat") == "recovery"})
     within_us = max((c["within_us"] for c in trace["otherData"]["clocks"].values()), default=0.0)

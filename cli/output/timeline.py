@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from oobleck.cli.output.table import table
+from oobleck.host.timeline import DEVICE_THREADS
 
 #: Columns, and the instructions that count for each.
 _COLUMNS: Mapping[str, Sequence[str]] = {
@@ -22,16 +23,20 @@ Worker = tuple[int, int]
 
 def steps_table(trace: Mapping[str, Any], width: int | None = None) -> str:
     """Milliseconds of a step, by what they go to, of each worker in a Chrome trace as
-    `oobleck.host.timeline` makes it; of several steps the mean."""
+    `oobleck.host.timeline` makes it; of several steps the mean. `GPU`: how long a device computed
+    of what the host had queued there, for which the other columns have the host's time."""
     events: list[dict[str, Any]] = trace["traceEvents"]
     nodes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     titles = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans: dict[Worker, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
-        if event.get("cat") == "step" and event["ph"] == "X":
+        if event.get("cat") in ("step", "device") and event["ph"] == "X":
             spans[event["pid"], event["tid"]].append(event)
+    on_devices = any(thread >= DEVICE_THREADS for _, thread in titles)
     rows = []
     for worker, title in titles.items():
+        if worker[1] >= DEVICE_THREADS:
+            continue
         taken_us = dict.fromkeys([*_COLUMNS, "OTHER", "STEP"], 0.0)
         steps = 0
         for depth, name, duration_us in _nested(spans[worker]):
@@ -43,8 +48,13 @@ def steps_table(trace: Mapping[str, Any], width: int | None = None) -> str:
         between_us = taken_us["STEP"] - sum(us for key, us in taken_us.items() if key != "STEP")
         taken_us["OTHER"] += max(0.0, between_us)
         cells = [f"{us / 1000 / max(1, steps):.1f}" for us in taken_us.values()]
+        if on_devices:
+            of_device = _nested(spans[worker[0], worker[1] + DEVICE_THREADS])
+            busy_us = sum(us for depth, _, us in of_device if depth == 0)
+            cells.insert(len(_COLUMNS), f"{busy_us / 1000 / max(1, steps):.1f}")
         rows.append([f"{nodes[worker[0]]}/{worker[1]}", *cells, title.partition(": ")[2]])
-    return table(["WORKER", *_COLUMNS, "OTHER", "STEP", "STAGE"], rows, width=width)
+    columns = [*_COLUMNS, *(["GPU"] if on_devices else []), "OTHER", "STEP"]
+    return table(["WORKER", *columns, "STAGE"], rows, width=width)
 
 
 def _nested(spans: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str, float]]:

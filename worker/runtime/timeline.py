@@ -2,17 +2,20 @@
 
 While nothing is recorded a span costs two calls and a comparison; the pulse learns of it in any
 case. The phases of the last way into a generation are always kept. One thread makes all spans, so
-they lie side by side or one inside the other; sums go on beside them.
+they lie side by side or one inside the other; sums go on beside them. What is queued on a GPU is
+done later: a span of computation is recorded a second time, as the GPU's.
 """
 
 import time
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
+from typing import Any
 
 from oobleck.host.ipc.messages import Record, Recorded
 from oobleck.host.timeline import Category, Recording, Span
 from oobleck.planner.ids import Generation
 from oobleck.worker.runtime import pulse
+from oobleck.worker.runtime.device_clock import DeviceClock
 
 _OFF: AbstractContextManager[None] = nullcontext()
 
@@ -43,10 +46,40 @@ class OpenSpan(AbstractContextManager[None]):
         )
 
 
+class _OnDevice(AbstractContextManager[None]):
+    """A span, and when the device does what is queued within it."""
+
+    def __init__(
+        self,
+        span: AbstractContextManager[None],
+        name: str,
+        clock: DeviceClock[Any],
+        marked: list[tuple[str, Any, Any]],
+    ) -> None:
+        self._span = span
+        self._name = name
+        self._clock = clock
+        self._marked = marked
+        self._began = clock.mark()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._marked.append((self._name, self._began, self._clock.mark()))
+        self._span.__exit__(kind, error, trace)
+
+
 class Timeline:
     """The recording of one worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: DeviceClock[Any] | None = None) -> None:
+        """`clock`: of the device, where that is not the host."""
+        self._clock = clock
+        #: Names of what the device computes, with the marks of its begin and end.
+        self._marked: list[tuple[str, Any, Any]] = []
         self._generation = Generation(0)
         self._phases: list[Span] = []
         #: Whether a step has been committed since the last way out of a generation.
@@ -78,7 +111,9 @@ class Timeline:
         if wanted is None or not wanted.first_step <= step <= wanted.last_step:
             self._spans = None
         elif self._spans is None:
-            self._spans, self._steps = [], []
+            self._spans, self._steps, self._marked = [], [], []
+            if self._clock is not None:
+                self._clock.begin()
 
     def end_step(self, step: int, wanted: Record | None) -> Recorded | None:
         """Step `step` is committed. The answer to `wanted`, if it is due."""
@@ -96,8 +131,26 @@ class Timeline:
             generation=self._generation,
             steps=tuple(steps),
             spans=(*self._phases, *(spans or ())) if steps else (),
+            device=self._on_device() if steps else (),
         )
+        self._marked = []
         return Recorded(recording=recording)
+
+    def _on_device(self) -> tuple[Span, ...]:
+        """Waits for what is queued."""
+        if (clock := self._clock) is None:
+            return ()
+        found = [
+            (name, clock.at_ns(began), clock.at_ns(ended)) for name, began, ended in self._marked
+        ]
+        return tuple(Span(name, "step", began, ended - began) for name, began, ended in found)
+
+    def computing(self, name: str, detail: int | None = None) -> AbstractContextManager[None]:
+        """As `span`, of what a device computes."""
+        span = self.span(name, detail)
+        if self._spans is None or self._clock is None:
+            return span
+        return _OnDevice(span, pulse.called(name, detail), self._clock, self._marked)
 
     def span(self, name: str, detail: int | None = None) -> AbstractContextManager[None]:
         """What is done inside of it is called `name`, with `detail` behind."""

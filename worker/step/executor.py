@@ -28,6 +28,9 @@ from oobleck.worker.step.mailbox import Mailbox
 from oobleck.worker.step.salvage import Salvage
 from oobleck.worker.transport.transport import Transport
 
+#: What a device does.
+_COMPUTED = ops.Compute | ops.OptimizerStep
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redo:
@@ -154,7 +157,8 @@ class Executor:
                 microbatch = instruction.microbatch if isinstance(instruction, Action) else None
                 name = type(instruction).__name__
                 self._reached(f"before:{name}", step, microbatch)
-                with timeline.span(SPANS[type(instruction)], microbatch):
+                span = timeline.computing if isinstance(instruction, _COMPUTED) else timeline.span
+                with span(SPANS[type(instruction)], microbatch):
                     self._execute(under_way, instruction)
                 self._reached(f"after:{name}", step, microbatch)
         if (recorded := timeline.end_step(step, wanted)) is not None:

@@ -119,7 +119,7 @@ class StageRunner:
             graph = wanted and not recompute
             run = partial(self._run, layer, x, rows, targets, deferred, metrics)
             with (
-                self._timeline.span("layer", layer),
+                self._timeline.computing("layer", layer),
                 torch.set_grad_enabled(graph),
                 self._exchange.computing(layer, gradients=False, following=following),
             ):
@@ -265,7 +265,7 @@ class StageRunner:
         first, last = segment.layers[0], segment.layers[-1]
         name = "layer" if first == last else f"layers {first} to"
         with (
-            self._timeline.span(name, last),
+            self._timeline.computing(name, last),
             # Where there is an exchange, a segment is one layer.
             self._exchange.computing(
                 first, gradients=segment.adds, following=left[-1].layers[0] if left else None

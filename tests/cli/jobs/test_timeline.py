@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from msgspec import structs
 
 from oobleck.cli.jobs.timeline import summary
+from oobleck.cli.output.timeline import steps_table
 from oobleck.cli.planning.profile import profile
 from oobleck.cli.reading.timeline import timeline
 from oobleck.host.timeline import Recording, Span, Track, chrome_trace
@@ -90,4 +92,28 @@ def test_a_timeline_is_shown_as_a_table_and_written(tmp_path: Path) -> None:
         "WORKER LOAD COMPUTE RECEIVE SEND SUM VOTE OTHER STEP STAGE",
         "n1/0 0.0 2.0 1.0 0.0 0.0 1.5 5.5 10.0 pipeline 0, stage 0",
         "n2/0 0.0 2.0 4.0 0.0 0.0 1.5 2.5 10.0 pipeline 0, stage 0",
+    ]
+
+
+def test_what_a_gpu_computes_has_a_column_and_a_thread() -> None:
+    """The host is done with a forward when the GPU has hardly begun."""
+    host = track("n1", 1)
+    device = [Span("layer 0", "step", 74_000_000, 3_000_000)]
+    device += [Span("forward 3", "step", at, 7_000_000) for at in (74_000_000, 84_000_000)]
+    recording = structs.replace(host.recording, device=tuple(device))
+    trace = json.loads(
+        json.dumps(chrome_trace([structs.replace(host, recording=recording), track("n2", 4)]))
+    )
+    assert [" ".join(line.split()) for line in steps_table(trace).splitlines()] == [
+        "WORKER LOAD COMPUTE RECEIVE SEND SUM VOTE GPU OTHER STEP STAGE",
+        "n1/0 0.0 2.0 1.0 0.0 0.0 1.5 7.0 5.5 10.0 pipeline 0, stage 0",
+        "n2/0 0.0 2.0 4.0 0.0 0.0 1.5 0.0 2.5 10.0 pipeline 0, stage 0",
+    ]
+    assert summary(trace).startswith("step 7, step 8 of 2 workers, ")
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
+    assert names[1] == "rank 0, device: pipeline 0, stage 0"
+    forwards = [e for e in trace["traceEvents"] if e["name"] == "forward 3"]
+    assert [(e["ts"], e["dur"]) for e in forwards if e["cat"] == "device"] == [
+        (74_000.0, 7_000.0),
+        (84_000.0, 7_000.0),
     ]

@@ -11,6 +11,7 @@ from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.programs.instructions import Action, Forward, Program, SyncGradient
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.runtime import pulse
+from oobleck.worker.runtime.device_clock import DeviceClock
 from oobleck.worker.runtime.timeline import Timeline
 from support.director import Director, WarmWorkers, make_plan, worker_named
 
@@ -173,6 +174,56 @@ def test_steps_that_are_not_wanted_leave_nothing() -> None:
     recording = answers[2].recording
     assert (recording.number, recording.steps) == (7, (2, 3))
     assert [span.name for span in recording.spans] == ["forward 2", "forward 3"]
+
+
+class Lagging:
+    """A device that begins with what is queued 50 ns after the host has, and does each mark 7 ns
+    after the one before."""
+
+    def __init__(self) -> None:
+        self.host_ns = 1_000
+        self._done_ns = 0
+        self.waits = 0
+
+    def mark(self) -> int:
+        self._done_ns = max(self._done_ns + 7, self.host_ns + 50)
+        return self._done_ns
+
+    def between(self, one: int, other: int) -> float:
+        self.waits += 1
+        self.host_ns = max(self.host_ns, other)
+        return (other - one) / 1e9
+
+    def clock(self) -> DeviceClock[int]:
+        return DeviceClock(self.mark, self.between, lambda: self.host_ns)
+
+
+def test_what_a_device_computes_lies_where_it_does() -> None:
+    device = Lagging()
+    timeline = Timeline(device.clock())
+    wish = Record(number=1, first_step=2, last_step=2)
+    timeline.begin_step(1, wish)
+    with timeline.computing("forward", 0):
+        pass
+    assert timeline.end_step(1, wish) is None
+    assert not device.waits, "nothing is recorded"
+    timeline.begin_step(2, wish)
+    device.host_ns += 1_000
+    with timeline.span("step", 2), timeline.computing("forward", 0):
+        with timeline.computing("layer", 3):
+            device.host_ns += 1
+        with timeline.span("gather", 4):
+            pass
+    before = device.waits
+    answer = timeline.end_step(2, wish)
+    assert before == 1, "only as it began"
+    assert answer is not None
+    names = [span.name for span in answer.recording.spans]
+    assert names == ["layer 3", "gather 4", "forward 0", "step 2"]
+    # It has waited for the first mark, at 1,050, and the host has then spent 1,000.
+    layer, forward = answer.recording.device
+    assert (layer.name, layer.start_ns, layer.duration_ns) == ("layer 3", 2_107, 7)
+    assert (forward.name, forward.start_ns, forward.duration_ns) == ("forward 0", 2_100, 21)
 
 
 def test_an_interrupted_step_is_not_part_of_a_recording() -> None:
