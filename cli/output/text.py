@@ -248,7 +248,8 @@ def job_facts(job: pb.JobStatus) -> Iterator[tuple[str, str]]:
         yield "held out", evaluation(job.evaluation)
     if job.tokens_per_s:
         eta = f", about {about(job.eta_s)} to go" if job.eta_s else ""
-        yield "speed", f"{job.tokens_per_s:,.0f} tokens/s{eta}"
+        share = f" ({100 * job.mfu:.0f}% of the GPUs' peak)" if job.HasField("mfu") else ""
+        yield "speed", f"{job.tokens_per_s:,.0f} tokens/s{share}{eta}"
     yield from _moments(job)
     yield from _files(job)
     if job.last_incident:

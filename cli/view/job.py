@@ -53,7 +53,8 @@ def open_incident(job: pb.JobStatus) -> str:
 
 def _speed(job: pb.JobStatus) -> str:
     if job.tokens_per_s:
-        return f"{job.tokens_per_s:,.0f} tokens/s"
+        share = f", MFU {100 * job.mfu:.0f}%" if job.HasField("mfu") else ""
+        return f"{job.tokens_per_s:,.0f} tokens/s{share}"
     return text.last_step(job, "last step ")
 
 

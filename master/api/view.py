@@ -19,6 +19,7 @@ from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Drain, Node
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.redact import redact
+from oobleck.planner.report.speed import utilization
 from oobleck.planner.units import comma_separated, count
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.fields import message_of
@@ -81,6 +82,8 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
             message.can_lose = job.current.made.can_lose
         if job.state not in ENDED:
             message.memory.extend(_memory(state, job))
+    if (share := mfu(state, job, message.tokens_per_s)) is not None:
+        message.mfu = share
     if (age_s := step_age_s(seen, now)) is not None and job.state not in ENDED:
         message.last_step_age_s = age_s
     if rate > 0 and moving:
@@ -166,6 +169,16 @@ def tokens_per_s(recent: Sequence[StepRecord]) -> float:
     span_s = others[-1].time - first.time if others else first.step_seconds
     tokens = sum(record.tokens for record in others or recent)
     return tokens / span_s if span_s > 0 else 0.0
+
+
+def mfu(state: ClusterState, job: Job, speed: float) -> float | None:
+    """What part of the peak of its plan's GPUs a job of so many tokens per second reaches; None: it
+    is not known."""
+    if not speed or job.current.made is None or job.state in ENDED:
+        return None
+    workers = job.current.made.plan.workers
+    kinds = [state.nodes[worker.node].facts.device_kind for worker in workers]
+    return utilization(job.spec, speed, kinds)
 
 
 def _reason(state: ClusterState, job: Job, config: MasterConfig, now: float) -> str:

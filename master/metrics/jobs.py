@@ -6,7 +6,7 @@ from statistics import median
 from typing import get_args
 
 from oobleck.host.metrics.families import Family, Reading, single
-from oobleck.master.api.view import is_moving, step_age_s, tokens_per_s
+from oobleck.master.api.view import is_moving, mfu, step_age_s, tokens_per_s
 from oobleck.master.metrics.tally import JobTally, Tally
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED, Job, JobState
@@ -48,6 +48,9 @@ GRADIENT = _gauge("gradient_norm", "Norm of the gradient in the newest step.")
 STEP_S = _gauge("step_seconds", "Median time of the last ten steps.")
 STEP_AGE = _gauge("last_step_age_seconds", "Time since the newest step, of a job that goes on.")
 SPEED = _gauge("tokens_per_second", "Tokens trained per second, over the last ten steps.")
+MFU = _gauge(
+    "mfu_ratio", "Part of the peak of its GPUs that it reaches; absent where that is not known."
+)
 EVALUATED = _gauge("evaluation_loss", "Loss of the newest evaluation on held-out data.")
 CHECKPOINT = _gauge("checkpoint_step", "Step of the newest checkpoint; 0: there is none.")
 SAVES_FAIL = _gauge(
@@ -102,7 +105,18 @@ RECONFIGURATION = Family(
 _OF_A_JOB = (
     *(STEPS, COMMITTED, GENERATION, NODES, PIPELINES, TOLERANCE, CAN_LOSE, SLOW),
     *(SUBMITTED_AT, STARTED_AT, FINISHED_AT, LOSS, GRADIENT, STEP_S, STEP_AGE, SPEED),
-    *(EVALUATED, CHECKPOINT, SAVES_FAIL, GOODPUT, SKIPPED, CHANGES, INCIDENTS, TRAINED, COUNTED),
+    *(
+        MFU,
+        EVALUATED,
+        CHECKPOINT,
+        SAVES_FAIL,
+        GOODPUT,
+        SKIPPED,
+        CHANGES,
+        INCIDENTS,
+        TRAINED,
+        COUNTED,
+    ),
     *(TOKENS, PHASES, RECOVERIES, STALL, MOVED, REDONE, SALVAGED, WORKERS_LOST, SAVED, SAVED_BYTES),
     *(SAVED_S, SAVE_FAILURES),
 )
@@ -118,9 +132,11 @@ def read(state: ClusterState, tally: Tally, now: float, unix: float) -> Iterator
     columns: dict[Family, dict[tuple[str, ...], float]] = {family: {} for family in _OF_A_JOB}
     for job in jobs:
         counted = tally.jobs.get(job.id) or JobTally()
+        of_steps = _of_steps(job, now)
         values = {
             **_of_plan(job),
-            **_of_steps(job, now),
+            **of_steps,
+            MFU: mfu(state, job, of_steps[SPEED] or 0.0),
             **_counted(counted),
             GOODPUT: _goodput(job, counted, unix),
         }

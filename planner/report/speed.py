@@ -1,7 +1,15 @@
-"""Tokens per second of a plan, and what part of the GPUs' peak they are (MFU)."""
+"""Tokens per second of a plan or a job, and what part of the GPUs' peak they are (MFU)."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+
+from oobleck.planner.job.model import ModelSpec
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.profile.estimate import flops_per_token
+from oobleck.planner.profile.machine import GPUS, machine_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,3 +40,21 @@ def speed_line(data: dict[str, Any]) -> str:
         f"GPU; {data['flops_per_s_per_worker'] / 1e12:.0f} TFLOP/s per GPU, "
         f"{100 * data['mfu']:.0f}% of the peak (MFU)"
     )
+
+
+def utilization(job: JobSpec, tokens_per_s: float, device_kinds: Iterable[str]) -> float | None:
+    """What part of its workers' peak a job reaches. `device_kinds`: of each of them, as their
+    agents call it. None: the model is of the user's, or some device is not in the table."""
+    if not isinstance(job.model, ModelSpec):
+        return None
+    peak_flops_per_s = 0.0
+    for kind, count in Counter(device_kinds).items():
+        machine = machine_of(kind)
+        if machine.name not in GPUS:
+            return None
+        peak_flops_per_s += count * machine.peak(job.training)
+    return tokens_per_s * _flops_per_token(job) / peak_flops_per_s if peak_flops_per_s else None
+
+
+#: Whoever looks at a job asks again and again.
+_flops_per_token = lru_cache(maxsize=32)(flops_per_token)

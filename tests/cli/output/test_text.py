@@ -174,6 +174,11 @@ def test_a_job_that_stands_still_tells_since_when() -> None:
     assert " ago" not in text.job_text(moving) + progress_line(moving)
 
 
+def test_what_part_of_its_gpus_a_job_reaches_is_told_where_it_is_known() -> None:
+    assert "12,346 tokens/s, about" in text.job_text(job())
+    assert "12,346 tokens/s (42% of the GPUs' peak), about" in text.job_text(job(mfu=0.417))
+
+
 def test_status_of_a_job_says_how_old_its_checkpoint_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: 1_000_000.0)
     saved = job(

@@ -121,6 +121,7 @@ def test_progress_says_what_is_known_alone() -> None:
     assert (ended.loss, ended.eta, ended.can_lose, ended.checkpoint) == ("", "", "", "")
     assert (ended.tone, ended.over) == ("bad", True)
     assert progress(job(tokens_per_s=0, last_step_age_s=75.0)).speed == "last step 1 min 15 s ago"
+    assert progress(job(mfu=0.417)).speed == "12,346 tokens/s, MFU 42%"
     assert progress(job(checkpoint_path="/c")).checkpoint == "none yet"
 
 

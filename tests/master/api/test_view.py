@@ -13,7 +13,7 @@ from oobleck.master.rules.first_plan import shortfall
 from oobleck.planner.cost.estimate import worker_peak_bytes
 from oobleck.planner.ids import JobId, NodeName
 from oobleck.planner.job.spec import CheckpointSpec, DataPlane, TransportName
-from oobleck.planner.profile.estimate import estimate_profile
+from oobleck.planner.profile.estimate import estimate_profile, flops_per_token
 from support.scenario import UNIX, Player
 
 START = (
@@ -33,6 +33,29 @@ def test_a_job_that_does_not_move_has_no_speed() -> None:
     status = job_status(player.state, job, CONFIG, 3.2)
     assert (status.tokens_per_s, status.eta_s) == (0.0, 0.0)
     assert status.last_step_age_s == pytest.approx(2.1)
+
+
+def test_what_part_of_its_gpus_a_job_reaches_is_told_where_it_is_known() -> None:
+    player = Player()
+    player.play(START + "1.0 steps 1 1 1\n1.1 steps 2 2 1\n")
+    job = player.state.jobs[JobId("demo-1")]
+
+    def told(*kinds: str, now: float = 1.2) -> float | None:
+        for number, kind in enumerate(kinds, 1):
+            node = player.state.nodes[NodeName(f"n{number}")]
+            node.facts = replace(node.facts, device_kind=kind)
+        status = job_status(player.state, job, CONFIG, now)
+        return status.mfu if status.HasField("mfu") else None
+
+    h100, a100 = "cuda NVIDIA H100 80GB HBM3", "cuda NVIDIA A100-SXM4-80GB"
+    assert told() is None, "a CPU's peak is not known"
+    flops_per_s = 2560 * flops_per_token(job.spec)
+    fp32 = {h100: 67e12, a100: 19.5e12}
+    assert told(h100, h100, h100, h100) == pytest.approx(flops_per_s / (4 * fp32[h100]))
+    mixed = told(h100, h100, a100, a100)
+    assert mixed == pytest.approx(flops_per_s / (2 * fp32[h100] + 2 * fp32[a100]))
+    assert told(h100, h100, h100, "cuda NVIDIA L40S") is None
+    assert told(h100, h100, h100, h100, now=9.0) is None, "it does not move"
 
 
 def test_a_step_that_took_no_time_has_no_speed() -> None:
