@@ -22,6 +22,8 @@ _SPACES = re.compile(r"\s+")
 #: What torch has compiled, below the home of the user whom the workers run as. Anything may be
 #: removed there at any time.
 COMPILED = "~/.cache/oobleck/compiled"
+#: In the name of a device that several workers have; how many comes behind.
+SHARED = ", shared by "
 #: Loading torch and the driver on a busy host.
 _PROBE_TIMEOUT_S = 120
 
@@ -112,7 +114,7 @@ def device_kind(gpus: Sequence[Gpu], workers: int, environment: Mapping[str, str
     if gpus:
         sharing = -(-workers // len(gpus))
         names = ", ".join(sorted({gpu.name for gpu in gpus}))
-        return f"cuda {names}" + (f", shared by {sharing}" if sharing > 1 else "")
+        return f"cuda {names}" + (f"{SHARED}{sharing}" if sharing > 1 else "")
     threads = environment.get("OMP_NUM_THREADS", "all")
     return f"cpu {_cpu_name()}, {threads} {'thread' if threads == '1' else 'threads'}"
 

@@ -140,7 +140,7 @@ class Session:
         self._entered = Generation(0)
         #: Of the generation that this worker is in.
         self._executor: Executor | None = None
-        self._forgiven = Forgiven(context.worker, context.progress)
+        self._forgiven = Forgiven(context.worker, context.progress, connector.held_by_others)
 
     def run(self, pid: int) -> None:
         """Report ready and follow the assignments; only a Stop or a dead agent ends it."""

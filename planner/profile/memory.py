@@ -73,6 +73,18 @@ def allocator_share(gpu_bytes: int, communicator_bytes: int) -> float:
     return max(left / gpu_bytes, 0.5)
 
 
+#: What a GPU has in use beyond what is known of, from which on others must have it: CUDA's own part
+#: is an estimate.
+_STRANGERS_BYTES = 1 << 30
+
+
+def strangers_bytes(used: int, reserved: int, communicator_bytes: int) -> int:
+    """What others hold of a GPU that one worker has for itself, as far as that is beyond doubt.
+    `used`: bytes of all; `reserved`: of torch's allocator."""
+    left = used - reserved - communicator_bytes - GPU_CONTEXT_BYTES
+    return left if left >= _STRANGERS_BYTES else 0
+
+
 #: On a CPU, blocks from this size on are taken from the kernel and given back one by one; what
 #: smaller ones once took stays with the heap (`worker/runtime/heap.py`).
 MAPPED_BYTES = 4 << 20

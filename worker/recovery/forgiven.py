@@ -1,6 +1,7 @@
 """Failures that a worker does not take for the job's or its node's at once.
 
 A step that fails for want of memory is done once more, and so is a worker's way into a generation.
+Where it fails again, the job is at fault, but its node where others hold memory of the GPU.
 Memory of another process that cannot be mapped may be that of one that has ended. A device that
 fails as a worker of the same node is lost may have failed for that: NCCL writes into such a one's
 memory. Owns what is known for these, over all generations of one worker; must not know how a
@@ -8,11 +9,13 @@ generation is left.
 """
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
 from oobleck.host.ipc.messages import Assign
 from oobleck.planner.ids import WorkerId
+from oobleck.planner.units import format_bytes
 from oobleck.worker.membership import Membership
 from oobleck.worker.runtime.errors import (
     NodeError,
@@ -35,8 +38,15 @@ _LOSS_TOLD_S = 1.0
 class Forgiven:
     """Of one worker."""
 
-    def __init__(self, worker: WorkerId, progress: TrainingProgress) -> None:
+    def __init__(
+        self,
+        worker: WorkerId,
+        progress: TrainingProgress,
+        held_by_others: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`held_by_others`: bytes that other processes have of the worker's own device."""
         self._worker = worker
+        self._held_by_others = held_by_others
         self._progress = progress
         #: The steps committed last when memory was short; what followed was tried once more.
         self._short_after: deque[int] = deque(maxlen=_MOST_SHORT)
@@ -66,7 +76,7 @@ class Forgiven:
         its record is told; and not where memory was short since the last committed step, or too
         often. `training`: in a generation, not on the way into it; there it is the node's fault.
 
-        Raises NodeError, or torch.OutOfMemoryError that says how often.
+        Raises NodeError where the node is at fault, or torch.OutOfMemoryError that says how often.
         """
         progress = self._progress
         in_update = progress.voted > progress.committed
@@ -81,6 +91,12 @@ class Forgiven:
             often = (
                 "twice in a row" if again else f"{_MOST_SHORT + 1} times in {_SHORT_WITHIN} steps"
             )
+            if training and (held := self._held_by_others()):
+                raise NodeError(
+                    f"{self._worker} was out of memory, {often} ({line}), and other processes hold "
+                    f"{format_bytes(held)} of its GPU; end these (nvidia-smi), or start its agent "
+                    "with other --gpus"
+                ) from error
             if training:
                 raise torch.OutOfMemoryError(f"{line}; {often}") from error
             raise NodeError(

@@ -17,7 +17,7 @@ import torch
 from oobleck.host.gpu.choice import Gpu, GpuReport
 from oobleck.host.ipc.messages import Launch
 from oobleck.host.timeline import boot_id
-from oobleck.planner.profile.memory import allocator_share
+from oobleck.planner.profile.memory import allocator_share, strangers_bytes
 from oobleck.worker.runtime.errors import NodeError
 
 
@@ -66,6 +66,14 @@ def limit_allocator(device: torch.device, communicator_bytes: int) -> None:
     found = torch.cuda.get_device_properties(device)
     share = allocator_share(found.total_memory, communicator_bytes)
     torch.cuda.set_per_process_memory_fraction(share, device)
+
+
+def held_by_others(device: torch.device, communicator_bytes: int) -> int:
+    """Of a GPU that this process has for itself, and communicators of so many bytes with it."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return strangers_bytes(total - free, torch.cuda.memory_reserved(device), communicator_bytes)
 
 
 def _board(device: torch.device) -> str:

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from oobleck.host.device import SHARED
 from oobleck.host.ipc.messages import Launch
 from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import WorkerId
@@ -25,7 +26,12 @@ from oobleck.planner.programs.communicators import (
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.transfer import Transfer
 from oobleck.planner.ties import Ties
-from oobleck.worker.runtime.device import limit_allocator, nccl_version, open_device
+from oobleck.worker.runtime.device import (
+    held_by_others,
+    limit_allocator,
+    nccl_version,
+    open_device,
+)
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.aborts import Aborts
 from oobleck.worker.transport.nccl.communicators import Communicators, stamps_of
@@ -165,6 +171,8 @@ class Connector:
             maker = getattr(importlib.import_module(module), name)(given)
             self._board = str(launch.worker)
         self._least_moved = launch.chunk_bytes * CONNECTED_CHUNKS
+        self._shared = SHARED in launch.device_kind
+        self._device_bytes = 0
         aborts = Aborts(self.device, replaced=launch.replaced)
         self._communicators = Communicators(self.device, aborts, maker)
 
@@ -185,6 +193,10 @@ class Connector:
             late=self._communicators.late,
         )
         return encode(said)
+
+    def held_by_others(self) -> int:
+        """Bytes of this worker's GPU that other processes hold, where it has it for itself."""
+        return 0 if self._shared else held_by_others(self.device, self._device_bytes)
 
     def near(self, rank: int, size: int, wiring: Wiring) -> set[int]:
         """Ranks that a worker has links to from the begin: few workers to all, so that whoever
@@ -223,6 +235,7 @@ class Connector:
             below = StagedTransport(host, everything=self._stage_everything)
         if wiring is NO_WIRING:
             return below
+        self._device_bytes = wiring.device_bytes if choice == "nccl" else 0
         if choice != "nccl":
             self.release()
             limit_allocator(self.device, 0)

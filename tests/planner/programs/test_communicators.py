@@ -14,6 +14,7 @@ from oobleck.planner.profile.memory import (
     gpu_reserve_bytes,
     link_bytes,
     stage_bytes,
+    strangers_bytes,
     sum_bytes,
 )
 from oobleck.planner.programs.communicators import (
@@ -127,6 +128,15 @@ def test_plans_of_equal_stages_need_no_more_than_agents_keep(shape: str, gpus: i
 )
 def test_torch_gets_what_is_left_of_a_gpu(total: int, taken: int, share: float) -> None:
     assert allocator_share(total, taken) == share
+
+
+def test_what_nobody_accounts_for_is_others_memory_where_it_is_beyond_doubt() -> None:
+    gib = 1 << 30
+    own = 40 * gib + 2 * gib + GPU_CONTEXT_BYTES
+    assert strangers_bytes(own, 40 * gib, 2 * gib) == 0
+    assert strangers_bytes(own + gib // 2, 40 * gib, 2 * gib) == 0, "CUDA's part is an estimate"
+    assert strangers_bytes(own + 7 * gib, 40 * gib, 2 * gib) == 7 * gib
+    assert strangers_bytes(own - gib, 40 * gib, 2 * gib) == 0
 
 
 def test_members_are_in_the_order_of_their_ranks() -> None:

@@ -35,6 +35,17 @@ def test_a_step_is_done_once_more_and_not_twice() -> None:
         forgiven.short_of_memory(SHORT, training=True)
 
 
+def test_memory_that_others_hold_is_the_nodes_fault_and_not_the_jobs() -> None:
+    held = 0
+    progress = TrainingProgress(committed=4, begun=5)
+    forgiven = Forgiven(worker_named("a"), progress, lambda: held)
+    forgiven.recorded = 4
+    held = 7 << 30
+    assert forgiven.short_of_memory(SHORT, training=True), "they may be about to end"
+    with pytest.raises(NodeError, match=r"twice in a row .* hold 7.0 GiB of its GPU; end"):
+        forgiven.short_of_memory(SHORT, training=True)
+
+
 @pytest.mark.parametrize("where", ["in the update", "before the record is told"])
 def test_what_is_committed_is_not_done_again(where: str) -> None:
     forgiven, progress = after(4)
