@@ -42,7 +42,16 @@ ALONE = {
     "block": 90,
     "lone": 60,
 }
-TOGETHER = {"peers": 45, "sums": 85, "aborts": 85, "groups": 85, "replicas": 85}
+TOGETHER = {
+    "peers": 45,
+    "sums": 85,
+    "aborts": 85,
+    "groups": 85,
+    "replicas": 85,
+    "messages": 85,
+    "ends": 190,
+    "recoveries": 85,
+}
 #: With jobs on a small cluster of this host.
 WITH_JOBS = {"kills": 180, "speed": 170}
 #: Of all, whichever hang.

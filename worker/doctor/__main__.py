@@ -10,7 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from oobleck.host.finding import Finding
-from oobleck.worker.doctor import block, engine, jobs, lone, replicas, single, together
+from oobleck.worker.doctor import (
+    block,
+    engine,
+    jobs,
+    lone,
+    recoveries,
+    replicas,
+    single,
+    together,
+)
 from oobleck.worker.doctor.pair import Task, member
 
 Check = Callable[[Sequence[str]], Iterator[Finding]]
@@ -31,6 +40,9 @@ CHECKS: Mapping[str, Check] = {
     "aborts": together.aborts,
     "groups": replicas.groups,
     "replicas": replicas.replicas,
+    "messages": recoveries.messages,
+    "ends": recoveries.ends,
+    "recoveries": recoveries.recoveries,
     "kills": jobs.kills,
     "speed": jobs.speed,
 }
@@ -41,6 +53,7 @@ TASKS: Mapping[str, Task] = {
     "groups": replicas.connect_many,
     "replicas": replicas.train_alike,
     "ddp": replicas.train_by_ddp,
+    **recoveries.TASKS,
 }
 
 

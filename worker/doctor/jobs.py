@@ -194,7 +194,7 @@ def kills(devices: Sequence[str]) -> Iterator[Finding]:
         FaultRule(worker=victim, job=name, point=point, step=_KILLED_AT, action="kill_worker")
         for name, point in names.items()
     ]
-    losses, stalls = [], []
+    losses, changes = [], []
     try:
         with _Cluster([["cpu"]]) as cluster:
             expected = _losses(cluster.run(job))
@@ -202,13 +202,13 @@ def kills(devices: Sequence[str]) -> Iterator[Finding]:
             for name in names:
                 found = cluster.run({**job, "name": name, "fault_tolerance": 1})
                 losses.append(_losses(found))
-                stalls += [float(each["stall_s"] or 0) for each in found["reconfigured"][:1]]
+                changes.append(found["reconfigured"])
     except _Failed as error:
         what = f"a job in fp64 of which a worker is killed does not end: {error}"
         fix = "see what the checks sums, aborts and killed say"
         yield Finding(check="kills", level="fail", what=what, fix=fix)
         return
-    yield of_kills(expected, losses, stalls)
+    yield of_kills(expected, losses, changes)
 
 
 def _losses(job: Mapping[str, Any]) -> list[float]:
@@ -216,25 +216,36 @@ def _losses(job: Mapping[str, Any]) -> list[float]:
 
 
 def of_kills(
-    expected: Sequence[float], losses: Sequence[Sequence[float]], stalls: Sequence[float]
+    expected: Sequence[float],
+    losses: Sequence[Sequence[float]],
+    changes: Sequence[Sequence[Mapping[str, Any]]],
 ) -> Finding:
-    """`losses`: of each job; `stalls`: seconds without a step, for each recovery."""
+    """`losses`: of each job; `changes`: the changes of its plan."""
     apart = max(abs(a - b) / abs(a) for job in losses for a, b in zip(expected, job, strict=False))
     if any(len(job) != len(expected) for job in losses) or apart > _SAME:
         what = f"losses of a job in fp64 differ from a CPU's by up to {apart:.1e}"
         fix = "do not train on it: look at what the checks sums and replicas say"
         return Finding(check="kills", level="fail", what=what, fix=fix)
+    first = [job[0] for job in changes if job]
+    stalls = [float(each["stall_s"] or 0) for each in first]
+    phases = {
+        f"{name}_s": max(float(each["phases"].get(name) or 0) for each in first)
+        for name in sorted({name for each in first for name in each["phases"]})
+    }
+    slowest = max(phases, key=lambda name: phases[name], default="")
     what = (
-        f"{len(stalls)} of {len(KILLS)} kills were recovered from, in {max(stalls, default=0):.1f} "
-        f"s at most; losses are a CPU's up to {apart:.0e}"
+        f"{len(stalls)} of {len(changes)} jobs recovered from kills, in "
+        f"{max(stalls, default=0):.1f} s at most; losses are a CPU's up to {apart:.0e}"
     )
-    if len(stalls) < len(KILLS):
+    if slowest:
+        what += f"; the longest phase is {slowest.removesuffix('_s')}, {phases[slowest]:.2f} s"
+    if len(stalls) < len(changes):
         fix = "see 'oobleck events' of a job in which a worker is killed (oobleck chaos)"
-        return Finding(check="kills", level="warn", what=what, fix=fix)
+        return Finding(check="kills", level="warn", what=what, fix=fix, figures=phases)
     if max(stalls) > _STALL_S:
         fix = "see what the checks forks, killed and groups take"
-        return Finding(check="kills", level="slow", what=what, fix=fix)
-    return Finding(check="kills", level="pass", what=what)
+        return Finding(check="kills", level="slow", what=what, fix=fix, figures=phases)
+    return Finding(check="kills", level="pass", what=what, figures=phases)
 
 
 def speed(devices: Sequence[str]) -> Iterator[Finding]:

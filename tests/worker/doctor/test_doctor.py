@@ -19,6 +19,7 @@ from oobleck.worker.doctor.jobs import (
     speed,
 )
 from oobleck.worker.doctor.pair import PAIR_S
+from oobleck.worker.doctor.recoveries import WAYS
 from oobleck.worker.doctor.replicas import groups, of_groups, of_replicas, replicas
 from oobleck.worker.doctor.single import (
     FREED_S,
@@ -110,10 +111,18 @@ def test_what_is_concluded_of_groups_replicas_and_jobs() -> None:
     assert level(of_replicas("equal", True)) == "pass"
     assert level(of_replicas("0, 3", True)) == "fail"
     assert level(of_replicas("", False)) == "fail"
-    losses, soon = [5.5, 5.25, 5.125], [1.0] * len(KILLS)
-    assert level(of_kills(losses, [losses, [5.5, 5.25 + 1e-12, 5.125]], soon)) == "pass"
-    assert level(of_kills(losses, [losses], [30.0, *soon[1:]])) == "slow"
-    assert level(of_kills(losses, [losses], [1.0])) == "warn"
+    losses = [5.5, 5.25, 5.125]
+
+    def change(stall_s: float, **phases: float) -> dict[str, object]:
+        return {"stall_s": stall_s, "phases": phases}
+
+    soon = [[change(1.0, rendezvous=0.25, first_step=0.5), change(9.0)], [change(1.0, detect=2.0)]]
+    well = of_kills(losses, [losses, [5.5, 5.25 + 1e-12, 5.125]], soon)
+    assert level(well) == "pass"
+    assert well.figures == {"detect_s": 2.0, "first_step_s": 0.5, "rendezvous_s": 0.25}
+    assert "the longest phase is detect, 2.00 s" in well.what
+    assert level(of_kills(losses, [losses], [[change(30.0)], *soon])) == "slow"
+    assert level(of_kills(losses, [losses], [[], *soon])) == "warn"
     assert level(of_kills(losses, [losses, [5.5, 5.25, 5.1251]], soon)) == "fail"
     assert level(of_kills(losses, [losses[:2]], soon)) == "fail"
     assert level(of_speed(95.0, 100.0)) == "pass"
@@ -130,7 +139,7 @@ def test_jobs_run_on_a_cluster_of_this_host(check: Check) -> None:
     assert {one.level for one in found} <= {"pass", "slow", "warn"}, found
     if check is kills:
         (only,) = found
-        assert f"{len(KILLS)} of {len(KILLS)} kills were recovered from" in only.what
+        assert f"{len(KILLS)} of {len(KILLS)} jobs recovered from kills" in only.what
 
 
 def test_products_are_timed() -> None:
@@ -139,8 +148,9 @@ def test_products_are_timed() -> None:
 
 
 def test_limits_leave_room_for_those_of_the_checks_themselves() -> None:
-    pairs = ("sums", "aborts", "groups", "replicas")
+    pairs = ("sums", "aborts", "groups", "replicas", "messages", "recoveries")
     assert min(TOGETHER[name] for name in pairs) >= PAIR_S + 30
+    assert TOGETHER["ends"] >= len(WAYS) * PAIR_S + 30
     assert ALONE["killed"] >= FREED_S + 30
     assert WITH_JOBS["kills"] >= 2 * JOBS_S
     assert WITH_JOBS["speed"] >= PAIR_S + JOBS_S + 30
