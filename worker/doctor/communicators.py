@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, Work
 
-from oobleck.planner.profile.memory import LINK_CTAS, SUM_CTAS
+from oobleck.planner.profile.memory import GROUP_CTAS, LINK_CTAS
 from oobleck.worker.transport.nccl.aborts import Aborts
 from oobleck.worker.transport.nccl.group import GroupMaker, Identifiers, ProcessGroup
 
@@ -69,7 +69,7 @@ class Member:
     def connect(self, name: str, kind: Kind) -> "Own":
         """`kind`: what the process of rank 0 does with it."""
         number = self.rank if kind != "receive" else 1 - self.rank
-        ctas = SUM_CTAS if kind == "sum" else LINK_CTAS
+        ctas = GROUP_CTAS if kind == "sum" else LINK_CTAS
         if number == 0:
             identifiers = Identifiers()
             group = self.maker.make(identifiers, 0, 2, ctas)

@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import AllreduceOptions
 
 from oobleck.host.finding import Finding
-from oobleck.planner.profile.memory import SUM_CTAS
+from oobleck.planner.profile.memory import GROUP_CTAS
 from oobleck.planner.units import format_bytes
 from oobleck.worker.runtime.device import nccl_version
 from oobleck.worker.transport.nccl.aborts import Aborts
@@ -53,7 +53,7 @@ def use(
     _once(maker, place)  # NCCL and torch have threads of their own from the first one on
     threads, before = _threads(), free()
     began = time.monotonic()
-    made = [maker.make(Identifiers(), 0, 1, SUM_CTAS) for _ in range(groups)]
+    made = [maker.make(Identifiers(), 0, 1, GROUP_CTAS) for _ in range(groups)]
     for group in made:
         group.eager_connect_single_device(place)
     ones = [torch.ones(1 << 20, device=place) for _ in made]
@@ -83,7 +83,7 @@ def use(
 
 
 def _once(maker: GroupMaker, place: torch.device) -> None:
-    group = maker.make(Identifiers(), 0, 1, SUM_CTAS)
+    group = maker.make(Identifiers(), 0, 1, GROUP_CTAS)
     group.eager_connect_single_device(place)
     one = torch.ones(8, device=place)
     group.allreduce([one], AllreduceOptions()).wait()
