@@ -382,6 +382,7 @@ class FakeGroup:
     def _run(self) -> None:
         while (kernel := self._queue.get()) is not None:
             kernel()
+            del kernel  # and what it was for
 
 
 class RankOfFabric:

@@ -57,8 +57,10 @@ class _Arrival:
 
     def got_one(self) -> None:
         self._left -= 1
-        if not self._left and self._pressing:
-            self._transport.links.press(-1)
+        if not self._left:
+            self.pieces.clear()  # each has this one, and so its tensor
+            if self._pressing:
+                self._transport.links.press(-1)
 
     @property
     def done(self) -> bool:

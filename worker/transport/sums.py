@@ -61,13 +61,16 @@ class _Share(Incoming):
         self._index = index
         self._member = member
         self.buffer = memoryview(b"")
+        #: Where that is to be used again.
+        self.spare: memoryview | None = None
 
     def room(self, size: int) -> memoryview:
         _check_size(size, self._chunk.own.nbytes)
-        self.buffer = self._chunk.spare.take(size)
+        self.buffer = self.spare = self._chunk.spare.take(size)
         return self.buffer
 
     def take_over(self, content: memoryview) -> None:
+        # Never spare: what comes early has memory of its own each time, so that would only grow.
         _check_size(len(content), self._chunk.own.nbytes)
         self.buffer = content
         self.arrived()
@@ -145,7 +148,7 @@ class _Chunk:
             if self._next == self._at:
                 self._add(self._own_values(), None)
             elif (share := self._ahead.pop(self._next, None)) is not None:
-                self._add(self._values(share), share.buffer)
+                self._add(self._values(share), share.spare)
             else:
                 break
             self._next += 1
@@ -157,7 +160,7 @@ class _Chunk:
             self._sum.send(self._above, Kind.SHARE, self._part, self.own)
 
     def _add(self, values: torch.Tensor, memory: memoryview | None) -> None:
-        """`memory`: of a share's values."""
+        """`memory`: of the values, where it is to be used again."""
         if self._total is None:
             self._total, self._borrowed = values, memory
             return

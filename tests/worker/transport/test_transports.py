@@ -6,8 +6,10 @@ what that transport alone must do is in test_nccl. The ranks are threads of this
 sockets between them. On a GPU (`--device cuda:0`) they share it, over the staged transport.
 """
 
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -280,6 +282,37 @@ def test_a_group_takes_the_stream_behind_the_one_that_was_taken_last(
     group.eager_connect_single_device(device())
     assert maker.take_stream() == ring[1]
     group.abort()
+
+
+def test_nothing_keeps_a_tensor_once_it_was_sent_received_or_summed(everywhere):
+    """Not even until the next collection of cycles, which may be long after."""
+
+    def talk(transport: Transport):
+        before, after = (transport.rank - 1) % SIZE, (transport.rank + 1) % SIZE
+        everyone, size = tuple(range(SIZE)), 1 << 20
+        tensors = [torch.ones(size) for _ in range(4)]
+        seen = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+        pending = [
+            transport.receive(tensors[0], before, 1),
+            transport.send(tensors[1], after, 1),
+            transport.all_reduce(tensors[2], everyone, [tensors[3]]),
+        ]
+        pieces = [[torch.ones(0 if to == transport.rank else 9) for to in everyone] for _ in "ab"]
+        seen += [weakref.ref(piece.untyped_storage()) for piece in pieces[0] + pieces[1]]
+        pending.append(transport.exchange(pieces[0], pieces[1], everyone, 2))
+        for each in pending:
+            each.wait()
+        transport.complete()
+        transport.gather(b"")
+        del tensors, pieces, pending, each
+        return [number for number, storage in enumerate(seen) if storage() is not None]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert everywhere(talk) == [[]] * SIZE
+    finally:
+        gc.enable()
 
 
 def test_who_moves_much_state_connects_for_it_unless_that_took_too_long():
