@@ -4,8 +4,9 @@ The weights of a layer are gathered from all shares; then the gradients, each wo
 rows, are summed into the shares (fully sharded data parallelism, as ZeRO-3 of Rajbhandari et al.,
 2020). A resident stage does both once per step, any other for each micro-batch. While a layer is
 computed, the weights of the one after it are on their way, and the gradients of the one before it.
-All workers of the stage do the same in the same order, so their exchanges are one row of operations
-(`Transport.exchange`). Must not know what is computed.
+All workers of the stage do the same in the same order, and what decides it is the same for all: the
+programs, which are compiled alike, and which micro-batches a gradient has. A worker without a row
+of a micro-batch takes part all the same. Must not know what is computed.
 """
 
 from collections import defaultdict

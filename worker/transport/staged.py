@@ -72,7 +72,8 @@ class StagedTransport:
         self, sent: Sequence[Tensor], received: Sequence[Tensor], group: Group, tag: int
     ) -> Pending:
         buffers = [self._buffer(each) for each in received]
-        staged = [self._staged(each) for each in sent]
+        once = {id(each): self._staged(each) for each in sent}  # weights go to all alike
+        staged = [once[id(each)] for each in sent]
         return _Arrival(self._below.exchange(staged, buffers, group, tag), buffers, received)
 
     def gather(self, word: bytes) -> list[bytes]:

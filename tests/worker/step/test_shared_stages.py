@@ -17,8 +17,7 @@ from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.spec import CheckpointSpec, DataSpec, EvaluationSpec, JobSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.checkpoint.output import read_output
-from support.devices import Transport
-from support.director import Cut, Director, WarmWorkers, make_plan, worker_named
+from support.director import Cut, Director, Transport, WarmWorkers, make_plan, worker_named
 from support.folders import TEXT
 from support.reference import ReferenceRun, assert_same_weights, train_reference
 
@@ -77,6 +76,9 @@ IN_A_ROW = make_plan(1, [[("a", 2, 2), ("b", 3, 2)]], [6])
 UNEVEN = make_plan(
     1, [[("a", 2, 2), ("a", 3, 1)], [("b", 4, 1), ("b", 1, 2)], [("c", 5, 3)]], [2, 3, 1]
 )
+#: Of three and four workers, of which some have no row of a micro-batch.
+FOUR = make_plan(1, [[("a", 5, 4)], [("b", 2, 3), ("c", 3, 4)]], [3, 3])
+FOUR_RESIDENT = make_plan(1, [[("a", 5, 4)], [("b", 2, 3), ("c", 3, 4)]], [3, 3], resident=True)
 SPLIT = make_plan(
     1, [[("a", 2, 2), ("b", 3, 3)], [("c", 3, 1), ("c", 2, 2)]], [4, 2], schedule="zb-h1"
 )
@@ -108,8 +110,24 @@ SPLIT = make_plan(
             {"microbatch": 1},
             "links",
         ),
+        (FOUR, True, {}, "nccl"),
+        (FOUR, True, {}, "staged"),
+        (FOUR_RESIDENT, True, {}, "nccl"),
+        (SPLIT, True, {}, "nccl"),
     ],
-    ids=["2+2", "2+2 resident", "2 > 2 again", "uneven", "split", "2 > 3 of 3 rows", "of one row"],
+    ids=[
+        "2+2",
+        "2+2 resident",
+        "2 > 2 again",
+        "uneven",
+        "split",
+        "2 > 3 of 3 rows",
+        "of one row",
+        "4+3 > 4",
+        "4+3 > 4 staged",
+        "4+3 > 4 resident",
+        "split over NCCL",
+    ],
 )
 def test_equals_one_process(
     warm: WarmWorkers,
@@ -141,17 +159,32 @@ MIXED = make_plan(1, [[("a", 2, 1), ("b", 3, 2)], [("c", 5, 1)]], [3, 3])
 
 
 @pytest.mark.parametrize(
-    ("before", "victim", "point", "cuts"),
+    ("before", "victim", "point", "cuts", "transport"),
     [
         # Half of a's state is lost: from the other pipeline.
-        (TWO_AND_TWO, "a/1", "after:Backward", [[("a", 5, 1)], [("b", 5, 2)]]),
-        (RESIDENT, "a/1", "after:Forward", [[("a", 5, 1)], [("b", 5, 2)]]),
-        (TWO_AND_TWO, "b/0", "reduced", [[("a", 5, 2)], [("b", 2, 1), ("b", 3, 2)]]),
+        (TWO_AND_TWO, "a/1", "after:Backward", [[("a", 5, 1)], [("b", 5, 2)]], "links"),
+        (RESIDENT, "a/1", "after:Forward", [[("a", 5, 1)], [("b", 5, 2)]], "links"),
+        (TWO_AND_TWO, "b/0", "reduced", [[("a", 5, 2)], [("b", 2, 1), ("b", 3, 2)]], "links"),
         # A whole layer becomes halves, and halves become thirds.
-        (MIXED, "c/0", "before:Backward", [[("a", 2, 2), ("b", 3, 3)]]),
-        (MIXED, "b/1", "before:SyncGradient", [[("a", 4, 3), ("a", 1, 1)], [("c", 5, 1)]]),
+        (MIXED, "c/0", "before:Backward", [[("a", 2, 2), ("b", 3, 3)]], "links"),
+        (MIXED, "b/1", "before:SyncGradient", [[("a", 4, 3), ("a", 1, 1)], [("c", 5, 1)]], "links"),
+        # The others of a have asked for the exchange of a layer, in which it never takes part.
+        (FOUR, "a/2", "before:Forward", [[("a", 5, 3)], [("b", 2, 3), ("c", 3, 4)]], "nccl"),
+        (FOUR, "a/2", "before:Backward", [[("a", 5, 3)], [("b", 2, 3), ("c", 3, 4)]], "nccl"),
+        (FOUR_RESIDENT, "c/0", "before:Backward", [[("a", 5, 4)], [("b", 5, 3)]], "nccl"),
+        (FOUR, "c/3", "before:Backward", [[("a", 5, 4)], [("b", 5, 3)]], "staged"),
     ],
-    ids=["2 to 1", "2 to 1 resident", "2 to 1 and 2", "1 to 2, 2 to 3", "1 to 3"],
+    ids=[
+        "2 to 1",
+        "2 to 1 resident",
+        "2 to 1 and 2",
+        "1 to 2, 2 to 3",
+        "1 to 3",
+        "4 to 3 before a forward",
+        "4 to 3 before a backward",
+        "3 > 4 to 3",
+        "3 > 4 to 3 staged",
+    ],
 )
 def test_losses_regroup_shares(
     warm: WarmWorkers,
@@ -160,9 +193,10 @@ def test_losses_regroup_shares(
     victim: str,
     point: str,
     cuts: list[list[Cut]],
+    transport: Transport,
 ) -> None:
     after = make_plan(2, cuts, [3, 3] if len(cuts) == 2 else [6])
-    with Director(warm, job(tmp_path), [fault(victim, point)]) as cluster:
+    with Director(warm, job(tmp_path), [fault(victim, point)], transport=transport) as cluster:
         cluster.start(*workers_of(before))
         cluster.assign(before)
         cluster.wait(lambda: is_gone(cluster, victim), "the scripted kill")

@@ -324,6 +324,96 @@ def is_over(transport: NcclTransport) -> bool:
     return False
 
 
+def test_an_exchange_takes_nothing_of_the_device_before_all_have_asked_for_it(cluster):
+    """And one that was asked for first comes first, whatever a member waits for."""
+    here, group = cluster(3, room=2), (0, 1, 2)
+    transports = here.connect_by([[("stage", group), ("owners", group)]] * 3)
+    pieces = [[exchanged_by(rank, 3) for _ in range(2)] for rank in range(3)]
+
+    def ask(rank: int) -> list[Pending]:
+        return [transports[rank].exchange(*pieces[rank][turn], group, turn) for turn in range(2)]
+
+    pending = [ask(rank) for rank in (0, 1)]
+    time.sleep(SOON_S)
+    for rank in range(3):
+        here.ranks[rank].device.synchronize()  # else it never returns
+    pending.append(ask(2))
+
+    def finish(links: LinkTransport) -> None:
+        summed = torch.ones(1)
+        added = transports[links.rank].all_reduce(summed, group)
+        for each in reversed(pending[links.rank]):
+            here.ranks[links.rank].device.synchronize()
+            each.wait()
+        added.wait()
+        transports[links.rank].complete()
+        assert summed.item() == 3
+
+    here.party.everywhere(finish)
+    for rank in range(3):
+        for _, came in pieces[rank]:
+            assert [each.tolist() for each in came] == [
+                [float(other)] * (other != rank) for other in range(3)
+            ]
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["before it asks", "after it has asked"])
+def test_who_is_lost_within_an_exchange_leaves_nothing_that_counts(cluster, asked):
+    here, group = cluster(3), (0, 1, 2)
+    transports = here.connect_by([[("stage", group)]] * 3)
+    lost, *rest = transports
+    if asked:
+        # Said to be launched, and its kernel never runs.
+        here.ranks[0].groups[0].alltoall = lambda outputs, inputs, options: FakeWork()
+        lost.exchange(*exchanged_by(0, 3), group, 0)
+    pieces = {transport.rank: exchanged_by(transport.rank, 3) for transport in rest}
+    pending = [each.exchange(*pieces[each.rank], group, 0) for each in rest]
+    released = threading.Semaphore(0)
+
+    def wait(each: Pending) -> None:
+        with pytest.raises(TransportError):
+            each.wait()
+        released.release()
+
+    threads = [threading.Thread(target=wait, args=(each,)) for each in pending]
+    for thread in threads:
+        thread.start()
+    assert not released.acquire(timeout=SOON_S)
+    if asked:
+        for transport in rest:
+            transport.abort()
+    lost.abort()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    for transport in rest:
+        transport.abort()
+    here.settle()
+    if asked:
+        for _, came in pieces.values():
+            assert torch.cat(came).isnan().all(), "the fake leaves garbage, as NCCL may"
+
+
+@pytest.mark.parametrize(("order", "stays"), [((0, 1, 2), True), ((1, 0, 2), False)])
+def test_a_stages_communicator_is_kept_where_its_parts_are_the_same(cluster, order, stays):
+    """Pieces go by a member's number in it."""
+    here = cluster(3)
+    here.connect_by([[("stage", (0, 1, 2))]] * 3)
+    for transport in here.transports:
+        transport.dispose()
+    transports = here.connect_by([[("stage", order)]] * 3)
+    assert [transport.kept for transport in transports] == [int(stays)] * 3
+
+    def talk(links: LinkTransport) -> list[float]:
+        own = order.index(links.rank)
+        sent, came = exchanged_by(own, 3)
+        transports[links.rank].exchange(sent, came, order, 0).wait()
+        return torch.cat(came).tolist()
+
+    others = {own: [float(each) for each in range(3) if each != own] for own in range(3)}
+    assert here.party.everywhere(talk) == [others[order.index(rank)] for rank in range(3)]
+
+
 def test_a_receive_takes_nothing_of_the_device_before_its_message_is_announced(cluster):
     here = cluster(2)
     sender, receiver = here.connect(ways=PAIR)
@@ -498,11 +588,8 @@ def test_whatever_fails_in_any_call_ends_in_one_error(cluster, call, strike):
         transport.dispose()
         return None
 
-    names: list[Name] = [
-        ("owners", (0, 1)),
-        ("stage", (0, 1)),
-        *(("link", way) for way in PAIR),
-    ]
+    names: list[Name] = [(purpose, (0, 1)) for purpose in ("owners", "stage")]
+    names += [("link", way) for way in PAIR]
     here.party.meet()
     first, second = here.party.everywhere(train)
     here.settle()
@@ -515,25 +602,29 @@ def test_whatever_fails_in_any_call_ends_in_one_error(cluster, call, strike):
 
 
 def step_of(transport: NcclTransport, size: int = 2) -> None:
-    """A message to the next one, an exchange, and a sum of all."""
+    """A message to the next one, an exchange of all, and a sum of all."""
     following, other = (transport.rank + 1) % size, (transport.rank - 1) % size
     arriving = torch.zeros(1)
     pending = transport.receive(arriving, other, 1)
     transport.send(torch.full((1,), float(transport.rank)), following, 1)
     pending.wait()
     assert arriving.item() == other
-    everyone = tuple(range(size))
-    sent = [torch.full((1,), float(transport.rank)) for _ in everyone]
-    received = [torch.zeros(1) for _ in everyone]
-    sent[transport.rank] = received[transport.rank] = torch.empty(0)
-    transport.exchange(sent, received, everyone, 2).wait()
-    assert [each.tolist() for each in received] == [
-        [] if peer == transport.rank else [peer] for peer in everyone
+    sent, came = exchanged_by(transport.rank, size)
+    transport.exchange(sent, came, tuple(range(size)), 2).wait()
+    assert [each.tolist() for each in came] == [
+        [float(rank)] * (rank != transport.rank) for rank in range(size)
     ]
     summed = torch.ones(1)
-    transport.all_reduce(summed, everyone).wait()
+    transport.all_reduce(summed, tuple(range(size))).wait()
     transport.complete()
     assert summed.item() == size
+
+
+def exchanged_by(rank: int, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What that one sends to each, which is its rank, and where what it gets is to come."""
+    lengths = [int(each != rank) for each in range(size)]
+    sent = [torch.full((length,), float(rank)) for length in lengths]
+    return sent, [torch.full((length,), -1.0) for length in lengths]
 
 
 @pytest.mark.parametrize("call", ["make", "connect"])

@@ -21,7 +21,13 @@ from torch._C._distributed_c10d import AllreduceOptions
 from oobleck.host.device import worker_environment
 from oobleck.planner.programs.transfer import Transfer
 from oobleck.worker.runtime.errors import TransportError
-from oobleck.worker.transport.connect import Announced, Moving, choose, ways_of_state
+from oobleck.worker.transport.connect import (
+    Announced,
+    Moving,
+    choose,
+    ways_of_state,
+    wiring_of,
+)
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.hub import Links
@@ -37,13 +43,13 @@ from oobleck.worker.transport.transport import Transport
 from oobleck.worker.transport.tree import tree_neighbours
 from support.devices import device
 from support.fake_nccl import Fabric, RankOfFabric
-from support.plans import worker
+from support.plans import plan_of_cuts, worker
 
 SIZE = 3
 NAMES: list[Name] = [
     *(("owners", group) for group in ((0, 1), (0, 1, 2), (1, 2))),
-    *(("stage", group) for group in ((0, 1, 2), (2, 1))),
     *(("link", way) for way in ((0, 1), (1, 0), (1, 2))),
+    ("stage", (2, 0, 1)),
 ]
 CPU = torch.device("cpu")
 
@@ -158,42 +164,58 @@ def test_sums_over_every_group_are_in_place(everywhere):
     ]
 
 
-def test_everyone_gets_its_pieces_from_everyone(everywhere):
-    """They are of unequal sizes, and some are of none; twice, the second before the first is there;
-    and by some who are not all."""
+@pytest.mark.parametrize("group", [(2, 0, 1), (0, 1, 2)], ids=["wired", "not wired"])
+def test_members_exchange_pieces_of_any_size_by_their_places_in_the_group(everywhere, group):
+    """Twice at once, of two types, and some pieces are empty. What lies beside stays."""
 
     def size(sender: int, receiver: int) -> int:
-        return 0 if sender == receiver else (2 * sender + receiver) % 4
+        return 0 if sender == receiver else (sender + 2 * receiver) % 4
 
     def talk(transport: Transport):
-        results = []
-        for group in ((0, 1, 2), (2, 1)):
-            if transport.rank not in group:
-                continue
-            under_way = []
-            for turn in (1.0, 2.0):
-                sent = [
-                    torch.full((size(transport.rank, peer),), turn * 10 + transport.rank)
-                    for peer in group
-                ]
-                received = [torch.zeros(size(peer, transport.rank)) for peer in group]
-                pending = transport.exchange(sent, received, group, int(turn))
-                under_way.append((pending, received))
-            for pending, received in under_way:
-                pending.wait()
-                results.append([tensor.tolist() for tensor in received])
+        own, found = group.index(transport.rank), []
+        for turn, dtype in enumerate([torch.float64, torch.bfloat16]):
+            whole = torch.full((SIZE, 4), -1.0, dtype=dtype)
+            sent = [
+                torch.full((size(own, each),), own * 10.0 + each + turn, dtype=dtype)
+                for each in range(SIZE)
+            ]
+            received = [whole[each, : size(each, own)] for each in range(SIZE)]
+            found.append((whole, transport.exchange(sent, received, group, turn)))
+        for _, pending in found:
+            pending.wait()
         transport.complete()
-        return results
+        return [whole.tolist() for whole, _ in found]
 
     def expected(rank: int) -> list[list[list[float]]]:
+        own = group.index(rank)
         return [
-            [[turn * 10 + peer] * size(peer, rank) for peer in group]
-            for group in ((0, 1, 2), (2, 1))
-            if rank in group
-            for turn in (1.0, 2.0)
+            [
+                [each * 10.0 + own + turn] * size(each, own) + [-1.0] * (4 - size(each, own))
+                for each in range(SIZE)
+            ]
+            for turn in range(2)
         ]
 
     assert everywhere(talk) == [expected(rank) for rank in range(SIZE)]
+
+
+def test_what_is_exchanged_may_be_one_tensor_for_all(everywhere):
+    """As the share of a layer's weights is."""
+    group = (2, 0, 1)
+
+    def talk(transport: Transport):
+        own, share = group.index(transport.rank), torch.full((3,), transport.rank + 1.0)
+        sent, whole = [share] * SIZE, torch.zeros(SIZE * 3)
+        received = list(whole.split(3))
+        sent[own] = received[own] = share[:0]
+        transport.exchange(sent, received, group, 0).wait()
+        return whole.tolist()
+
+    assert everywhere(talk) == [
+        [3.0] * 3 + [0.0] * 3 + [2.0] * 3,
+        [3.0] * 3 + [1.0] * 3 + [0.0] * 3,
+        [0.0] * 3 + [1.0] * 3 + [2.0] * 3,
+    ]
 
 
 def test_a_part_of_a_tensor_is_sent_and_received_alone(everywhere):
@@ -367,3 +389,14 @@ def test_the_choice(name, wanted, told, choice):
     said = [[*one.split(), "", "", "0"] if not one else [*one.split(), "0"] for one in told]
     devices = [Announced(board=a, nccl=b, groups=int(c)) for a, b, c, *_ in said]
     assert choose(name != "cpu", wanted, devices) == choice
+
+
+@pytest.mark.parametrize(("pipelines", "stages"), [(2, 4), (4, 4), (8, 1)])
+def test_pipelines_of_stages_of_eight_gpus_go_over_nccl(pipelines, stages):
+    plan = plan_of_cuts(*[([(1, 8)] * stages, 4)] * pipelines)
+    wirings = [wiring_of(plan, each, tied=True, ordered=False) for each in plan.workers]
+    told = [
+        Announced(board=str(each), nccl="2.29", groups=len(wiring.names))
+        for each, wiring in zip(plan.workers, wirings, strict=True)
+    ]
+    assert choose(True, "auto", told) == "nccl"

@@ -7,6 +7,12 @@ else goes over the `host` transport: host tensors (votes, recovery states), and 
 the workers that the program connects, and those with much to send, which have one more for it until
 it is there.
 
+The exchanges of a stage run one after the other, in the order in which its workers ask for them,
+which is the same for all (`oobleck.worker.step.exchange`): the next layer's weights, say, and
+behind them this layer's gradients. Nobody waits for ever by that order: to ask waits for nothing,
+and to wait for one exchange was always to wait for all workers of the stage, each of which has a
+part of the layer.
+
 An operation is launched when all who take part are about to launch it (`lines`): by the thread that
 asks for it, where they are by then, else by a thread of this transport's own, whatever the training
 thread does or waits for meanwhile. On the device it comes behind what was queued when it was asked
