@@ -40,6 +40,7 @@ from oobleck.agent.health import GpuHealth
 from oobleck.agent.metrics import gpus, workers
 from oobleck.agent.processes.children import WarmProcess, WorkerProcess
 from oobleck.agent.processes.code import CodeCache, Fetch
+from oobleck.agent.processes.ending import How
 from oobleck.agent.processes.pool import ProcessPool, StartWarmProcess, StartWorker
 from oobleck.agent.reconcile import decide
 from oobleck.agent.state import NodeState
@@ -66,6 +67,8 @@ logger = logging.getLogger(__name__)
 
 #: A channel whose worker is dead closes at once, unless a child of the worker holds it open.
 LAST_WORDS_S = 0.2
+#: That of one whose memory is still being freed is open until then; what it said is there.
+SAID_S = 0.01
 
 
 def _how(returncode: int | None) -> str:
@@ -205,7 +208,7 @@ class Supervisor:
         self._pool.warm = None
         for process in list(self._pool.processes.values()):
             process.kill()
-            self._bury(process, None, signal.SIGKILL)
+            self._bury(process, None, signal.SIGKILL, wait_s=LAST_WORDS_S)
         if not self._state.shutting_down:
             logger.warning("warm process ended", extra={"returncode": returncode})
         how = _how(returncode) + (f": {last_line}" if last_line else "")
@@ -262,22 +265,30 @@ class Supervisor:
     def channel_closed(self, incarnation: Incarnation) -> None:
         self._handle(ChannelClosed(incarnation=incarnation))
 
+    def ending(self, incarnation: Incarnation, how: How) -> None:
+        process = self._pool.processes.get(incarnation)
+        if process is not None:
+            self._bury(process, *how, wait_s=SAID_S)
+
     def child_exited(self, pid: int, exit_code: int | None, signum: int | None) -> None:
         process = self._pool.of_pid(pid)
         if process is not None:
-            self._bury(process, exit_code, signum)
+            self._bury(process, exit_code, signum, wait_s=LAST_WORDS_S)
 
-    def _bury(self, process: WorkerProcess, exit_code: int | None, signum: int | None) -> None:
+    def _bury(
+        self, process: WorkerProcess, exit_code: int | None, signum: int | None, *, wait_s: float
+    ) -> None:
         if not process.buried:
             process.buried = True
-            self._tasks.create_task(self._gone(process, exit_code, signum))
+            self._tasks.create_task(self._gone(process, exit_code, signum, wait_s))
 
     async def _gone(
-        self, process: WorkerProcess, exit_code: int | None, signum: int | None
+        self, process: WorkerProcess, exit_code: int | None, signum: int | None, wait_s: float
     ) -> None:
-        """The process has ended; hear what it last said, then report it and forget it."""
+        """The process has ended, or is about to; hear what it last said, then report it and forget
+        it."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(wait_s):
                 await process.silent.wait()
         process.gone()
         del self._pool.processes[process.incarnation]

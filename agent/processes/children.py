@@ -17,6 +17,7 @@ from typing import Protocol
 
 import msgspec
 
+from oobleck.agent.processes.ending import EndWatch, How
 from oobleck.agent.processes.output import Tail, read_available
 from oobleck.host.ipc.channel import frame, read_frame
 from oobleck.host.ipc.messages import (
@@ -59,6 +60,7 @@ class Listener(Protocol):
     def printed(self, incarnation: Incarnation, lines: list[str]) -> None: ...
     def code_fetched(self, incarnation: Incarnation) -> None: ...
     def channel_closed(self, incarnation: Incarnation) -> None: ...
+    def ending(self, incarnation: Incarnation, how: How) -> None: ...
     def child_exited(self, pid: int, exit_code: int | None, signum: int | None) -> None: ...
 
 
@@ -76,6 +78,7 @@ class WorkerProcess:
         self.buried = False
         self._listener = listener
         self._handle: int | None = None
+        self._watch: EndWatch | None = None
         self._socket, self._their_socket = socket.socketpair()
         self._output, self._their_output = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._output, False)
@@ -96,6 +99,7 @@ class WorkerProcess:
         self.pid = pid
         with suppress(ProcessLookupError):  # it ended already and was reaped
             self._handle = os.pidfd_open(pid)
+        self._watch = EndWatch(pid, lambda how: self._listener.ending(self.incarnation, how))
 
     async def serve(self, launch: Launch, complete: Complete | None = None) -> None:
         """Send `launch`, then tell the listener what comes, until the channel closes. `complete`:
@@ -163,7 +167,9 @@ class WorkerProcess:
                 signal.pidfd_send_signal(self._handle, signal.SIGUSR1)
 
     def gone(self) -> None:
-        """The process has ended: take its last output and let go of everything."""
+        """The process has ended, or is about to: take its last output and let go of everything."""
+        if self._watch is not None:
+            self._watch.stop()
         while self._output_open and self._on_output():
             pass
         self._close_output()
