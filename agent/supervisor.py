@@ -267,10 +267,12 @@ class Supervisor:
 
     def ending(self, incarnation: Incarnation, how: How) -> None:
         process = self._pool.processes.get(incarnation)
-        if process is not None:
+        if process is not None and not process.buried:
+            self._pool.is_ending(process)
             self._bury(process, *how, wait_s=SAID_S)
 
     def child_exited(self, pid: int, exit_code: int | None, signum: int | None) -> None:
+        self._pool.has_ended(pid)
         process = self._pool.of_pid(pid)
         if process is not None:
             self._bury(process, exit_code, signum, wait_s=LAST_WORDS_S)

@@ -7,6 +7,8 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 from oobleck.agent.actions import (
     Action,
@@ -32,6 +34,9 @@ from oobleck.host.system.environment import Environment
 from oobleck.planner.ids import Incarnation, WorkerId
 
 logger = logging.getLogger(__name__)
+
+#: A driver takes seconds to free what a killed process had of a GPU; so long it is waited for.
+FREED_S = 10.0
 
 StartWarmProcess = Callable[[Listener], WarmProcess]
 StartWorker = Callable[[int, Incarnation, Listener], WorkerProcess]
@@ -59,6 +64,9 @@ class ProcessPool:
         self.warm: WarmProcess | None = None
         #: The workers' processes, until their ends have been reported.
         self.processes: dict[Incarnation, WorkerProcess] = {}
+        #: By slot, of a process whose end was told before it has ended: its pid, and what is set
+        #: once it has.
+        self._freeing: dict[int, tuple[int | None, asyncio.Event]] = {}
         #: The address that this node's workers are reached by.
         self.address = ""
         self._config = config
@@ -71,6 +79,16 @@ class ProcessPool:
 
     def of_pid(self, pid: int) -> WorkerProcess | None:
         return next((p for p in self.processes.values() if p.pid == pid), None)
+
+    def is_ending(self, process: WorkerProcess) -> None:
+        """Its memory is still being freed."""
+        self._freeing[process.slot] = process.pid, asyncio.Event()
+
+    def has_ended(self, pid: int) -> None:
+        for slot, (ending, freed) in list(self._freeing.items()):
+            if ending == pid:
+                freed.set()
+                del self._freeing[slot]
 
     def kill_all(self) -> None:
         """SIGKILL, without waiting for their ends."""
@@ -147,12 +165,22 @@ class ProcessPool:
             workers=self._config.worker_slots,
             faults=fork.faults,
         )
-        if fork.job.code is None:
-            tasks.create_task(process.serve(launch))
+        # Of a host's memory the kernel frees more than the next process takes meanwhile.
+        freed = self._freeing[slot][1] if gpu is not None and slot in self._freeing else None
+        later = freed is not None or fork.job.code is not None
+        if later:
+            tasks.create_task(process.serve(launch, partial(self._complete, freed)))
         else:
-            tasks.create_task(process.serve(launch, self._code.complete))
-        fetches = fork.job.code is not None
-        return ForkAsked(slot=slot, incarnation=process.incarnation, fetches=fetches)
+            tasks.create_task(process.serve(launch))
+        return ForkAsked(slot=slot, incarnation=process.incarnation, fetches=later)
+
+    async def _complete(self, freed: asyncio.Event | None, launch: Launch) -> Launch:
+        """What the worker gets, once the GPU's memory is `freed`, and its code is there."""
+        if freed is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FREED_S):
+                    await freed.wait()
+        return launch if launch.job.code is None else await self._code.complete(launch)
 
     def _kill(self, incarnation: Incarnation, what: str, reason: str) -> None:
         process = self.processes[incarnation]

@@ -3,8 +3,13 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from oobleck.agent.actions import ForkWorker
 from oobleck.agent.config import AgentConfig
+from oobleck.agent.events import ForkAsked
+from oobleck.agent.processes import pool as pools
+from oobleck.agent.processes.children import Complete
 from oobleck.agent.processes.code import CodeCache
 from oobleck.agent.processes.pool import ProcessPool
 from oobleck.host.gpu.choice import Gpu
@@ -21,15 +26,16 @@ class Process:
         self.slot, self.incarnation = slot, incarnation
         self.launch: Launch | None = None
 
-    async def serve(self, launch: Launch) -> None:
-        self.launch = launch
+    async def serve(self, launch: Launch, complete: Complete | None = None) -> None:
+        self.launch = await complete(launch) if complete else launch
 
 
 class Warm:
     def fork(self, wanted: object, process: Process) -> None: ...
 
 
-async def launched(gpus: tuple[Gpu, ...], slots: int) -> list[Launch]:
+def pool_of(gpus: tuple[Gpu, ...], slots: int) -> tuple[ProcessPool, list[Any]]:
+    """And the processes that it starts."""
     config = AgentConfig(
         master="master:1",
         name=NodeName("n1"),
@@ -57,18 +63,26 @@ async def launched(gpus: tuple[Gpu, ...], slots: int) -> list[Launch]:
         code=CodeCache(None),
     )
     pool.warm = Warm()  # type: ignore[assignment]
+    return pool, started
+
+
+def fork_of(slot: int) -> ForkWorker:
+    return ForkWorker(
+        slot=slot,
+        job_id=JobId("demo-1"),
+        job=job("demo"),
+        passed=False,
+        ready_by=120.0,
+        faults=(),
+        silence_s=1.0,
+    )
+
+
+async def launched(gpus: tuple[Gpu, ...], slots: int) -> list[Launch]:
+    pool, started = pool_of(gpus, slots)
     async with asyncio.TaskGroup() as tasks:
         for slot in range(slots):
-            fork = ForkWorker(
-                slot=slot,
-                job_id=JobId("demo-1"),
-                job=job("demo"),
-                passed=False,
-                ready_by=120.0,
-                faults=(),
-                silence_s=1.0,
-            )
-            pool.perform(fork, tasks)
+            pool.perform(fork_of(slot), tasks)
     assert {process.launch.ready_by for process in started} == {120.0}
     return [process.launch for process in started]
 
@@ -93,3 +107,37 @@ def test_each_worker_sees_the_next_gpu_alone_and_runs_near_it() -> None:
 def test_workers_on_cpus_run_anywhere() -> None:
     (found,) = asyncio.run(launched((), 1))
     assert (found.device, found.visible, found.cpus) == ("cpu", "", ())
+
+
+GPU = Gpu(name="H100", uuid="GPU-1", memory_bytes=80 << 30, visible="0")
+
+
+async def after_an_early_end(gpus: tuple[Gpu, ...], ends: bool) -> list[bool]:
+    """Whether the process in the place of one whose end was told early has its launch at once, and
+    once that one has ended, where it does."""
+    pool, started = pool_of(gpus, 1)
+    found = []
+    async with asyncio.TaskGroup() as tasks:
+        pool.perform(fork_of(0), tasks)
+        started[0].pid = 7
+        pool.is_ending(started[0])
+        asked = pool.perform(fork_of(0), tasks)
+        await asyncio.sleep(0.02)
+        found.append(started[1].launch is not None)
+        assert isinstance(asked, ForkAsked)
+        assert asked.fetches == (not found[0]), "it has as long to get ready from then on"
+        pool.has_ended(8)
+        if ends:
+            pool.has_ended(7)
+    found.append(started[1].launch is not None)
+    return found
+
+
+def test_a_gpu_is_free_before_another_process_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asyncio.run(after_an_early_end((GPU,), ends=True)) == [False, True]
+    monkeypatch.setattr(pools, "FREED_S", 0.05)
+    assert asyncio.run(after_an_early_end((GPU,), ends=False)) == [False, True], "not for ever"
+
+
+def test_a_host_frees_memory_faster_than_it_is_taken() -> None:
+    assert asyncio.run(after_an_early_end((), ends=True)) == [True, True]
