@@ -87,11 +87,21 @@ def test_the_loss_of_a_micro_batch_is_the_mean_of_its_rows() -> None:
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 1e-6)]
 )
-@pytest.mark.parametrize("chunk", [1, 7 * 50, 1 << 20], ids=["a row", "seven", "all"])
+@pytest.mark.parametrize(
+    ("chunk", "few"),
+    [(1, 0), (7 * 50, 0), (1 << 20, 0), (1, 1 << 20)],
+    ids=["a row", "seven", "all", "few"],
+)
 def test_chunks_make_the_loss_and_the_gradient_of_the_whole(
-    monkeypatch: pytest.MonkeyPatch, chunk: int, dtype: torch.dtype, rtol: float, ignoring: bool
+    monkeypatch: pytest.MonkeyPatch,
+    chunk: int,
+    few: int,
+    dtype: torch.dtype,
+    rtol: float,
+    ignoring: bool,
 ) -> None:
     monkeypatch.setattr("oobleck.worker.models.cross_entropy.LOSS_CHUNK", chunk)
+    monkeypatch.setattr("oobleck.worker.models.cross_entropy._FEW", few)
     source = torch.Generator().manual_seed(1)
     given = (3 * torch.randn(2, 20, 50, generator=source, dtype=torch.float64)).to(dtype)
     targets = torch.randint(50, (2, 20), generator=source)
