@@ -248,9 +248,10 @@ class Executor:
             progress.loss_parts.append(output)
 
     def _added(self, layer: int) -> None:
-        """Start the sum of the layer, beside the backward of those below it."""
-        with self._stopwatch.paused():
-            self._sums.added(layer)
+        """Start the sum of the layer once it is complete, beside the backward of those below it."""
+        if self._sums.added(layer):
+            with self._stopwatch.paused():
+                self._sums.start_ready()
 
     def _vote(self, step: _Step, norm_parts: tuple[ops.LayerPart, ...]) -> vote.Result:
         """Have every reduced gradient in hand, say so, and learn that everybody has: from then on

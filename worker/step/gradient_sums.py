@@ -121,18 +121,17 @@ class GradientSums:
         self._due = dict(due)
         for bucket in self._buckets:
             bucket.begin()
-        self._start_ready()
+        self.start_ready()
 
-    def added(self, layer: int) -> None:
-        """The layer has got a micro-batch; start every sum that has waited for it alone. Raises
-        TransportError when a peer is lost."""
+    def added(self, layer: int) -> bool:
+        """The layer has got a micro-batch; whether it has all, so that sums may be ready."""
         self._due[layer] -= 1
-        if not self._due[layer]:
-            self._start_ready()
+        return not self._due[layer]
 
-    def _start_ready(self) -> None:
+    def start_ready(self) -> None:
         """Start the sums that are ready. All owners of a bucket start those that they own in
-        common in the order of the program, so that nobody sums different things."""
+        common in the order of the program, so that nobody sums different things. Raises
+        TransportError when a peer is lost."""
         waiting: set[Group] = set()
         for bucket in self._buckets:
             if bucket.started:

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oobleck.planner.job.spec import JobSpec
+from oobleck.worker.runtime.stopwatch import Stopwatch
 from support import foreign
 from support.one_worker import training
 
@@ -168,3 +169,18 @@ def test_heads_that_share_keys_copy_none(make_job):
         return step_of(replace(made, model=spec)).kernels
 
     assert kernels(2) == kernels(4)
+
+
+def test_a_backward_that_completes_no_layer_is_one_span(make_job, monkeypatch):
+    """A GPU's host lets few spans wait there: one for each layer, and it waits for the backward."""
+    pauses = Counter[int]()
+    paused = Stopwatch.paused
+    for microbatches in (FEW, MORE):
+
+        def counted(watch: Stopwatch, microbatches: int = microbatches) -> Any:
+            pauses[microbatches] += 1
+            return paused(watch)
+
+        monkeypatch.setattr(Stopwatch, "paused", counted)
+        step_of(job(make_job, blocks=FEW, microbatches=microbatches))
+    assert pauses[FEW] == pauses[MORE]

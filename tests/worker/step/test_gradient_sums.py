@@ -61,16 +61,22 @@ def make_sums(job, plan, layers):
     return GradientSums(programs[worker(0)], rank, state, peers, Timeline(), dtype), state, peers
 
 
+def add(sums: GradientSums, layer: int) -> None:
+    """The layer has got a micro-batch."""
+    if sums.added(layer):
+        sums.start_ready()
+
+
 def test_a_sum_starts_with_the_last_micro_batch_of_its_layers(make_job) -> None:
     job = make_job(tied=False)
     sums, state, peers = make_sums(job, plan_of_cuts(([5], 2), ([5], 1)), range(5))
     size = layer_sizes(job.model)
     sums.begin(dict.fromkeys(range(5), 2))
     for layer in (4, 3, 2, 1, 0):
-        sums.added(layer)
+        add(sums, layer)
     assert not peers.started
     for done, layer in enumerate((4, 3, 2, 1, 0), start=1):
-        sums.added(layer)
+        add(sums, layer)
         assert peers.started == [((0, 1), size[i]) for i in (4, 3, 2, 1, 0)[:done]]
     list(sums.as_completed())
     for layer, held in state.layers.items():
@@ -144,7 +150,7 @@ def test_a_layer_that_gets_nothing_more_is_summed_in_its_turn(make_job) -> None:
     size = layer_sizes(job.model)
     sums.begin({0: 1, 1: 1, 2: 0, 3: 0, 4: 1})
     assert not peers.started
-    sums.added(4)
+    add(sums, 4)
     assert [count for _, count in peers.started] == [size[4], size[3], size[2]]
 
 
@@ -154,7 +160,7 @@ def test_groups_do_not_wait_for_one_another(make_job) -> None:
     sums, _, peers = make_sums(job, plan_of_cuts(([5], 2), ([2, 3], 1)), range(5))
     sums.begin({0: 1, 1: 0, 2: 1, 3: 1, 4: 1})
     assert [group for group, _ in peers.started] == [(0, 1)]
-    sums.added(4)
+    add(sums, 4)
     assert [group for group, _ in peers.started] == [(0, 1), (0, 2)]
 
 
