@@ -238,7 +238,8 @@ class ModelState:
     def module(self, layer: int) -> Layer:
         """The module of `layer`, which must be whole or gathered, to compute with."""
         state = self._held(layer)
-        state.computed()
+        if state.narrow is not None:
+            state.computed()
         return state.module
 
     def weights(self, layer: int) -> Iterator[tuple[str, Tensor]]:

@@ -8,6 +8,7 @@ backward. Any order of micro-batches is right. Knows nothing of peers or steps.
 
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import zip_longest
 
@@ -173,7 +174,7 @@ class StageRunner:
     ) -> Tree:
         """The layer's output; again the same, bit for bit: what is random follows from `rows`."""
         with (
-            torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocasts),
+            torch.autocast(self.device.type, torch.bfloat16) if self._autocasts else nullcontext(),
             deferring(deferred),
         ):
             module = self._state.module(layer)
