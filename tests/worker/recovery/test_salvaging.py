@@ -51,6 +51,7 @@ SAME = make_plan(2, CUTS, [4, 4])
 WITHOUT_E = make_plan(2, [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)]], [5, 3])
 A_B_C = make_plan(3, [[("a", 1), ("b", 3), ("c", 1)]], [8])
 A_C_D = make_plan(3, [[("a", 1), ("c", 2), ("d", 2)]], [8])
+A_B_D = make_plan(3, [[("a", 1), ("b", 2), ("d", 2)]], [8])
 
 
 def rule(
@@ -196,7 +197,8 @@ def test_what_survives_is_not_done_again(
     ("victim", "point", "microbatch", "step", "after"),
     [
         ("d", "before:transfer", None, HIT - 1, A_B_C),
-        ("b", "after:Backward", 4, HIT, A_C_D),
+        # Whose micro-batches pass d: so that one has the layers that it got by then.
+        ("c", "after:Backward", 6, HIT, A_B_D),
         ("b", "reduced", None, HIT, A_C_D),
     ],
     ids=["before the layers have moved", "between backwards", "before the vote"],
