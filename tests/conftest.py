@@ -2,6 +2,7 @@
 together. gRPC, which many tests load, is told first which TLS it speaks."""
 
 import gc
+import zlib
 from collections.abc import Iterator
 
 import hypothesis
@@ -21,9 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="what engine tests compute on: cpu or cuda:0")
     parser.addoption(
         "--transport",
-        default="links",
         choices=("links", "staged", "nccl"),
-        help="what goes between workers on CPUs where a test does not say; nccl: a fake of it",
+        help="what goes between workers on CPUs where a test does not say; nccl: a fake of it. By "
+        "default links, and the fake in every other test of tests/worker",
     )
 
 
@@ -32,7 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
         devices.choose(config.getoption("--device"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
-    devices.choose_transport(config.getoption("--transport"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    chosen: devices.Transport | None = item.config.getoption("--transport")
+    # By its name: the same in every run, however the tests are spread over processes.
+    fakes = item.nodeid.startswith("tests/worker/") and zlib.crc32(item.nodeid.encode()) % 2
+    devices.choose_transport(chosen or ("nccl" if fakes else "links"))
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,8 @@
 """What tests compute on, and what goes between workers that do not say it.
 
-The CPU, or with `pytest --device cuda:0` a GPU, where the test can. Links, or with `pytest
---transport nccl` a fake of NCCL, also in tests that have nothing to do with GPUs.
-
-Chosen before any test is imported.
+The CPU, or with `pytest --device cuda:0` a GPU, where the test can: chosen before any test is
+imported. Links or a fake of NCCL, also in tests that have nothing to do with GPUs, by turns or as
+`pytest --transport` says: chosen before each test.
 """
 
 from typing import Literal
