@@ -14,7 +14,7 @@ runs both stages from then on, and the step takes, on average over all:
 
 - `anew`: if it is begun anew;
 - `salvaged`: if it is done again but for what is in the sums of the others already, as here
-  (`oobleck.planner.programs.work`);
+  (`oobleck.planner.programs.compiler.work`);
 - `going on`: if the others go on from where they are, and send the gradients again that the lost
   worker had; the forwards of its stage are computed again;
 - `ahead`: likewise, but those that were computed ahead are there.
@@ -31,7 +31,7 @@ from statistics import fmean
 from typing import Literal, NamedTuple
 
 from bench.support.slots import no_loss
-from oobleck.planner.programs.schedule import splits_backward
+from oobleck.planner.programs.compiler.schedule import splits_backward
 from oobleck.planner.schedules import Schedule
 
 Kind = Literal["backward", "forward", "weight", "ahead"]

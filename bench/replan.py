@@ -21,7 +21,7 @@ from bench.support.trained import planned_job, ready_node
 from oobleck.host.detection import Detection
 from oobleck.master.planning.solve import AtOnce
 from oobleck.master.rules.decision import Context
-from oobleck.master.rules.next_plan import next_plan
+from oobleck.master.rules.plans.next_plan import next_plan
 from oobleck.master.state.node import Node
 from oobleck.planner.ids import Generation, JobId
 from oobleck.planner.job.model import ModelSpec

@@ -29,8 +29,8 @@ from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.measurement import assemble_profile
 from oobleck.planner.profile.profile import LayerProfile, Links, Profile
-from oobleck.planner.programs.compile import compile_programs
-from oobleck.planner.programs.dryrun import dry_run
+from oobleck.planner.programs.compiler.compile import compile_programs
+from oobleck.planner.programs.compiler.dryrun import dry_run
 from oobleck.planner.programs.pipeline import Pipeline
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold

@@ -25,7 +25,7 @@ from oobleck.master.inbox import Changes, Inbox
 from oobleck.master.planning.requests import Planner
 from oobleck.master.planning.solve import AtOnce
 from oobleck.master.rules.decision import Context, Decision
-from oobleck.master.rules.foresight import Foresight
+from oobleck.master.rules.plans.foresight import Foresight
 from oobleck.master.rules.reconcile import reconcile
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.storage.disk import StorageFailed

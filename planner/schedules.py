@@ -1,5 +1,5 @@
 """The names of the pipeline schedules; their orders of compute are in
-`oobleck.planner.programs.schedule`."""
+`oobleck.planner.programs.compiler.schedule`."""
 
 from typing import Literal
 

@@ -24,9 +24,9 @@ from oobleck.host.ipc.messages import (
 )
 from oobleck.planner.ids import Generation
 from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.programs.own import OwnProgram, compile_own
+from oobleck.planner.programs.compiler.own import OwnProgram, compile_own
+from oobleck.planner.programs.compiler.work import Work
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.work import Work
 from oobleck.worker.checkpoint.location import check_place
 from oobleck.worker.checkpoint.output import check_writable, write_result
 from oobleck.worker.checkpoint.saver import Saver

@@ -4,12 +4,12 @@ A slot is what one stage's forward takes, its input gradient, or its weight grad
 """
 
 from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.programs.compiler.schedule import compute_order, splits_backward
 from oobleck.planner.programs.instructions import BackwardWeight, Forward
+from oobleck.planner.programs.listing.ticks import HopTicks
 from oobleck.planner.programs.pipeline import Pipeline
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold, Hop
-from oobleck.planner.programs.schedule import compute_order, splits_backward
-from oobleck.planner.programs.ticks import HopTicks
 from oobleck.planner.schedules import Schedule
 
 

@@ -17,7 +17,7 @@ from oobleck.master.api.limits import MOST_DETAILS
 from oobleck.master.clients.incoming import Incoming, Output, Records
 from oobleck.master.clients.outbox import AgentSession, refused_message
 from oobleck.master.loop import Master
-from oobleck.master.rules.admission import Refusal
+from oobleck.master.rules.nodes.admission import Refusal
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.checks import check_slot

@@ -22,11 +22,11 @@ from oobleck.master.clients.requests import Requests
 from oobleck.master.clients.timelines import NoTimeline
 from oobleck.master.loop import Master
 from oobleck.master.planning.client import planning
-from oobleck.master.rules.draining import is_undecided
-from oobleck.master.rules.first_plan import shortfall
+from oobleck.master.rules.nodes.draining import is_undecided
+from oobleck.master.rules.plans.first_plan import shortfall
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.storage.logs import Line
-from oobleck.master.storage.step_log import read_steps
+from oobleck.master.storage.records.step_log import read_steps
 from oobleck.master.tracking import check_installed
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import JobId, NodeName, WorkerId

@@ -11,9 +11,10 @@ from oobleck.host.address import is_loopback
 from oobleck.host.ipc.messages import StepRecord
 from oobleck.master.config import MasterConfig
 from oobleck.master.planning import client
-from oobleck.master.rules import job_queue, stalls, stand_by
+from oobleck.master.rules.jobs import job_queue, stalls
+from oobleck.master.rules.stragglers import stand_by
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.incident_summary import headline_of, slowdown_headline
+from oobleck.master.state.incidents.incident_summary import headline_of, slowdown_headline
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Drain, Node

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from oobleck.master.rules.admission import Refusal
+from oobleck.master.rules.nodes.admission import Refusal
 from oobleck.planner.ids import Incarnation, JobId, NodeName
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import assignment_message

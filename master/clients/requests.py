@@ -17,7 +17,7 @@ from oobleck.master.events.nodes import NodeDrainRequested, NodeUndrained
 from oobleck.master.events.trust import CredentialsRevoked
 from oobleck.master.events.unions import Journaled
 from oobleck.master.inbox import Inbox
-from oobleck.master.rules.admission import Refusal
+from oobleck.master.rules.nodes.admission import Refusal
 from oobleck.master.state.job import ENDED
 from oobleck.master.state.node import Node
 from oobleck.master.state.trust import Decide, Denied, check_caller

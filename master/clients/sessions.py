@@ -24,7 +24,7 @@ from oobleck.master.events.reports import (
     WorkerReported,
 )
 from oobleck.master.inbox import Changes, Inbox
-from oobleck.master.rules.admission import Refusal, admit
+from oobleck.master.rules.nodes.admission import Refusal, admit
 from oobleck.master.state.trust import Denied, check_caller
 from oobleck.master.storage.ledger import Ledger
 from oobleck.planner.ids import JobId, NodeName, WorkerId

@@ -24,7 +24,7 @@ from oobleck.planner.errors import PlanInfeasible, ProgramDeadlock
 from oobleck.planner.ids import Generation
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs import proof
+from oobleck.planner.programs.compiler import proof
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.answer import Change
 from oobleck.planner.recovery.lost import by_templates

@@ -11,23 +11,11 @@ from oobleck.host.detection import Detection
 from oobleck.master.config import GIVES_WAY_S, Retention
 from oobleck.master.planning.requests import Planner, StillPlanning
 from oobleck.master.planning.solve import AtOnce
-from oobleck.master.rules import (
-    adoption,
-    completion,
-    draining,
-    first_plan,
-    job_faults,
-    job_queue,
-    losses,
-    node_faults,
-    pace,
-    replan,
-    sickness,
-    stalls,
-    uneven,
-    worker_losses,
-)
 from oobleck.master.rules.decision import Context, Decision, JobRule, Rule
+from oobleck.master.rules.jobs import completion, job_faults, job_queue, stalls
+from oobleck.master.rules.nodes import draining, losses, node_faults, sickness, worker_losses
+from oobleck.master.rules.plans import adoption, first_plan, replan
+from oobleck.master.rules.stragglers import pace, uneven
 from oobleck.master.state.cluster import ClusterState
 
 _RETENTION = Retention()

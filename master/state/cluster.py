@@ -1,9 +1,9 @@
 """What the master knows: nodes, jobs, who may speak to it, and what follows from them together.
 
-`ClusterState` has one owner, the loop, which changes it through `oobleck.master.state.apply` alone.
-Everything in it follows from journaled events, except what stands under `seen`: that is
-observed, lives as long as this master process, and starts anew with `MasterStarted`. Must not
-know the clock, files, gRPC or how decisions are made.
+`ClusterState` has one owner, the loop, which changes it through
+`oobleck.master.state.reducer.apply` alone. Everything in it follows from journaled events, except
+what stands under `seen`: that is observed, lives as long as this master process, and starts anew
+with `MasterStarted`. Must not know the clock, files, gRPC or how decisions are made.
 """
 
 from collections import Counter, deque

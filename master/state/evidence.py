@@ -11,7 +11,7 @@ from oobleck.host.ipc.messages import Failed, PeerLost
 from oobleck.master.events.nodes import Evidence
 from oobleck.master.events.reports import StreamClosed, WorkerReported
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.incident import MOST_EVIDENCE
+from oobleck.master.state.incidents.incident import MOST_EVIDENCE
 from oobleck.master.state.job import Job
 from oobleck.planner.ids import WorkerId
 from oobleck.proto.types import Hung, WorkerExited

@@ -1,8 +1,8 @@
 """What the master knows of one job: what was asked for, its plans, losses and checkpoints.
 
 All of it follows from journaled events, except what stands under `seen`
-(`oobleck.master.state.job_observed`). Only `oobleck.master.state.apply` and what it calls change
-it. What depends on the nodes as well is `oobleck.master.state.cluster`'s.
+(`oobleck.master.state.job_observed`). Only `oobleck.master.state.reducer.apply` and what it calls
+change it. What depends on the nodes as well is `oobleck.master.state.cluster`'s.
 """
 
 from collections import deque
@@ -21,9 +21,9 @@ from oobleck.master.events.nodes import (
     WorkerLost,
 )
 from oobleck.master.events.plans import PlanMade
-from oobleck.master.state.incident import Incident, LastIncident
+from oobleck.master.state.incidents.incident import Incident, LastIncident
+from oobleck.master.state.incidents.slowdown import Slowdown
 from oobleck.master.state.job_observed import JobSeen, SaveReport
-from oobleck.master.state.slowdown import Slowdown
 from oobleck.master.state.stand_by import StandBy, StandByTimes
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.spec import JobSpec, RecoveryPolicy

@@ -1,8 +1,9 @@
 """What this master process has observed of one job: the way into its newest generation, its
 steps, how its processes ended, what they said.
 
-A restarted master begins with none of it and is told again. Only `oobleck.master.state.apply` and
-what it calls change it. Must not know what is decided by it.
+A restarted master begins with none of it and is told again. Only
+`oobleck.master.state.reducer.apply` and what it calls change it. Must not know what is decided by
+it.
 """
 
 from collections import deque

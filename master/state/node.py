@@ -1,8 +1,8 @@
 """What the master knows of one node: its facts, what is desired of it, whether it may get work.
 
-What stands under `seen` is observed and lives as long as this master process; all else follows
-from journaled events. Only `oobleck.master.state.apply` and what it calls change it. Must not know
-of jobs other than by name.
+What stands under `seen` is observed and lives as long as this master process; all else follows from
+journaled events. Only `oobleck.master.state.reducer.apply` and what it calls change it. Must not
+know of jobs other than by name.
 """
 
 from dataclasses import dataclass, field

@@ -2,7 +2,7 @@
 
 A round is what all had told at one moment, and between two rounds each has trained a step or more.
 So what comes of them costs the same however often a node is heard of. Observed, and kept for one
-generation. Must not know what is slow (`oobleck.master.rules.pace`).
+generation. Must not know what is slow (`oobleck.master.rules.stragglers.pace`).
 """
 
 from collections.abc import Mapping

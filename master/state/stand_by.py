@@ -1,7 +1,8 @@
 """What is known of workers that were put to stand by because they were slow.
 
 Follows from journaled events, so that a restarted master knows it too. It is of one process, and
-forgotten with it. Must not know how long anyone must stand by (`oobleck.master.rules.stand_by`).
+forgotten with it. Must not know how long anyone must stand by
+(`oobleck.master.rules.stragglers.stand_by`).
 """
 
 from collections.abc import Mapping

@@ -16,15 +16,15 @@ from oobleck.master.config import MasterConfig
 from oobleck.master.events.jobs import JobForgotten, JobRestored, ProfileChosen
 from oobleck.master.events.reports import EvaluationReceived, Observed, RecordsReceived
 from oobleck.master.events.unions import Event, JournalCut, Journaled, MasterStarted
-from oobleck.master.state.apply import apply
 from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.reducer.apply import apply
 from oobleck.master.state.validate import InvariantViolation, validate, violations
 from oobleck.master.storage.archive import Archive
 from oobleck.master.storage.disk import StorageFailed, storing
-from oobleck.master.storage.event_lines import lines_of
 from oobleck.master.storage.journal import THAT_RELEASE, Journal, Snapshot
 from oobleck.master.storage.narrate import tell
 from oobleck.master.storage.profiles import read_profiles, write_profile
+from oobleck.master.storage.records.event_lines import lines_of
 from oobleck.master.storage.snapshot import restore, take
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.profile.links import all_reduce_s
 from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.gradients import gradient_buckets
+from oobleck.planner.programs.compiler.gradients import gradient_buckets
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.ties import Ties
 

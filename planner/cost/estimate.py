@@ -24,9 +24,9 @@ from oobleck.planner.cost.stagecost import StageCost, idle_bytes
 from oobleck.planner.cost.sums import Computed, step_end_s
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.compiler.schedule import in_flight
 from oobleck.planner.programs.pipeline import Pipeline
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.schedule import in_flight
 from oobleck.planner.schedules import Schedule
 from oobleck.planner.ties import Ties
 

@@ -25,10 +25,10 @@ from oobleck.planner.ids import WorkerId
 from oobleck.planner.profile.links import message_s
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes, planned
+from oobleck.planner.programs.listing.ticks import HopTicks, Listing
 from oobleck.planner.programs.pipeline import Pipeline
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hop, Route
-from oobleck.planner.programs.ticks import HopTicks, Listing
 from oobleck.planner.ties import Ties
 
 #: The longest forward or backward of any hop has so many ticks.

@@ -1,9 +1,9 @@
 """The one replay of a step: when each stage of a pipeline computes what, many pipelines at once.
 
-The order of compute comes from `oobleck.planner.programs.schedule`. A message is on its way for a
-while and keeps nobody from computing. Pipelines of one schedule go side by side through arrays, and
-very long ones are extrapolated from their steady state. `oobleck.planner.cost.sums` has what
-follows in a step. Must not know plans or profiles.
+The order of compute comes from `oobleck.planner.programs.compiler.schedule`. A message is on its
+way for a while and keeps nobody from computing. Pipelines of one schedule go side by side through
+arrays, and very long ones are extrapolated from their steady state. `oobleck.planner.cost.sums` has
+what follows in a step. Must not know plans or profiles.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.planner.cost.kinds import Kind
+from oobleck.planner.programs.compiler.schedule import backward_slot, forward_slot, splits_backward
 from oobleck.planner.programs.instructions import (
     Backward,
     BackwardInput,
@@ -22,7 +23,6 @@ from oobleck.planner.programs.instructions import (
     Compute,
     Forward,
 )
-from oobleck.planner.programs.schedule import backward_slot, forward_slot, splits_backward
 from oobleck.planner.schedules import Schedule
 
 Floats = NDArray[np.float64]

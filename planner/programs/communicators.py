@@ -16,8 +16,8 @@ from typing import Literal
 
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.profile.memory import link_bytes, stage_bytes, sum_bytes
-from oobleck.planner.programs.compile import rows_in_common
-from oobleck.planner.programs.gradients import gradient_buckets
+from oobleck.planner.programs.compiler.compile import rows_in_common
+from oobleck.planner.programs.compiler.gradients import gradient_buckets
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.transfer import Transfer
 from oobleck.planner.ties import Ties

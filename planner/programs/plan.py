@@ -11,11 +11,11 @@ from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.programs.listing.ticks import Listing
 from oobleck.planner.programs.pipeline import Pipeline
 from oobleck.planner.programs.rates import WorkerRate, check_rates, slow_workers
 from oobleck.planner.programs.routes import Hold, Hop, Route
 from oobleck.planner.programs.shards import Shard, ShardTable
-from oobleck.planner.programs.ticks import Listing
 from oobleck.planner.schedules import Schedule
 
 

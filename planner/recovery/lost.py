@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.programs.compiler.proof import prove
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.pipeline import place
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.proof import prove
 from oobleck.planner.recovery.answer import Answer, Change, answer, idle, situation
 from oobleck.planner.recovery.reconfigure import Reconfiguration, reconfigure
 from oobleck.planner.recovery.reroute import reroute

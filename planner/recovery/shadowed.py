@@ -9,8 +9,8 @@ from dataclasses import replace
 from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.cost.listed import estimate_listed, with_listing
 from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.programs.compiler.proof import prove
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.proof import prove
 from oobleck.planner.recovery.answer import Answer, Change, answer, idle
 from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose
 from oobleck.planner.recovery.rules import Next

@@ -14,10 +14,10 @@ from oobleck.planner.cost.stagecost import stage_cost
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.compiler.proof import prove
+from oobleck.planner.programs.compiler.schedule import in_flight
 from oobleck.planner.programs.pipeline import Pipeline
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.proof import prove
-from oobleck.planner.programs.schedule import in_flight
 from oobleck.planner.schedules import SCHEDULES, Schedule
 from oobleck.planner.ties import Ties
 from oobleck.planner.units import format_bytes

@@ -10,8 +10,8 @@ from oobleck.host.detection import Detection
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.jobs import JobCancelled, JobStarted, JobSubmitted
 from oobleck.master.loop import Master
-from oobleck.master.state.apply import apply
 from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.reducer.apply import apply
 from oobleck.master.storage.journal import Journal
 from oobleck.master.tracking import Tracking, last_line, wanted
 from oobleck.planner.ids import JobId

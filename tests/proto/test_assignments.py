@@ -16,7 +16,7 @@ from oobleck.host.ipc.channel import frame
 from oobleck.host.ipc.messages import Assign, Ready, Rendezvous, ToWorker
 from oobleck.master.events.plans import PlanMade
 from oobleck.master.events.unions import Journaled
-from oobleck.master.rules.adoption import adopt
+from oobleck.master.rules.plans.adoption import adopt
 from oobleck.planner.codec import encode
 from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.proto import control_pb2 as pb

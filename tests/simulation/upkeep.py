@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from simulation.client import Operator
 
-from oobleck.master.rules.node_faults import MOST_FAILURES
+from oobleck.master.rules.nodes.node_faults import MOST_FAILURES
 from oobleck.planner.ids import NodeName
 
 if TYPE_CHECKING:

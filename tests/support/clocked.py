@@ -221,5 +221,5 @@ def run_clocked(
     observe: Observer | None = None,
 ) -> Step:
     """Raises AssertionError where the programs wait for ever; see
-    `oobleck.planner.programs.dryrun` for who waits for what."""
+    `oobleck.planner.programs.compiler.dryrun` for who waits for what."""
     return Clocked(programs, profile, plan, observe).run()

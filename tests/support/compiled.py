@@ -8,7 +8,7 @@ import hashlib
 import sys
 
 from oobleck.planner.codec import decode
-from oobleck.planner.programs.own import compile_own, compile_own_evaluation
+from oobleck.planner.programs.compiler.own import compile_own, compile_own_evaluation
 from oobleck.planner.programs.plan import Plan
 
 

@@ -10,7 +10,7 @@ from oobleck.host.ipc.channel import Channel
 from oobleck.host.ipc.messages import Launch, ToWorker
 from oobleck.planner.ids import JobId
 from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.programs.own import compile_own
+from oobleck.planner.programs.compiler.own import compile_own
 from oobleck.worker.checkpoint.saver import Saver
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.dataset import Dataset

@@ -84,16 +84,16 @@ from oobleck.master.events.reports import (
 )
 from oobleck.master.events.unions import JournalCut, Journaled, MasterStarted
 from oobleck.master.planning.machines import Machines, profile_on
-from oobleck.master.rules.admission import Refusal, admit
+from oobleck.master.rules.nodes.admission import Refusal, admit
 from oobleck.master.rules.reconcile import reconcile
-from oobleck.master.state.apply import apply
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.desired import follow
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import NodeSeen
+from oobleck.master.state.reducer.apply import apply
 from oobleck.master.state.validate import validate
 from oobleck.master.storage import snapshot
-from oobleck.master.storage.event_lines import lines_of
+from oobleck.master.storage.records.event_lines import lines_of
 from oobleck.planner.cost.computing import computing_by_layer_s
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.model import ModelSpec

@@ -17,7 +17,7 @@ import torch
 from oobleck.host.ipc.messages import Assign
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.programs.own import OwnProgram
+from oobleck.planner.programs.compiler.own import OwnProgram
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.transfer import Transfer, plan_transfers
 from oobleck.worker.context import WorkerContext

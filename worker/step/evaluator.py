@@ -17,8 +17,8 @@ import torch
 from oobleck.host.ipc.messages import Evaluated, EvaluationRecord
 from oobleck.planner.ids import Generation
 from oobleck.planner.programs import instructions as ops
+from oobleck.planner.programs.compiler.own import compile_own_evaluation
 from oobleck.planner.programs.instructions import Action, Instruction
-from oobleck.planner.programs.own import compile_own_evaluation
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.held_out import HeldOut

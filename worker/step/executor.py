@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from oobleck.host.ipc.messages import ComputeTime, StepRecord
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.programs import instructions as ops
+from oobleck.planner.programs.compiler.own import OwnProgram
 from oobleck.planner.programs.instructions import Action, Instruction, Program, Visit
-from oobleck.planner.programs.own import OwnProgram
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.prefetch import Prefetcher

@@ -13,8 +13,8 @@ import torch
 
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs import instructions as ops
+from oobleck.planner.programs.compiler.own import OwnProgram
 from oobleck.planner.programs.instructions import Action, Instruction, Share, Visit
-from oobleck.planner.programs.own import OwnProgram
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold
 from oobleck.worker.context import WorkerContext

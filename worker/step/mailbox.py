@@ -13,8 +13,8 @@ import torch
 
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs import instructions as ops
+from oobleck.planner.programs.compiler.own import OwnProgram
 from oobleck.planner.programs.instructions import Content, Instruction, Message, Share
-from oobleck.planner.programs.own import OwnProgram
 from oobleck.worker.step.wire import Packing, Wire
 from oobleck.worker.transport.transport import Pending, Transport
 

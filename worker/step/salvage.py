@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.planner.ids import WorkerId
+from oobleck.planner.programs.compiler.work import Work, spread
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold
-from oobleck.planner.programs.work import Work, spread
 
 Bools = NDArray[np.bool_]
 

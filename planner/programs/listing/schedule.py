@@ -21,10 +21,10 @@ from oobleck.planner.programs.instructions import (
 )
 from oobleck.planner.programs.listing.bound import least_makespan, loads
 from oobleck.planner.programs.listing.passes import Pass, run_pass
+from oobleck.planner.programs.listing.ticks import HopTicks
 from oobleck.planner.programs.listing.visits import Visits, visits_of
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hop
-from oobleck.planner.programs.ticks import HopTicks
 
 #: Visits that all passes together may schedule, and the most passes: about 0.1 s. One is always
 #: made.

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import WorkerId
+from oobleck.planner.programs.listing.ticks import HopTicks
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hop, Route
-from oobleck.planner.programs.ticks import HopTicks
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

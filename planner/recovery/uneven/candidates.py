@@ -22,10 +22,10 @@ from oobleck.planner.cost.stagecost import stage_cost
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.compiler.schedule import splits_backward
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hop
-from oobleck.planner.programs.schedule import splits_backward
 from oobleck.planner.recovery.rules import Rule
 from oobleck.planner.recovery.uneven.around import around
 from oobleck.planner.recovery.uneven.cuts import recut

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from oobleck.planner.cost.stagetable import StageTable
 from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.compiler.schedule import in_flight
 from oobleck.planner.programs.pipeline import Pipeline
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold
-from oobleck.planner.programs.schedule import in_flight
 
 #: Cuts whose slowest stages differ by so much are equal, and the one that moves least is taken.
 _TIE = Fraction(1, 100)

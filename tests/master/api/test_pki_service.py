@@ -22,7 +22,7 @@ from oobleck.master.events.trust import (
     TrustChanged,
 )
 from oobleck.master.loop import Master
-from oobleck.master.rules.admission import Refusal
+from oobleck.master.rules.nodes.admission import Refusal
 from oobleck.master.state.trust import (
     Denied,
     StillFresh,

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from oobleck.host.detection import Detection
 from oobleck.master.api.view import job_status, node_info
 from oobleck.master.config import MasterConfig
-from oobleck.master.rules.first_plan import shortfall
+from oobleck.master.rules.plans.first_plan import shortfall
 from oobleck.planner.cost.estimate import worker_peak_bytes
 from oobleck.planner.ids import JobId, NodeName
 from oobleck.planner.job.spec import CheckpointSpec, DataPlane, TransportName

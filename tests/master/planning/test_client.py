@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from oobleck.master.planning import client, solve
-from oobleck.master.rules.next_plan import next_plan
+from oobleck.master.rules.plans.next_plan import next_plan
 from oobleck.master.state.job import Job
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation

@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from oobleck.master.rules.uneven import what_follows
+from oobleck.master.rules.stragglers.uneven import what_follows
 from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.reconfigure import Reconfiguration
 from oobleck.planner.recovery.rules import Next, Rule

@@ -15,8 +15,8 @@ from oobleck.master.planning.requests import PlanReply, PlanRequest, StillPlanni
 from oobleck.master.planning.solve import AtOnce
 from oobleck.master.rules.decision import Decision
 from oobleck.master.rules.reconcile import reconcile
-from oobleck.master.state.apply import apply
 from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.reducer.apply import apply
 from oobleck.master.storage.journal import Journal
 from oobleck.planner.ids import NodeName
 from support.scenario import Player, facts_of, job_spec

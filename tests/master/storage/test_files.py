@@ -17,11 +17,11 @@ from oobleck.master.config import MasterConfig
 from oobleck.master.events.jobs import JobCancelRequested, JobSubmitted
 from oobleck.master.storage.archive import Archive
 from oobleck.master.storage.disk import Storage, StorageFailed
-from oobleck.master.storage.event_log import EventLog
 from oobleck.master.storage.journal import Journal
 from oobleck.master.storage.ledger import Ledger
 from oobleck.master.storage.logs import LogStore
-from oobleck.master.storage.step_log import EvaluationLog, MetricsLog, read_steps
+from oobleck.master.storage.records.event_log import EventLog
+from oobleck.master.storage.records.step_log import EvaluationLog, MetricsLog, read_steps
 from oobleck.planner.ids import Generation, JobId, NodeName, WorkerId
 from support.scenario import job_spec, record
 

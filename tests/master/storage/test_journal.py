@@ -18,8 +18,8 @@ import pytest
 from oobleck.master.events.jobs import JobCancelRequested, JobWaiting
 from oobleck.master.events.trust import CredentialIssued
 from oobleck.master.events.unions import Journaled
-from oobleck.master.state.apply import apply
 from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.reducer.apply import apply
 from oobleck.master.storage import journal
 from oobleck.master.storage import snapshot as snapshots
 from oobleck.master.storage.disk import StorageFailed

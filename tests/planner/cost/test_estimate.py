@@ -12,7 +12,7 @@ from oobleck.planner.cost.kinds import pipeline_kinds
 from oobleck.planner.cost.stagetable import StageTable
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.profile.profile import Links, Profile
-from oobleck.planner.programs.compile import compile_programs
+from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.choose import choose_schedule, keep_schedule

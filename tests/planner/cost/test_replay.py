@@ -9,7 +9,8 @@ from oobleck.planner.cost.estimate import Replays, estimate_step
 from oobleck.planner.cost.kinds import Cut, Kind, Place, StageTimes, template_cut
 from oobleck.planner.cost.replay import Ends, Event, computed_s, timeline
 from oobleck.planner.profile.profile import Links
-from oobleck.planner.programs.compile import compile_programs
+from oobleck.planner.programs.compiler.compile import compile_programs
+from oobleck.planner.programs.compiler.schedule import compute_order
 from oobleck.planner.programs.instructions import (
     Backward,
     BackwardInput,
@@ -17,7 +18,6 @@ from oobleck.planner.programs.instructions import (
     Compute,
     Forward,
 )
-from oobleck.planner.programs.schedule import compute_order
 from oobleck.planner.schedules import SCHEDULES, Schedule
 from oobleck.planner.search.templates import feasible_sizes, generate_templates
 from support.clocked import run_clocked

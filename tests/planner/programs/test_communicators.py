@@ -25,7 +25,7 @@ from oobleck.planner.programs.communicators import (
     in_rounds,
     needed,
 )
-from oobleck.planner.programs.compile import compile_programs
+from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.planner.programs.instructions import (
     Message,
     SendActivation,

@@ -8,8 +8,10 @@ import pytest
 
 from oobleck.planner.errors import ProgramDeadlock
 from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.programs.compile import compile_evaluation, compile_programs
-from oobleck.planner.programs.dryrun import dry_run
+from oobleck.planner.programs.compiler.compile import compile_evaluation, compile_programs
+from oobleck.planner.programs.compiler.dryrun import dry_run
+from oobleck.planner.programs.compiler.proof import prove
+from oobleck.planner.programs.compiler.work import Work, spread
 from oobleck.planner.programs.instructions import (
     Backward,
     BackwardInput,
@@ -25,8 +27,6 @@ from oobleck.planner.programs.instructions import (
 )
 from oobleck.planner.programs.listing.schedule import listed_routes, planned
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.proof import prove
-from oobleck.planner.programs.work import Work, spread
 from support.plans import plan_of_cuts
 from support.program_text import format_programs, parse_programs
 from support.routes import listed_workers, random_listed, random_routes, ticks_by_hop

@@ -16,8 +16,8 @@ from oobleck.planner.cost.stagecost import stage_cost
 from oobleck.planner.errors import LayerLost, PlanInfeasible
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.compile import compile_programs
-from oobleck.planner.programs.dryrun import dry_run
+from oobleck.planner.programs.compiler.compile import compile_programs
+from oobleck.planner.programs.compiler.dryrun import dry_run
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.pipeline import Pipeline
 from oobleck.planner.programs.plan import Plan

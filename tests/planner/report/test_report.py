@@ -8,9 +8,9 @@ import pytest
 
 from oobleck.planner.errors import PlanInfeasible, ProgramDeadlock
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs import proof
+from oobleck.planner.programs.compiler import proof
+from oobleck.planner.programs.compiler.schedule import Work, compute_order
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.schedule import Work, compute_order
 from oobleck.planner.report.report import Outcome, draw, make_report
 from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.choose import choose_schedule

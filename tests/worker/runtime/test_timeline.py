@@ -7,7 +7,7 @@ from oobleck.host.ipc.messages import Record, Recorded
 from oobleck.host.timeline import Clock, Recording, Span, Track, chrome_trace
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.programs.compile import compile_programs
+from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.planner.programs.instructions import Action, Forward, Program, SyncGradient
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.runtime import pulse

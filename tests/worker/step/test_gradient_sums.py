@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from oobleck.planner.programs.compile import compile_programs
-from oobleck.planner.programs.gradients import BUCKET_BYTES
+from oobleck.planner.programs.compiler.compile import compile_programs
+from oobleck.planner.programs.compiler.gradients import BUCKET_BYTES
 from oobleck.planner.programs.instructions import LayerPart
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.layout import layer_sizes

@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.compile import compile_programs
+from oobleck.planner.programs.compiler.compile import compile_programs
+from oobleck.planner.programs.compiler.own import OwnProgram
 from oobleck.planner.programs.instructions import Message, Program, SendActivation, SendGradient
-from oobleck.planner.programs.own import OwnProgram
 from oobleck.worker.step.mailbox import Receive, Send, acknowledged
 from support.plans import plan_of_cuts
 

@@ -8,8 +8,9 @@ import pytest
 
 from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.compile import compile_programs
-from oobleck.planner.programs.dryrun import dry_run
+from oobleck.planner.programs.compiler.compile import compile_programs
+from oobleck.planner.programs.compiler.dryrun import dry_run
+from oobleck.planner.programs.compiler.work import spread
 from oobleck.planner.programs.instructions import (
     Backward,
     BackwardInput,
@@ -21,7 +22,6 @@ from oobleck.planner.programs.instructions import (
     SendGradient,
 )
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.work import spread
 from oobleck.planner.schedules import Schedule
 from oobleck.worker.step.salvage import Attempt, Contribution, Salvage, plan_salvage
 from support.plans import plan_of_cuts, worker

@@ -7,7 +7,7 @@ import pytest
 
 from oobleck.host.ipc.messages import FaultRule
 from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.programs.compile import compile_programs
+from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.planner.programs.instructions import BackwardInput, BackwardWeight
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.schedules import Schedule

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.compile import compile_programs
+from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.planner.programs.instructions import (
     Backward,
     BackwardInput,

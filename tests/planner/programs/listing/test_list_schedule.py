@@ -22,10 +22,10 @@ from oobleck.planner.programs.listing.schedule import (
     list_schedule,
     listed_routes,
 )
+from oobleck.planner.programs.listing.ticks import HopTicks
 from oobleck.planner.programs.listing.visits import Visits, visits_of
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold, Hop, Route
-from oobleck.planner.programs.ticks import HopTicks
 from oobleck.planner.recovery.reroute import reroute
 from support.routes import (
     equal_pipelines,

@@ -1,0 +1,1 @@
+"""Rules about jobs: turns, profiles, faults, progress and the end."""

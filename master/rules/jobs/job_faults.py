@@ -1,0 +1,130 @@
+"""Rules about failures of workers that count: whether the job is at fault, or one node.
+
+The job is, where a worker says so (an exception in the model, or a second time no memory for the
+same step): every other one would meet the same. What a worker found wrong with its host (data that
+are missing or damaged, a device, a disk) and ends that nobody explains may be the node's own. The
+node is left out then, if the others can do it, and the job fails where most nodes say the same, or
+processes keep ending on a second node without a step in between. A job that cannot do without the
+node waits for another one.
+"""
+
+from collections import Counter
+
+from oobleck.master.rules.decision import Context, Decision, decide
+from oobleck.master.rules.jobs.completion import fail
+from oobleck.master.rules.nodes import node_faults
+from oobleck.master.state.evidence import describe_exit
+from oobleck.master.state.job import Job
+from oobleck.master.state.node import Node
+from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.units import comma_separated
+
+#: Ends of one worker's processes that may follow each other without a committed step in between.
+_MOST_ENDS = 5
+
+
+def fail_job(context: Context, job: Job) -> Decision | None:
+    if job.cancel_requested or (reason := _jobs_fault(context, job)) is None:
+        return None
+    return fail(context, job, reason, _lone_node(job))
+
+
+def _jobs_fault(context: Context, job: Job) -> str | None:
+    """Why the job has failed; None: it has not."""
+    if job.seen.faults.failure is not None:
+        return job.seen.faults.failure
+    dying = _dying(job)
+    given_up = _given_up(job)
+    nodes = {*given_up, *(worker.node for worker in dying)}
+    if len(nodes) > 1:
+        words = [*dying.values(), *(f"{name}: {why}" for name, why in given_up.items())][-1]
+        return f"workers keep ending on {comma_separated(nodes)}: {words}"
+    suspects = _ailing(job) | {worker.node: words for worker, words in dying.items()}
+    news = _news(job, suspects)
+    if not news:
+        return None
+    if len(news) <= len(_others(context, job, suspects)):
+        return None
+    return _told(news)
+
+
+def _told(said: dict[NodeName, str]) -> str:
+    """What most nodes say, and which; the first one where several are said equally often."""
+    words = Counter(said.values()).most_common(1)[0][0]
+    same = {name for name in said if said[name] == words}
+    others = said.keys() - same
+    more = f"; something else on {comma_separated(others)}" if others else ""
+    return f"{words} (on {comma_separated(same)}{more})"
+
+
+def _lone_node(job: Job) -> NodeName | None:
+    """The only node that there is, where it alone is at fault; None: others could do no better."""
+    if job.seen.faults.failure is not None or job.left_out or len(job.seen.faults.ailing) != 1:
+        return None
+    return next(iter(job.seen.faults.ailing))
+
+
+def leave_out(context: Context, job: Job) -> Decision | None:
+    suspects = _ailing(job) | {worker.node: words for worker, words in _dying(job).items()}
+    news = _news(job, suspects)
+    if not news:
+        return None
+    if (due := _wait_until(context, job, suspects)) is not None:
+        return Decision(wake_at=due, reason=f"{', '.join(news)}: {next(iter(news.values()))}")
+    nodes = context.state.nodes
+    return decide([node_faults.left_out(job, nodes[name], why) for name, why in news.items()])
+
+
+def _ailing(job: Job) -> dict[NodeName, str]:
+    """What is wrong with nodes by their own workers' word, the first one first."""
+    found = sorted((at, name, words) for name, (at, words) in job.seen.faults.ailing.items())
+    return {name: words for _, name, words in found}
+
+
+def _dying(job: Job) -> dict[WorkerId, str]:
+    """Workers that keep ending without a committed step between."""
+    found = {}
+    for worker, deaths in sorted(job.seen.since_step.deaths.items()):
+        if len(deaths) >= _MOST_ENDS:
+            last = deaths[-1]
+            words = (
+                job.seen.since_step.complaints.get(worker) or last.log_tail.strip() or "no output"
+            )
+            found[worker] = (
+                f"worker {worker} has ended {len(deaths)} times without a committed step between; "
+                f"the last time {describe_exit(last)}: {words}"
+            )
+    return found
+
+
+def _given_up(job: Job) -> dict[NodeName, str]:
+    """Nodes that have trained, whose new processes end before they have a part in a step."""
+    trained = job.current.trained.plan.nodes if job.current.trained is not None else ()
+    now = {node: node_faults.ends_early(job, node) for node in trained}
+    return job.seen.since_step.given_up | {node: why for node, why in now.items() if why}
+
+
+def _news(job: Job, suspects: dict[NodeName, str]) -> dict[NodeName, str]:
+    return {name: words for name, words in suspects.items() if name not in job.left_out}
+
+
+def _others(context: Context, job: Job, suspects: dict[NodeName, str]) -> list[Node]:
+    """Nodes that the job has or may get, of which nothing bad is known."""
+    nodes = context.state.candidates(job)
+    return [node for node in nodes if node.connected and node.facts.node not in suspects]
+
+
+def _wait_until(context: Context, job: Job, suspects: dict[NodeName, str]) -> float | None:
+    """Until when others may still say the same; None: no longer."""
+    since = [at for name, (at, _) in job.seen.faults.ailing.items() if name not in job.left_out]
+    if job.current.made is not None:
+        due = max(since, default=context.now) + context.timing.join_settle_s
+        return due if since and context.now < due else None
+    pending = [n for n in _others(context, job, suspects) if not context.state.is_ready(n, job)]
+    ends = (
+        (context.now if node.seen.assigned_at is None else node.seen.assigned_at)
+        + context.timing.start_timeout_s
+        for node in pending
+    )
+    due = max(ends, default=context.now)
+    return due if context.now < due else None

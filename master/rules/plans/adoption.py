@@ -1,0 +1,153 @@
+"""The rule about plans that the journal does not have, because its end was lost.
+
+Agents tell with every registration which plan their workers run. A master that has found a job in
+its journal, and has made no plan of it since, takes a newer one that they tell of for the job's
+plan: then nobody has to stop for it. One agent may be broken or hostile, so its word alone is not
+enough.
+
+1. The plan must be one that a master could have made: it has every layer, each worker once, the
+   whole batch, and a generation that leaves room for later ones.
+2. An agent speaks for a plan that its own node is in. It must tell the whole plan as others do.
+3. A plan is adopted when all its nodes speak for it, and they are more than half of all nodes that
+   are in it or in the newest plan of the journal.
+4. Nodes have the time to come back that they have after any restart of the master. When all of them
+   are back, or that time is over, lost nodes do not count in that half. A node that came counts,
+   even if its stream is cut since. Most of them may speak for newer plans, and no plan have all its
+   nodes. Then the master learns what workers hold from the plan that most speak for (`PlanFound`),
+   and makes a new plan with those who are there, as after a loss.
+5. All else counts for nothing, and the job goes on by the journal.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import msgspec
+
+from oobleck.host.ipc.messages import Assign
+from oobleck.master.events.plans import PlanFound, PlanMade
+from oobleck.master.rules.decision import Context, Decision
+from oobleck.master.rules.jobs.completion import reconfiguration_stats
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import Job
+from oobleck.planner.ids import Incarnation, NodeName, WorkerId
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.programs.listing.schedule import listed_routes
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.recovery.reconfigure import can_lose
+from oobleck.planner.recovery.rules import Next
+from oobleck.proto.types import Assignment
+
+
+def adopt(context: Context, job: Job) -> Decision | None:
+    state = context.state
+    if job.cancel_requested or job.state == "profiling":
+        return None
+    speakers = _speakers(state, job)
+    if not speakers:
+        return None
+    newest = max(speakers, key=lambda running: (len(speakers[running]), running.plan.generation))
+    told, nodes = speakers[newest], _nodes(newest)
+    due = job.seen.since + context.timing.return_s
+    what = f"the workers run generation {newest.plan.generation}, which the journal does not have"
+    everyone = {*job.current.members, *(name for of in speakers for name in _nodes(of))}
+    away = {name for name in everyone if name not in state.nodes or not state.nodes[name].connected}
+    there = {name for name in everyone & state.nodes.keys() if state.nodes[name].registered}
+    early = context.now < due
+    waits = bool(away) and (early or any(state.nodes[name].seen.awaited for name in away & there))
+    if not waits:
+        everyone = there
+    if told.keys() == nodes and 2 * len(nodes) > len({*job.current.members, *nodes} & everyone):
+        event = _adopted(context, job, newest, told, what)
+        if event is not None:
+            return Decision(actions=(event,), reason=what)
+    if waits:
+        reason = f"{what}; {', '.join(sorted(away))} may still come back"
+        return Decision(wake_at=due if early else None, reason=reason, holds_plans=True)
+    if 2 * sum(map(len, speakers.values())) > len(everyone):
+        return Decision(actions=(PlanFound(job_id=job.id, plan=newest.plan),), reason=what)
+    return None
+
+
+def _speakers(state: ClusterState, job: Job) -> dict[Assign, dict[NodeName, Assignment]]:
+    """Plans that a master could have made, and the nodes that speak for each."""
+    told: dict[Assign, dict[NodeName, Assignment]] = {}
+    for name, node in sorted(state.nodes.items()):
+        running = node.seen.running
+        if running is None or running.assign is None or not node.connected:
+            continue
+        if running.job_id == job.id and state.lacks(running):
+            told.setdefault(running.assign, {})[name] = running
+    speakers = {
+        assign: {name: of[name] for name in sorted(of.keys() & _nodes(assign))}
+        for assign, of in told.items()
+        if _could_be_ours(job.spec, assign)
+    }
+    return {assign: of for assign, of in speakers.items() if of}
+
+
+def _could_be_ours(spec: JobSpec, assign: Assign) -> bool:
+    plan, workers = assign.plan, (*assign.plan.workers, *assign.leaving)
+    return (
+        len(set(workers)) == len(workers)
+        and plan.microbatches == spec.training.microbatches
+        and plan.layer_count == spec.model.layer_count
+    )
+
+
+def _nodes(assign: Assign) -> set[NodeName]:
+    return {*assign.plan.nodes, *(worker.node for worker in assign.leaving)}
+
+
+def _adopted(
+    context: Context,
+    job: Job,
+    newest: Assign,
+    told: Mapping[NodeName, Assignment],
+    reason: str,
+) -> PlanMade | None:
+    """None: not every worker has a process of its own, by the word of its node."""
+    state, plan, before = context.state, newest.plan, set(job.current.members)
+    slots = state.nodes[plan.nodes[0]].facts.worker_slots
+    incarnations = tuple(_processes(plan.workers, told))
+    leaving = tuple(_processes(newest.leaving, told))
+    named = {process for process in (*incarnations, *leaving) if process}
+    if len(named) < len(plan.workers) + len(newest.leaving):
+        return None
+    if any(state.nodes[name].facts.worker_slots != slots for name in plan.nodes):
+        return None
+    return PlanMade(
+        **msgspec.structs.asdict(newest),
+        job_id=job.id,
+        incarnations=incarnations,
+        cause="journal cut",
+        rule="adopt",
+        reason=reason,
+        nodes_lost=tuple(sorted(before - set(plan.nodes))),
+        workers_lost=(),
+        nodes_joined=tuple(node for node in plan.nodes if node not in before),
+        can_lose=can_lose(plan),
+        worker_slots=slots,
+        detect_s=0.0,
+        engine=state.nodes[plan.nodes[0]].build.engine,
+        leaving_incarnations=leaving,
+        policy="reroute" if listed_routes(plan) else "templates",
+        then=_then(job.spec, plan),
+        overtaken=reconfiguration_stats(context, job),
+    )
+
+
+def _then(spec: JobSpec, plan: Plan) -> Next | Literal[""]:
+    """What follows behind the plan, which the journal cannot say."""
+    if listed_routes(plan):
+        return "templates" if spec.recovery.policy == "auto" else ""
+    wanted = spec.recovery.shadows == "auto" and can_lose(plan) < spec.fault_tolerance
+    return "shadow" if wanted else ""
+
+
+def _processes(
+    workers: Iterable[WorkerId], told: Mapping[NodeName, Assignment]
+) -> Iterable[Incarnation]:
+    """As its node names it; empty: it does not."""
+    for worker in workers:
+        named = told[worker.node].worker_incarnations
+        yield named[worker.slot] if worker.slot < len(named) else Incarnation("")

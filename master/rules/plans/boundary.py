@@ -1,0 +1,16 @@
+"""When a plan that nothing waits for may come, at a step boundary."""
+
+from oobleck.master.rules.nodes import draining
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import Job
+
+
+def undisturbed(state: ClusterState, job: Job) -> bool:
+    """Whether the job trains, has steps to go, and nobody is lost, away or being moved."""
+    return (
+        job.state == "running"
+        and not job.seen.peers_lost
+        and job.seen.steps.furthest_step < job.spec.training.steps
+        and not draining.on_the_move(state, job)
+        and all(state.nodes[name].connected for name in job.current.members)
+    )

@@ -1,0 +1,1 @@
+"""Rules about workers that are slower than the others."""

@@ -1,0 +1,1 @@
+"""Incidents and slowdowns: what they are, and how they are followed."""

@@ -1,0 +1,202 @@
+"""How events of jobs change the state: what is asked for, turns, measuring, checkpoints, the end.
+
+Their plans are `oobleck.master.state.reducer.apply_plans`'s, and what they lose
+`oobleck.master.state.reducer.apply_nodes`'s.
+"""
+
+from oobleck.master.events.jobs import (
+    CheckpointPublished,
+    CheckpointRequested,
+    JobCancelled,
+    JobCancelRequested,
+    JobCaughtUp,
+    JobEvent,
+    JobFailed,
+    JobForgotten,
+    JobPutBack,
+    JobRestored,
+    JobStarted,
+    JobSubmitted,
+    JobSucceeded,
+    JobWaiting,
+    MeasuringStarted,
+    ProfileChosen,
+    RateChanged,
+    SaveProblem,
+)
+from oobleck.master.events.nodes import NodeYielded
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import KNOWN_REPORTS, KNOWN_REQUESTS, Job
+from oobleck.master.state.job_observed import ProfilingSeen
+from oobleck.master.state.job_states import move
+from oobleck.master.state.rates import slow_after
+
+
+def apply(state: ClusterState, event: JobEvent, now: float, unix: float) -> None:
+    match event:
+        case JobSubmitted():
+            state.jobs[event.job_id] = _submitted(event, unix)
+            state.requests[event.request_id] = event.job_id
+            state.submissions += 1
+        case JobCancelRequested():
+            state.jobs[event.job_id].cancel_requested = True
+        case CheckpointRequested():
+            _ask_for_checkpoint(state.jobs[event.job_id], event)
+        case CheckpointPublished() | SaveProblem() | JobRestored():
+            _note_save(state.jobs[event.job_id], event, now, unix)
+        case JobCaughtUp():
+            state.jobs[event.job_id].rollback.redo_until = 0
+        case RateChanged():
+            _note_rate(state, state.jobs[event.job_id], event, now, unix)
+        case JobStarted() | JobPutBack() | JobWaiting():
+            _take_turn(state, state.jobs[event.job_id], event, now, unix)
+        case MeasuringStarted() | ProfileChosen():
+            _measure(state.jobs[event.job_id], event, now)
+        case JobSucceeded() | JobFailed() | JobCancelled():
+            _end(state, state.jobs[event.job_id], event, unix)
+        case JobForgotten():
+            del state.requests[state.jobs.pop(event.job_id).request_id]
+
+
+def _note_rate(state: ClusterState, job: Job, event: RateChanged, now: float, unix: float) -> None:
+    last, told = job.stand_bys.get(event.worker), job.slow.get(event.worker)
+    if last is not None and last.process != event.incarnation:
+        del job.stand_bys[event.worker]
+    elif last is not None and told is not None and event.rate > told.rate:
+        job.set_stand_bys({**job.stand_bys, event.worker: last.better(unix)}, now, unix)
+    job.slow = slow_after(state, job, event)
+
+
+def _submitted(event: JobSubmitted, unix: float) -> Job:
+    job = Job(
+        id=event.job_id,
+        request_id=event.request_id,
+        spec=event.spec,
+        submitted_at=unix,
+        profile_only=event.profile_only,
+    )
+    if event.profile is not None:
+        job.profiling.chosen = ProfileChosen(
+            job_id=job.id,
+            source="file",
+            profile=event.profile,
+            key="",
+            reason=event.spec.profile,
+        )
+    return job
+
+
+def _ask_for_checkpoint(job: Job, event: CheckpointRequested) -> None:
+    job.saves.requested = event.number
+    job.saves.numbers[event.request_id] = event.number
+    while len(job.saves.numbers) > KNOWN_REQUESTS:
+        del job.saves.numbers[next(iter(job.saves.numbers))]
+
+
+def _note_save(
+    job: Job, event: CheckpointPublished | SaveProblem | JobRestored, now: float, unix: float
+) -> None:
+    match event:
+        case CheckpointPublished():
+            # One that was saved before may be told of later, by an agent that was away.
+            if _is_newest(job, event.saved.step):
+                job.saves.checkpoint, job.saves.failure = event.saved, ""
+                job.saves.checkpoint_at = unix
+            job.saves.known = (*job.saves.known, event.saved)[-KNOWN_REPORTS:]
+            job.saves.answered = max(job.saves.answered, event.saved.request)
+        case SaveProblem():
+            job.saves.failure = event.failed.reason
+            job.saves.known = (*job.saves.known, event.failed)[-KNOWN_REPORTS:]
+            job.saves.answered = max(job.saves.answered, event.failed.request)
+        case JobRestored():
+            job.rollback.restored = event.restored
+            step = event.restored.step
+            if event.resumed:
+                job.rollback.resumed_step = step
+                job.seen.steps.committed_step = max(job.seen.steps.committed_step, step)
+            elif event.lost_steps:
+                job.rollback.redo_until = max(job.rollback.redo_until, step + event.lost_steps)
+            job.seen.steps.furthest_step = step
+            job.seen.progressed_at = now
+    job.seen.save_reports = tuple(r for r in job.seen.save_reports if not job.knows(r))
+
+
+def _is_newest(job: Job, step: int) -> bool:
+    """Whether a checkpoint after `step` takes the place of the newest one, which does not count
+    where the job has gone back behind it."""
+    newest, restored = job.saves.checkpoint, job.rollback.restored
+    if newest is None or step >= newest.step:
+        return True
+    return restored is not None and restored.step < newest.step
+
+
+def _take_turn(
+    state: ClusterState,
+    job: Job,
+    event: JobStarted | JobPutBack | JobWaiting,
+    now: float,
+    unix: float,
+) -> None:
+    before, why = job.state, job.reason
+    move(job, event)
+    match event:
+        case JobStarted():
+            state.active = job.id
+            if job.current.made is None:
+                job.waiting_since = 0.0
+        case JobPutBack():
+            state.active, job.passed_over = None, True
+            job.reason = f"{why}; {event.instead} has its turn meanwhile"
+            if (made := job.current.made) is None:
+                job.waiting_since = 0.0
+            else:
+                nodes = {worker.node for worker in (*made.plan.workers, *made.leaving)}
+                yielded = (NodeYielded(job_id=job.id, node=name) for name in sorted(nodes))
+                job.current.losses = tuple(yielded)
+        case JobWaiting():
+            job.profiling.under_way = None
+            job.waiting_since = job.waiting_since or unix
+            if before != "waiting for nodes":
+                job.seen.waiting_since = now
+            job.reason = "; ".join(event.causes)
+
+
+def _measure(job: Job, event: MeasuringStarted | ProfileChosen, now: float) -> None:
+    move(job, event)
+    match event:
+        case MeasuringStarted():
+            job.profiling.under_way, job.profiling.attempts = event, event.wish.attempt
+            job.seen.profiling = ProfilingSeen(measuring_since=now)
+        case ProfileChosen():
+            job.profiling.chosen, job.profiling.under_way = event, None
+            job.seen.profiling.measuring_since = None
+
+
+def _forget_what_led_there(job: Job) -> None:
+    """Only the last plan and what came of the job is asked for later; of a thousand nodes all else
+    would take more than a megabyte for each job that is known."""
+    job.lineage.before, job.lineage.plans = None, {}
+    job.current.base = job.current.trained_base = None
+    seen = job.seen
+    seen.timeline = None
+    seen.processes.entered.clear()
+    seen.processes.received.clear()
+    seen.processes.finished.clear()
+    seen.profiling.measured.clear()
+    seen.peers_lost.clear()
+
+
+def _end(
+    state: ClusterState, job: Job, event: JobSucceeded | JobFailed | JobCancelled, unix: float
+) -> None:
+    move(job, event)
+    job.reason = event.reason if isinstance(event, JobFailed) else ""
+    job.finished_at = unix
+    job.profiling.under_way = None
+    job.current.losses = ()
+    job.waiting_since = 0.0
+    _forget_what_led_there(job)
+    if state.active == job.id:
+        state.active = None
+    for other in state.jobs.values():
+        other.passed_over = False

@@ -1,0 +1,246 @@
+"""How events of nodes change the state: who is part of the cluster, what a job loses with them, and
+what keeps a node out of plans though nothing is wrong with it.
+
+A drained node stays connected and idle until an operator undrains it, over restarts of its agent
+and of the master. A drain that is the agent's own wish, because it was told to end, ends with it.
+Must not know when work can move off a node: `oobleck.master.rules.nodes.draining` decides that.
+"""
+
+from dataclasses import replace
+from typing import Literal
+
+from oobleck.master.events.nodes import (
+    DrainEvent,
+    NodeCleared,
+    NodeDrained,
+    NodeDrainRequested,
+    NodeEvent,
+    NodeForgotten,
+    NodeKept,
+    NodeLeftOut,
+    NodeLost,
+    NodeQuarantined,
+    NodeRegistered,
+    NodeReleased,
+    NodeReset,
+    NodeUndrained,
+    WorkerLost,
+)
+from oobleck.master.state import evidence
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import Job
+from oobleck.master.state.job_states import lose
+from oobleck.master.state.node import WINDOW_S, Drain, Failures, Node, NodeSeen
+from oobleck.planner.ids import NodeName
+from oobleck.proto.types import NodeFacts
+
+#: A quarantine so long after the last one is the first one again.
+FORGET_S = 3600.0
+
+
+def apply(state: ClusterState, event: NodeEvent, now: float, unix: float) -> None:
+    match event:
+        case NodeRegistered():
+            _register(state, event, now)
+        case NodeCleared():
+            state.nodes[event.node].stale_workers = False
+        case NodeLost():
+            _lose_node(state, event, now, unix)
+        case WorkerLost():
+            if not event.late:
+                what = f"{event.worker}: {event.reason}"
+                _note_failure(state.nodes[event.worker.node], what, unix)
+            lose(state.jobs[event.job_id], event, now, detect_s=event.detect_s)
+        case NodeLeftOut():
+            _leave_out(state.jobs[event.job_id], event, now)
+        case NodeReset():
+            _reset(state.nodes[event.node], state.jobs[event.job_id], event, now)
+        case NodeDrained():
+            _drain(state, event, now, unix)
+            if event.job_id is not None:
+                lose(state.jobs[event.job_id], event, now)
+                _note_emptied(state, event.node)
+        case NodeForgotten():
+            del state.nodes[event.node]
+            for job in state.jobs.values():
+                _forgive(job, event.node)
+        case _:
+            _drain(state, event, now, unix)
+
+
+def restarted(node: Node, now: float, unix: float) -> None:
+    """Another master process goes on, and knows nothing but what is journaled."""
+    node.seen = NodeSeen(last_heard=now, awaited=True)
+    if not node.registered:
+        node.seen.lost_at = now - max(0.0, unix - node.lost_at)
+        node.seen.heard_at = now - max(0.0, unix - (node.heard_at or node.lost_at))
+    if node.drain is not None and node.is_quarantined:
+        node.seen.release_at = now + max(0.0, node.drain.until - unix)
+
+
+def _register(state: ClusterState, event: NodeRegistered, now: float) -> None:
+    name = event.facts.node
+    node = Node(facts=event.facts, stale_workers=event.stale_workers, seen=NodeSeen(last_heard=now))
+    known = state.nodes.get(name)
+    if state.job is not None:
+        _forgive(state.job, name)
+    anew = known is not None and known.facts.incarnation != event.facts.incarnation
+    if anew or event.stale_workers:
+        _note_emptied(state, name)
+    if known is not None:
+        node.desired = known.desired
+        node.drain = _kept_by(known, event.facts)
+        node.failures = known.failures
+        node.seen.release_at = known.seen.release_at
+        if not anew:
+            node.excused = known.excused
+        if not anew and state.job is not None:
+            _take_back_loss(state.job, event)
+    state.nodes[name] = node
+
+
+def _note_emptied(state: ClusterState, name: NodeName) -> None:
+    """Workers end with their agent."""
+    if state.job is not None:
+        state.job.lineage.emptied.add(name)
+
+
+def _take_back_loss(job: Job, event: NodeRegistered) -> None:
+    """The same agent is back before any plan was made without it."""
+    job.current.losses = tuple(
+        loss
+        for loss in job.current.losses
+        if not (isinstance(loss, NodeLost) and loss.node == event.facts.node)
+    )
+    if not job.current.losses:
+        job.seen.loss = None
+
+
+def _lose_node(state: ClusterState, event: NodeLost, now: float, unix: float) -> None:
+    node = state.nodes[event.node]
+    if event.cause == "left":
+        _note_emptied(state, event.node)
+    else:
+        _note_failure(node, event.reason, unix)
+    node.registered = False
+    node.reason = event.reason
+    node.lost_at, node.seen.lost_at = unix, now
+    node.heard_at = unix - event.detect_s
+    node.stale_workers = False
+    node.seen.session = None
+    job = state.job
+    if job is not None and (
+        job.current.has_member(event.node) or event.node in job.current.leaving
+    ):
+        lose(job, event, now, detect_s=event.detect_s)
+
+
+def _leave_out(job: Job, event: NodeLeftOut, now: float) -> None:
+    if job.current.has_member(event.node):
+        lose(job, event, now)
+    else:
+        evidence.forget_node(job, event.node)
+    job.left_out[event.node] = event.reason
+    if (
+        event.node in job.seen.faults.stillborn
+        and job.current.trained
+        and event.node in job.current.trained.plan.nodes
+    ):
+        job.seen.since_step.given_up[event.node] = event.reason
+    job.seen.faults.unfit.pop(event.node, None)
+    job.seen.faults.stillborn.pop(event.node, None)
+
+
+def _reset(node: Node, job: Job, event: NodeReset, now: float) -> None:
+    """Give its work to the others, and it comes back as any node that was given up does."""
+    lose(job, event, now, detect_s=event.detect_s)
+    job.seen.since_step.stalls += 1
+    node.stale_workers |= not event.keeps_workers
+
+
+def _drain(state: ClusterState, event: DrainEvent, now: float, unix: float) -> None:
+    node = state.nodes[event.node]
+    match event:
+        case NodeDrainRequested():
+            _note_request(state, event.request_id)
+            node.drain = _wished(node.drain, event)
+        case NodeKept() if node.drain is not None:
+            save = max(node.drain.save, event.save)
+            node.drain = replace(node.drain, kept=event.reason, save=save)
+        case NodeDrained() if node.drain is not None:
+            node.drain = replace(node.drain, kept="", done=True)
+        case NodeQuarantined() if node.drain is None:
+            _quarantine(node, event, now, unix)
+        case NodeReleased() if node.is_quarantined or node.is_out_as_sick:
+            node.drain = None
+        case NodeUndrained():
+            node.failures = Failures()
+            node.excused |= {*event.excused}
+            _note_request(state, event.request_id)
+            node.drain = None
+            if state.job is not None:
+                _forgive(state.job, event.node)
+        case _:
+            pass  # it was undrained in the same iteration
+
+
+def _forgive(job: Job, node: NodeName) -> None:
+    """What the job holds against the node counts no more."""
+    job.left_out.pop(node, None)
+    job.seen.faults.unfit.pop(node, None)
+    job.seen.faults.stillborn.pop(node, None)
+    job.seen.faults.ailing.pop(node, None)
+    job.seen.since_step.deaths = {
+        w: ends for w, ends in job.seen.since_step.deaths.items() if w.node != node
+    }
+
+
+def _quarantine(node: Node, event: NodeQuarantined, now: float, unix: float) -> None:
+    before, until = node.failures, unix + event.seconds
+    again = unix <= before.quarantined_until + FORGET_S
+    node.drain = Drain(
+        by="quarantine",
+        reason=event.reason,
+        force=False,
+        until=until,
+        until_ready=event.until_ready,
+    )
+    node.failures = Failures(
+        quarantines=before.quarantines + 1 if again else 1, quarantined_until=until
+    )
+    node.seen.release_at = now + event.seconds
+
+
+def _note_failure(node: Node, what: str, unix: float) -> None:
+    recent = (at for at in node.failures.times if at > unix - WINDOW_S)
+    node.failures = replace(node.failures, times=(*recent, unix), last=what)
+
+
+def _note_request(state: ClusterState, request_id: str) -> None:
+    if request_id:
+        state.node_requests.append(request_id)
+
+
+def _wished(before: Drain | None, event: NodeDrainRequested) -> Drain:
+    """An operator's drain does not end with the agent, though the agent asks for it too."""
+    by_agent = not event.request_id
+    if before is None or before.by == "quarantine" or (before.by == "sickness" and event.force):
+        by: Literal["operator", "agent", "sickness"] = "agent" if event.force else "sickness"
+        by = by if by_agent else "operator"
+        return Drain(by=by, reason=event.reason, force=event.force)
+    force = before.force or event.force
+    if by_agent:
+        return replace(before, force=force)
+    return replace(before, by="operator", reason=event.reason or before.reason, force=force)
+
+
+def _kept_by(known: Node, facts: NodeFacts) -> Drain | None:
+    """What of the node's drain counts for the agent that registers now."""
+    drain = known.drain
+    if (
+        drain is None
+        or drain.by not in ("agent", "sickness")
+        or known.facts.incarnation == facts.incarnation
+    ):
+        return drain
+    return None

@@ -1,0 +1,232 @@
+"""How observed events change the `seen` part of the state: streams, time, and how far nodes and
+jobs get on by statuses and records. Nothing here outlives the process.
+
+What workers say besides is `oobleck.master.state.reducer.worker_reports`'s. Must not know what want
+of progress leads to (`oobleck.master.rules.jobs.stalls`).
+"""
+
+import msgspec
+
+from oobleck.host.ipc.messages import StepRecord
+from oobleck.master.events.reports import (
+    AgentRefused,
+    EvaluationReceived,
+    Observed,
+    ProfilesFound,
+    RecordsReceived,
+    RecordsWait,
+    StatusReceived,
+    StreamClosed,
+    StreamOpened,
+    Tick,
+    WorkerReported,
+)
+from oobleck.master.state import evidence
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import Job
+from oobleck.master.state.job_observed import JobSeen, LossSeen, SinceStep
+from oobleck.master.state.node import Node
+from oobleck.master.state.readings import Reading
+from oobleck.master.state.reducer.worker_reports import hear, note_entered, note_progress
+from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.proto.types import Assignment, NodeStatus, WorkerStatus
+
+#: A tick that is less late than this is not lateness.
+_LATE_S = 1e-3
+
+
+def observe(state: ClusterState, event: Observed, now: float) -> bool:
+    """Returns whether anything changed that a decision could depend on."""
+    match event:
+        case StreamOpened():
+            _open(state, event, now)
+        case StreamClosed():
+            return _close(state, event, now)
+        case AgentRefused():
+            _note_rival(state, event, now)
+            return False
+        case StatusReceived():
+            return _take_status(state, state.nodes[event.node], event.status, now)
+        case ProfilesFound():
+            state.profiles = dict(event.profiles)
+            state.unusable_profiles = dict(event.unusable)
+        case RecordsReceived():
+            _take_records(state.jobs[event.job_id], event.records, now)
+        case RecordsWait():
+            state.jobs[event.job_id].seen.steps.records_wait = event.waiting
+        case EvaluationReceived():
+            job = state.jobs[event.job_id]
+            job.seen.steps.evaluation = event.record
+            note_progress(job, event.record.generation, now)
+        case Tick():
+            if event.late_s > _LATE_S:
+                _postpone(state, event, now)
+        case WorkerReported():
+            return hear(state, event, now)
+    return True
+
+
+def _open(state: ClusterState, event: StreamOpened, now: float) -> None:
+    node = state.nodes[event.node]
+    node.seen.session, node.seen.running = event.session, _told(state, event.running)
+    node.seen.opened_at, node.seen.heard_before = now, node.seen.last_heard
+    if state.job is not None:
+        evidence.forget_stream(state.job, event.node)
+    node.seen.closed_at = None
+    node.seen.awaited = False
+    _take_status(state, node, event.status, now)
+
+
+def _told(state: ClusterState, running: Assignment | None) -> Assignment | None:
+    if running is None or not state.lacks(running):
+        return None
+    for node in state.nodes.values():
+        known = node.seen.running
+        if known is not None and known.job_id == running.job_id and known.assign == running.assign:
+            return msgspec.structs.replace(running, assign=known.assign)
+    return running
+
+
+def _close(state: ClusterState, event: StreamClosed, now: float) -> bool:
+    node = state.nodes[event.node]
+    if node.seen.session != event.session:
+        return False  # a newer stream has replaced it
+    node.seen.session = None
+    node.seen.closed_at = node.seen.cut_at = now
+    evidence.note_closed(state, event, now)
+    return True
+
+
+def _note_rival(state: ClusterState, event: AgentRefused, now: float) -> None:
+    seen = state.nodes[event.node].seen if event.node in state.nodes else None
+    if seen is not None and (seen.rival is None or seen.rival[0] != event.incarnation):
+        seen.rival = event.incarnation, now
+
+
+def _postpone(state: ClusterState, event: Tick, now: float) -> None:
+    """What came meanwhile may still stand in the queue: that time counts for nobody."""
+    for node in state.nodes.values():
+        node.seen.last_heard = min(node.seen.last_heard + event.late_s, now)
+        node.seen.awaited |= event.cut
+        if event.cut:
+            node.seen.resumed_at = now
+    if state.job is not None:
+        _postpone_job(state.job.seen, event.late_s, now)
+
+
+def _postpone_job(seen: JobSeen, late_s: float, now: float) -> None:
+    if (loss := seen.loss) is not None:
+        seen.loss = LossSeen(loss.evidence_at, min(loss.declared_at + late_s, now))
+    if seen.planned_at is not None:
+        seen.planned_at = min(seen.planned_at + late_s, now)
+    if seen.progressed_at is not None:
+        seen.progressed_at = min(seen.progressed_at + late_s, now)
+    if seen.profiling.measuring_since is not None:
+        seen.profiling.measuring_since = min(seen.profiling.measuring_since + late_s, now)
+
+
+def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float) -> bool:
+    seen = node.seen
+    seen.hear(now)
+    changed = _without_progress(status) != _without_progress(seen.status)
+    before, seen.status = seen.status, status
+    job = state.job
+    ready = job is not None and state.is_ready(node, job)
+    if ready != (seen.ready_at is not None):
+        seen.ready_at = now if ready else None
+        changed = True
+    if job is not None and status.job_id == job.id:
+        for worker in status.workers:
+            last = before.worker(worker.slot)
+            if last is not None and last.incarnation == worker.incarnation:
+                _take_beats(job, last, worker, now)
+                # Who has lost a peer may have what nobody else has any more.
+                changed |= worker.stepped != last.stepped and bool(job.seen.peers_lost)
+            changed |= _take_progress(job, worker, now)
+            changed |= _take_pace(job, node.facts.node, worker, now)
+            note_entered(job, worker.incarnation, worker.generation)
+    return changed
+
+
+def _without_progress(status: NodeStatus) -> tuple[object, ...]:
+    """The status without what changes with every heartbeat and decides nothing by itself."""
+    workers = ((w.slot, w.incarnation, w.card, w.generation, w.finished) for w in status.workers)
+    node = (status.job_id, status.generation, status.leaving, status.trouble)
+    return (*node, status.failed_starts, status.sick, *workers)
+
+
+def _take_progress(job: Job, worker: WorkerStatus, now: float) -> bool:
+    """Returns whether it shows the first step of a generation that does known steps again."""
+    seen = job.seen
+    if job.rollback.restored is not None and worker.generation < job.rollback.restored.generation:
+        return False  # how far it came before the others went back says nothing any more
+    if worker.finished and seen.processes.finished.get(worker.incarnation) != worker.generation:
+        seen.processes.finished[worker.incarnation] = worker.generation
+        note_progress(job, worker.generation, now)
+    _note_step(job, worker.committed_step, worker.generation, now)
+    return (
+        job.current.on_the_way
+        and worker.generation == job.current.generation
+        and _redoes(job, worker)
+    )
+
+
+def _take_pace(job: Job, node: NodeName, status: WorkerStatus, now: float) -> bool:
+    """Only of steps in the newest generation, and of the processes that it counts on."""
+    worker, generation = WorkerId(node, status.slot), job.current.generation
+    processes = job.current.processes()
+    if status.stepped != generation or processes.get(worker) != status.incarnation:
+        return False
+    job.seen.pace.enter(generation)
+    reading = Reading(status.incarnation, status.compute_steps, status.compute_s)
+    return job.seen.pace.take(worker, reading, len(processes), now)
+
+
+def _take_beats(job: Job, before: WorkerStatus, worker: WorkerStatus, now: float) -> None:
+    """In a step that takes long, its instructions show that it gets on."""
+    if worker.beats != before.beats:
+        note_progress(job, worker.generation, now)
+
+
+def _redoes(job: Job, worker: WorkerStatus) -> bool:
+    """Records of steps that were recorded before do not come again: statuses must tell of them."""
+    step, seen = worker.committed_step, job.seen
+    if not 0 <= step <= seen.steps.committed_step:
+        return False
+    first = step
+    if seen.steps.redone is not None and seen.steps.redone[0] == worker.generation:
+        first = seen.steps.redone[1]
+    seen.steps.redone = worker.generation, first, step
+    return step > first
+
+
+def _take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None:
+    """`records` follow on those before."""
+    seen = job.seen
+    for record in records:
+        seen.steps.committed_step = record.step
+        if seen.steps.recent and seen.steps.recent[-1].generation < record.generation:
+            seen.steps.last_before = seen.steps.recent[-1]
+        seen.steps.recent.append(record)
+        _note_step(job, record.step, record.generation, now)
+        if record.generation == job.current.generation and job.current.on_the_way:
+            for process in job.current.processes().values():  # a step is committed by all
+                note_entered(job, process, record.generation)
+        timeline = seen.timeline
+        if (
+            timeline is not None
+            and timeline.first_step_at is None
+            and record.generation >= job.current.generation
+        ):
+            timeline.first_step_at = now
+    if records:
+        seen.steps.recorded_at = now
+        seen.since_step = SinceStep()
+
+
+def _note_step(job: Job, step: int, generation: Generation, now: float) -> None:
+    if job.rollback.restored is not None and generation < job.rollback.restored.generation:
+        return  # the state of then counts no more
+    if step > job.seen.steps.furthest_step:
+        job.seen.steps.furthest_step = step
+        note_progress(job, generation, now)

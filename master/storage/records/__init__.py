@@ -1,0 +1,1 @@
+"""The lines that jobs leave in files: events, incidents, plans, steps."""

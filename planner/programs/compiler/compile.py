@@ -1,0 +1,301 @@
+"""From a plan to one program per worker, by lowering passes.
+
+Owns where the communication stands in the order of compute, which
+`oobleck.planner.programs.compiler.schedule` and `oobleck.planner.programs.listing.schedule` give.
+Each pass takes and gives instruction lists: order of compute -> with tokens, sends and receives ->
+with receives in the order of the sends -> with gradient sync, vote and optimizer step. Must not
+know times, nor whether anybody waits for ever: `oobleck.planner.programs.compiler.proof` does.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.programs.compiler.gradients import gradient_buckets, syncs_by_worker
+from oobleck.planner.programs.compiler.links import receives_hoisted
+from oobleck.planner.programs.compiler.schedule import compute_order
+from oobleck.planner.programs.compiler.work import Work
+from oobleck.planner.programs.instructions import (
+    WHOLE,
+    Action,
+    Backward,
+    BackwardInput,
+    Compute,
+    Forward,
+    Instruction,
+    LayerPart,
+    LoadTokens,
+    OptimizerStep,
+    Program,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+    Share,
+    SyncGradient,
+    Visit,
+    Vote,
+)
+from oobleck.planner.programs.listing.schedule import planned
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hop, Route
+from oobleck.planner.ties import Ties
+
+A = TypeVar("A", bound=Action)
+M = TypeVar("M", ReceiveActivation, SendActivation, ReceiveGradient, SendGradient)
+#: Micro-batches of a route in one round of an evaluation.
+EVALUATION_ROUND = 8
+
+
+def compile_programs(
+    plan: Plan,
+    *,
+    tied: Ties,
+    layer_bytes: Sequence[int] | None = None,
+    work: Work | None = None,
+) -> Mapping[WorkerId, Program]:
+    """The program of every worker of `plan`, in rank order, for the plan's shares or for `work`.
+
+    `tied`: the head shares layer 0's token embedding; `layer_bytes`: of each layer's gradient, to
+    have sums of large ones split.
+    """
+    bodies = compile_bodies(plan, work)
+    syncs = syncs_by_worker(gradient_buckets(plan, tied=tied, layer_bytes=layer_bytes), plan)
+    return {worker: add_sync(worker, body, syncs[worker]) for worker, body in bodies.items()}
+
+
+def compile_bodies(
+    plan: Plan, work: Work | None = None, *, workers: Collection[WorkerId] | None = None
+) -> Mapping[WorkerId, list[Instruction]]:
+    """The programs of `workers`, by default of all, up to their gradient sums. On list-scheduled
+    routes receives stand in the order of the sends where both ends are among them. Raises
+    ValueError."""
+    shares = plan.shares if work is None else work.microbatches
+    lowest = {} if work is None else work.lowest
+    through = _through(plan, workers)
+    routes = {m: plan.routes[number] for number in through for m in shares[number]}
+    bodies = {
+        worker: list(add_communication(worker, order, routes, lowest))
+        for worker, order in _compute_orders(plan, shares, lowest, through, workers).items()
+    }
+    listed = planned(plan)
+    if listed is None:
+        return bodies
+    # On links of closed forms receives stand in the order of the sends.
+    return bodies | receives_hoisted({w: bodies[w] for w in listed.orders if w in bodies})
+
+
+def _through(plan: Plan, workers: Collection[WorkerId] | None) -> Sequence[int]:
+    """The routes (positions in the plan's) that pass any of `workers`."""
+    if workers is None:
+        return range(len(plan.routes))
+    return [
+        number
+        for number, route in enumerate(plan.routes)
+        if any(worker in workers for hop in route.hops for worker in hop.workers)
+    ]
+
+
+def compile_evaluation(
+    plan: Plan, microbatches: int, *, workers: Collection[WorkerId] | None = None
+) -> Mapping[WorkerId, tuple[Program, ...]]:
+    """What each of `workers`, by default all of `plan`, does to have micro-batches 0 to
+    `microbatches` - 1 evaluated.
+
+    Only forward; each route takes a share like that of the batch. In rounds: at the end of each
+    a worker waits until its sends have arrived, so that no hop runs far ahead of the next one. In a
+    round all workers go by micro-batch and layer, so nobody waits for ever.
+    """
+    whole = plan.microbatches
+    routes: dict[int, Route] = {}
+    wanted = plan.workers if workers is None else workers
+    rounds: dict[WorkerId, list[list[Compute]]] = {worker: [] for worker in wanted}
+    for position in _through(plan, workers):
+        route, own = plan.routes[position], plan.shares[position]
+        share = range(microbatches * own.start // whole, microbatches * own.stop // whole)
+        routes.update(dict.fromkeys(share, route))
+        for number, start in enumerate(range(0, len(share), EVALUATION_ROUND)):
+            for hop in route.hops:
+                forwards = [_at(Forward, hop, m) for m in share[start : start + EVALUATION_ROUND]]
+                for own_rounds in (rounds[w] for w in hop.workers if w in rounds):
+                    own_rounds += [[] for _ in range(number + 1 - len(own_rounds))]
+                    own_rounds[number] += forwards
+    return {
+        worker: tuple(
+            tuple(add_communication(worker, sorted(order, key=_visit), routes, lowest={}))
+            for order in own_rounds
+        )
+        for worker, own_rounds in rounds.items()
+    }
+
+
+def _visit(step: Action) -> Visit:
+    return step.visit
+
+
+# ---- pass 1: compute
+
+
+def _compute_orders(
+    plan: Plan,
+    shares: Sequence[Sequence[int]],
+    lowest: Mapping[int, int],
+    through: Iterable[int],
+    workers: Collection[WorkerId] | None,
+) -> dict[WorkerId, list[Compute]]:
+    """What each of `workers`, by default all, computes, in its order; the routes have the
+    micro-batches `shares`, and those `through` them pass them.
+
+    Of a micro-batch backwards go no further than to the hop of layer `lowest`, by default 0. What
+    is left of an order where some micro-batches, or backwards to the end of a route, are left out
+    is still one in which nobody waits for ever. Raises ValueError.
+    """
+    wanted = plan.workers if workers is None else workers
+    orders: dict[WorkerId, list[Compute]] = {worker: [] for worker in wanted}
+    listed = planned(plan)
+    if listed is not None:
+        number: dict[int, int] = {}
+        for position in through:
+            number.update(zip(plan.shares[position], shares[position], strict=False))
+        for worker, whole_order in listed.orders.items():
+            if worker not in orders:
+                continue
+            orders[worker] = [
+                _at(type(step), step, number[step.microbatch])
+                for step in whole_order
+                if step.microbatch in number
+                if isinstance(step, Forward)
+                or lowest.get(number[step.microbatch], 0) <= step.last_layer
+            ]
+    for position in through:
+        route, share = plan.routes[position], shares[position]
+        if listed is not None and route.hops[0].workers[0] in listed.orders:
+            continue
+        for stage, hop in enumerate(route.hops):
+            members = [worker for worker in hop.workers if worker in orders]
+            if not members:
+                continue
+            works = compute_order(
+                plan.schedule, stages=len(route.hops), stage=stage, microbatches=len(share)
+            )
+            order = [
+                _at(kind, hop, share[index])
+                for kind, index in works
+                if kind is Forward or lowest.get(share[index], 0) <= hop.last_layer
+            ]
+            orders.update(dict.fromkeys(members, order))
+    return orders
+
+
+def _at(kind: type[A], where: Hop | Action, microbatch: int) -> A:
+    return kind(microbatch=microbatch, first_layer=where.first_layer, last_layer=where.last_layer)
+
+
+# ---- pass 2: tokens, sends and receives
+
+
+def add_communication(
+    worker: WorkerId,
+    compute: Iterable[Compute],
+    routes: Mapping[int, Route],
+    lowest: Mapping[int, int],
+) -> Iterator[Instruction]:
+    """Receives stand right before their use, sends right after what they send.
+
+    `routes`: of each micro-batch. Between hops of different numbers of workers each talks to those
+    that have the same rows. Gradients go no further than to the hop of layer `lowest` of their
+    micro-batch, by default layer 0.
+    """
+    found: dict[tuple[int, int], _Neighbours] = {}
+    for step in compute:
+        route = routes[step.microbatch]
+        key = id(route), step.first_layer
+        if key not in found:
+            found[key] = _Neighbours.of(worker, step.first_layer, route)
+        near = found[key]
+        if isinstance(step, Forward):
+            if not near.before or not near.after:
+                yield _at(LoadTokens, near.hop, step.microbatch)
+            yield from _messages(ReceiveActivation, step, near.before)
+            yield step
+            yield from _messages(SendActivation, step, near.after)
+        elif isinstance(step, Backward | BackwardInput):
+            yield from _messages(ReceiveGradient, step, near.after)
+            yield step
+            if step.first_layer > lowest.get(step.microbatch, 0):
+                yield from _messages(SendGradient, step, near.before)
+        else:
+            yield step
+
+
+#: A worker of the hop before or after, and which rows of a micro-batch both have.
+_Peers = tuple[tuple[WorkerId, Share], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Neighbours:
+    """Of one worker at one hop of a route: nobody before the first and after the last hop."""
+
+    hop: Hop
+    before: _Peers
+    after: _Peers
+
+    @classmethod
+    def of(cls, worker: WorkerId, first_layer: int, route: Route) -> "_Neighbours":
+        position = next(n for n, h in enumerate(route.hops) if h.first_layer == first_layer)
+        hop = route.hops[position]
+        around = (None, *route.hops, None)  # so that `hop` is at position + 1
+        member = hop.workers.index(worker)
+        before, after = (
+            () if other is None else tuple(rows_in_common(hop, other, member))
+            for other in (around[position], around[position + 2])
+        )
+        return cls(hop, before, after)
+
+
+def rows_in_common(hop: Hop, neighbour: Hop, member: int) -> Iterator[tuple[WorkerId, Share]]:
+    """Who of `neighbour` has rows that worker `member` of `hop` has, and which."""
+    workers, own = neighbour.workers, len(hop.workers)
+    if own == len(workers):
+        yield workers[member], WHOLE if own == 1 else Share(member, member + 1, own)
+        return
+    of = math.lcm(own, len(workers))
+    start, stop = member * of // own, (member + 1) * of // own
+    width = of // len(workers)
+    cuts = sorted({start, stop, *(cut for cut in range(0, of, width) if start < cut < stop)})
+    for begin, end in pairwise(cuts):
+        yield workers[begin // width], Share(begin, end, of)
+
+
+def _messages(kind: type[M], step: Compute, peers: _Peers) -> Iterator[M]:
+    for peer, share in peers:
+        yield kind(
+            microbatch=step.microbatch,
+            first_layer=step.first_layer,
+            last_layer=step.last_layer,
+            peer=peer,
+            share=share,
+        )
+
+
+# ---- pass 4: gradient sync, vote, optimizer step
+
+
+def add_sync(
+    worker: WorkerId, body: Iterable[Instruction], syncs: Iterable[SyncGradient]
+) -> Program:
+    """The sums stand after the worker's last weight gradient, when all its layers are ready; the
+    executor starts each as soon as its own layers are."""
+    syncs = tuple(syncs)
+    norm: list[LayerPart] = []
+    for sync in syncs:
+        # One counts for all, in turns: everybody waits for the last. The own parts are the same on
+        # all owners; all places of tied are one part.
+        own = [part for part in sync.parts if part.part == "own"]
+        norm += own[sync.owners.index(worker) :: len(sync.owners)]
+        if worker == sync.owners[0]:
+            norm += [part for part in sync.parts if part.part == "tied"][:1]
+    return (*body, *syncs, Vote(norm_parts=tuple(sorted(norm))), OptimizerStep())

@@ -1,0 +1,88 @@
+"""What one worker needs of the programs of a plan, without those of all others.
+
+That is its own program, and the order in which its neighbours have the messages that they exchange
+with it. So entering a plan costs a worker what its own routes have in them, however many others
+there are.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.programs.compiler.compile import add_sync, compile_bodies, compile_evaluation
+from oobleck.planner.programs.compiler.gradients import gradient_buckets, syncs_by_worker
+from oobleck.planner.programs.compiler.work import Work
+from oobleck.planner.programs.instructions import Instruction, Message, Program
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.ties import Ties
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnProgram:
+    """One worker's part in a step or in a round of an evaluation."""
+
+    program: Program
+    #: By neighbour, what it sends to this worker and receives from it, in its order.
+    peers: Mapping[WorkerId, tuple[Message, ...]]
+
+    @classmethod
+    def of(
+        cls, worker: WorkerId, programs: Mapping[WorkerId, Sequence[Instruction]]
+    ) -> "OwnProgram":
+        """Of `programs`, which must have the worker's own and those of its neighbours."""
+        own = tuple(programs[worker])
+        peers = sorted({step.peer for step in own if isinstance(step, Message)})
+        return cls(
+            program=own,
+            peers={
+                peer: tuple(
+                    step
+                    for step in programs[peer]
+                    if isinstance(step, Message) and step.peer == worker
+                )
+                for peer in peers
+            },
+        )
+
+
+def compile_own(
+    plan: Plan,
+    worker: WorkerId,
+    *,
+    tied: Ties,
+    layer_bytes: Sequence[int] | None = None,
+    work: Work | None = None,
+) -> OwnProgram:
+    """The part of `worker` in what `compile_programs` makes of the same."""
+    bodies = compile_bodies(plan, work, workers=_neighbourhood(plan, worker))
+    buckets = gradient_buckets(plan, tied=tied, layer_bytes=layer_bytes)
+    syncs = syncs_by_worker(buckets, plan, workers=[worker])[worker]
+    return OwnProgram.of(worker, {**bodies, worker: add_sync(worker, bodies[worker], syncs)})
+
+
+def compile_own_evaluation(
+    plan: Plan, microbatches: int, worker: WorkerId
+) -> tuple[OwnProgram, ...]:
+    """The part of `worker` in what `compile_evaluation` makes of the same, by round."""
+    rounds = compile_evaluation(plan, microbatches, workers=_neighbourhood(plan, worker))
+    return tuple(
+        OwnProgram.of(
+            worker,
+            {
+                member: programs[number] if number < len(programs) else ()
+                for member, programs in rounds.items()
+            },
+        )
+        for number in range(len(rounds[worker]))
+    )
+
+
+def _neighbourhood(plan: Plan, worker: WorkerId) -> set[WorkerId]:
+    """`worker`, and those of the hops before and after its own."""
+    found = {worker}
+    for route in plan.routes:
+        for position, hop in enumerate(route.hops):
+            if worker in hop.workers:
+                around = route.hops[max(0, position - 1) : position + 2]
+                found.update(member for near in around for member in near.workers)
+    return found
