@@ -9,6 +9,7 @@ import functools
 import logging
 import signal
 import socket
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import grpc
@@ -46,7 +47,13 @@ _ENDING_S = 2.0
 async def serve(config: MasterConfig, journal: Journal) -> None:
     """Serve until a signal ends it. Raises Unusable, StorageFailed, and OutputFailed where nobody
     can be told the address."""
-    _check_address(config.listen)
+    stopped = asyncio.Event()
+    # Whoever answers these holds the lock and has replayed the journal.
+    probes = {ALIVE: lambda: True, READY: lambda: not stopped.is_set()}
+    # All before the master's start is journaled, which is for those that come to it.
+    with _taken(config.listen):  # where two name one port, the other one is at fault
+        listening = _open_page(config.metrics_listen)
+        health = _open_health(config.health_listen, probes)
     authority = _read_authority(config)
     planner = PlanningProcess()
     master = Master(config, journal, planner=planner)
@@ -68,9 +75,6 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     rpc.add_ControlServicer_to_server(ControlService(master), server)  # type: ignore[no-untyped-call]
     rpc.add_OperatorServicer_to_server(OperatorService(master), server)  # type: ignore[no-untyped-call]
     rpc.add_PkiServicer_to_server(pki, server)  # type: ignore[no-untyped-call]
-    stopped = asyncio.Event()
-    # Whoever gets here holds the lock and has replayed the journal.
-    probes = {ALIVE: lambda: True, READY: lambda: not stopped.is_set()}
     server.add_generic_rpc_handlers((health_handler(probes),))
     host = config.listen.rpartition(":")[0]
     try:
@@ -80,9 +84,6 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
             port = server.add_secure_port(config.listen, authority.server_credentials())
     except RuntimeError as error:
         raise Unusable(f"--listen {config.listen} cannot be bound; choose another one") from error
-    # Behind the other: where both name one port, this one is at fault.
-    listening = _open_page(config.metrics_listen)
-    health = _open_health(config.health_listen, probes)
     tracking = Tracking(master, functools.partial(_show, config, authority))
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, *end_signals()):
@@ -122,20 +123,25 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
             await task
 
 
-def _check_address(listen: str) -> None:
-    """Bind the address once, since gRPC says only in its own words why it cannot."""
+@contextlib.contextmanager
+def _taken(listen: str) -> Iterator[None]:
+    """Within, nobody else gets the address. Raises Unusable; gRPC, which gets it then, says only in
+    its own words why it cannot."""
     host, _, port = listen.rpartition(":")
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             host.strip("[]"), int(port), type=socket.SOCK_STREAM
         )[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        probe = socket.socket(family, kind)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+        probe.listen()
     except OSError as error:
         raise Unusable(
             f"--listen {listen} cannot be bound ({error.strerror}); choose another address or port"
         ) from error
+    with probe:
+        yield
 
 
 def _open_page(address: str | None) -> socket.socket | None:

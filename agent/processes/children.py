@@ -128,7 +128,14 @@ class WorkerProcess:
         """However long that takes, the worker has as long as others from then on."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        completed = await complete(launch)
+        try:
+            completed = await complete(launch)
+        except Exception:
+            # The boundary of the task: without what it waits for the process never becomes ready.
+            fields = {"slot": self.slot, "pid": self.pid}
+            logger.exception("what a worker needs cannot be had", extra=fields)
+            self.kill()
+            return
         if completed.ready_by is not None:
             ready_by = completed.ready_by + loop.time() - began
             completed = msgspec.structs.replace(completed, ready_by=ready_by)

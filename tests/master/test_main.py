@@ -50,11 +50,22 @@ def test_no_address_for_metrics(tmp_path: Path, address: str) -> None:
     assert line.startswith(f"oobleck-master: --metrics-listen: {address!r} is not HOST:PORT")
 
 
-def test_a_port_for_metrics_that_is_in_use(tmp_path: Path) -> None:
+def test_a_port_for_metrics_or_health_that_is_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         flags = ("--listen", "127.0.0.1:0", "--state-dir", str(tmp_path))
-        line = refused(*flags, "--metrics-listen", address)
+        for flag in ("--metrics-listen", "--health-listen"):
+            line = refused(*flags, flag, address)
+            assert line.startswith(f"oobleck-master: {flag} {address} cannot be bound")
+    with contextlib.closing(Journal(tmp_path / "journal.log")) as journal:
+        assert list(journal.replay()) == [], "no master has started"
+
+
+def test_one_port_for_two(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    flags = ("--listen", address, "--state-dir", str(tmp_path))
+    line = refused(*flags, "--metrics-listen", address)
     assert line.startswith(f"oobleck-master: --metrics-listen {address} cannot be bound")
 
 
