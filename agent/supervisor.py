@@ -205,7 +205,7 @@ class Supervisor:
 
     def warm_exited(self, returncode: int | None, last_line: str) -> None:
         # The kernel kills the workers with the warm process, and nobody is left to tell how.
-        self._pool.warm = None
+        self._pool.warm_has_ended()
         for process in list(self._pool.processes.values()):
             process.kill()
             self._bury(process, None, signal.SIGKILL, wait_s=LAST_WORDS_S)
@@ -268,6 +268,7 @@ class Supervisor:
     def ending(self, incarnation: Incarnation, how: How) -> None:
         process = self._pool.processes.get(incarnation)
         if process is not None and not process.buried:
+            process.kill()  # a process may look so whose first thread alone has ended
             self._pool.is_ending(process)
             self._bury(process, *how, wait_s=SAID_S)
 

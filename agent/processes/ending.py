@@ -58,8 +58,8 @@ class EndWatch:
 
 
 def how_it_ends(said: str) -> How | None:
-    """None: it does not, or the kernel does not tell how, as of one that ends well: so looks one
-    whose first thread alone ends. `said`: /proc/PID/stat."""
+    """None: it does not, or the kernel does not tell how, as of one that ends well. A process whose
+    first thread alone has ended with an error looks as if it ended. `said`: /proc/PID/stat."""
     fields = said.rpartition(") ")[2].split()
     flags, status = int(fields[6]), int(fields[-1])
     if not flags & _EXITING or not status:

@@ -90,6 +90,13 @@ class ProcessPool:
                 freed.set()
                 del self._freeing[slot]
 
+    def warm_has_ended(self) -> None:
+        """Nobody is left to tell what ends."""
+        self.warm = None
+        for _, freed in self._freeing.values():
+            freed.set()
+        self._freeing.clear()
+
     def kill_all(self) -> None:
         """SIGKILL, without waiting for their ends."""
         for process in self.processes.values():
@@ -180,6 +187,8 @@ class ProcessPool:
             with suppress(TimeoutError):
                 async with asyncio.timeout(FREED_S):
                     await freed.wait()
+            # Whoever comes after this one has waited long enough, too.
+            self._freeing = {slot: it for slot, it in self._freeing.items() if it[1] is not freed}
         return launch if launch.job.code is None else await self._code.complete(launch)
 
     def _kill(self, incarnation: Incarnation, what: str, reason: str) -> None:

@@ -252,6 +252,9 @@ class World:
         for worker in list(agent.supervisor._state.workers.values()):
             if worker.incarnation == trainer.incarnation and worker.pid is not None:
                 agent.warm.exited(worker.pid, exit_code, signal)
+                if worker.pid % 2 and (exit_code or signal):  # its end is seen before it is told
+                    how = exit_code, signal
+                    agent.process.later(0.0, agent.supervisor.ending, worker.incarnation, how)
 
     # ---- the transcript
 

@@ -35,6 +35,7 @@ from oobleck.worker.runtime.device import (
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.aborts import Aborts
 from oobleck.worker.transport.nccl.communicators import Communicators, stamps_of
+from oobleck.worker.transport.nccl.connect import LIMIT_S, STATE_LIMIT_S
 from oobleck.worker.transport.nccl.group import GroupMaker, NcclMaker
 from oobleck.worker.transport.nccl.lines import Name
 from oobleck.worker.transport.nccl.transport import NcclTransport
@@ -258,6 +259,7 @@ class Connector:
             at_once=at_once,
             late=any(one.late for one in said),
             moves_state=bool(ways),
+            limit_s=STATE_LIMIT_S if ways else LIMIT_S,
         )
 
     def release(self) -> None:

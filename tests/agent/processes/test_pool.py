@@ -112,7 +112,7 @@ def test_workers_on_cpus_run_anywhere() -> None:
 GPU = Gpu(name="H100", uuid="GPU-1", memory_bytes=80 << 30, visible="0")
 
 
-async def after_an_early_end(gpus: tuple[Gpu, ...], ends: bool) -> list[bool]:
+async def after_an_early_end(gpus: tuple[Gpu, ...], ends: str) -> list[bool]:
     """Whether the process in the place of one whose end was told early has its launch at once, and
     once that one has ended, where it does."""
     pool, started = pool_of(gpus, 1)
@@ -127,17 +127,25 @@ async def after_an_early_end(gpus: tuple[Gpu, ...], ends: bool) -> list[bool]:
         assert isinstance(asked, ForkAsked)
         assert asked.fetches == (not found[0]), "it has as long to get ready from then on"
         pool.has_ended(8)
-        if ends:
+        if ends == "ends":
             pool.has_ended(7)
+        elif ends == "untold":
+            pool.warm_has_ended()
+            pool.warm = Warm()  # type: ignore[assignment]
     found.append(started[1].launch is not None)
+    async with asyncio.TaskGroup() as tasks:
+        pool.perform(fork_of(0), tasks)
+        await asyncio.sleep(0.02)
+        assert started[2].launch is not None, "nobody waits for it twice"
     return found
 
 
 def test_a_gpu_is_free_before_another_process_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asyncio.run(after_an_early_end((GPU,), ends=True)) == [False, True]
+    assert asyncio.run(after_an_early_end((GPU,), ends="ends")) == [False, True]
+    assert asyncio.run(after_an_early_end((GPU,), ends="untold")) == [False, True]
     monkeypatch.setattr(pools, "FREED_S", 0.05)
-    assert asyncio.run(after_an_early_end((GPU,), ends=False)) == [False, True], "not for ever"
+    assert asyncio.run(after_an_early_end((GPU,), ends="never")) == [False, True], "not for ever"
 
 
 def test_a_host_frees_memory_faster_than_it_is_taken() -> None:
-    assert asyncio.run(after_an_early_end((), ends=True)) == [True, True]
+    assert asyncio.run(after_an_early_end((), ends="ends")) == [True, True]

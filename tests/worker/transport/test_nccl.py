@@ -109,12 +109,21 @@ class Cluster:
         *,
         at_once: bool = True,
         late: bool = False,
+        moves_state: bool = False,
     ) -> NcclTransport:
         """One rank's transport in the present meeting."""
         own = self.communicators[self.party.links.index(links.links)]
         told = [stamps_of(each) for each in links.gather(own.told())]
         return NcclTransport(
-            links, links, own, names, told, at_once=at_once, late=late, limit_s=limit_s
+            links,
+            links,
+            own,
+            names,
+            told,
+            at_once=at_once,
+            late=late,
+            moves_state=moves_state,
+            limit_s=limit_s,
         )
 
     def join_alone(self, links: LinkTransport, names: Sequence[Name]) -> NcclTransport:
@@ -951,3 +960,37 @@ def test_all_members_keep_the_same(seed):
             assert said == {len(set(stamps)) == 1 and None not in stamps}, has
             kept += said == {True}
     assert kept > 50
+
+
+def test_groups_of_state_are_gone_before_anything_else_is_launched(cluster):
+    """Also where some other rank sees the end of what moved later, and an abort takes its time."""
+    here = cluster(2)
+    here.party.meet()
+    names: list[Name] = [("state", (0, 1)), ("owners", (0, 1)), *(("link", way) for way in PAIR)]
+    here.ranks[0].faults["abort"] = partial(time.sleep, 0.3)
+    come = threading.Event()
+
+    def move(links: LinkTransport) -> list[bool]:
+        transport = here.join(links, names, moves_state=True)
+        moved = torch.full((3,), float(links.rank))
+        if links.rank == 0:
+            transport.send(moved, 1, 7).wait()
+            transport.complete()
+            come.set()
+        else:
+            transport.receive(moved, 0, 7).wait()
+            come.wait(30)
+            time.sleep(0.1)
+            assert not here.ranks[0].groups[0].is_aborted, "it waits for the others"
+            transport.complete()
+        assert moved.tolist() == [0.0] * 3
+        transport.end_moving()
+        ended = [group.is_aborted for group in here.ranks[links.rank].groups]
+        assert not any(each.name == "abort" for each in threading.enumerate() if links.rank == 0)
+        step_of(transport)
+        transport.dispose()
+        return ended
+
+    for ended in here.party.everywhere(move):
+        assert ended.count(True) == 1
+    here.settle()

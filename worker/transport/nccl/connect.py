@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 #: NCCL finds out about the machines' wires while it makes a communicator.
 LIMIT_S = 60.0
+#: The same where training waits for it, and could go on without: state may go over the host.
+STATE_LIMIT_S = 15.0
 _POLL_S = 0.001
 #: A line's own notes have the part 0.
 _IDENTIFIER_PART = 1
@@ -184,7 +186,7 @@ class Connecting:
         """Make the communicator and begin to connect it. It is kept before: an abort is to end
         that, too."""
         key, links = self._names[name], self._links
-        most_ctas = LINK_CTAS if name[0] == "link" else GROUP_CTAS
+        most_ctas = LINK_CTAS if name[0] in ("link", "state") else GROUP_CTAS
         member = name[1].index(links.rank)
         with peers_may_fail():
             made = self._communicators.make(key, links.epoch, member, identifiers, most_ctas)

@@ -341,6 +341,9 @@ class NcclTransport:
             self._communicators = used
             self._lines = {name: line for name, line in self._lines.items() if name in used}
         self._kept.end(ended)
+        # Before anything else is launched, whose kernels an abort might wait for; and a step needs
+        # their memory.
+        self._kept.settle(self.links.check)
 
     def complete(self) -> None:
         while self._under_way:
