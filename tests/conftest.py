@@ -18,13 +18,19 @@ hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
 
+#: Where real workers train, whatever goes between them.
+_OF_WORKERS = tuple(
+    f"tests/worker/{each}/" for each in ("checkpoint", "preparation", "recovery", "step")
+)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="what engine tests compute on: cpu or cuda:0")
     parser.addoption(
         "--transport",
         choices=("links", "staged", "nccl"),
         help="what goes between workers on CPUs where a test does not say; nccl: a fake of it. By "
-        "default links, and the fake in every other test of tests/worker",
+        "default links, and the fake in every other test of how workers train and recover",
     )
 
 
@@ -38,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     chosen: devices.Transport | None = item.config.getoption("--transport")
     # By its name: the same in every run, however the tests are spread over processes.
-    fakes = item.nodeid.startswith("tests/worker/") and zlib.crc32(item.nodeid.encode()) % 2
+    fakes = item.nodeid.startswith(_OF_WORKERS) and zlib.crc32(item.nodeid.encode()) % 2
     devices.choose_transport(chosen or ("nccl" if fakes else "links"))
 
 

@@ -51,7 +51,6 @@ SAME = make_plan(2, CUTS, [4, 4])
 WITHOUT_E = make_plan(2, [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)]], [5, 3])
 A_B_C = make_plan(3, [[("a", 1), ("b", 3), ("c", 1)]], [8])
 A_C_D = make_plan(3, [[("a", 1), ("c", 2), ("d", 2)]], [8])
-A_B_D = make_plan(3, [[("a", 1), ("b", 2), ("d", 2)]], [8])
 
 
 def rule(
@@ -197,8 +196,7 @@ def test_what_survives_is_not_done_again(
     ("victim", "point", "microbatch", "step", "after"),
     [
         ("d", "before:transfer", None, HIT - 1, A_B_C),
-        # Whose micro-batches pass d: so that one has the layers that it got by then.
-        ("c", "after:Backward", 6, HIT, A_B_D),
+        ("b", "after:Backward", 4, HIT, A_C_D),
         ("b", "reduced", None, HIT, A_C_D),
     ],
     ids=["before the layers have moved", "between backwards", "before the vote"],
@@ -215,7 +213,8 @@ def test_sums_go_on_growing_over_a_second_loss(
     """One dies on the way to the step that is done again, or in it; then layers are cut anew."""
     holds = [rule("a", "before:Vote"), rule("b", "before:Vote"), rule("e", "before:Vote")]
     second = rule(victim, point, microbatch, action="kill_worker", step=step)
-    with Director(warm, make_job(), [*holds, second]) as cluster:
+    # Over NCCL, who gives its layers may go on and die before the other has all of them.
+    with Director(warm, make_job(), [*holds, second], transport="links") as cluster:
         cluster.start("a", "b", "c", "d", "e")
         cluster.assign(FIVE)
         lose(cluster, "e", ["a", "b", "e"])
