@@ -93,9 +93,9 @@ class Forgiven:
             )
             if training and (held := self._held_by_others()):
                 raise NodeError(
-                    f"{self._worker} was out of memory, {often} ({line}), and other processes hold "
-                    f"{format_bytes(held)} of its GPU; end these (nvidia-smi), or start its agent "
-                    "with other --gpus"
+                    f"{self._worker} was out of memory, {often} ({line}), and "
+                    f"{format_bytes(held)} of its GPU are neither torch's nor NCCL's; end other "
+                    "processes there (nvidia-smi), or start its agent with other --gpus"
                 ) from error
             if training:
                 raise torch.OutOfMemoryError(f"{line}; {often}") from error

@@ -42,7 +42,9 @@ def test_memory_that_others_hold_is_the_nodes_fault_and_not_the_jobs() -> None:
     forgiven.recorded = 4
     held = 7 << 30
     assert forgiven.short_of_memory(SHORT, training=True), "they may be about to end"
-    with pytest.raises(NodeError, match=r"twice in a row .* hold 7.0 GiB of its GPU; end"):
+    with pytest.raises(
+        NodeError, match=r"twice in a row .* and 7.0 GiB of its GPU are neither torch's"
+    ):
         forgiven.short_of_memory(SHORT, training=True)
 
 
