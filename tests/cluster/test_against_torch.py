@@ -1,0 +1,129 @@
+"""What users bring, trained on a real cluster and by a plain loop of torch in float64.
+
+Each case runs on one worker, on two workers that share a stage, and on four nodes of which one is
+killed in a backward. A plain loop knows nothing of this project but the initial weights and the
+order of samples.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.support.client import Record
+from bench.support.cluster import LocalCluster
+from bench.support.preloaded import Preloaded
+from support import own_models, plain_loop
+from support.clusters import PATIENT, make_whole
+from support.folders import ROOT
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+SUPPORT = ROOT / "tests" / "support"
+#: The step in which a node of four is killed.
+KILL_STEP = 4
+STEPS = 8
+#: Agents learn of faults when they start, by the names of jobs.
+CASES = ("pairs",)
+FAULTS: list[dict[str, object]] = [
+    {
+        "worker": {"node": "n3", "slot": 0},
+        "point": "after:Backward",
+        "job": f"{case}-4",
+        "step": KILL_STEP,
+        "action": "kill_node",
+    }
+    for case in CASES
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """A cluster of `count` workers."""
+
+    cluster: LocalCluster
+    count: int
+
+    def train(self, case: str, **job: Any) -> list[Record]:
+        """Run `job` to its end and return its metrics; of four nodes n3 is lost on the way.
+
+        `case` names the job and is one of CASES; `job` has at least `model` and `data`, and its
+        `training` is merged into the defaults here.
+        """
+        job_id = self.cluster.submit(self._job(case, **job))
+        assert self.cluster.wait_end(job_id) == "succeeded", self.cluster.end_of(job_id)
+        told = self.cluster.events(job_id, "reconfigured")
+        lost = [node for record in told for node in record["nodes_lost"]]
+        assert lost == (["n3"] if self.count == 4 else []), told
+        metrics = self.cluster.metrics(job_id)
+        assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
+        return metrics
+
+    def _job(self, case: str, *, training: Any = None, **more: Any) -> dict[str, Any]:
+        assert case in CASES, "add it: agents learn of faults when they start"
+        defaults = {
+            "steps": STEPS,
+            "global_batch": plain_loop.BATCH,
+            "microbatch": plain_loop.MICROBATCH,
+            "seed": plain_loop.SEED,
+            "precision": "fp64",
+            "optimizer": {"name": "adamw", "lr": plain_loop.RATE},
+        }
+        if self.count == 4:
+            defaults["pipeline_schedule"] = "1f1b"  # the fault's point is one of its instructions
+            more.setdefault("resources", {"min_nodes_per_pipeline": 2})
+        return {
+            "name": f"{case}-{self.count}",
+            "training": {**defaults, **(training or {})},
+            "profile": "estimate",
+            "fault_tolerance": 1 if self.count == 4 else 0,
+            **more,
+        }
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded
+) -> Iterator[LocalCluster]:
+    state_dir = tmp_path_factory.mktemp("against") / "state"
+    with LocalCluster(
+        1, state_dir=state_dir, fault_plan=FAULTS, options=PATIENT, preloaded=preloaded
+    ) as cluster:
+        yield cluster
+
+
+# Of the module, so that all cases of a shape run before the next shape.
+@pytest.fixture(scope="module", params=[1, 2, 4], ids=["one", "two", "four"])
+def shape(request: pytest.FixtureRequest, cluster: LocalCluster) -> int:
+    count: int = request.param
+    make_whole(cluster, set())
+    return count
+
+
+@pytest.fixture
+def workers(shape: int, cluster: LocalCluster) -> Workers:
+    if shape == 2:
+        make_whole(cluster, {"n1"}, "--workers", "2")
+    else:
+        make_whole(cluster, {f"n{number + 1}" for number in range(shape)})
+    return Workers(cluster=cluster, count=shape)
+
+
+def own(function: str, path: Path = SUPPORT, **arguments: object) -> dict[str, object]:
+    """A model or data set of a user: `module:function` in the folder `path`."""
+    return {"python": function, "path": str(path), "arguments": arguments}
+
+
+def losses(metrics: list[Record]) -> list[float]:
+    return [line["loss"] for line in metrics]
+
+
+def test_dicts_tuples_masks_and_tied_parameters(workers: Workers) -> None:
+    metrics = workers.train("pairs", model=own("own_models:pairs"), data=own("own_models:Pairs"))
+    expected, _ = plain_loop.plain_loop(
+        own_models.pairs, own_models.Pairs(), torch.float64, steps=STEPS
+    )
+    assert losses(metrics) == pytest.approx(expected, rel=1e-12, abs=0)
