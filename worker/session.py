@@ -148,11 +148,15 @@ class Session:
         ready = Ready(pid=pid, card=context.links.card.text, data=context.inputs.hex())
         context.control.report(ready)
         wish = context.control.wait_next(self._entered)
+
+        def overruled() -> bool:
+            return context.control.is_overruled(self._entered)
+
         try:
             while True:
                 wish = self._measure(wish) if isinstance(wish, Measure) else self._enter(wish)
         except torch.AcceleratorError as error:
-            if self._forgiven.follows_a_loss(error):
+            if self._forgiven.follows_a_loss(error, overruled):
                 raise HelperLost(
                     f"{context.worker}: the GPU has failed at the loss of a worker ({error}), to "
                     "whose memory it may have written; the process is replaced"
@@ -255,7 +259,8 @@ class Session:
         return fed, membership.transport.gather(standing)
 
     def _leave(self, membership: Membership | None, *, orderly: bool) -> None:
-        self._forgiven.leave(orderly=orderly)
+        overruled = self._context.control.is_overruled(self._entered)
+        self._forgiven.leave(after_a_loss=overruled or not orderly)
         self._context.timeline.leave()
         with self._context.timeline.phase("leave"):
             if membership is not None:

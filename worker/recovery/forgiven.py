@@ -4,10 +4,11 @@ A step that fails for want of memory is done once more, and so is a worker's way
 Where it fails again, the job is at fault, but its node where others hold memory of the GPU.
 Memory of another process that cannot be mapped may be that of one that has ended. A device that
 fails as a worker of the same node is lost may have failed for that: NCCL writes into such a one's
-memory. Owns what is known for these, over all generations of one worker; must not know how a
+memory. The failure may be seen before the loss is, so the verdict waits for word of one. Owns what is known for these, over all generations of one worker; must not know how a
 generation is left.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -31,8 +32,10 @@ from oobleck.worker.state.progress import TrainingProgress
 _MOST_SHORT = 3
 _SHORT_WITHIN = 100
 
-#: By then a worker hears of the end of another one on its node.
-_LOSS_TOLD_S = 1.0
+#: A worker hears of the end of another one on its node within this: the kernel frees a process's
+#: memory before it closes the links, and a busy machine is slow to tell. A sick GPU waits for it.
+_LOSS_TOLD_S = 5.0
+_POLL_S = 0.05
 
 
 class Forgiven:
@@ -54,20 +57,21 @@ class Forgiven:
         self.recorded = 0
         #: The processes of the meeting in which one's memory could not be mapped; None: it could.
         self._unmapped_with: tuple[str, ...] | None = None
-        #: Where other workers of this node are in the generation too: its membership, and the step
-        #: committed last when a peer was lost.
+        #: The newest generation that this worker has been in, if other workers of its node were in
+        #: it too.
         self._beside: Membership | None = None
+        #: The step committed last when such a generation ended with a loss.
         self._lost_after: int | None = None
 
     def enter(self, membership: Membership) -> None:
-        if any(peer.node == self._worker.node for peer in membership.peers):
-            self._beside = membership
+        neighbours = any(peer.node == self._worker.node for peer in membership.peers)
+        self._beside = membership if neighbours else None
 
-    def leave(self, *, orderly: bool) -> None:
-        """A disorderly end is that of one that has lost a peer."""
-        if self._beside is not None and not orderly:
+    def leave(self, *, after_a_loss: bool) -> None:
+        """Note how the generation ended: with a loss that this worker saw or that the master did,
+        whose abrupt change may come before the links tell of it."""
+        if self._beside is not None and after_a_loss:
             self._lost_after = self._progress.committed
-        self._beside = None
 
     def short_of_memory(self, error: Exception, *, training: bool) -> bool:
         """Whether memory was short and what failed is tried once more, with the cache empty then
@@ -123,11 +127,21 @@ class Forgiven:
             ) from error
         self._unmapped_with = present
 
-    def follows_a_loss(self, error: torch.AcceleratorError) -> bool:
-        """Whether a worker that shares this one's node may have been lost since the step committed
-        last: then the device's failure may come of that, and says nothing of the device."""
+    def follows_a_loss(self, error: torch.AcceleratorError, overruled: Callable[[], bool]) -> bool:
+        """Return whether a worker of this node may have been lost since the step committed last:
+        then the device's failure may come of that, and says nothing of the device.
+
+        `overruled`: whether an abrupt change has been pushed, which follows a loss that the master
+        knows of. Waits up to `_LOSS_TOLD_S` for either.
+        """
         if whose_fault(error) != "node":
             return False
-        if self._beside is not None and self._beside.is_lost(_LOSS_TOLD_S):
+        if self._lost_after == self._progress.committed:
             return True
-        return self._lost_after == self._progress.committed
+        if self._beside is None:
+            return False
+        deadline = time.monotonic() + _LOSS_TOLD_S
+        while not (self._beside.is_lost(_POLL_S) or overruled()):
+            if time.monotonic() > deadline:
+                return False
+        return True

@@ -96,6 +96,11 @@ class Control:
         with self._changed:
             self._on_abrupt = callback
 
+    def is_overruled(self, generation: Generation) -> bool:
+        """Return whether an abrupt generation newer than `generation` has been pushed."""
+        abrupt = self._abrupt
+        return abrupt is not None and abrupt.plan.generation > generation
+
     def check_wanted(self, generation: Generation) -> None:
         """Raise Superseded when an abrupt generation newer than `generation` has been pushed."""
         abrupt = self._abrupt

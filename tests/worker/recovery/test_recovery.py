@@ -441,22 +441,25 @@ def test_a_step_that_fails_for_want_of_memory_is_tried_once_more(
         assert losses == pytest.approx(list(undisturbed.values())[:4], rel=1e-12)
 
 
-@pytest.mark.parametrize("after_a_loss", [True, False])
+@pytest.mark.parametrize("loss", ["seen", "only by the master", "none"])
 def test_a_device_that_fails_at_the_loss_of_a_neighbour_is_not_its_nodes_fault(
-    warm: WarmWorkers, after_a_loss: bool
+    warm: WarmWorkers, loss: str
 ) -> None:
     before = make_plan(1, [[("a", 2), ("a", 3)], [("b", 5)]], [4, 4])
     without = make_plan(2, [[("a", 5)], [("b", 5)]], [4, 4])
-    point, generation = ("before:rendezvous", 2) if after_a_loss else ("before:Backward", 1)
+    point, generation = ("before:Backward", 1) if loss == "none" else ("before:rendezvous", 2)
     faults = [fault("a", point, step=None, generation=generation, action="device_fails")]
-    told = "the GPU has failed at the loss of a worker" if after_a_loss else "the GPU has failed: "
-    with Director(warm, job(), faults) as cluster:
+    told = (
+        "the GPU has failed: " if loss == "none" else "the GPU has failed at the loss of a worker"
+    )
+    with Director(warm, job(steps=100_000), faults) as cluster:
         cluster.start("a", "a/1", "b")
         cluster.assign(before)
-        if after_a_loss:
+        if loss != "none":
             cluster.wait(lambda: 2 in cluster.records, "two steps")
-            cluster.kill("a/1")
-            cluster.wait(lambda: cluster.workers[worker_named("a/1")].gone, "the loss")
+            if loss == "seen":
+                cluster.kill("a/1")
+                cluster.wait(lambda: cluster.workers[worker_named("a/1")].gone, "the loss")
             cluster.assign(without)
         with pytest.raises(AssertionError, match=rf"a/0 failed: a/0: {told}"):
             cluster.wait(lambda: False, "the device's failure")
