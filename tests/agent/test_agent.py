@@ -47,6 +47,7 @@ from oobleck.proto.health import ALIVE, CHECK, READY
 from oobleck.proto.protocol import NEWEST, OLDEST_MASTER
 from oobleck.proto.status import read_status
 from oobleck.proto.types import Hung, WorkerExited
+from support import loops
 from support.folders import SUPPORT
 from support.scripted_master import QUICK, ScriptedMaster, Stream, job, plan
 from support.waiting import PATIENCE_S, all_gone, until
@@ -111,7 +112,7 @@ def scenario(body: Callable[[], Awaitable[None]]) -> Callable[[], None]:
     """Runs an asynchronous test."""
 
     def run() -> None:
-        asyncio.run(asyncio.wait_for(body(), 150))  # type: ignore[arg-type]
+        loops.run(asyncio.wait_for(body(), 150))  # type: ignore[arg-type]
 
     run.__doc__, run.__name__ = body.__doc__, body.__name__
     return run
@@ -385,7 +386,7 @@ def test_a_fork_that_fails_is_tried_again_and_costs_no_other_worker(
             assert warm.is_running()
             assert stream.reports(WorkerExited) == []
 
-    asyncio.run(body())
+    loops.run(body())
 
 
 @scenario
@@ -598,7 +599,7 @@ def test_kill_9_of_the_agent_leaves_nothing_behind(state: str) -> None:
             await agent.ended()
             await agent.gone()
 
-    asyncio.run(body())
+    loops.run(body())
 
 
 #: A hang is found within two seconds, which a machine's own delays are not.

@@ -19,6 +19,7 @@ from oobleck.host.gpu.sample import Sample, Xid
 from oobleck.planner.ids import NodeName
 from oobleck.proto.status import read_status, status_message
 from oobleck.proto.types import NodeStatus
+from support import loops
 from support.agents import Node
 from support.folders import SUPPORT
 
@@ -100,7 +101,7 @@ def watched(command: list[str], problems: int = 1) -> list[Sample]:
         watching = asyncio.create_task(watch(os.environ, tell, command))
         await asyncio.wait([watching])
 
-    asyncio.run(until_it_ends())
+    loops.run(until_it_ends())
     return told
 
 
@@ -159,7 +160,7 @@ def test_no_second_process_is_started_while_the_driver_holds_the_first(
         await asyncio.wait([watching])
         assert starts.read_text() == "start\nstart\n"
 
-    asyncio.run(look())
+    loops.run(look())
 
 
 def test_without_a_driver_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:

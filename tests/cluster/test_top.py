@@ -6,6 +6,7 @@ import re
 import pytest
 
 from bench.support.cluster import LocalCluster
+from support import loops
 from support.page import shown
 
 pytestmark = pytest.mark.cluster
@@ -49,4 +50,4 @@ def test_a_page_over_a_cluster_that_loses_a_node(small_cluster: LocalCluster, te
             await page.press("c", "y")
             await page.see(f"{job_id}  cancelled")
 
-    asyncio.run(watch())
+    loops.run(watch())

@@ -38,6 +38,7 @@ from oobleck.proto.assignments import assignment_message, read_assignment
 from oobleck.proto.bounds import check_bounds
 from oobleck.proto.detection import read_welcome
 from oobleck.proto.types import Assignment
+from support import loops
 from support.plans import plan_of_cuts
 from support.scripted_master import job
 
@@ -101,7 +102,7 @@ def test_wrong_frames_are_told_apart(wire: str) -> None:
             with contextlib.suppress(ValueError, ConnectionError):
                 while channel.receive() is not None:
                     read += 1
-        assert asyncio.run(_by_the_agent(data, kind)) >= 0, number
+        assert loops.run(_by_the_agent(data, kind)) >= 0, number
     assert read > CASES // len(RIGHT) // 4
 
 

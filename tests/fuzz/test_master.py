@@ -3,7 +3,6 @@
 `make soak` sends more than a hundred thousand. OOBLECK_FUZZ=SEED:FIRST-LAST repeats those cases.
 """
 
-import asyncio
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ from fuzz.fuzzer import Fuzzer, memory, witnessed
 from fuzz.mutation import REQUESTS
 
 from oobleck.proto import control_pb2 as pb
+from support import loops
 from support.fake_agent import master
 
 #: Long enough for a machine that does much else.
@@ -51,7 +51,7 @@ def test_wrong_messages_change_nothing(tmp_path: Path) -> None:
         text, _, span = again.partition(":")
         seed, first, last = int(text), *map(int, span.split("-"))
         last += 1
-    fuzzer = asyncio.run(fuzz(tmp_path, seed, (), range(first, last)))
+    fuzzer = loops.run(fuzz(tmp_path, seed, (), range(first, last)))
     if not again:
         assert fuzzer.mutations > 2500
         # Neither is all of it refused at the door, nor all of it taken.
@@ -63,5 +63,5 @@ def test_wrong_messages_change_nothing(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(100, 104))
 def test_a_hundred_thousand_wrong_messages(tmp_path: Path, seed: int) -> None:
-    fuzzer = asyncio.run(fuzz(tmp_path, seed, range(2000), range(2000, 10_000)))
+    fuzzer = loops.run(fuzz(tmp_path, seed, range(2000), range(2000, 10_000)))
     assert fuzzer.mutations > 25_000

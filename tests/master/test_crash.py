@@ -21,6 +21,7 @@ from oobleck.master.events.jobs import JobWaiting
 from oobleck.master.storage.journal import Journal
 from oobleck.planner.ids import Generation, JobId
 from oobleck.proto import control_pb2 as pb
+from support import loops
 from support.fake_agent import DEADLINE_S, QUICK, FakeAgent, MasterProcess, master, operator
 from support.scenario import UNIX, Player, record
 
@@ -174,7 +175,7 @@ def test_killed_at_any_point_of_a_turn_nothing_is_lost_and_nothing_comes_twice(
             await drill.end()
 
     try:
-        asyncio.run(test())
+        loops.run(test())
     finally:
         drill.master.close()
     assert drill.crashes == len(crash_at), "a point was not reached"
@@ -225,7 +226,7 @@ def test_killed_while_a_snapshot_takes_the_journals_place_nothing_is_lost(
             assert status.state == "waiting for nodes"
 
     with master(state) as running:
-        asyncio.run(ask(running.address))
+        loops.run(ask(running.address))
     assert (state / "journal.log").stat().st_size < full / 10
     events = lines(state, "events.jsonl")
     assert [event["id"] for event in events] == list(range(1, len(events) + 1))

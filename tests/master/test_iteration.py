@@ -21,6 +21,7 @@ from oobleck.master.storage.journal import Journal
 from oobleck.planner.ids import JobId, NodeName
 from oobleck.proto.protocol import OLDEST
 from oobleck.proto.types import NodeStatus, Registration
+from support import loops
 from support.scenario import facts_of, job_spec, record
 
 LIMIT_S = 60.0
@@ -94,7 +95,7 @@ def test_a_master_that_is_stopped_in_its_turn_convicts_nobody(tmp_path: Path) ->
                 await master.requests.change_trust(stop)
             await is_there(master)
 
-    asyncio.run(play())
+    loops.run(play())
 
 
 def test_what_is_wrong_with_a_node_when_it_is_undrained_is_journaled(tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ def test_what_is_wrong_with_a_node_when_it_is_undrained_is_journaled(tmp_path: P
             await turned(master)
             assert master.state.nodes[N1].excused == {"GPU 0: lost", "GPU 1: lost"}
 
-    asyncio.run(play())
+    loops.run(play())
 
 
 def test_what_came_just_before_a_pause_says_nothing_about_it(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_what_came_just_before_a_pause_says_nothing_about_it(tmp_path: Path) -> 
             clock.jump()
             await is_there(master)
 
-    asyncio.run(play())
+    loops.run(play())
 
 
 def test_an_agent_that_is_gone_before_its_turn_has_no_session(tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_an_agent_that_is_gone_before_its_turn_has_no_session(tmp_path: Path) ->
                 await turned(master)
             assert not list(master.sessions)
 
-    asyncio.run(play())
+    loops.run(play())
 
 
 def test_a_checkpoint_of_a_job_that_was_just_forgotten_is_none(tmp_path: Path) -> None:
@@ -142,7 +143,7 @@ def test_a_checkpoint_of_a_job_that_was_just_forgotten_is_none(tmp_path: Path) -
             assert await master.requests.save("r1", JobId("gone-1")) == 0
             await turned(master)  # and the master goes on
 
-    asyncio.run(play())
+    loops.run(play())
 
 
 def test_a_job_is_known_to_have_records_that_wait_for_others(tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ def test_a_job_is_known_to_have_records_that_wait_for_others(tmp_path: Path) -> 
                 await turned(master)
                 assert master.state.jobs[job_id].seen.steps.records_wait == waits
 
-    asyncio.run(play())
+    loops.run(play())
 
 
 def test_records_behind_lost_ones_count_and_are_acknowledged(tmp_path: Path) -> None:
@@ -173,4 +174,4 @@ def test_records_behind_lost_ones_count_and_are_acknowledged(tmp_path: Path) -> 
                 await turned(master)
             assert master.state.jobs[job_id].seen.steps.committed_step == 5
 
-    asyncio.run(play())
+    loops.run(play())

@@ -1,6 +1,5 @@
 """Whatever operators and agents call things, the master writes nowhere but in its folder."""
 
-import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ import grpc
 import pytest
 
 from oobleck.proto import control_pb2 as pb
+from support import loops
 from support.fake_agent import FakeAgent, MasterProcess, master, operator
 
 JOB = """
@@ -91,7 +91,7 @@ def test_a_hostile_name_is_refused_everywhere(running: MasterProcess, name: str)
         return found
 
     known = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
-    found = asyncio.run(codes())
+    found = loops.run(codes())
     assert set(found) <= known, found
     assert found[0] is grpc.StatusCode.INVALID_ARGUMENT
 
@@ -109,7 +109,7 @@ def test_an_agent_of_a_hostile_name_is_refused(running: MasterProcess, name: str
         finally:
             await agent.disconnect()
 
-    asyncio.run(register())
+    loops.run(register())
 
 
 @pytest.mark.parametrize(
@@ -137,4 +137,4 @@ def test_what_an_agent_tells_of_no_job_of_ours_is_written_nowhere(
         await agent.until(lambda: agent.ended)
         await agent.disconnect()
 
-    asyncio.run(tell())
+    loops.run(tell())

@@ -16,6 +16,7 @@ from oobleck.master.storage.journal import Journal
 from oobleck.master.tracking import Tracking, last_line, wanted
 from oobleck.planner.ids import JobId
 from oobleck.planner.job.spec import JobSpec
+from support import loops
 from support.scenario import job_spec
 
 
@@ -91,6 +92,6 @@ def test_a_copy_that_cannot_be_written_is_told_and_tried_again(tmp_path: Path) -
     log, handler = logging.getLogger("oobleck.master.tracking"), Heard()
     log.addHandler(handler)
     try:
-        asyncio.run(run())
+        loops.run(run())
     finally:
         log.removeHandler(handler)

@@ -1,6 +1,5 @@
 """The health port over a real socket: what it answers, and that nothing else is there."""
 
-import asyncio
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from oobleck.proto.health import ALIVE, CHECK, READY, HealthPort
+from support import loops
 
 SERVING = HealthCheckResponse.SERVING
 NOT_SERVING = HealthCheckResponse.NOT_SERVING
@@ -38,7 +38,7 @@ def with_port(ready: Callable[[], bool], *services: str) -> list[Any]:
         finally:
             await port.stop()
 
-    return asyncio.run(run())
+    return loops.run(run())
 
 
 def test_a_daemon_is_alive_and_ready_or_not_yet() -> None:

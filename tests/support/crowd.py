@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from oobleck.planner.job.file import format_job
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
+from support import loops
 from support.fake_agent import DEADLINE_S, FakeAgent
 from support.scenario import job_spec
 
@@ -58,4 +59,4 @@ def run(test: Coroutine[object, object, None]) -> None:
         async with asyncio.timeout(150):
             await test
 
-    asyncio.run(bounded())
+    loops.run(bounded())

@@ -136,8 +136,10 @@ class FakeAgent:
 
     # ---- the session
 
-    async def connect(self, address: str, *, reading: bool = True) -> None:
-        """Register; with `reading` off, the agent leaves all that it is told unread."""
+    async def connect(self, address: str, *, reading: bool = True, beating: bool = True) -> None:
+        """Register. With `reading` off, the agent leaves all that it is told unread; with `beating`
+        off it writes only what it is asked to: of a call that the master ends during a write, gRPC
+        tells INTERNAL in place of the master's reason."""
         self._channel = grpc.aio.insecure_channel(address)
         self._outgoing = asyncio.Queue()
         self.refused = self.ended = self.welcome = None
@@ -150,7 +152,8 @@ class FakeAgent:
         if reading:
             self._tasks.append(asyncio.create_task(self._read(call)))
             await self.until(lambda: self.welcome or self.refused or self.ended)
-        self._tasks.append(asyncio.create_task(self._beat()))
+        if beating:
+            self._tasks.append(asyncio.create_task(self._beat()))
 
     async def disconnect(self) -> None:
         """The stream closes as it does when the agent is killed."""

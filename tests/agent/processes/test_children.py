@@ -11,6 +11,7 @@ import pytest
 from oobleck.agent.processes.children import Listener, WorkerProcess
 from oobleck.host.ipc.messages import Launch
 from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
+from support import loops
 from support.scripted_master import job
 from support.waiting import PATIENCE_S
 
@@ -47,5 +48,5 @@ def test_a_process_that_does_not_get_its_launch_is_ended(
             process.gone()
 
     with child:
-        assert asyncio.run(run()) == -signal.SIGKILL
+        assert loops.run(run()) == -signal.SIGKILL
     assert "a disk of its own kind" in caplog.text

@@ -19,6 +19,7 @@ from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.file import parse_job
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.wheel import stored_as
+from support import loops
 from support.wheels import wheel_of
 
 JOB = parse_job(
@@ -57,7 +58,7 @@ def complete(cache: CodeCache, *launches: Launch) -> list[Launch]:
     async def all_at_once() -> list[Launch]:
         return await asyncio.gather(*map(cache.complete, launches))
 
-    return asyncio.run(all_at_once())
+    return loops.run(all_at_once())
 
 
 def test_all_workers_of_a_node_get_one_folder_which_they_may_load_from(tmp_path: Path) -> None:
@@ -171,6 +172,6 @@ def test_a_worker_has_as_long_to_get_ready_however_slowly_its_code_comes() -> No
         assert isinstance(told, Launch)
         return told
 
-    told = asyncio.run(run())
+    told = loops.run(run())
     assert told.ready_by is not None
     assert told.ready_by >= 100.0 + 0.9 * waited_s

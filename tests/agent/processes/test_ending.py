@@ -12,6 +12,7 @@ import pytest
 
 from oobleck.agent.processes import ending
 from oobleck.agent.processes.ending import EndWatch, How
+from support import loops
 from support.waiting import PATIENCE_S
 
 #: Has threads and so much memory that it takes the kernel some hundredths of a second to free.
@@ -67,7 +68,7 @@ def test_it_is_told_before_the_memory_is_freed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ending, "LOOK_S", 0.002)
     for _ in range(5):  # on a busy machine this process may not run in between
         with running(LARGE) as process:
-            how, too_late = asyncio.run(told(process))
+            how, too_late = loops.run(told(process))
         assert how == (None, signal.SIGKILL)
         if not too_late:
             return
@@ -90,7 +91,7 @@ def test_how_one_ends_by_itself(code: int, how: How | None) -> None:
             watch.stop()
         return found
 
-    assert asyncio.run(run()) == ([] if how is None else [how])
+    assert loops.run(run()) == ([] if how is None else [how])
 
 
 def test_of_one_that_is_gone_or_is_not_watched_any_more_nothing_is_told() -> None:
@@ -108,4 +109,4 @@ def test_of_one_that_is_gone_or_is_not_watched_any_more_nothing_is_told() -> Non
                 watch.stop()
         return found
 
-    assert asyncio.run(run()) == []
+    assert loops.run(run()) == []

@@ -16,6 +16,7 @@ from oobleck.host.gpu.choice import Gpu
 from oobleck.host.ipc.messages import Launch
 from oobleck.host.system.environment import Environment
 from oobleck.planner.ids import Incarnation, JobId, NodeName
+from support import loops
 from support.scripted_master import job
 
 
@@ -93,7 +94,7 @@ def test_each_worker_sees_the_next_gpu_alone_and_runs_near_it() -> None:
         Gpu(name="H100", uuid=name, memory_bytes=80 << 30, visible=name, cpus=cpus)
         for name, cpus in near.items()
     )
-    found = asyncio.run(launched(gpus, 3))
+    found = loops.run(launched(gpus, 3))
     assert [(each.visible, each.cpus) for each in found] == [
         ("2", (0, 1)),
         ("GPU-12ab", (8, 9)),
@@ -105,7 +106,7 @@ def test_each_worker_sees_the_next_gpu_alone_and_runs_near_it() -> None:
 
 
 def test_workers_on_cpus_run_anywhere() -> None:
-    (found,) = asyncio.run(launched((), 1))
+    (found,) = loops.run(launched((), 1))
     assert (found.device, found.visible, found.cpus) == ("cpu", "", ())
 
 
@@ -141,11 +142,11 @@ async def after_an_early_end(gpus: tuple[Gpu, ...], ends: str) -> list[bool]:
 
 
 def test_a_gpu_is_free_before_another_process_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asyncio.run(after_an_early_end((GPU,), ends="ends")) == [False, True]
-    assert asyncio.run(after_an_early_end((GPU,), ends="untold")) == [False, True]
+    assert loops.run(after_an_early_end((GPU,), ends="ends")) == [False, True]
+    assert loops.run(after_an_early_end((GPU,), ends="untold")) == [False, True]
     monkeypatch.setattr(pools, "FREED_S", 0.05)
-    assert asyncio.run(after_an_early_end((GPU,), ends="never")) == [False, True], "not for ever"
+    assert loops.run(after_an_early_end((GPU,), ends="never")) == [False, True], "not for ever"
 
 
 def test_a_host_frees_memory_faster_than_it_is_taken() -> None:
-    assert asyncio.run(after_an_early_end((), ends="ends")) == [True, True]
+    assert loops.run(after_an_early_end((), ends="ends")) == [True, True]

@@ -12,6 +12,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from oobleck.cli.dashboard.security import connection
+from support import loops
 
 _LONGEST_S = 30.0
 
@@ -35,7 +36,7 @@ def test_what_sends_no_whole_request_is_cut_off(
         with contextlib.suppress(ConnectionResetError):
             await reader.read()
 
-    asyncio.run(_served(visit))
+    loops.run(_served(visit))
 
 
 def test_a_stream_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +46,7 @@ def test_a_stream_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
         writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
         assert (await reader.read()).count(b"more") == 10
 
-    asyncio.run(_served(visit))
+    loops.run(_served(visit))
 
 
 async def _served(

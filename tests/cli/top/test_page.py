@@ -1,6 +1,5 @@
 """What stands on the page of `oobleck top`, and what its keys do."""
 
-import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ import pytest
 from oobleck.cli.top.story import MOST_CHARACTERS, MOST_EVENTS, MOST_INCIDENTS, MOST_LINES, Story
 from oobleck.host.ipc.endpoint import choose_endpoint
 from oobleck.proto import control_pb2 as pb
+from support import loops
 from support.commands import end
 from support.commands import run as run_command
 from support.operators_master import answering
@@ -122,7 +122,7 @@ def on_a_page(
             async with shown(address, size=size) as page:
                 await test(page)  # type: ignore[misc]
 
-    asyncio.run(run())
+    loops.run(run())
 
 
 def test_all_that_matters_fits_80_columns_and_24_lines() -> None:
@@ -239,7 +239,7 @@ def test_the_page_outlives_the_master() -> None:
         finally:
             await context.__aexit__(None, None, None)
 
-    asyncio.run(run())
+    loops.run(run())
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +271,7 @@ def test_what_a_viewer_may_not_do_is_said_in_one_line(
             assert "operator" in line
             assert "demo-1  waiting for nodes" in page.text
 
-    asyncio.run(run())
+    loops.run(run())
 
 
 def test_a_story_stays_within_bounds() -> None:

@@ -1,6 +1,5 @@
 """The process that looks at a host: what hangs in it, and what does not answer or ends."""
 
-import asyncio
 import os
 import threading
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from oobleck.host.doctor.orders import (
     Way,
 )
 from oobleck.host.doctor.process import Doctor
+from support import loops
 
 
 def ask(*orders: Order) -> list[Answer]:
@@ -35,7 +35,7 @@ def ask(*orders: Order) -> list[Answer]:
         finally:
             await doctor.close()
 
-    return asyncio.run(one_after_the_other())
+    return loops.run(one_after_the_other())
 
 
 def test_one_process_looks_listens_and_measures() -> None:
@@ -73,7 +73,7 @@ def test_one_that_hangs_or_says_something_else_is_replaced(
         finally:
             await doctor.close()
 
-    first, second = asyncio.run(both())
+    first, second = loops.run(both())
     assert isinstance(first, Unable)
     assert reason in first.reason
     assert second == Done()

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from oobleck.host.metrics.families import Durations, Family, Reading, single
 from oobleck.host.metrics.page import MOST_CONNECTIONS, MetricsPage, bind
+from support import loops
 
 GAUGE = Family("gauge", "probe_bytes", "Some bytes.", ("name",))
 COUNTER = Family("counter", "probe_reads_total", "How often it was read.")
@@ -62,7 +63,7 @@ def test_the_page_is_what_prometheus_reads() -> None:
             wish = "accept: application/openmetrics-text;version=1.0.0,text/plain;q=0.5\r\n\r\n"
             return plain, (await ask(address, GET + wish))[1]
 
-    plain, with_units = asyncio.run(run())
+    plain, with_units = loops.run(run())
     found = {family.name: family for family in text_string_to_metric_families(plain)}
     (gauge,) = found["probe_bytes"].samples
     assert (gauge.labels, gauge.value) == ({"name": 'a "quoted" \n name'}, 4096)
@@ -100,7 +101,7 @@ def test_what_is_no_request_for_it(request_: str, status: str) -> None:
             assert (await ask(address, GET + "\r\n"))[0] == "200 OK"
             return told
 
-    assert asyncio.run(run()) == status
+    assert loops.run(run()) == status
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_how_a_reader_may_ask(headers: str, served_as: str) -> None:
             head = await ask(address, f"HEAD /metrics HTTP/1.1\r\n{headers}\r\n\r\n")
             return page, head, await ask(address, f"HEAD / HTTP/1.1\r\n{headers}\r\n\r\n")
 
-    page, *heads = asyncio.run(run())
+    page, *heads = loops.run(run())
     assert page.endswith("# EOF\n") == (served_as == "openm")
     assert heads == [("200 OK", ""), ("404 Not Found", "")]
 
@@ -137,7 +138,7 @@ def test_strangers_keep_nobody_from_the_page() -> None:
             for _, writer in silent:
                 writer.close()
 
-    asyncio.run(run())
+    loops.run(run())
 
 
 def test_the_page_is_made_once_a_second_whoever_asks() -> None:
@@ -148,7 +149,7 @@ def test_the_page_is_made_once_a_second_whoever_asks() -> None:
             await asyncio.gather(*(ask(address, GET + "\r\n") for _ in range(MOST_CONNECTIONS)))
         return probe.reads, loop.time() - began
 
-    reads, took_s = asyncio.run(run())
+    reads, took_s = loops.run(run())
     assert 1 <= reads <= 1 + took_s
 
 
@@ -173,7 +174,7 @@ def test_a_page_goes_on_without_who_asked_for_it_first() -> None:
             goes_on.set()
             return lost, await asyncio.gather(*others), reads
 
-    lost, answers, reads = asyncio.run(run())
+    lost, answers, reads = loops.run(run())
     assert isinstance(lost, ConnectionError) or lost == ("", "")
     assert [status for status, _ in answers] == ["200 OK"] * MOST_CONNECTIONS
     assert reads == 1
@@ -190,7 +191,7 @@ def test_metrics_that_cannot_be_read_are_answered_and_logged(
         async with served(Probe(), read_slowly) as address:
             return [(await ask(address, GET + "\r\n"))[0] for _ in range(2)]
 
-    assert asyncio.run(run()) == ["500 Internal Server Error"] * 2
+    assert loops.run(run()) == ["500 Internal Server Error"] * 2
     assert "no such file in this kernel" in caplog.text
 
 

@@ -1,6 +1,5 @@
 """Every RPC with every role against a real master, and what certificates bind."""
 
-import asyncio
 import re
 import socket
 import ssl
@@ -25,7 +24,7 @@ from oobleck.proto.protocol import OLDEST
 from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.status import register_message
 from oobleck.proto.types import NodeStatus, Registration
-from support import holders
+from support import holders, loops
 from support.commands import run
 from support.fake_agent import MasterProcess, facts
 
@@ -96,7 +95,7 @@ def test_who_may_call_what(
 
     expected = {path: holder in roles for path, roles in ALLOWED.items()}
     expected[JOIN] = holder == "token"
-    assert asyncio.run(walk()) == expected
+    assert loops.run(walk()) == expected
 
 
 def test_strangers_get_no_connection(
@@ -110,7 +109,7 @@ def test_strangers_get_no_connection(
     for credentials in (None, foreign):
         endpoint = Endpoint(address=running.address, credentials=credentials)
         for path in METHODS:
-            assert asyncio.run(call(endpoint, path)) is grpc.StatusCode.UNAVAILABLE
+            assert loops.run(call(endpoint, path)) is grpc.StatusCode.UNAVAILABLE
 
 
 def test_who_shows_no_certificate_reaches_health_and_nothing_else(
@@ -124,7 +123,7 @@ def test_who_shows_no_certificate_reaches_health_and_nothing_else(
             return {path: (await _call(channel, path, ()))[0] for path in METHODS}
 
     nothing = dict.fromkeys(METHODS, grpc.StatusCode.UNIMPLEMENTED)
-    assert asyncio.run(walk()) == {**nothing, CHECK: grpc.StatusCode.OK}
+    assert loops.run(walk()) == {**nothing, CHECK: grpc.StatusCode.OK}
 
 
 def test_an_operator_does_not_talk_to_a_false_master(
@@ -146,7 +145,7 @@ def test_an_operator_does_not_talk_to_a_false_master(
         finally:
             await server.stop(0)
 
-    assert asyncio.run(ask()) is grpc.StatusCode.UNAVAILABLE
+    assert loops.run(ask()) is grpc.StatusCode.UNAVAILABLE
 
 
 def test_a_master_speaks_tls_1_3_alone(
@@ -210,8 +209,8 @@ def test_an_agent_speaks_for_its_own_node_alone(
         )
 
     path = "/oobleck.Control/Session"
-    assert asyncio.run(call(endpoint, path, register("n2"))) is grpc.StatusCode.PERMISSION_DENIED
-    assert asyncio.run(call(endpoint, path, register("some-agent"))) is grpc.StatusCode.OK
+    assert loops.run(call(endpoint, path, register("n2"))) is grpc.StatusCode.PERMISSION_DENIED
+    assert loops.run(call(endpoint, path, register("some-agent"))) is grpc.StatusCode.OK
     operator = Endpoint(address=running.address, credentials=everyone["operator"])
 
     async def names() -> list[str]:
@@ -219,7 +218,7 @@ def test_an_agent_speaks_for_its_own_node_alone(
             stub = rpc.OperatorStub(channel)  # type: ignore[no-untyped-call]
             return [node.node for node in (await stub.ListNodes(pb.ListNodesRequest())).nodes]
 
-    assert asyncio.run(names()) == ["some-agent"]
+    assert loops.run(names()) == ["some-agent"]
 
 
 def test_an_expired_certificate_is_good_for_nothing(running: MasterProcess, folder: Path) -> None:
@@ -227,7 +226,7 @@ def test_an_expired_certificate_is_good_for_nothing(running: MasterProcess, fold
     while pki.expiry(expired.certificate) > time.time():
         time.sleep(0.05)
     endpoint = Endpoint(address=running.address, credentials=expired)
-    assert asyncio.run(call(endpoint, "/oobleck.Operator/ListJobs")) in (
+    assert loops.run(call(endpoint, "/oobleck.Operator/ListJobs")) in (
         *DENIED,
         grpc.StatusCode.UNAVAILABLE,
     )

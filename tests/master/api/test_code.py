@@ -1,6 +1,5 @@
 """Code that goes with jobs through a real master: from who submits to the nodes, over a restart."""
 
-import asyncio
 import functools
 import json
 from pathlib import Path
@@ -15,6 +14,7 @@ from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.security.credentials import Credentials
 from oobleck.host.wheel import Wheel
 from oobleck.planner.job.wheel import stored_as
+from support import loops
 from support.crowd import job_text
 from support.fake_agent import MasterProcess
 from support.wheels import wheel_of
@@ -24,7 +24,7 @@ CONTENT = wheel_of({"mine.py": "", "mine.bin": bytes(range(256)) * 12_000})
 
 
 def fetched(endpoint: Endpoint, digest: str) -> bytes:
-    return asyncio.run(code.fetch(lambda: endpoint, digest))
+    return loops.run(code.fetch(lambda: endpoint, digest))
 
 
 def test_a_wheel_is_kept_for_its_job_and_given_to_nodes(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from oobleck.master.api.calls import Calls
 from oobleck.master.api.interceptor import CallInterceptor
+from support import loops
 
 
 class Context:
@@ -62,5 +63,5 @@ def test_a_caller_that_leaves_a_stream_leaves_no_word_in_the_log(
         assert (calls.open["Logs"], calls.ended["Logs", "CANCELLED"]) == (0, 1)
 
     with caplog.at_level(logging.INFO):
-        asyncio.run(run())
+        loops.run(run())
     assert caplog.records == []

@@ -17,6 +17,7 @@ from oobleck.master.api.access import ALLOWED
 from oobleck.master.api.operator_service import MOST_JOB_CHARACTERS
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
+from support import loops
 from support.fake_agent import MasterProcess, master
 
 DEADLINE_S = 45.0
@@ -37,7 +38,7 @@ def code_of(running: MasterProcess, path: str, request: bytes, **call: object) -
                 return error.code()
             return grpc.StatusCode.OK
 
-    return asyncio.run(ask())
+    return loops.run(ask())
 
 
 def test_messages_that_are_too_large_are_refused(running: MasterProcess) -> None:
@@ -86,7 +87,7 @@ def test_a_registration_that_is_late_may_be_tried_again(tmp_path: Path) -> None:
             return await call.code(), await call.details()
 
     with master(tmp_path / "state", "--answer-s", "0.2") as impatient:
-        code, details = asyncio.run(wait(impatient.address))
+        code, details = loops.run(wait(impatient.address))
     assert (code, details) == (
         grpc.StatusCode.DEADLINE_EXCEEDED,
         "register: did not come within 0.2 s",
@@ -122,7 +123,7 @@ def test_streams_of_one_connection_are_bounded(running: MasterProcess) -> None:
             await asyncio.wait_for(asking, DEADLINE_S)
         return sum(code is grpc.StatusCode.INVALID_ARGUMENT for code in answered)
 
-    assert asyncio.run(crowd()) == limits.MOST_STREAMS
+    assert loops.run(crowd()) == limits.MOST_STREAMS
 
 
 async def code_of_list(running: MasterProcess) -> grpc.StatusCode:

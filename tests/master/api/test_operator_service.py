@@ -1,7 +1,6 @@
 """A real master process, with agents and operators that speak its protocol."""
 
 import asyncio
-import functools
 import json
 import random
 import signal
@@ -159,24 +158,22 @@ def test_what_an_agent_of_a_later_release_says_beyond_this_one_is_passed_over(
     async def test(address: str) -> None:
         for newest in (NEWEST + 1, NEWEST):
             agent = FakeAgent(f"n{newest}", newest_protocol=newest)
-            await agent.connect(address)
+            await agent.connect(address, beating=newest > NEWEST)
             body = pb.AgentMessage(incarnation=agent.facts.incarnation).SerializeToString()
             agent._outgoing.put_nowait(
                 pb.AgentMessage.FromString(body + b"\xfa\x3f\x01x")  # field 1023
             )
             agent.send(report=report)
-            agent.status = NodeStatus(concern="later words")
-            agent.tell()
             if newest > NEWEST:
+                agent.status = NodeStatus(concern="later words")
+                agent.tell()
                 await state_told(address, agent.name, "later words")
                 assert agent.ended is None
             else:
-                await agent.until(functools.partial(ends_badly, agent))
+                await agent.until(lambda agent=agent: agent.ended)  # type: ignore[misc]
+                assert agent.ended is not None
+                assert agent.ended.code() is grpc.StatusCode.INVALID_ARGUMENT
             await agent.disconnect()
-
-    def ends_badly(agent: FakeAgent) -> bool:
-        code = agent.ended.code() if agent.ended is not None else None
-        return code is grpc.StatusCode.INVALID_ARGUMENT
 
     async def state_told(address: str, name: str, reason: str) -> None:
         async with operator(address) as control, asyncio.timeout(DEADLINE_S):

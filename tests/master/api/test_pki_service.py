@@ -42,7 +42,7 @@ from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.protocol import OLDEST
 from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.types import NodeStatus, Registration
-from support import holders
+from support import holders, loops
 from support.commands import run
 from support.fake_agent import MasterProcess, facts
 from support.scenario import job_spec
@@ -155,7 +155,7 @@ def test_what_a_caller_asks_who_is_revoked_in_that_turn_is_denied(tmp_path: Path
         assert not running.state.nodes
         assert list(running.state.jobs) == [job_id]
 
-    asyncio.run(play())
+    loops.run(play())
 
 
 async def _revoke_and_ask(running: Master, job_id: JobId) -> None:
@@ -213,7 +213,7 @@ def test_a_holder_who_asks_all_the_time_is_given_one_certificate(
             calls = (stub.Renew(request, timeout=LIMIT_S) for _ in range(32))
             return await asyncio.gather(*calls, return_exceptions=True)
 
-    answers = asyncio.run(renew_often())
+    answers = loops.run(renew_often())
     refused = [one for one in answers if isinstance(one, grpc.aio.AioRpcError)]
     assert len(answers) == len(refused) + 1 == 32
     assert {one.code() for one in refused} == {grpc.StatusCode.ALREADY_EXISTS}
@@ -262,5 +262,5 @@ def test_a_token_lets_in_once_however_often_it_is_shown(
             assert ann.revoked
             assert (ann.by.role, ann.by.name) == ("operator", "some-operator")
 
-    asyncio.run(play())
+    loops.run(play())
     assert told(running, "ann") == 1

@@ -40,6 +40,7 @@ from oobleck.master.state.node import Node, NodeSeen
 from oobleck.planner.ids import Incarnation, JobId, NodeName
 from oobleck.proto.examinations import read_order
 from oobleck.proto.protocol import NEWEST, OLDEST
+from support import loops
 from support.fake_agent import facts
 from support.scenario import job_spec
 
@@ -130,7 +131,7 @@ def run(test: Callable[[], object]) -> None:
         async with asyncio.timeout(60):
             await test()  # type: ignore[misc]
 
-    asyncio.run(bounded())
+    loops.run(bounded())
 
 
 def test_all_is_well_and_nothing_is_left(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from oobleck.master.events.plans import PlanMade
 from oobleck.master.state.job import Job
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.proto import control_pb2 as pb
+from support import loops
 from support.plans import plan_of_cuts
 from support.scenario import job_spec, record
 
@@ -99,7 +100,7 @@ def test_wish_that_came_too_late_is_repeated_with_more_time() -> None:
         return trace, [await agent for agent in agents]
 
     began = time.monotonic()
-    text, asked = asyncio.run(run())
+    text, asked = loops.run(run())
     took_us = 1e6 * (time.monotonic() - began)
     # Half a second of steps of 0.1 s after step 7, then four times as long.
     assert asked == [[14, 29], [14, 29]]
@@ -158,7 +159,7 @@ def test_what_cannot_be_recorded_is_refused(nodes: tuple[str, ...], state: str, 
     job.state = state  # type: ignore[assignment]
     there = sessions(*nodes)
     with pytest.raises(NoTimeline, match=said):
-        asyncio.run(Timelines(lambda: there).trace(job, steps=1))
+        loops.run(Timelines(lambda: there).trace(job, steps=1))
 
 
 def test_round_trip_bounds_the_offset() -> None:

@@ -26,6 +26,7 @@ from oobleck.master.planning.requests import (
 )
 from oobleck.master.planning.solve import AtOnce, work_out
 from oobleck.planner.ids import Generation
+from support import loops
 from support.trained import node, trained_job
 
 LIMIT_S = 120.0
@@ -109,7 +110,7 @@ def test_answers_are_those_of_the_planner_and_a_killed_process_is_replaced() -> 
             assert await reply(process, request) == NextPlanReply(answer=expected)
         await until(lambda: not children())
 
-    asyncio.run(play())
+    loops.run(play())
 
 
 def test_a_process_that_does_not_answer_is_replaced() -> None:
@@ -124,7 +125,7 @@ def test_a_process_that_does_not_answer_is_replaced() -> None:
             assert await reply(process, first(6)) == work_out(first(6))
             assert stuck not in children()
 
-    asyncio.run(play())
+    loops.run(play())
 
 
 def test_a_question_that_no_process_survives_is_answered_as_broken(
@@ -137,7 +138,7 @@ def test_a_question_that_no_process_survives_is_answered_as_broken(
             found = await reply(process, first(6))
             assert found == Broken(error="the planning process ended with exit code 1")
 
-    asyncio.run(play())
+    loops.run(play())
 
 
 def test_what_is_foreseen_is_there_when_it_is_asked_for_and_tells_nobody() -> None:
@@ -169,4 +170,4 @@ def test_what_is_foreseen_is_there_when_it_is_asked_for_and_tells_nobody() -> No
                 with pytest.raises(StillPlanning):
                     process.reply(one)
 
-    asyncio.run(play())
+    loops.run(play())

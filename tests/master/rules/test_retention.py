@@ -19,6 +19,7 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.reducer.apply import apply
 from oobleck.master.storage.journal import Journal
 from oobleck.planner.ids import NodeName
+from support import loops
 from support.scenario import Player, facts_of, job_spec
 
 LIMIT_S = 60.0
@@ -47,15 +48,15 @@ async def run(state_dir: Path, jobs: range, keep: int) -> Master:
 
 
 def test_the_last_jobs_that_ended_are_known_and_all_files_stay(tmp_path: Path) -> None:
-    first = asyncio.run(run(tmp_path, range(1, 5), keep=2))
+    first = loops.run(run(tmp_path, range(1, 5), keep=2))
     assert list(first.state.jobs) == ["demo-3", "demo-4"]
     assert set(first.state.requests) == {"request 3", "request 4"}
-    again = asyncio.run(run(tmp_path, range(5, 6), keep=2))
+    again = loops.run(run(tmp_path, range(5, 6), keep=2))
     assert list(again.state.jobs) == ["demo-4", "demo-5"]
     for number in range(1, 6):
         events = (tmp_path / "jobs" / f"demo-{number}" / "events.jsonl").read_text()
         assert [line.count('"event":') for line in events.splitlines()] == [1, 1, 1]
-    fewer = asyncio.run(run(tmp_path, range(6, 7), keep=1))
+    fewer = loops.run(run(tmp_path, range(6, 7), keep=1))
     assert list(fewer.state.jobs) == ["demo-6"]
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
+from support import loops
 from support.fake_agent import DEADLINE_S, FakeAgent, MasterProcess, master, operator
 from support.scenario import record
 
@@ -113,7 +114,7 @@ def test_a_full_disk_refuses_new_jobs_and_stops_none(small_disk: Path) -> None:
         assert (await control.Submit(pb.SubmitRequest(request_id="b", job=JOB))).job_id != job_id
 
     with master(state) as running:
-        asyncio.run(test(running.address))
+        loops.run(test(running.address))
     job = state / "jobs" / "demo-1"
     steps = [json.loads(line)["step"] for line in (job / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 21))
@@ -153,7 +154,7 @@ def test_where_the_journal_takes_nothing_requests_are_refused_and_may_be_repeate
             await agent.disconnect()
 
     with master(state) as running:
-        asyncio.run(play(running))
+        loops.run(play(running))
     journal = (state / "journal.log").read_text()
     assert journal.count("NodeDrainRequested") == 1
     assert "NodeUndrained" not in journal

@@ -17,6 +17,7 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.types import Assignment
+from support import loops
 from support.fake_agent import DEADLINE_S, FakeAgent, MasterProcess, operator
 from support.scenario import job_spec, record
 
@@ -87,7 +88,7 @@ def test_a_journal_without_the_plan_costs_the_job_no_worker_and_no_generation(
             after.close()
 
     try:
-        asyncio.run(play())
+        loops.run(play())
     finally:
         before.close()
     events = [

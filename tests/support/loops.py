@@ -1,0 +1,32 @@
+"""One event loop for all tests of a process.
+
+gRPC's poller belongs to the process: what it still has to tell an earlier test comes to a loop
+that is open.
+"""
+
+import asyncio
+import atexit
+import contextvars
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_RUNNER = asyncio.Runner()
+atexit.register(_RUNNER.close)
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` as asyncio.run does, but leave the loop open; its tasks end with it."""
+    return _RUNNER.run(_alone(main), context=contextvars.copy_context())
+
+
+async def _alone(main: Coroutine[Any, Any, T]) -> T:
+    before = asyncio.all_tasks()
+    try:
+        return await main
+    finally:
+        left = asyncio.all_tasks() - before
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
