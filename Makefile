@@ -23,8 +23,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/python -m bench.demo
 
+# How long each test took is in build/tests.xml. SHUFFLE=SEED (or 'new') runs the files in random order.
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
+		--durations 15 --junitxml build/tests.xml $(if $(SHUFFLE),--shuffle $(SHUFFLE))
 
 # What real workers do, over a fake of NCCL in the place of links.
 test-nccl: setup

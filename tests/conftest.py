@@ -2,6 +2,7 @@
 together. gRPC, which many tests load, is told first which TLS it speaks."""
 
 import gc
+import random
 import zlib
 from collections.abc import Iterator
 
@@ -33,12 +34,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "default links, and the fake in every other test of how workers train and recover",
     )
 
+    parser.addoption(
+        "--shuffle",
+        metavar="SEED",
+        help="run the files in the random order of this seed; 'new' draws one, and says it",
+    )
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--shuffle") == "new":
+        config.option.shuffle = str(random.SystemRandom().randrange(10**6))
     try:
         devices.choose(config.getoption("--device"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    seed = config.getoption("--shuffle")
+    return None if seed is None else f"files in random order: --shuffle {seed}"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -66,5 +80,13 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("--shuffle")
+    if seed is None:
+        items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
+        return
+    places = {
+        path: random.Random(f"{seed} {path.relative_to(config.rootpath)}").random()
+        for path in {i.path for i in items}
+    }
+    items.sort(key=lambda item: places[item.path])

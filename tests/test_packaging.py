@@ -35,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         capture_output=True,
         text=True,
         check=False,
-        timeout=150,
+        timeout=400,
     )
     assert result.returncode == 0, result.stderr
     (path,) = target.glob("oobleck_cluster-*.whl")
@@ -88,7 +88,7 @@ def test_generated_protobuf_code_is_in_step(tmp_path: Path) -> None:
         ],
         cwd=tmp_path,
         check=True,
-        timeout=60,
+        timeout=240,
     )
     for name in GENERATED:
         made, kept = (package / name).read_text(), (ROOT / "proto" / name).read_text()

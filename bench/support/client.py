@@ -75,7 +75,7 @@ class Client:
         return events
 
     def oobleck(
-        self, *arguments: str, check: bool = True, timeout_s: float = 180
+        self, *arguments: str, check: bool = True, timeout_s: float = 400
     ) -> subprocess.CompletedProcess[str]:
         """Run `oobleck VERB ...` against this cluster."""
         shown = {"OOBLECK_CREDENTIALS": str(self.credentials)} if self.credentials else {}

@@ -64,7 +64,7 @@ class Cluster(Client, ABC):
         self,
         condition: Callable[[], bool],
         what: str,
-        timeout_s: float = 240,
+        timeout_s: float = 480,
         *,
         poll_s: float = 0.02,
     ) -> None:
@@ -79,7 +79,7 @@ class Cluster(Client, ABC):
                 raise ClusterError(f"{error}, waiting for {what}\n{self.report()}") from error
             time.sleep(poll_s)
 
-    def wait_step(self, job_id: str, step: int, timeout_s: float = 240) -> None:
+    def wait_step(self, job_id: str, step: int, timeout_s: float = 480) -> None:
         def reached() -> bool:
             end = self.end_of(job_id)
             if self.last_step(job_id) >= step:
@@ -90,7 +90,7 @@ class Cluster(Client, ABC):
 
         self.wait(reached, f"step {step} of {job_id}", timeout_s)
 
-    def wait_end(self, job_id: str, timeout_s: float = 180) -> str:
+    def wait_end(self, job_id: str, timeout_s: float = 480) -> str:
         """Wait until the job has ended; returns how."""
         self.wait(lambda: self.end_of(job_id) is not None, f"the end of {job_id}", timeout_s)
         end = self.end_of(job_id)

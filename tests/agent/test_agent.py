@@ -112,7 +112,7 @@ def scenario(body: Callable[[], Awaitable[None]]) -> Callable[[], None]:
     """Runs an asynchronous test."""
 
     def run() -> None:
-        loops.run(asyncio.wait_for(body(), 150))  # type: ignore[arg-type]
+        loops.run(asyncio.wait_for(body(), 480))  # type: ignore[arg-type]
 
     run.__doc__, run.__name__ = body.__doc__, body.__name__
     return run
@@ -540,7 +540,7 @@ async def probed(address: str, service: str) -> bool:
     async with grpc.aio.insecure_channel(address) as channel:
         call = channel.unary_unary(CHECK, response_deserializer=HealthCheckResponse.FromString)
         request = HealthCheckRequest(service=service).SerializeToString()
-        return bool((await call(request, timeout=60)).status == HealthCheckResponse.SERVING)
+        return bool((await call(request, timeout=240)).status == HealthCheckResponse.SERVING)
 
 
 @scenario

@@ -69,7 +69,7 @@ def told_through(shell: str, *arguments: str) -> tuple[int, str]:
     """Exit code and standard error of the command as `shell` starts it."""
     command = shlex.join([sys.executable, "-m", "oobleck.cli.main", *arguments])
     line = ["sh", "-c", shell.format(command)]
-    result = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(line, capture_output=True, text=True, timeout=240, check=False)
     return result.returncode, result.stderr
 
 
@@ -115,7 +115,7 @@ def test_a_port_that_speaks_something_else() -> None:
             line = refused(run("jobs", "--master", address), 4)
         finally:
             other.shutdown(socket.SHUT_RDWR)  # closing alone does not end an accept
-            greeter.join(timeout=60)
+            greeter.join(timeout=240)
     assert not greeter.is_alive()
     assert "does not answer like an Oobleck master" in line
 
@@ -206,7 +206,7 @@ def test_wrong_usage(arguments: tuple[str, ...], part: str) -> None:
 @pytest.mark.parametrize("program", ["oobleck.cli.main", "oobleck.agent", "oobleck.master"])
 def test_every_program_tells_its_version(program: str) -> None:
     command = [sys.executable, "-m", program, "--version"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    told = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert told.returncode == 0
     assert told.stdout.strip().endswith(f"version {metadata.version('oobleck-cluster')}")
 
@@ -285,7 +285,7 @@ def test_a_job_comes_through_a_pipe(
     monkeypatch.chdir(path.parent)
     command = [sys.executable, "-m", "oobleck.cli.main", "plan", through, "--nodes", "2"]
     result = subprocess.run(
-        command, input=path.read_text(), capture_output=True, text=True, timeout=60, check=False
+        command, input=path.read_text(), capture_output=True, text=True, timeout=240, check=False
     )
     assert result.returncode == 0, result
     assert "pipeline 1" in result.stdout

@@ -29,7 +29,7 @@ def test_as_it_is_installed(script: str) -> None:
     module, _, function = SCRIPTS[script].partition(":")
     code = f"{STRIKE}\nfrom {module} import {function}\nsys.exit({function}())"
     ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
     )
     assert (ended.returncode, ended.stderr) == (130, "")
 
@@ -41,7 +41,7 @@ def test_as_a_child_of_a_local_cluster(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (130, "")

@@ -20,7 +20,7 @@ from support import own_models, plain_loop
 from support.clusters import PATIENT, make_whole
 from support.folders import ROOT
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 SUPPORT = ROOT / "tests" / "support"
 #: The step in which a node of four is killed.

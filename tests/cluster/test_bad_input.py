@@ -10,7 +10,7 @@ from bench.support.client import BIN
 from bench.support.cluster import LocalCluster
 
 # Longer than any wait in vain, which ends with a report.
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 JOB = """\
 name: {name}

@@ -9,7 +9,7 @@ from bench.support.cluster import LocalCluster
 from support.ssh_hosts import PYTHON, SshHosts
 
 # Longer than any wait in vain, which ends with a report.
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
 def test_a_job_takes_a_drill(own_cluster: LocalCluster, text: str, tmp_path: Path) -> None:

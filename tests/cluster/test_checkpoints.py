@@ -9,7 +9,7 @@ import pytest
 
 from bench.support.cluster import LocalCluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
 def job(text: str, path: Path, steps: int) -> dict[str, object]:

@@ -12,7 +12,7 @@ from oobleck.planner.job.file import parse_job
 from support.reference import train_reference
 from support.waiting import all_gone
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 #: Several times as many as are done before the last node has left.
 STEPS = 250

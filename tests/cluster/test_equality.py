@@ -28,7 +28,7 @@ from support.folders import TEXT
 from support.reference import ReferenceRun, assert_same_weights, train_reference
 
 # Longer than any wait in vain, which ends with a report.
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 #: Relative difference that another order of sums explains.
 LOSS_TOLERANCE = {"fp32": 1e-6, "fp64": 1e-12}

@@ -162,7 +162,7 @@ def terminals(tmp_path: Path, preloaded: Preloaded) -> Iterator[Terminals]:
         yield Terminals(tmp_path, preloaded.python_path, stack)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_page_is_true(terminals: Terminals) -> None:
     blocks = _BLOCK.findall(PAGE.read_text())
     assert len(blocks) == PAGE.read_text().count("```console")

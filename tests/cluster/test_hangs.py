@@ -15,7 +15,7 @@ from oobleck.host.detection import DETECTIONS
 from support.clusters import end_jobs, failures, make_whole
 
 # Longer than any wait in vain, which ends with a report.
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 NODES = {"n1", "n2", "n3"}
 #: Causes of plans that answer how fast a worker is.

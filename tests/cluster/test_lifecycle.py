@@ -22,7 +22,7 @@ from support.scraped import Scraped, address_of
 from support.waiting import PATIENCE_S, all_gone
 
 # Longer than any wait in vain, which ends with a report.
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
 def job(text: str, name: str = "job", **changes: object) -> dict[str, object]:

@@ -90,7 +90,7 @@ def test_the_job_after_the_change_trains(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)  # torchrun waits for the hosts that it may yet get
+@pytest.mark.timeout(900)  # torchrun waits for the hosts that it may yet get
 def test_the_script_before_the_change_trains(tmp_path: Path) -> None:
     page = PAGES / "torchrun.md"
     assert "train.py" in write_files(page, tmp_path)

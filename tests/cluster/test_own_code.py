@@ -10,7 +10,7 @@ from bench.support.cluster import LocalCluster
 from support.folders import ROOT
 from support.unlike_nodes import WRONG
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 #: What the reason begins with.
 FAILURES = {

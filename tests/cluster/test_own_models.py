@@ -18,7 +18,7 @@ from support import compiled_models, own_models
 from support.clusters import PATIENT, make_whole
 from support.plain_loop import BATCH, MICROBATCH, RATE, SEED, STEPS, plain_loop
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"

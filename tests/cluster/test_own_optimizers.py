@@ -17,7 +17,7 @@ from support import own_models
 from support.clusters import PATIENT
 from support.folders import ROOT
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 SUPPORT = str(ROOT / "tests" / "support")
 BATCH, STEPS, RATE, SEED, DECAY = 16, 16, 2.0e-3, 7, 0.1

@@ -9,7 +9,7 @@ from support.clusters import bring_into
 from support.proxy import Proxy
 
 # Longer than any wait in vain, which ends with a report.
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
 def go_on(cluster: LocalCluster, job_id: str, steps: int = 20) -> None:

@@ -10,7 +10,7 @@ from bench.support.throttle import throttled
 from oobleck.planner.job.file import parse_job
 from support.reference import train_reference
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 #: Of a processor; the slow one has much less.
 FAIR, LITTLE, HARDLY_ANY = 0.25, 0.08, 0.05

@@ -137,7 +137,7 @@ def apart(cluster: Daemons, job_id: str, name: str, other: str) -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_cluster_is_upgraded_node_by_node_while_a_job_trains(
     before: Mapping[str, str], daemons: Daemons, preloaded: Preloaded, text: str, tmp_path: Path
 ) -> None:
@@ -229,7 +229,7 @@ def test_both_releases_make_the_same_programs_of_a_plan(before: Mapping[str, str
             input=lines,
             capture_output=True,
             check=True,
-            timeout=150,
+            timeout=400,
         ).stdout
         for environment in ({}, before)
     ]

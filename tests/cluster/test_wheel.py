@@ -13,7 +13,7 @@ from support.clusters import PATIENT, bring_into, make_whole
 from support.folders import ROOT
 from support.wheels import wheel_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 CONTENT = wheel_of(
     {

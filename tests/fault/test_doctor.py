@@ -16,7 +16,7 @@ from bench.support.netcluster import NetCluster
 from bench.support.network import unusable
 from bench.support.preloaded import Preloaded
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 NODES = ("n1", "n2", "n3", "n4", "n5", "n6", "n7")
 

@@ -20,7 +20,7 @@ from support.faulty import assert_equal_to_reference, job
 from support.gates import Gatekeeper
 
 # Longer than any wait in vain, which ends with a report.
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 #: The worker that is killed to have a recovery that another fault strikes.
 VICTIM = "n4"

@@ -11,7 +11,7 @@ from bench.support.network import unusable
 from support.clusters import failures
 from support.faulty import assert_equal_to_reference, job
 
-pytestmark = [pytest.mark.soak, pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.soak, pytest.mark.cluster, pytest.mark.timeout(900)]
 
 REST = ["n1", "n2", "n3"]
 CUT = "n4"

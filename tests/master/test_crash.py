@@ -108,7 +108,7 @@ class Drill:
             try:
                 async with operator(self.address) as control:
                     request = pb.SubmitRequest(request_id="r", job=JOB)
-                    assert (await control.Submit(request, timeout=30)).job_id == "demo-1"
+                    assert (await control.Submit(request, timeout=240)).job_id == "demo-1"
             except Exception as error:
                 if isinstance(error, AssertionError):
                     raise
@@ -216,13 +216,13 @@ def test_killed_while_a_snapshot_takes_the_journals_place_nothing_is_lost(
     ended = subprocess.run(
         [*command, "--state-dir", str(state), "--crash-at", f"{point}:1"],
         capture_output=True,
-        timeout=60,
+        timeout=240,
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
 
     async def ask(address: str) -> None:
         async with operator(address) as control:
-            status = await control.GetJob(pb.JobRequest(job_id="demo-1"), timeout=30)
+            status = await control.GetJob(pb.JobRequest(job_id="demo-1"), timeout=240)
             assert status.state == "waiting for nodes"
 
     with master(state) as running:

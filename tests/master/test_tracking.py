@@ -77,7 +77,7 @@ def test_a_copy_that_cannot_be_written_is_told_and_tried_again(tmp_path: Path) -
         tracking = Tracking(master, lambda: ("--insecure",))
         tasks = [asyncio.create_task(master.run()), asyncio.create_task(tracking.run("nowhere:1"))]
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(240):
                 job_id = await master.requests.submit("r", tracked("mlflow"))
                 await told.wait()
                 await master.requests.cancel("c", job_id)

@@ -23,7 +23,7 @@ async def ask(channel: grpc.aio.Channel, service: str) -> Any:
         response_deserializer=HealthCheckResponse.FromString,
     )
     try:
-        return (await call(HealthCheckRequest(service=service), timeout=60)).status
+        return (await call(HealthCheckRequest(service=service), timeout=240)).status
     except grpc.aio.AioRpcError as error:
         return error.code()
 

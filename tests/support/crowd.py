@@ -56,7 +56,7 @@ async def state_of(control: rpc.OperatorStub, job_id: str, wanted: str) -> pb.Jo
 
 def run(test: Coroutine[object, object, None]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(150):
+        async with asyncio.timeout(480):
             await test
 
     loops.run(bounded())

@@ -61,7 +61,7 @@ from support.fake_switch import Switch
 from support.folders import SUPPORT
 from support.waiting import PATIENCE_S, is_stopped
 
-DEADLINE_S = 120.0
+DEADLINE_S = 400.0
 
 
 def worker_named(name: str) -> WorkerId:

@@ -34,7 +34,7 @@ from oobleck.proto.types import (
     WorkerStatus,
 )
 
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0
 
 #: Nodes are told of at once. All else as it is by default: made-up agents live in the test's own
 #: process, which a busy machine may keep from telling that they are alive.
@@ -74,7 +74,7 @@ class MasterProcess:
     def close(self) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(timeout=60)
+        code = self.process.wait(timeout=DEADLINE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code

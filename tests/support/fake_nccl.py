@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions
 from oobleck.worker.transport.nccl.group import Identifiers
 
 #: A test that has come to a halt must not hold up the run.
-_PATIENCE_S = 10.0
+_PATIENCE_S = 60.0
 _POLL_S = 0.001
 _KEY = "0"
 

@@ -13,7 +13,7 @@ _SERVED = re.compile(r"metrics are served address=(\S+)")
 
 class Scraped:
     def __init__(self, address: str) -> None:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as page:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=240) as page:
             families = list(text_string_to_metric_families(page.read().decode()))
         #: Also of those without a value.
         self.names = {f"{f.name}_total" if f.type == "counter" else f.name for f in families}

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 
 #: Far beyond what anything here takes on a machine that is stopped for seconds again and again.
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 def until(condition: Callable[[], object], what: str, *, poll_s: float = 0.02) -> None:

@@ -21,7 +21,7 @@ from oobleck.host.security.join_token import format_token, read_token
 from support.commands import end, refused, run
 from support.secured import Secured
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,7 @@ def test_ctrl_c_leaves_the_job_and_says_how_to_end_it(
     told = iter(process.stdout.readline, "")
     assert any("running" in line for line in told), process.communicate()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=240)
     assert process.returncode == 130
     assert "oobleck cancel demo-1" in errors
     assert "Traceback" not in errors
@@ -142,7 +142,7 @@ def test_ctrl_c_leaves_the_job_and_says_how_to_end_it(
         text=True,
     )
     assert run("cancel", "demo-1", *master).returncode == 0
-    output, _ = follower.communicate(timeout=120)
+    output, _ = follower.communicate(timeout=240)
     assert output.splitlines()[-1].endswith("  cancelled")
     until(lambda: "cancelled" in run("jobs", *master).stdout, "the end in the list", poll_s=0.1)
     assert run("cancel", "demo-1", *master).stdout == "demo-1 cancelled\n"

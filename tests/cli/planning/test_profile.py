@@ -102,7 +102,7 @@ def test_ctrl_c_calls_it_off_and_leaves_nothing(job_file: JobFile) -> None:
 
     until(is_up, "a master and two agents")
     os.kill(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=240)
     assert process.returncode == 130, errors
     assert output == ""
     assert "Traceback" not in errors
@@ -159,7 +159,7 @@ def test_a_master_that_dies_meanwhile_is_waited_for(job_file: JobFile, tmp_path:
         assert "the master is away" in process.stderr.readline()
         running, _ = start_master(tmp_path / "state", address)
         assert run("cancel", "demo-1", "--master", address).returncode == 0
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=240)
         assert process.returncode == 1
         assert errors.strip().splitlines()[-1] == "oobleck: cancelled"
     finally:

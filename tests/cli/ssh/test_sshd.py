@@ -96,7 +96,7 @@ def test_a_cluster_comes_up_goes_on_and_goes_down(number: int, tmp_path: Path) -
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_who_follows_the_page_gets_a_cluster_that_trains(tmp_path: Path) -> None:
     skip_without_ssh()
     libraries = link_libraries(tmp_path / "libraries")

@@ -161,7 +161,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 1
     assert f"cannot write {tmp_path}/made.bin: File too large; make room there" in done.stderr

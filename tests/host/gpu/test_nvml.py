@@ -33,7 +33,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("driver")
     source, library = SUPPORT / "fake_nvml.c", folder / LIBRARY
     command = ["cc", "-shared", "-fPIC", "-w", "-o", str(library), str(source)]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=240)
     return folder
 
 

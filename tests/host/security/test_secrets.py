@@ -65,7 +65,7 @@ def test_what_is_no_secret_stays(text: str) -> None:
     assert redact(text) == text
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("part", ["://", "?key", "://a:", "?key=", "://@"])
 def test_hostile_texts_are_looked_at_in_a_moment(part: str) -> None:
     redact("://" + part * 100_000 + "@")

@@ -60,12 +60,12 @@ async def _once(
     encoded = [request.SerializeToString() for request in requests] or [b""]
     try:
         if method.client_streaming:
-            stream = channel.stream_stream(path)(iter(encoded), timeout=30)
+            stream = channel.stream_stream(path)(iter(encoded), timeout=240)
             await anext(aiter(stream), None)
         elif method.server_streaming:
-            await anext(aiter(channel.unary_stream(path)(encoded[0], timeout=30)), None)
+            await anext(aiter(channel.unary_stream(path)(encoded[0], timeout=240)), None)
         else:
-            await channel.unary_unary(path)(encoded[0], timeout=30)
+            await channel.unary_unary(path)(encoded[0], timeout=240)
     except grpc.aio.AioRpcError as error:
         return error.code(), error.details() or ""
     return grpc.StatusCode.OK, ""

@@ -28,7 +28,7 @@ from oobleck.master.api.connections import (
 )
 from support.fake_agent import master
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 #: Long enough for a connection on this host; one that is refused has no answer at all.
 UNANSWERED_S = 0.5
 HERE, THERE = "127.0.0.1", "127.0.0.2"

@@ -20,7 +20,7 @@ from oobleck.proto import control_pb2_grpc as rpc
 from support import loops
 from support.fake_agent import MasterProcess, master
 
-DEADLINE_S = 45.0
+DEADLINE_S = 240.0
 
 
 @pytest.fixture(scope="module")

@@ -128,7 +128,7 @@ def bad(found: Sequence[Finding]) -> list[tuple[str, str, str]]:
 
 def run(test: Callable[[], object]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await test()  # type: ignore[misc]
 
     loops.run(bounded())

@@ -80,7 +80,7 @@ def test_many_workers_make_it_once(spec):
         worker.stdin.write("go\n")
         worker.stdin.flush()
     for worker in workers:
-        out, _ = worker.communicate(timeout=60)
+        out, _ = worker.communicate(timeout=240)
         assert worker.returncode == 0
         said.append(out.split())
     assert sorted(made for made, *_ in said) == ["0", "0", "0", "1"]

@@ -216,7 +216,7 @@ def test_who_has_committed_by_another_vote_than_the_others_reduced_does_not_lead
     assert agree({A: ahead, B: behind, C: full}).step == 5
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 def test_whatever_workers_tell_the_agreement_comes_to_an_end() -> None:
     rng = random.Random(1)
     drawn = 0

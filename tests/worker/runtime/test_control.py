@@ -13,7 +13,7 @@ from oobleck.worker.runtime.control import Control
 def test_a_loss_that_several_threads_see_is_told_once() -> None:
     own, agents = socket.socketpair()
     with own, agents:
-        agents.settimeout(10)
+        agents.settimeout(120)
         control = Control(Channel(own, ToWorker))
         heard: Channel[FromWorker] = Channel(agents, FromWorker)
         lost = PeerLost(generation=Generation(3), step=7, detail="connection closed by peer")

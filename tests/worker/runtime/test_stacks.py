@@ -53,7 +53,7 @@ def test_stacks_are_told_where_a_push_is_not_answered(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-c", _SCRIPT],
             stderr=log,
-            timeout=120,
+            timeout=240,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
     text = path.read_text()

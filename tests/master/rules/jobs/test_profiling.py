@@ -82,7 +82,7 @@ def test_a_master_that_dies_while_the_model_is_measured_goes_on_with_it(tmp_path
             for agent in agents:
                 await agent.disconnect()
 
-    loops.run(asyncio.wait_for(test(), 150))
+    loops.run(asyncio.wait_for(test(), 480))
     running.close()
     assert "Traceback" not in running.errors.read_text()
 
@@ -118,7 +118,7 @@ def test_a_measurement_that_lacks_a_worker_is_for_its_job_alone(tmp_path: Path) 
                 await agent.disconnect()
 
     with master(tmp_path / "state") as running:
-        loops.run(asyncio.wait_for(test(running.address), 150))
+        loops.run(asyncio.wait_for(test(running.address), 480))
     assert not list((tmp_path / "state").glob("profiles/*"))
     assert "Traceback" not in running.errors.read_text()
 
@@ -159,7 +159,7 @@ def test_a_profile_comes_with_the_job_that_names_it_and_fits(tmp_path: Path) -> 
             assert parse_profile(reply.profile) == parse_profile(PROFILE)
 
     with master(tmp_path / "state") as running:
-        loops.run(asyncio.wait_for(test(running.address), 150))
+        loops.run(asyncio.wait_for(test(running.address), 480))
     assert "Traceback" not in running.errors.read_text()
 
 

@@ -46,7 +46,7 @@ def test_a_journal_without_the_plan_costs_the_job_no_worker_and_no_generation(
 
     async def begin() -> None:
         async with operator(address) as control:
-            await control.Submit(pb.SubmitRequest(request_id="r", job=JOB), timeout=30)
+            await control.Submit(pb.SubmitRequest(request_id="r", job=JOB), timeout=240)
         for agent in agents:
             await agent.connect(address)
         for agent in agents:

@@ -139,7 +139,7 @@ def alter(at: int) -> Callable[[bytes], bytes]:
 def stranger_says(card: Card, said: bytes) -> bytes:
     """What is answered; nothing, where the connection is closed."""
     with socket.create_connection((card.host, card.port)) as stranger:
-        stranger.settimeout(20)
+        stranger.settimeout(120)
         stranger.sendall(said)
         return stranger.recv(greeting.ANSWER_BYTES)
 
@@ -191,7 +191,7 @@ def test_all_that_a_caller_said_gets_nowhere_when_it_is_said_again() -> None:
 
 def all_answered(card: Card, said: bytes) -> bytes:
     with socket.create_connection((card.host, card.port)) as stranger:
-        stranger.settimeout(20)
+        stranger.settimeout(120)
         stranger.sendall(said[: greeting.CALL_BYTES])
         answered = stranger.recv(greeting.ANSWER_BYTES)
         with contextlib.suppress(ConnectionError):

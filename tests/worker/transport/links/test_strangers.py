@@ -202,7 +202,7 @@ def test_strangers_give_their_descriptors_for_a_call() -> None:
 def greet(card: Card, secret: bytes, caller: bytes, serial: int) -> tuple[socket.socket, bytes]:
     """A call of the first meeting, and what is answered."""
     stranger = call(card)
-    stranger.settimeout(20)
+    stranger.settimeout(120)
     said = greeting.make_call(1, serial, True, caller, bytes(32), greeting.fresh())
     stranger.sendall(said + greeting.prove(secret, b"call", card.digest, said))
     return stranger, stranger.recv(greeting.ANSWER_BYTES)
@@ -236,7 +236,7 @@ def test_a_greeting_for_one_is_no_greeting_for_another() -> None:
         said = greeting.make_call(1, 9, True, party.links[1].identity, bytes(32), greeting.fresh())
         with call(there) as stranger:
             stranger.sendall(said + greeting.prove(SECRET, b"call", here.digest, said))
-            stranger.settimeout(20)
+            stranger.settimeout(120)
             assert stranger.recv(1) == b""
         assert party.everywhere(talk) == [[0.0, 1.0, 2.0]] * 3
 
