@@ -1,5 +1,6 @@
 """What an operator sees of a running job when nodes and workers come and go."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -329,19 +330,24 @@ def test_a_warm_process_that_was_forked_for_an_agent_ends_with_it(
     cluster = small_cluster
     agent = cluster.agents["n3"]
 
+    found: list[psutil.Process] = []
+
     def forked() -> bool:
+        """One that one more process is forked to stand in for, and that runs."""
         children = children_of(agent)
-        return bool(children) and cluster.warm_pid("n3") not in children
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if children and (pid := cluster.warm_pid("n3")) not in children:
+                found[:] = [psutil.Process(pid)]
+                return found[0].status() != psutil.STATUS_ZOMBIE
+        return False
 
     cluster.wait(forked, "a warm process", poll_s=0.1)
-    (stand_in,) = map(psutil.Process, children_of(agent))
-    first = psutil.Process(cluster.warm_pid("n3"))
+    (stand_in,), (first,) = map(psutil.Process, children_of(agent)), found
     first.kill()
     all_gone([first, stand_in])
     cluster.wait(forked, "another warm process", poll_s=0.1)
-    again = psutil.Process(cluster.warm_pid("n3"))
     os.kill(cluster.agents.pop("n3"), signal.SIGKILL)
-    all_gone([again])
+    all_gone(found)
 
 
 def test_cancel_ends_the_workers_and_leaves_the_cluster(
