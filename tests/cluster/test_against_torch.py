@@ -16,7 +16,7 @@ import torch
 from bench.support.client import Record
 from bench.support.cluster import LocalCluster
 from bench.support.preloaded import Preloaded
-from support import own_models, plain_loop
+from support import own_models, plain_loop, refused_models
 from support.clusters import PATIENT, make_whole
 from support.folders import ROOT
 
@@ -27,7 +27,7 @@ SUPPORT = ROOT / "tests" / "support"
 KILL_STEP = 4
 STEPS = 8
 #: Agents learn of faults when they start, by the names of jobs.
-CASES = ("pairs",)
+CASES = ("pairs", "files")
 FAULTS: list[dict[str, object]] = [
     {
         "worker": {"node": "n3", "slot": 0},
@@ -125,5 +125,24 @@ def test_dicts_tuples_masks_and_tied_parameters(workers: Workers) -> None:
     metrics = workers.train("pairs", model=own("own_models:pairs"), data=own("own_models:Pairs"))
     expected, _ = plain_loop.plain_loop(
         own_models.pairs, own_models.Pairs(), torch.float64, steps=STEPS
+    )
+    assert losses(metrics) == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+def test_arrays_of_another_order_from_a_file_that_an_evaluation_reads_too(
+    workers: Workers, tmp_path: Path
+) -> None:
+    refused_models.Tape.write(tmp_path / "tape")
+    data = own("refused_models:Tape") | {"arguments": {"path": f"{tmp_path}/tape"}}
+    metrics = workers.train(
+        "files",
+        model=own("refused_models:from_generator"),
+        data=data,
+        evaluation={"every": 1, "data": data},
+    )
+    points = refused_models.POINTS
+    plain = [(points[i], i % refused_models.CLASSES) for i in range(len(points))]
+    expected, _ = plain_loop.plain_loop(
+        refused_models.from_generator, plain, torch.float64, steps=STEPS
     )
     assert losses(metrics) == pytest.approx(expected, rel=1e-12, abs=0)

@@ -3,6 +3,7 @@ reads them. What a sample may be is `samples`'.
 """
 
 import hashlib
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,11 @@ from oobleck.worker.data.samples import Reader, Samples
 
 #: Samples whose content says whether nodes have the same data.
 _FINGERPRINTED = 16
+
+
+#: Held by whoever reads in this process, of any data set: it may move in a file that is open, and
+#: an evaluation reads while the next step is read ahead.
+_READING = threading.Lock()
 
 
 class OwnDataset:
@@ -72,7 +78,8 @@ class OwnDataset:
         wanted = [int(number) for number in numbers]
         if self._loaders is not None:
             return self._loaders.stacked(wanted, self._reader.form)
-        return self._reader.stacked(wanted)
+        with _READING:
+            return self._reader.stacked(wanted)
 
     def _fingerprint(self) -> bytes:
         found = hashlib.sha256(f"{self.order}\0{self._reader.form}".encode())

@@ -4,17 +4,21 @@ Owns what a sample may be, and that all are alike. Which of them are read, and b
 `oobleck.worker.data.own`'s.
 """
 
+import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from oobleck.host.data.token_file import DataError
+from oobleck.model import drawing
 from oobleck.planner.job.code import Code
+from oobleck.planner.job.description import ITEM_BYTES
 from oobleck.worker.models.tree import flatten, map_tensors, shown, structure, unflatten
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError
@@ -54,21 +58,115 @@ def _over(join: Any, trees: Sequence[Any]) -> Any:
     return unflatten(structure(trees[0]), [join(column) for column in columns])
 
 
-def as_tensors(value: Any) -> Any:
-    """`value` with numbers and arrays as tensors. Raises TypeError."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, np.ndarray | np.generic):
-        return torch.from_numpy(np.array(value))
-    if isinstance(value, bool | int | float):
-        return torch.tensor(value)
+def as_tensors(value: Any, where: str) -> Any:
+    """Return `value` with numbers and arrays as tensors. `where`: it is in the sample, such as
+    inputs['mask']. Raises TypeError with that place and the fix."""
     if type(value) in (tuple, list):
-        return type(value)(map(as_tensors, value))
+        return type(value)(as_tensors(item, f"{where}[{n}]") for n, item in enumerate(value))
     if isinstance(value, dict):
-        return {name: as_tensors(item) for name, item in value.items()}
-    raise TypeError(
-        f"{type(value).__name__} is no tensor, array or number, nor a tuple, list or dict of such"
+        for name in value:
+            if type(name) is not str:
+                raise TypeError(f"{where} has the key {name!r}; use text as keys")
+        return {name: as_tensors(item, f"{where}[{name!r}]") for name, item in value.items()}
+    tensor = _tensor(value, where)
+    if _name(tensor.dtype) not in ITEM_BYTES:
+        fix = _OTHER_TYPES.get(_name(tensor.dtype), "x.float()")
+        raise TypeError(f"{where} is {_name(tensor.dtype)}, which layers cannot take; give {fix}")
+    return tensor
+
+
+#: Types that torch can hold and hardly compute with, and what has all their values.
+_OTHER_TYPES = {
+    "uint16": "int32, as x.astype(numpy.int32)",
+    "uint32": "int64, as x.astype(numpy.int64)",
+    "uint64": "int64, as x.astype(numpy.int64)",
+    **dict.fromkeys(("qint8", "quint8", "qint32"), "x.dequantize()"),
+}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _tensor(value: Any, where: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return _plain(value, where)
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{where} is a masked array, whose mask a tensor has no place for; give "
+            "x.filled(value), and the mask as an array of its own"
+        )
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "US":
+        try:
+            # torch takes no other order of bytes than the machine's.
+            return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
+        except TypeError as error:
+            raise TypeError(
+                f"{where} is an array of {value.dtype}, which no tensor can hold; give numbers, "
+                "all rows of one length, as x.astype(numpy.float32)"
+            ) from error
+    if isinstance(value, bool | int | float | complex):
+        try:
+            return torch.tensor(value)
+        except (OverflowError, RuntimeError, ValueError) as error:
+            raise TypeError(f"{where} is {value}, which does not fit int64") from error
+    raise TypeError(f"{where} is {_described(value)}")
+
+
+def _plain(tensor: Tensor, where: str) -> Tensor:
+    """Return the tensor without its history. Raises TypeError where it is no array of numbers in
+    host memory."""
+    if tensor.is_nested:
+        raise TypeError(f"{where} is a nested tensor; pad it to one length")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{where} is a {_name_of(tensor.layout)} tensor; give x.to_dense()")
+    if tensor.device.type != "cpu":
+        raise TypeError(
+            f"{where} is on {tensor.device}; give samples in host memory, as x.cpu(): workers move "
+            "them to their devices"
+        )
+    if type(tensor) not in (Tensor, nn.Parameter):
+        tensor = _stripped(tensor, where)
+    # A copy: a data set may use the memory again for the next sample.
+    return tensor.detach().resolve_conj().resolve_neg().clone()
+
+
+def _stripped(tensor: Tensor, where: str) -> Tensor:
+    """Return a tensor of a subclass as a plain one, if that is what a DataLoader makes of it, as of
+    those of torchvision. Raises TypeError."""
+    refused = TypeError(
+        f"{where} is {type(tensor).__name__}, a subclass of torch.Tensor, which another worker "
+        "would get as a plain one; give x.as_subclass(torch.Tensor)"
     )
+    try:
+        (stripped,) = torch.stack([tensor])
+    except Exception as error:  # a user's class may raise anything
+        raise refused from error
+    if type(stripped) is not Tensor:
+        raise refused
+    return stripped
+
+
+def _name_of(layout: torch.layout) -> str:
+    return str(layout).removeprefix("torch.").removeprefix("_")
+
+
+def _described(value: Any) -> str:
+    """What is no number, and what to give for it."""
+    kind = type(value).__name__
+    if value is None:
+        return "None; give a number where there is nothing, such as 0"
+    if isinstance(value, str | bytes | np.ndarray):  # an array of texts, here
+        return "text; give numbers for it, such as its tokens or the number of its class"
+    if isinstance(value, tuple | list):
+        return f"{kind}, and not a plain tuple or list; give tuple(x), or a dict"
+    if dataclasses.is_dataclass(value):
+        return f"{kind}, a dataclass; give a dict, as dataclasses.asdict(x)"
+    if isinstance(value, Mapping):
+        return f"{kind}; give a plain dict, as dict(x)"
+    if hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
+        return f"{kind}; give an array of it, as numpy.asarray(x)"
+    return f"{kind}; give a tensor, an array or a number, or a tuple, list or dict of such"
 
 
 def digest(sample: tuple[Any, Any]) -> bytes:
@@ -80,6 +178,37 @@ def digest(sample: tuple[Any, Any]) -> bytes:
     return found.digest()
 
 
+def _what(sample: object) -> str:
+    """A sample that is no pair, for people to read."""
+    if isinstance(sample, tuple | list):
+        return f"a {type(sample).__name__} of {len(sample)}"
+    if isinstance(sample, Mapping):
+        return f"a {type(sample).__name__} of {', '.join(map(str, sample))}"
+    return type(sample).__name__
+
+
+def _why_no_data_set(items: Any) -> str:
+    """What is wrong with what a job's function returned, and the fix; empty: nothing is."""
+    kind = type(items)
+    if isinstance(items, DataLoader):
+        return (
+            "which makes batches of its own; give its data set, as loader.dataset: "
+            "training.microbatch, seed and data.workers say how it is read"
+        )
+    if isinstance(items, IterableDataset):
+        return (
+            "an iterable data set; samples are read by number, so give a map-style one, with "
+            "__len__ and __getitem__, such as the list of what it yields"
+        )
+    if isinstance(items, Mapping):
+        return f"a mapping of {', '.join(map(str, items))}; give the data set that one of them is"
+    if isinstance(items, tuple | list) and items and isinstance(items[0], Tensor | np.ndarray):
+        return "whose items are no pairs; give torch.utils.data.TensorDataset(inputs, targets)"
+    if not hasattr(kind, "__len__") or not hasattr(kind, "__getitem__"):
+        return "which is no map-style data set; give one, with __len__ and __getitem__"
+    return ""
+
+
 class Reader:
     """What the job's function returned, in this process."""
 
@@ -88,7 +217,11 @@ class Reader:
         DataError, JobError, NodeError."""
         self._key = key
         self._wide = wide
-        self._items = code.call(source, key)
+        # A split that is drawn is the same in all processes that read.
+        with drawing(0, "data"):
+            self._items = code.call(source, key)
+        if why := _why_no_data_set(self._items):
+            raise JobError(f"{key}: {source.name} gave {type(self._items).__name__}, {why}")
         try:
             self.size = len(self._items)
         except TypeError as error:
@@ -111,18 +244,24 @@ class Reader:
             raise JobError(f"{self._key}: sample {number}: {code.described(error)}") from error
         if not isinstance(sample, tuple | list) or len(sample) != 2:
             raise JobError(
-                f"{self._key}: sample {number} is {type(sample).__name__}, and must be "
-                "(inputs, targets)"
+                f"{self._key}: sample {number} is {_what(sample)}, and must be (inputs, targets)"
             )
         try:
-            inputs, targets = map(as_tensors, sample)
+            inputs = as_tensors(sample[0], "inputs")
+            targets = as_tensors(sample[1], "targets")
         except TypeError as error:
             raise JobError(f"{self._key}: sample {number}: {error}") from error
+        for side, tree in (("inputs", inputs), ("targets", targets)):
+            if not flatten(tree):
+                raise JobError(
+                    f"{self._key}: sample {number}: {side} have no tensor; give at least one, "
+                    "such as the number 0 where there is nothing to tell"
+                )
         form = " -> ".join(map(shown, (inputs, targets)))
         if self.form and form != self.form:
             raise JobError(
                 f"{self._key}: sample {number} is {form}, and sample 0 is {self.form}; make all "
-                "samples alike: cut and pad them to one length"
+                "samples alike: one length (cut and pad), one type, the same keys in one order"
             )
         self.form = form
         return inputs, targets
