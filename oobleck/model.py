@@ -22,7 +22,7 @@ dimension, and no row may change what becomes of another: rows are computed wher
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +59,66 @@ class Model:
     #: told with every evaluation, beside the loss.
     metrics: Callable[[Tensors, Tensors], Mapping[str, Tensor]] | None = field(default=None)
 
+    def __post_init__(self) -> None:
+        """Raise ValueError where layers, loss or metrics are not what they must be."""
+        if isinstance(self.layers, nn.Sequential):
+            _check_sequential(self.layers)
+        else:
+            object.__setattr__(self, "layers", _builders(self.layers))
+        for name, function in (("loss", self.loss), ("metrics", self.metrics)):
+            if isinstance(function, type) and issubclass(function, nn.Module):
+                raise ValueError(
+                    f"{name} is the class {_class(function)}; give what it computes, as "
+                    f'{_class(function)}(reduction="none")'
+                )
+            if not callable(function) and (name == "loss" or function is not None):
+                raise ValueError(
+                    f"{name} is {type(function).__name__}; give a function of (output, targets)"
+                )
+
+
+def _check_sequential(layers: nn.Sequential) -> None:
+    """Raise ValueError where it does more than to call one child after the other."""
+    kind = type(layers)
+    if kind.forward is not nn.Sequential.forward or kind.__call__ is not nn.Module.__call__:
+        raise ValueError(
+            f"layers is {kind.__name__}, whose forward is its own, and only its children are "
+            "called; put what it adds into a layer"
+        )
+    hooks = (layers._forward_hooks, layers._forward_pre_hooks)
+    hooks += (layers._backward_hooks, layers._backward_pre_hooks)
+    if any(hooks):
+        raise ValueError(
+            "layers is an nn.Sequential with a hook, and only its children are called; put the "
+            "hook on one of them"
+        )
+
+
+def _builders(layers: Any) -> list[Callable[[], nn.Module]]:
+    """Return what builds each layer. Raises ValueError with the first that builds none."""
+    if isinstance(layers, Mapping | str | nn.ModuleDict) or not isinstance(layers, Iterable):
+        raise ValueError(f"layers is {_class(type(layers))}; give a list of what builds each layer")
+    found = list(layers)
+    for number, build in enumerate(found):
+        if isinstance(build, nn.Module):
+            name = _class(type(build))
+            whole = all(isinstance(one, nn.Module) for one in found)
+            raise ValueError(
+                f"layers[{number}] is a {name} that was built already; give what builds it, as "
+                f"partial({name}, ...){', or nn.Sequential(*layers) for all' if whole else ''}"
+            )
+        if not callable(build):
+            raise ValueError(
+                f"layers[{number}] is {type(build).__name__}; give what builds a layer, as "
+                "partial(nn.Linear, ...)"
+            )
+    return found
+
+
+def _class(kind: type) -> str:
+    """Its name as people write it."""
+    return f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__name__
+
 
 def initial(make: Callable[[], Model], seed: int) -> nn.Sequential:
     """All layers in one process, with the weights that a job of that `seed` begins with: to compare
@@ -87,6 +147,11 @@ def same_parameters(
     Raises ValueError where `tied` does not say that."""
     found: list[set[tuple[int, str]]] = []
     for pair in tied:
+        if isinstance(pair, str):
+            raise ValueError(
+                f"tied has {pair!r}; give pairs of parameters, as [({pair!r}, "
+                f'"{layers - 1}.weight")]'
+            )
         places = {_place(path, layers) for path in pair}
         if len(pair) != 2 or len({layer for layer, _ in places}) != 2:
             raise ValueError(

@@ -35,6 +35,7 @@ from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, NodeError
 from oobleck.worker.runtime.problem import Problem, as_problem
 from oobleck.worker.state import describe_optimizer
+from oobleck.worker.state.layout import check_no_decay
 
 #: Parameters of a layer of each kind together, above which a run takes too long to wait for
 #: unasked.
@@ -56,6 +57,8 @@ def look_at(job: JobSpec, *, always: bool) -> Found:
     try:
         if isinstance(job.model, OwnModelSpec):
             _look_at(job, job.model, found, always)
+        elif job.model.known:
+            check_no_decay(job.model, job.training.optimizer.no_decay)
         if job.training.optimizer.code is not None:
             found.descriptions["optimizer"] = describe_optimizer.describe(job.training)
     except (DataError, JobError, NodeError) as error:
@@ -85,6 +88,7 @@ def _look_at(job: JobSpec, spec: OwnModelSpec, found: Found, always: bool) -> No
     found.run = always or sum(map(_numbers, known.description.kinds)) <= _LARGE
     if found.run:
         found.problems += check(known, samples, seed=seed, dtype=dtype)
+    check_no_decay(known, job.training.optimizer.no_decay)
 
 
 def _evaluated(job: JobSpec, form: str) -> list[Problem]:

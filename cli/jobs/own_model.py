@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import subprocess
+import traceback
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from oobleck.planner.job.spec import JobSpec
 
 _MODULE = "oobleck.worker.describe"
+#: What imports the modules that a job names.
+_LOADER = "oobleck.worker.runtime.code"
 #: What of a job may be the user's, and is described.
 _OWN = ("model", "optimizer")
 
@@ -75,8 +78,15 @@ def look_at(job: "JobSpec", *, always: bool = False) -> Found:
     from oobleck.planner.job.file import format_job
     from oobleck.planner.job.own import OwnModelSpec
 
-    if not isinstance(job.model, OwnModelSpec) and job.training.optimizer.code is None:
+    own, optimizer = isinstance(job.model, OwnModelSpec), job.training.optimizer
+    if not own and optimizer.code is None and not optimizer.no_decay:
         return Found(job=job, problems=[], run=False)
+    if any(frame.f_globals.get("__name__") == _LOADER for frame, _ in traceback.walk_stack(None)):
+        text = (
+            "the module that a job names submits a job when it is imported, and every worker "
+            'imports it; put what submits below if __name__ == "__main__"'
+        )
+        raise CommandFailed(text, options.USAGE)
     evaluation = job.evaluation
     looked_at = evaluation if evaluation and evaluation.data and evaluation.data.code else None
     unknown = dataclasses.replace(_given(job, dict.fromkeys(_OWN, "")), evaluation=looked_at)

@@ -104,7 +104,8 @@ def user_model(spec: OwnModelSpec) -> Model:
     made = code.call(spec.code, "model")
     if not isinstance(made, Model):
         raise JobError(
-            f"model: {spec.code.name} returned {type(made).__name__}; return an oobleck.model.Model"
+            f"model: {spec.code.name} returned {type(made).__name__}; return an "
+            "oobleck.model.Model(layers=[...], loss=...)"
         )
     if isinstance(made.layers, nn.Sequential):
         return replace(made, layers=[_Child(spec, number) for number in range(len(made.layers))])

@@ -147,3 +147,20 @@ def test_a_model_may_come_in_a_wheel(tmp_path: Path) -> None:
         2,
         True,
     )
+
+
+def test_a_pattern_that_spares_no_parameter_is_refused_for_models_by_their_kind_too(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "data.txt").write_text("x" * 100)
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "name: demo\nmodel: {kind: gpt, layers: 2, hidden: 8, heads: 2, sequence_length: 8}\n"
+        "data: {text: data.txt}\ntraining: {steps: 1, global_batch: 4}\n"
+    )
+    key = "training.optimizer.no_decay"
+    good = run("check", str(path), "--set", f"{key}=['*.bias']")
+    assert (good.returncode, good.stderr) == (0, "")
+    bad = run("check", str(path), "--set", f"{key}=['*.bias', '*.scale']")
+    assert bad.returncode == 2
+    assert bad.stderr.startswith(f"oobleck: {key}: no parameter's name fits *.scale; names are 0.")

@@ -23,6 +23,7 @@ from oobleck.worker.models.checks.check_layer import (
     same_row,
     with_same_row,
 )
+from oobleck.worker.models.checks.loss import look_at_loss
 from oobleck.worker.models.linear import split_linear
 from oobleck.worker.models.tree import Tree, map_tensors, shown, unflatten
 from oobleck.worker.runtime import code
@@ -74,7 +75,8 @@ def _run(
             return found
         outputs[spec.order[layer]] = output
     last = outputs[spec.order[-1]]
-    return found + _loss(spec, last, targets) + _metrics(spec, last, targets)
+    found += _loss(spec, last, targets) + look_at_loss(spec, last.one, targets.one)
+    return found + _metrics(spec, last, targets)
 
 
 def _run_layer(
@@ -149,11 +151,12 @@ def _ids(module: nn.Module) -> set[int]:
 
 def _shared(spec: OwnModelSpec, modules: list[nn.Module]) -> Iterator[Problem]:
     """A line for each pair of layers with a parameter that both have and no word says so."""
-    owners: dict[nn.Parameter, list[tuple[int, str]]] = defaultdict(list)
+    #: By its memory, which parameters have in common too that were made so by their `data`.
+    owners: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for layer, module in enumerate(modules):
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                owners[parameter].append((layer, name))
+                owners[parameter.untyped_storage()._cdata].append((layer, name))
     told = set()
     for places in owners.values():
         for (low, first), (high, second) in combinations(places, 2):

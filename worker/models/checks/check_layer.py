@@ -176,6 +176,11 @@ class LayerCheck:
         return map_tensors(lambda tensor: _leaf(tensor, tensor.requires_grad), output)
 
     def _backward(self, given: Tree, output: Tree) -> None:
+        if any(parameter.grad is not None for parameter in self._module.parameters()):
+            self._say(
+                "adds to its parameters' gradients in forward, once for each micro-batch; take a "
+                "gradient by torch.autograd.grad, or give what it is of to the loss"
+            )
         roots = [tensor for tensor in flatten(output) if tensor.requires_grad]
         if not roots:
             return

@@ -65,8 +65,8 @@ def describe(job: JobSpec, sample: tuple[Any, Any]) -> Json:
     spec, precision = job.model, job.training.precision
     assert isinstance(spec, OwnModelSpec), "the others are known by their kind"
     dtype = torch.float64 if precision == "fp64" else torch.float32
-    made_from = code.fingerprint(*own.sources(job))
     count = len(own.builders(spec))
+    made_from = code.fingerprint(*own.sources(job))
     if not 1 <= count <= MOST_LAYERS:
         raise JobError(
             f"model: {spec.code.name} has {count} layers, and must have 1 to {MOST_LAYERS}; put "
@@ -85,9 +85,16 @@ def describe(job: JobSpec, sample: tuple[Any, Any]) -> Json:
             if number in tie.layers
             for name in tie.names[tie.layers.index(number)]
         ]
+        settings = _settings()
         shapes, layer = _Layer(
             spec, number, incoming, giver, shared, job.training.seed, dtype, precision == "bf16"
         ).describe(targets if number == count - 1 else None, compilation)
+        if changed := [name for name, value in _settings().items() if settings[name] != value]:
+            raise JobError(
+                f"model: layer {number} ({layer.name}) calls {changed[0]} while it is built or "
+                "run, which would hold for other layers too, on some workers; give dtype to what "
+                "it makes, and use torch.no_grad() or torch.enable_grad() as a context"
+            )
         found.append((incoming, shapes, layer))
         incoming, giver = layer.output, f"layer {number} ({layer.name})"
     _check_alike(tied, [dict(shapes) for _, shapes, _ in found])
@@ -102,6 +109,14 @@ def describe(job: JobSpec, sample: tuple[Any, Any]) -> Json:
         foreign=_foreign(spec),
     )
     return Json(encode(description).decode())
+
+
+def _settings() -> dict[str, object]:
+    """What of torch holds for all layers of a process, by the function that sets it."""
+    return {
+        "torch.set_default_dtype": torch.get_default_dtype(),
+        "torch.set_grad_enabled": torch.is_grad_enabled(),
+    }
 
 
 def _foreign(spec: OwnModelSpec) -> Foreign | None:
@@ -235,6 +250,7 @@ class _Layer:
         # A leaf cannot be written to, and torch's error would not say what to do.
         x = map_tensors(lambda tensor: tensor.clone(), leaves)
         versions = [tensor._version for tensor in flatten(x)]
+        trained = _trained(module)
         if isinstance(module, Prepared):
             module.prepare(x)  # what it makes once, for all that are alike, is not its own cost
         made = None if targets is None else _made(targets, rows, device)
@@ -248,6 +264,11 @@ class _Layer:
                     "given; make a new tensor, as x = x + y instead of x += y, and nn.ReLU() "
                     "instead of nn.ReLU(inplace=True)"
                 )
+            if changed := sorted(trained ^ _trained(module)):
+                raise JobError(
+                    f"model: layer {self.number} ({type(module).__name__}) makes {changed[0]} in "
+                    "forward, or changes there whether it is trained; do so in __init__"
+                )
             if made is not None:
                 own.row_losses(self.spec, output, made, rows)
         if self.autocasts:
@@ -259,6 +280,10 @@ class _Layer:
             draws=draws.any,
             device=device,
         )
+
+
+def _trained(module: nn.Module) -> set[str]:
+    return {name for name, p in module.named_parameters() if p.requires_grad}
 
 
 def _float_again(tensor: Tensor) -> Tensor:
@@ -337,6 +362,11 @@ def _output(few: Any, more: Any, where: str) -> TreeSketch:
             raise JobError(
                 f"model: {where} gives rows of shape {list(shape[1:])} and {list(other.shape[1:])};"
                 " a row's shape must not depend on the others or on the numbers in it"
+            )
+        if tensor.is_inference():
+            raise JobError(
+                f"model: {where} gives a tensor of inference mode, which no layer behind it can be "
+                "trained on; use torch.no_grad() in place of torch.inference_mode()"
             )
         if _name(tensor.dtype) not in ITEM_BYTES:
             raise JobError(f"model: {where} gives {tensor.dtype}, which cannot be sent")
