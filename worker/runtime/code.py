@@ -5,6 +5,7 @@ names no job may have at all is `oobleck.planner.job.code`'s.
 """
 
 import ast
+import difflib
 import hashlib
 import importlib
 import importlib.metadata
@@ -19,6 +20,7 @@ from typing import Any
 from oobleck.host.display import inline
 from oobleck.planner.job.code import NO_ARGUMENTS, TORCH_OPTIM, Code
 from oobleck.worker.runtime.errors import JobError, NodeError
+from oobleck.worker.runtime.extensions import bound_waits
 
 #: Any module, from anywhere.
 ANY = "*"
@@ -32,6 +34,7 @@ def allow(prefixes: Sequence[str]) -> None:
     """Functions of these packages, or below these directories, may be loaded by this process."""
     global _allowed
     _allowed = tuple(prefixes)
+    bound_waits()
 
 
 def call(code: Code, key: str, *given: Any, **more: Any) -> Any:
@@ -171,14 +174,22 @@ def _function(code: Code, key: str) -> Callable[..., Any]:
         value = getattr(found, function)
     except AttributeError:
         file = getattr(found, "__file__", name)
+        near = difflib.get_close_matches(function, vars(found), n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
         raise NodeError(
-            f"{key}: {file} has no {function} on this node; correct the name, and give every node "
-            "the same code"
+            f"{key}: {file} has no {function} on this node{hint}; correct the name, and give every "
+            "node the same code"
         ) from None
-    owner = getattr(value, "__module__", None) or ""
-    if not callable(value) or owner.partition(".")[0] != name.partition(".")[0]:
+    if not callable(value):
         raise JobError(
-            f"{key}: {code.name} is no function of {name}; name one that is written there"
+            f"{key}: {code.name} is {type(value).__name__}; name a class or function that gives "
+            "it, so that every worker makes its own"
+        )
+    owner = getattr(value, "__module__", None) or ""
+    if owner.partition(".")[0] != name.partition(".")[0]:
+        where = f", as {owner}:{function}" if owner else ""
+        raise JobError(
+            f"{key}: {code.name} is no function of {name}; name it where it is written{where}"
         )
     return value  # type: ignore[no-any-return]  # it is callable
 
