@@ -28,6 +28,7 @@ from oobleck.host.security.credentials import (
     read_credentials,
 )
 from oobleck.host.security.join_token import shown_token
+from oobleck.host.system.home import below_home
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.control_pb2_grpc import PkiStub
 from oobleck.proto.secure import open_aio_channel
@@ -78,7 +79,7 @@ def choose_way(
         return Holder(master=pinned(master), folder=None, credentials=None)
     if folder is None and token is None and stays_on_host(master):
         return Holder(master=pinned(master), folder=None, credentials=None)
-    folder = folder or Path.home() / ".oobleck" / "nodes" / name
+    folder = folder or below_home(f"~/.oobleck/nodes/{name}")
     credentials = _stored(folder, name)
     if token is not None and (credentials is None or _is_newer(token, credentials)):
         _check_token(folder, token, name)

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from oobleck.host.ipc.messages import Launch
+from oobleck.host.system.home import below_home
 from oobleck.host.wheel import Wheel
 from oobleck.planner.job.wheel import digest_of, unpacked_in
 
@@ -41,7 +42,7 @@ class CodeCache:
     def __init__(self, fetch: Fetch | None, folder: Path | None = None) -> None:
         """`fetch`: None: this node accepts none. `folder`: None: `FOLDER`."""
         self._fetch = fetch
-        self._folder = folder or Path(os.path.expanduser(FOLDER)).absolute()
+        self._folder = folder
         #: All workers of a node want the same one at the same time.
         self._alone = asyncio.Lock()
 
@@ -68,9 +69,10 @@ class CodeCache:
 
     async def _unpacked(self, digest: str, fetch: Fetch) -> Path:
         """Raises NoCode, OSError."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_own(self._folder)
-        place = self._folder / digest
+        cache = self._folder or _default()
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_own(cache)
+        place = cache / digest
         if place.is_dir():
             os.utime(place)
             return place
@@ -83,15 +85,23 @@ class CodeCache:
             wheel = Wheel(content)
             if wheel.digest != digest:
                 raise NoCode("code: what the master sent is not the job's wheel; submit it again")
-            with tempfile.TemporaryDirectory(dir=self._folder) as temporary:
+            with tempfile.TemporaryDirectory(dir=place.parent) as temporary:
                 wheel.unpack(Path(temporary) / digest)
                 # Another agent of this user may have been faster.
                 if not place.is_dir():
                     os.rename(Path(temporary) / digest, place)
         except ValueError as error:
             raise NoCode(f"code: {error}") from error
-        for old in _by_use(self._folder)[_MOST_KEPT:]:
+        for old in _by_use(place.parent)[_MOST_KEPT:]:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _default() -> Path:
+    """Raises NoCode."""
+    try:
+        return below_home(FOLDER)
+    except ValueError as error:
+        raise NoCode(f"code: {error}") from error
 
 
 def _by_use(folder: Path) -> list[Path]:

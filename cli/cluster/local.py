@@ -16,6 +16,7 @@ from oobleck.cli.options import DEFAULT_MASTER, USAGE
 from oobleck.host.address import split_address
 from oobleck.host.command import CommandFailed
 from oobleck.host.detection import MODES, Mode
+from oobleck.host.system.home import below_home
 from oobleck.host.system.process import end_signals
 from oobleck.planner.units import enough_bytes, format_bytes
 
@@ -193,7 +194,10 @@ def _problem_with(address: str) -> str | None:
 
 def fresh_state_dir() -> Path:
     """A folder of its own for every start, so that an old cluster's jobs do not come back."""
-    base = Path.home() / ".oobleck" / "local"
+    try:
+        base = below_home("~/.oobleck/local")
+    except ValueError as error:
+        raise CommandFailed(f"{error}, by --state-dir", USAGE) from error
     stamp = time.strftime("%Y%m%d-%H%M%S")
     try:
         base.mkdir(parents=True, exist_ok=True)

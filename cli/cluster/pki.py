@@ -27,6 +27,7 @@ from oobleck.host.security.credentials import (
     read_file,
     write_private,
 )
+from oobleck.host.system.home import below_home
 from oobleck.planner.ids import check_name
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def init(folder: Path, names: tuple[str, ...]) -> None:
     """Make a cluster's authority, the master's certificate and the first operator's credentials."""
     from oobleck.cli.cluster.authority import OPERATOR, make_authority
 
-    folder = folder.expanduser().absolute()
+    folder = _below_home(folder).absolute()
     make_authority(folder, names)
     click.echo(
         f"authority            {folder}\n"
@@ -102,7 +103,7 @@ def issue(name: str, role: "Role", folder: Path, out: Path) -> None:
     from oobleck.cli.cluster import authority
 
     _check_name(name, role)
-    authority.issue(folder.expanduser(), out.expanduser(), role, name)
+    authority.issue(_below_home(folder), _below_home(out), role, name)
     click.echo(out)
 
 
@@ -179,7 +180,7 @@ def join(name: str, master: str, token_file: Path | None, folder: Path) -> None:
     from oobleck.host.security.credential_folder import check_free, keep, own_key
     from oobleck.host.security.join_token import shown_token
 
-    folder = folder.expanduser()
+    folder = _below_home(folder)
     try:
         shown = shown_token(token_file, os.environ.get(TOKEN_VARIABLE, ""))
     except ValueError as error:
@@ -365,5 +366,13 @@ def _check_out(out: Path) -> None:
 def _check_name(name: str, role: str) -> None:
     try:
         check_name(name, role)
+    except ValueError as error:
+        raise CommandFailed(str(error), USAGE) from error
+
+
+def _below_home(folder: Path) -> Path:
+    """Raises CommandFailed where this user has no home."""
+    try:
+        return below_home(folder)
     except ValueError as error:
         raise CommandFailed(str(error), USAGE) from error

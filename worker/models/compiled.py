@@ -7,6 +7,7 @@ whichever a plan puts here. All of a model is compiled before its worker is read
 and what nothing compiled fits runs as it is. Must not know which layers are compiled.
 """
 
+import errno
 import fcntl
 import importlib
 import os
@@ -153,8 +154,18 @@ def _folder() -> Path:
     places: Any = importlib.import_module("torch._inductor.runtime.cache_dir_utils")
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     folder = Path(given or places.default_cache_dir())
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
+    try:
+        if given and given.startswith("~"):
+            raise FileNotFoundError(errno.ENOENT, "the agent's user has no home directory")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / "lock").touch()
+        found = folder.stat()
+    except OSError as error:
+        raise NodeError(
+            f"training.compile: {folder}, where torch keeps what it has compiled: "
+            f"{error.strerror}; start the agent with a HOME, or a TORCHINDUCTOR_CACHE_DIR, that it "
+            "may write to, or leave the key out"
+        ) from error
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NodeError(
             f"training.compile: {folder}, where torch keeps what it has compiled, is not a folder "

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from oobleck.host.security.credentials import create_private, make_private, read_secret
+from oobleck.host.system.home import below_home
 
 #: A viewer reads; an operator also drains nodes, cancels jobs and has them recorded.
 Role = Literal["viewer", "operator"]
@@ -40,8 +41,8 @@ class Token:
 
 
 def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Of the user's own state, as the XDG base directories have it."""
-    base = environment.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    """Of the user's own state, as the XDG base directories have it. Raises ValueError."""
+    base = environment.get("XDG_STATE_HOME") or below_home("~/.local/state")
     return Path(base) / "oobleck" / "dashboard"
 
 

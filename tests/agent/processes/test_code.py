@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pwd
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +115,18 @@ def test_why_there_is_no_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (found,) = complete(CodeCache(Master().fetch, tmp_path / "file" / "code"), launch())
     assert found.no_code.startswith(f"code: {tmp_path}/file")
+
+
+def test_an_agent_without_a_home_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.chdir(tmp_path)
+    (found,) = complete(CodeCache(Master().fetch), launch())
+    assert found.no_code.startswith("code: ~/.cache/oobleck/code: this process's user has no home")
+    assert not list(tmp_path.iterdir()), "no folder called ~"
 
 
 def test_what_the_master_says_is_the_reason(tmp_path: Path) -> None:

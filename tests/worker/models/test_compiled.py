@@ -155,6 +155,19 @@ def test_a_place_that_others_can_write_to_is_refused(
 
 
 @pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("place", ["/proc/1/compiled", "~/.cache/oobleck/compiled"])
+def test_a_place_that_cannot_be_made_is_refused_with_the_fix(
+    place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job, _, _ = looked_at("mixed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", place)
+    with pytest.raises(NodeError, match=rf"{place}, where torch .* start the agent with a HOME"):
+        preflight(job, CPU, points(job))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("traced")
 def test_what_cannot_be_compiled_on_a_node_is_that_nodes_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
