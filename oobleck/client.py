@@ -6,6 +6,7 @@ job goes on after the master was away for less than a minute, as in a restart.
 
 import json
 import logging
+import numbers
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -166,9 +167,48 @@ def _endpoint(master: str | None, credentials: str | Path | None) -> Endpoint:
 
 def _read(job: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> Any:
     if not isinstance(job, Mapping):
+        if not isinstance(job, str | os.PathLike):
+            what = type(job).__name__
+            raise InvalidJob(f"the job is {what}; give a job file's path, or what would be in one")
         return job_file.read_job(Path(job), overrides)
     try:
-        text = json.dumps(dict(job), default=os.fspath)  # JSON is YAML
-    except (TypeError, ValueError) as error:
-        raise InvalidJob(f"the job: {error}; give numbers, texts, lists and mappings") from error
+        text = json.dumps(_plain(job, ""))  # JSON is YAML
+    except RecursionError:
+        raise InvalidJob("the job: a part of it holds itself; give it as a text") from None
     return job_file.job_of_text(text, overrides, source="the job", base=Path.cwd())
+
+
+def _plain(value: Any, key: str) -> Any:
+    """Return what a job file can hold for `value`, at `key` of the job. Raises InvalidJob."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        for name in value:
+            if not isinstance(name, str):
+                raise InvalidJob(f"the job: {key} has the key {name!r}; use text as keys")
+        return {name: _plain(part, f"{key}.{name}".lstrip(".")) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part, f"{key}[{number}]") for number, part in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, numbers.Number) and hasattr(value, "item"):  # of numpy
+        return _plain(value.item(), key)
+    raise InvalidJob(f"the job: {_no_value(value, key)}")
+
+
+def _no_value(value: object, key: str) -> str:
+    """Say what is wrong with what no job file can hold, and the fix."""
+    name, module = getattr(value, "__qualname__", None), getattr(value, "__module__", None)
+    if name is None or not callable(value):
+        return (
+            f"{key} is a {type(value).__name__}; give numbers, texts, lists and mappings, and name "
+            "what makes a model or data: {'python': 'module:function', 'arguments': {...}}"
+        )
+    if "<" in name:
+        fix = "define it at the top of a file, such as my_job.py, and give 'my_job:NAME'"
+    elif module == "__main__":
+        fix = f"write it to a file, such as my_job.py, and give 'my_job:{name}'"
+    else:
+        fix = f"give '{module}:{name}'"
+    what = "class" if isinstance(value, type) else "function"
+    return f"{key} is the {what} {name}, and workers load it by its name; {fix} as python"

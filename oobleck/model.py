@@ -85,8 +85,8 @@ def _check_sequential(layers: nn.Sequential) -> None:
             f"layers is {kind.__name__}, whose forward is its own, and only its children are "
             "called; put what it adds into a layer"
         )
-    hooks = (layers._forward_hooks, layers._forward_pre_hooks)
-    hooks += (layers._backward_hooks, layers._backward_pre_hooks)
+    hooks = [layers._forward_hooks, layers._forward_pre_hooks]
+    hooks += [layers._backward_hooks, layers._backward_pre_hooks]
     if any(hooks):
         raise ValueError(
             "layers is an nn.Sequential with a hook, and only its children are called; put the "

@@ -23,6 +23,10 @@ TORCH_OPTIM = "torch.optim"
 _NOT_THE_USERS = frozenset({"oobleck", "pip", "setuptools", "pytest", "click", "fsspec"})
 
 
+#: What a program that runs is called, whatever its file is.
+_NO_MODULES = ("__main__", "__mp_main__")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
     """A function of the user's, and what it is called with."""
@@ -51,14 +55,38 @@ def check_code(*, plugin: str | None, python: str | None, path: str | None) -> N
     if plugin is not None and not _PLUGIN.fullmatch(plugin):
         raise ValueError(f"plugin: {plugin!r} is no name of an entry point")
     if python is not None:
-        if not _FUNCTION.fullmatch(python):
-            raise ValueError(
-                f"python: {python!r} is no class or function; write package.module:name"
-            )
+        if not _FUNCTION.fullmatch(python) or python.partition(":")[0].endswith(".py"):
+            raise ValueError(f"python: {python!r} {_why_no_function(python)}")
         first = python.partition(":")[0].partition(".")[0]
+        if first in _NO_MODULES:
+            name = python.partition(":")[2]
+            raise ValueError(
+                f"python: {name} is in a notebook or script, which workers cannot import; write "
+                f"it to a file, such as my_job.py, and give my_job:{name}"
+            )
         if first in sys.stdlib_module_names or first in _NOT_THE_USERS:
             raise ValueError(
                 f"python: {first} is not a module of yours; name a function that you wrote"
             )
     elif path is not None:
         raise ValueError("path: is where a python module lies; leave it out")
+
+
+def _why_no_function(python: str) -> str:
+    """What is wrong with a text that is no package.module:name, and the fix."""
+    module, colon, name = python.partition(":")
+    if "<" in python:
+        return (
+            "has no name that workers could import, being a lambda or within another function; "
+            "define it at the top of a module"
+        )
+    if colon and module.endswith(".py"):
+        folder, _, file = module.rpartition("/")
+        where = f", and {folder} as path" if folder else ""
+        return f"names a file; write {file.removesuffix('.py')}:{name}{where}"
+    if colon and "." in name:
+        return "is not at the top of its module; give a function that is, as package.module:name"
+    head, _, last = python.rpartition(".")
+    if not colon and _FUNCTION.fullmatch(f"{head}:{last}"):
+        return f"has no colon; write {head}:{last}"
+    return "is no class or function; write package.module:name"

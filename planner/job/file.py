@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import json
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -105,8 +105,7 @@ def _build(kind: type[T], value: Value, path: str) -> T:
     arguments: dict[str, Any] = {}
     for key, entry in entries.items():
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(fields)}"
+            hint = _hint(key, kind, fields, path)
             raise InvalidJob(f"{entry.place}: unknown key {key!r}{where}; {hint}")
         if entry.value.content is None and _has_defaults(hints[fields[key].name], fields[key]):
             continue  # a section without anything in it
@@ -129,6 +128,51 @@ def _build(kind: type[T], value: Value, path: str) -> T:
         place, full = _find(value, FILE_KEYS.get(guilty, guilty), path)
         message = message.removeprefix(f"{guilty}: ")
         raise InvalidJob(f"{place}: {full}: {message}") from error
+
+
+#: What others call a key.
+_OTHER_WORDS = {
+    "args": "arguments",
+    "kwargs": "arguments",
+    "batch_size": "global_batch",
+    "dataset": "python",
+    "function": "python",
+    "learning_rate": "lr",
+    "max_grad_norm": "clip",
+    "max_steps": "steps",
+    "num_workers": "workers",
+}
+#: Keys that no person writes.
+_MADE = ("described",)
+
+
+def _hint(key: str, kind: type, fields: Iterable[str], path: str) -> str:
+    """What was meant by a key that `kind`, at `path` of the file, does not have."""
+    known = [field for field in fields if field not in _MADE]
+    # A model without the key that makes it the user's is taken for one of the others.
+    possible = [*known, *OWN_KEYS] if kind is ModelSpec else known
+    word = _OTHER_WORDS.get(key.lower())
+    near = [word] if word in possible else difflib.get_close_matches(key.lower(), possible, n=1)
+    if near:
+        return f"did you mean '{near[0]}'?"
+    if kind is ModelSpec and key in get_type_hints(OwnModelSpec):
+        return f"it goes with one of {', '.join(OWN_KEYS)}; add that"
+    places = sorted(_places(JobSpec, key, ""))
+    if places := [one for one in places if one.startswith(f"{path}.")] or places:
+        return f"it goes into {' or '.join(places)}"
+    more = "; what your function takes goes into arguments" if kind is OwnModelSpec else ""
+    return f"known keys: {', '.join(known)}{more}"
+
+
+def _places(kind: type, key: str, path: str) -> Iterator[str]:
+    """The sections below `kind` that have the key."""
+    for field, hint in get_type_hints(kind).items():
+        for section in get_args(hint) or (hint,):
+            if isinstance(section, type) and dataclasses.is_dataclass(section):
+                below = f"{path}.{field}".lstrip(".")
+                if any(one.name == key for one in dataclasses.fields(section)):
+                    yield below
+                yield from _places(section, key, below)
 
 
 def _has_defaults(hint: Any, field: "dataclasses.Field[Any]") -> bool:
@@ -197,8 +241,12 @@ def _is_number(content: object) -> bool:
 def _choose(choices: tuple[Any, ...], value: Value, path: str) -> object:
     if value.content in choices:
         return value.content
+    near = difflib.get_close_matches(str(value.content).lower(), choices, n=1)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    if path == "training.optimizer.name":
+        hint = "; another one goes by its class: python: torch.optim:Adam in place of name"
     raise InvalidJob(
-        f"{value.place}: {path} must be {' or '.join(choices)}, not {value.describe()}"
+        f"{value.place}: {path} must be {' or '.join(choices)}, not {value.describe()}{hint}"
     )
 
 

@@ -14,7 +14,14 @@ from typing import ClassVar, Literal
 
 from oobleck.planner import codec
 from oobleck.planner.job.checks import PART, Limits, check_limits
-from oobleck.planner.job.code import NO_ARGUMENTS, NOT_DESCRIBED, Code, Json, check_code
+from oobleck.planner.job.code import (
+    NO_ARGUMENTS,
+    NOT_DESCRIBED,
+    TORCH_OPTIM,
+    Code,
+    Json,
+    check_code,
+)
 
 #: What each optimizer takes beside `lr`, and the defaults.
 _SETTINGS: Mapping[str, Mapping[str, float | bool]] = {
@@ -137,6 +144,10 @@ class OptimizerSpec:
     def _check_own(self, code: Code) -> None:
         if self.name is not None:
             raise ValueError(f"name: {self.name} is an optimizer of its own; leave name out")
+        if code.module == f"{TORCH_OPTIM}.lr_scheduler":
+            raise ValueError(
+                "python: is a schedule of the rate, not an optimizer; give training.schedule"
+            )
         for key in json.loads(code.arguments or NO_ARGUMENTS):
             if key in _KEYS:
                 raise ValueError(

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import oobleck
+from oobleck import client
 from oobleck.errors import error_of
 from support.commands import end, start_agent, start_master
 
@@ -151,3 +153,77 @@ def test_what_is_refused_and_how(
         assert isinstance(refused.value, oobleck.Refused)
     with pytest.raises(oobleck.Refused, match="credentials"):
         oobleck.Client(master, credentials=os.devnull)
+
+
+def make() -> None:
+    """A function of a module that could be imported."""
+
+
+def test_what_a_notebook_hands_over_in_place_of_a_name_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refusal(model: object, **more: object) -> str:
+        data = {"text": ["x"]}
+        job = {"name": "x", "model": model, "data": data, "training": {}, **more}
+        with oobleck.Client("127.0.0.1:1") as client, pytest.raises(oobleck.InvalidJob) as caught:
+            client.submit(job)
+        return str(caught.value)
+
+    assert (
+        f"model.python is the function make, and workers load it by its name; give '{__name__}"
+        in (refusal({"python": make}))
+    )
+    monkeypatch.setattr(make, "__module__", "__main__")
+    assert refusal({"python": make}).endswith(
+        "write it to a file, such as my_job.py, and give 'my_job:make' as python"
+    )
+    for nameless in (lambda: None, refusal):
+        assert "define it at the top of a file, such as my_job.py" in refusal({"python": nameless})
+    written = refusal({"python": "__main__:make"})
+    assert "model.python: make is in a notebook or script, which workers cannot import" in written
+    assert refusal(make).startswith("the job: model is the function make")
+    built = refusal({"python": "m:f", "arguments": {"sizes": [1, object()]}})
+    assert built.startswith("the job: model.arguments.sizes[1] is a object; give numbers, texts")
+    assert refusal({1: 2}) == "the job: model has the key 1; use text as keys"
+    with oobleck.Client("127.0.0.1:1") as client, pytest.raises(oobleck.InvalidJob) as caught:
+        client.submit(make)  # type: ignore[arg-type]
+    assert (
+        str(caught.value) == "the job is function; give a job file's path, or what would be in one"
+    )
+
+
+def test_numbers_of_numpy_are_numbers_of_a_job(tmp_path: Path) -> None:
+    text = tmp_path / "data.txt"
+    text.write_text("x" * 100)
+    model = {"kind": "gpt", "layers": 2, "hidden": 8, "heads": 2, "sequence_length": 8}
+    training = {"steps": np.int64(3), "global_batch": 4, "optimizer": {"lr": np.float32(0.5)}}
+    job = client._read(
+        {"name": "x", "model": model, "data": {"text": text}, "training": training}, ()
+    )
+    assert (job.training.steps, job.training.optimizer.lr) == (3, 0.5)
+
+
+_SUBMITS = """
+import oobleck
+with oobleck.Client("127.0.0.1:1") as client:
+    client.submit({
+        "name": "x",
+        "model": {"python": "submits_itself:make", "sequence_length": 8},
+        "data": {"text": ["x"]},
+        "training": {"steps": 1, "global_batch": 4},
+    })
+"""
+
+
+def test_a_module_that_submits_the_job_that_imports_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "submits_itself.py").write_text(_SUBMITS)
+    done = subprocess.run(
+        [sys.executable, "submits_itself.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert "the module that a job names submits a job when it is imported" in last
+    assert 'put what submits below if __name__ == "__main__"' in last

@@ -20,7 +20,7 @@ _LOOK_S = 0.5
 
 def bound_waits() -> None:
     """Have torch's waits raise NodeError where the lock is a killed process's."""
-    FileBaton.wait = _wait
+    FileBaton.wait = _wait  # type: ignore[method-assign, assignment]  # it has no limit of its own
 
 
 def _wait(baton: FileBaton) -> None:

@@ -34,6 +34,14 @@ _CUTS = (7, 1)
 _TOLERANCE = 1e-11
 
 
+#: Classes of torch, whose own errors do not say it.
+_NOT_BY_NUMBER = {
+    "torch.optim:LBFGS": "computes the loss several times in each step, by a closure",
+    "torch.optim:Muon": "updates each matrix as a whole",
+    "torch.optim:SparseAdam": "takes sparse gradients alone, and layers have dense ones here",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     """Steps on whole parameters, as a plain loop of torch takes them."""
@@ -53,6 +61,7 @@ def describe(training: TrainingSpec) -> Json:
         training, steps=_STEPS, schedule=ScheduleSpec(), optimizer=replace(spec, lr=spec.lr or 1e-3)
     )
     check = _Check(spec, tried)
+    check.known(spec.code.name)
     run = check.whole_run()
     sketch = OptimizerSketch(
         rows=tuple(
@@ -72,6 +81,11 @@ def describe(training: TrainingSpec) -> Json:
 class _Check:
     spec: OptimizerSpec
     training: TrainingSpec
+
+    def known(self, name: str) -> None:
+        """Refuse what torch has and what cannot be an update of each number by itself."""
+        if name in _NOT_BY_NUMBER:
+            self._refuse(f"{_NOT_BY_NUMBER[name]}; choose one as Adam, RAdam, Adagrad or SGD")
 
     def whole_run(self) -> _Run:
         """Its steps; and what can be seen by taking them again, from the same and other numbers."""

@@ -498,3 +498,90 @@ def test_links_are_sealed_off_the_host_unless_the_job_says_otherwise(
 
 def test_links_are_sealed_off_the_host_by_default() -> None:
     assert parse_job(JOB).data_plane == "auto"
+
+
+OWN = """\
+name: x
+model: {python: "m:f"}
+data: {python: "m:d"}
+training: {steps: 1, global_batch: 4, optimizer: {name: adamw}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            '{python: "m:f"}',
+            '{pyhton: "m:f"}',
+            "2: unknown key 'pyhton' in model; did you mean 'py",
+        ),
+        (
+            '{python: "m:f"}',
+            '{Plugin: "m:f"}',
+            "2: unknown key 'Plugin' in model; did you mean 'pl",
+        ),
+        (
+            '"m:f"',
+            '"m:f", kwargs: {}',
+            "2: unknown key 'kwargs' in model; did you mean 'arguments'?",
+        ),
+        (
+            '"m:f"',
+            '"m:f", blocks: 3',
+            "2: unknown key 'blocks' in model; known keys: plugin, python, path, arguments, "
+            "architecture, config, weights, lora, sequence_length, vocabulary; what your function "
+            "takes goes into arguments",
+        ),
+        (
+            '{python: "m:f"}',
+            "{kind: gpt, arguments: {}}",
+            "2: unknown key 'arguments' in model; it goes with one of plugin, python, architecture",
+        ),
+        ('"m:f"', '"m.f"', "2: model.python: 'm.f' has no colon; write m:f"),
+        ('"m:f"', '"m.py:f"', "2: model.python: 'm.py:f' names a file; write m:f"),
+        ('"m:f"', '"/a/m.py:f"', "2: model.python: '/a/m.py:f' names a file; write m:f, and /a as"),
+        ('"m:f"', '"m:<lambda>"', "2: model.python: 'm:<lambda>' has no name that workers could"),
+        ('"m:f"', '"m:A.f"', "2: model.python: 'm:A.f' is not at the top of its module; give a"),
+        (
+            '"m:f"',
+            '"__main__:f"',
+            "2: model.python: f is in a notebook or script, which workers cannot import; write it "
+            "to a file, such as my_job.py, and give my_job:f",
+        ),
+        (
+            '"m:d"',
+            '"m:d", num_workers: 2',
+            "3: unknown key 'num_workers' in data; did you mean 'wo",
+        ),
+        ("steps: 1", "lr: 1", "4: unknown key 'lr' in training; it goes into training.optimizer"),
+        (
+            "steps: 1",
+            "steps: 1, schedule: {name: cosin}",
+            "4: training.schedule.name must be constant or linear or cosine, not the text "
+            "\"cosin\"; did you mean 'cosine'?",
+        ),
+        (
+            "name: adamw",
+            'python: "torch.optim.lr_scheduler:CosineAnnealingLR"',
+            "4: training.optimizer.python: is a schedule of the rate, not an optimizer; give "
+            "training.schedule",
+        ),
+        (
+            "name: adamw",
+            "name: adam",
+            '4: training.optimizer.name must be adamw or sgd, not the text "adam"; another one '
+            "goes by its class: python: torch.optim:Adam in place of name",
+        ),
+        (
+            "training:",
+            "evaluation: {every: 1, python: 'm:e'}\ntraining:",
+            "4: unknown key 'python' in evaluation; it goes into evaluation.data",
+        ),
+    ],
+)
+def test_a_key_of_a_users_model_or_data_that_is_wrong_is_told_with_the_right_one(
+    old: str, new: str, message: str
+) -> None:
+    assert old in OWN
+    assert refusal(OWN.replace(old, new)).startswith(f"job.yaml:{message}")

@@ -218,11 +218,11 @@ def test_copies_of_the_tied_weight_stay_equal_to_the_last_bit(make_job, spec):
 
 
 REFUSED = {
-    "torch.optim:LBFGS": "parameter groups",
+    "torch.optim:LBFGS": "cannot be used: it computes the loss several times in each step",
     "torch.optim:Adafactor": r"keeps row_var of shape \[3, 1\] of a parameter of shape \[3, 5\]",
-    "torch.optim:Muon": "only supports 2D",
-    "torch.optim:SparseAdam": "dense gradients",
-    "torch.optim:lr_scheduler": "is no function",
+    "torch.optim:Muon": "cannot be used: it updates each matrix as a whole; choose one as Adam",
+    "torch.optim:SparseAdam": "cannot be used: it takes sparse gradients alone",
+    "torch.optim:lr_scheduler": "is module; name a class or function that gives it",
     "Lamb": "does not update each number by itself",
     "Noisy": "may not draw random numbers",
     "Normed": "keeps norm, a number that depends on the gradients",
