@@ -4,8 +4,8 @@ A step that fails for want of memory is done once more, and so is a worker's way
 Where it fails again, the job is at fault, but its node where others hold memory of the GPU.
 Memory of another process that cannot be mapped may be that of one that has ended. A device that
 fails as a worker of the same node is lost may have failed for that: NCCL writes into such a one's
-memory. The failure may be seen before the loss is, so the verdict waits for word of one. Owns what is known for these, over all generations of one worker; must not know how a
-generation is left.
+memory. The failure may be seen before the loss is, so the verdict waits for word of one. Owns what
+is known for these, over all generations of one worker; must not know how a generation is left.
 """
 
 import time
