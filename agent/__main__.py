@@ -37,7 +37,7 @@ from oobleck.host.metrics.page import MetricsPage, bind
 from oobleck.host.security.credentials import Credentials
 from oobleck.host.system.environment import Environment
 from oobleck.host.system.files import read_regular
-from oobleck.host.system.process import die_with_parent, end_signals
+from oobleck.host.system.process import die_with_parent, end_signals, with_parent
 from oobleck.planner.codec import decode
 from oobleck.planner.ids import NodeName, nearest_name
 from oobleck.planner.units import parse_bytes
@@ -383,11 +383,7 @@ def agent(
                 else default_memory(workers, found.gpus)
             ),
             faults=read_faults(fault_plan) if fault_plan else (),
-            warm_command=(
-                sys.executable,
-                *("-m", "oobleck.host.system.die_with_parent", str(os.getpid())),
-                "oobleck.worker.warm",
-            ),
+            warm_command=tuple(with_parent("oobleck.worker.warm")),
             environment=environment,
             versions=versions(found),
             drain_grace_s=drain_grace,

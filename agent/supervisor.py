@@ -293,9 +293,13 @@ class Supervisor:
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await process.silent.wait()
+        verdict = process.marker.verdict(exit_code)
         process.gone()
         del self._pool.processes[process.incarnation]
         worker = self._state.workers[process.incarnation]
+        if verdict and worker.failure is None and worker.stop_sent_at is None:
+            # It could not say so itself.
+            self.said(worker.incarnation, Failed(kind="user", message=verdict))
         how = f"killed by {signal_name(signum)}" if signum else f"exit code {exit_code}"
         fields = {"slot": worker.slot, "pid": process.pid, "how": how}
         expected = worker.stop_sent_at is not None

@@ -7,7 +7,6 @@ alone knows which of them the environment shows to workers, and in which order.
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import msgspec
 import psutil
 
 from oobleck.host.gpu.choice import Gpu, GpuReport
-from oobleck.host.system.process import output_of
+from oobleck.host.system.process import output_of, python
 
 _MODEL = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
 _SPACES = re.compile(r"\s+")
@@ -63,7 +62,7 @@ def find_gpus(environment: Mapping[str, str], chosen: Sequence[str] = ()) -> Gpu
     """The GPUs that processes with `environment` can use: those chosen, by their names to CUDA, or
     all. Raises ValueError where there are none, or a chosen one cannot be used."""
     try:
-        command = [sys.executable, "-m", "oobleck.worker.runtime.device", *chosen]
+        command = python("oobleck.worker.runtime.device", *chosen)
         output = output_of(command, _PROBE_TIMEOUT_S, environment)
         report = msgspec.json.decode(output, type=GpuReport)
     except subprocess.CalledProcessError as error:

@@ -2,16 +2,18 @@
 wrong with them, for the command line: a short process, since that has no torch, and a user's code
 may do anything.
 
-    python -m oobleck.host.system.die_with_parent PARENT_PID oobleck.worker.describe [--always] \
-        < JOB.json > FOUND.json
+    python -P -m oobleck.host.system.die_with_parent PARENT_PID oobleck.worker.describe \
+        [--always] MARKER < JOB.json > FOUND.json
 
 FOUND has the `descriptions` by what is described (`model`, `optimizer`), without those that could
 not be made; the `problems`; and whether the model was `run` for real, which a large one is only
-with --always. What the user's code prints goes to standard error.
+with --always. What the user's code prints goes to standard error. MARKER is the number of an open
+file, the page of a `Marker`.
 """
 
 import json
 import os
+import signal
 import sys
 import warnings
 from dataclasses import asdict, dataclass, field, replace
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from oobleck.host.data.token_file import DataError
+from oobleck.host.ipc.marker import Marker
 from oobleck.planner.job.code import Json
 from oobleck.planner.job.description import Description, LayerSketch, read_description
 from oobleck.planner.job.file import parse_job
@@ -140,6 +143,9 @@ def main() -> NoReturn:
     result = os.dup(1)
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
+    # A Ctrl-C ends it; a KeyboardInterrupt that the user's code raises is an error like others.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    code.mark_in(Marker(int(sys.argv[-1])))
     torch.set_num_threads(1)
     code.allow((code.ANY,))  # it is the user's own machine
     found = look_at(parse_job(sys.stdin.read()), always="--always" in sys.argv[1:])
@@ -148,4 +154,4 @@ def main() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     # To free what torch has loaded, one piece after the other, takes half a second.
-    os._exit(0)
+    code.end_process(0)

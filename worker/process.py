@@ -47,14 +47,14 @@ def run(launch: Launch, control: Control, pid: int) -> int:
         log.exception("the device failed")
         told = f"{launch.worker}: the GPU has failed: {describe(error)}"
         control.report(Failed(kind=whose_fault(error), message=redact(told)))
-    except Exception as error:
+    except BaseException as error:
         # The process boundary: whatever the model or the optimizer raised is the job's failure.
         log.exception("training failed")
         control.report(Failed(kind="user", message=redact(f"{launch.worker}: {describe(error)}")))
     return 1
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """One line; for want of memory, the one that says what to do."""
     line = str(error).partition("\n")[0]
     if for_want_of_memory(error):

@@ -25,6 +25,7 @@ import torch.fx.experimental.symbolic_shapes  # noqa: F401
 import oobleck.worker.models.families.gpt  # noqa: F401
 from oobleck.host import log as host_log
 from oobleck.host.ipc.channel import Channel
+from oobleck.host.ipc.marker import Marker
 from oobleck.host.ipc.messages import (
     ChildExited,
     Fork,
@@ -44,6 +45,7 @@ from oobleck.host.system.process import (
 from oobleck.worker import process
 from oobleck.worker.models import registry
 from oobleck.worker.models.compiled import load_compiler
+from oobleck.worker.runtime.code import end_process, mark_in
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.heap import keep_freed_memory
 from oobleck.worker.state import own_optimizer
@@ -69,7 +71,7 @@ def load_for(kind: str) -> None:
         keep_pages()
 
 
-def run_worker(channel_fd: int, output_fd: int, warm_pid: int) -> NoReturn:
+def run_worker(channel_fd: int, output_fd: int, marker_fd: int, warm_pid: int) -> NoReturn:
     """The forked child: become a worker and never return."""
     os.setsid()
     die_with_parent(warm_pid)
@@ -89,6 +91,7 @@ def run_worker(channel_fd: int, output_fd: int, warm_pid: int) -> NoReturn:
 
     status = 1
     try:
+        mark_in(Marker(marker_fd))
         channel: Channel[ToWorker] = Channel(socket.socket(fileno=channel_fd), ToWorker)
         launch = channel.receive()
         if isinstance(launch, Launch):
@@ -99,7 +102,7 @@ def run_worker(channel_fd: int, output_fd: int, warm_pid: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         # Groups and threads of the data plane must not hold up the end of the process.
-        os._exit(status)
+        end_process(status)
 
 
 class ForkServer:
@@ -128,7 +131,7 @@ class ForkServer:
                 self._fork(message)
 
     def _fork(self, fork: Fork) -> None:
-        channel_fd, output_fd = self._agent.take_descriptors()
+        channel_fd, output_fd, marker_fd = self._agent.take_descriptors()
         warm_pid = os.getpid()
         load_for(fork.kind)
         if fork.compiles and load_compiler():
@@ -143,10 +146,10 @@ class ForkServer:
         else:
             if pid == 0:
                 self._agent.close()
-                run_worker(channel_fd, output_fd, warm_pid)
+                run_worker(channel_fd, output_fd, marker_fd, warm_pid)
             answer = Forked(incarnation=fork.incarnation, pid=pid)
-        os.close(channel_fd)
-        os.close(output_fd)
+        for fd in (channel_fd, output_fd, marker_fd):
+            os.close(fd)
         self._agent.send(answer)
 
     def _reap(self) -> None:

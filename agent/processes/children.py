@@ -20,6 +20,7 @@ import msgspec
 from oobleck.agent.processes.ending import EndWatch, How
 from oobleck.agent.processes.output import Tail, read_available
 from oobleck.host.ipc.channel import frame, read_frame
+from oobleck.host.ipc.marker import Marker
 from oobleck.host.ipc.messages import (
     ChildExited,
     Fork,
@@ -72,6 +73,8 @@ class WorkerProcess:
         self.incarnation = incarnation
         self.pid: int | None = None
         self.tail = Tail()
+        #: Which code of the job's it runs.
+        self.marker = Marker()
         #: Set once all that the worker said before its end has been heard.
         self.silent = asyncio.Event()
         #: Its end is known.
@@ -86,9 +89,9 @@ class WorkerProcess:
         self._writer: asyncio.StreamWriter | None = None
         asyncio.get_running_loop().add_reader(self._output, self._on_output)
 
-    def hand_over(self) -> tuple[int, int]:
+    def hand_over(self) -> tuple[int, int, int]:
         """The worker's ends, to be passed on with the fork."""
-        return self._their_socket.fileno(), self._their_output
+        return self._their_socket.fileno(), self._their_output, self.marker.fd
 
     def close_theirs(self) -> None:
         """Once they are passed on, so that the worker's end alone keeps the channel open."""
@@ -180,6 +183,7 @@ class WorkerProcess:
         while self._output_open and self._on_output():
             pass
         self._close_output()
+        self.marker.close()
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None

@@ -9,13 +9,17 @@ import subprocess
 from collections.abc import Iterator
 from typing import NoReturn
 
-from bench.support.daemons import with_parent
+from bench.support.daemons import CHECKOUT, with_parent
 
 
 @contextlib.contextmanager
 def all_cores_busy() -> Iterator[None]:
     """Until the end of the block, or of the thread that entered it."""
-    loops = [subprocess.Popen(with_parent("bench.support.busy")) for _ in os.sched_getaffinity(0)]
+    environment = {**os.environ, "PYTHONPATH": CHECKOUT}
+    loops = [
+        subprocess.Popen(with_parent("bench.support.busy"), env=environment)
+        for _ in os.sched_getaffinity(0)
+    ]
     try:
         yield
     finally:

@@ -10,6 +10,9 @@ import psutil
 
 from oobleck.host.system.process import with_parent as with_parent
 
+#: On PYTHONPATH of processes that run a module of the checkout's, which is not installed.
+CHECKOUT = str(Path(__file__).resolve().parents[2])
+
 
 def children_of(pid: int) -> list[int]:
     """Processes that `pid` has started; none where it is gone. Looking at all processes of the

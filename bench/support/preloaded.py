@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-from bench.support.daemons import with_parent
+from bench.support.daemons import CHECKOUT, with_parent
 from oobleck.host.device import worker_environment
 
 #: What is on PYTHONPATH of processes whose start is a drill's.
@@ -45,7 +45,8 @@ class Preloaded:
         (folder / "sitecustomize.py").symlink_to(STARTUP / "sitecustomize.py")
         clock = folder / "clock"
         clock.write_bytes(struct.pack("d", 0.0))
-        own = {"PYTHONPATH": str(STARTUP), "BENCH_CLOCK": str(clock)}
+        places = os.pathsep.join((str(STARTUP), CHECKOUT))
+        own = {"PYTHONPATH": places, "BENCH_CLOCK": str(clock)}
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(folder / "preloaded"))
             listener.listen(_BACKLOG)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.support.daemons import with_parent
+from bench.support.daemons import CHECKOUT, with_parent
 
 #: How often what is waited for is looked at. Moments are taken where things happen, not by this.
 _LOOK_S = 0.02
@@ -54,7 +54,7 @@ class Crowd:
                     stdout=PIPE,
                     stderr=log,
                     limit=_LONGEST_LINE,
-                    env={**os.environ, "GRPC_VERBOSITY": "ERROR"},
+                    env={**os.environ, "GRPC_VERBOSITY": "ERROR", "PYTHONPATH": CHECKOUT},
                 )
             self._processes.append(process)
         for process in self._processes:

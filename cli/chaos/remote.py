@@ -117,7 +117,7 @@ def _start_healer(for_s: float, pids: list[int], families: str) -> int:
     """Its pid, once it takes signals."""
     words = [f"{pid}:{began}" for pid in pids if (began := _began(pid))]
     process = subprocess.Popen(
-        [sys.executable, "-c", _HEALER, str(for_s), families, *words],
+        [sys.executable, "-I", "-c", _HEALER, str(for_s), families, *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -7,6 +7,7 @@ import os
 import subprocess
 import traceback
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from oobleck.cli import options
 from oobleck.cli.jobs.wheel import unpacked
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
+from oobleck.host.ipc.marker import Marker
 from oobleck.host.system.process import with_parent
 
 if TYPE_CHECKING:
@@ -90,16 +92,20 @@ def look_at(job: "JobSpec", *, always: bool = False) -> Found:
     evaluation = job.evaluation
     looked_at = evaluation if evaluation and evaluation.data and evaluation.data.code else None
     unknown = dataclasses.replace(_given(job, dict.fromkeys(_OWN, "")), evaluation=looked_at)
-    with unpacked(unknown) as here:
+    with unpacked(unknown) as here, closing(Marker()) as marker:
         ended = subprocess.run(
-            [*with_parent(_MODULE), *(["--always"] if always else [])],
+            [*with_parent(_MODULE), *(["--always"] if always else []), str(marker.fd)],
             input=format_job(here),
             capture_output=True,
             text=True,
             check=False,
+            pass_fds=[marker.fd],
         )
-    if ended.returncode:
-        # The user's code ended the process: of what that raises, there is one line at the end.
+        verdict = marker.verdict(ended.returncode)
+    if verdict:
+        raise CommandFailed(verdict, options.USAGE)
+    if ended.returncode or not ended.stdout:
+        # Something else ended the process: of what that raises, there is one line at the end.
         lines = ended.stderr.strip().splitlines() or ["it printed nothing"]
         text = f"model: its code ended the process that looked at it ({lines[-1]})"
         raise CommandFailed(text, options.USAGE)

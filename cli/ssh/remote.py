@@ -157,9 +157,9 @@ def install(
         if (target / "whole").exists():
             return {}
         shutil.rmtree(target, ignore_errors=True)
-        _run("python -m venv", [sys.executable, "-m", "venv", str(target)])
-        pip = [str(target / "bin" / "python"), "-m", "pip", "install", "--no-input", "--quiet"]
-        pip += ["--disable-pip-version-check", *(["--no-index"] if alone else [])]
+        _run("python -m venv", [sys.executable, "-I", "-m", "venv", str(target)])
+        pip = [str(target / "bin" / "python"), "-I", "-m", "pip", "install", "--no-input"]
+        pip += ["--quiet", "--disable-pip-version-check", *(["--no-index"] if alone else [])]
         for path in paths[1:]:
             pip += ["--find-links", str(path.parent)]
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".txt") as constraints:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from oobleck.host.system.process import output_of
+from oobleck.host.system.process import output_of, python
 
 _ANSWER_S = 20.0
 #: nvmlGpuP2PCapsIndex_t: reading. What nvidia-ml-py has by that name is no number.
@@ -39,7 +39,7 @@ class Peers(msgspec.Struct, frozen=True, kw_only=True):
 def read_peers() -> Peers:
     """Nothing where NVML cannot be asked, which another check tells."""
     try:
-        output = output_of([sys.executable, "-m", "oobleck.host.gpu.peers"], _ANSWER_S)
+        output = output_of(python("oobleck.host.gpu.peers"), _ANSWER_S)
         return msgspec.json.decode(output, type=Peers)
     except (OSError, subprocess.SubprocessError, msgspec.DecodeError):
         return Peers()

@@ -1,7 +1,6 @@
 """Who else uses the GPUs of this host. Must not know what is done about it."""
 
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,7 +9,7 @@ import psutil
 
 from oobleck.host.gpu.choice import Gpu
 from oobleck.host.gpu.sample import GpuProcess, Sample
-from oobleck.host.system.process import output_of
+from oobleck.host.system.process import output_of, python
 from oobleck.planner.units import format_bytes
 
 READER = "oobleck.host.gpu.nvml"
@@ -24,7 +23,7 @@ _LOOK_S = 1.0
 def read_sample() -> Sample:
     """What NVML says now, asked by a process of its own."""
     try:
-        output = output_of([sys.executable, "-m", READER], _ANSWER_S)
+        output = output_of(python(READER), _ANSWER_S)
         return msgspec.json.decode(output, type=Sample)
     except subprocess.TimeoutExpired:
         return Sample(problem=f"NVML has not answered for {_ANSWER_S:.0f} s")

@@ -24,10 +24,16 @@ def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) ->
         os.kill(os.getpid(), signum)
 
 
+def python(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module of ours. The current folder is no place to import from:
+    it may be a job's, whose `queue.py` is not for us."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
 def with_parent(module: str) -> list[str]:
     """The beginning of a command that runs a module of Python, and ends with this process however
     that ends: once the thread that starts it has."""
-    return [sys.executable, "-m", "oobleck.host.system.die_with_parent", str(os.getpid()), module]
+    return python("oobleck.host.system.die_with_parent", str(os.getpid()), module)
 
 
 def completed(

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +18,7 @@ import msgspec
 
 from oobleck.host.ipc.channel import frame, read_frame
 from oobleck.host.metrics.families import Durations
+from oobleck.host.system.process import with_parent
 from oobleck.master.planning.requests import Broken, PlanReply, PlanRequest, Replies
 
 log = logging.getLogger(__name__)
@@ -184,9 +184,7 @@ class PlanningProcess:
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    *("-m", "oobleck.host.system.die_with_parent", str(os.getpid())),
-                    "oobleck.master.planning.worker",
+                    *with_parent("oobleck.master.planning.worker"),
                     stdin=theirs.fileno(),
                     start_new_session=True,
                 )

@@ -194,6 +194,21 @@ async def test_a_worker_that_fails_is_reported_in_its_words_and_not_replaced() -
 
 
 @scenario
+async def test_a_worker_that_exits_amid_the_users_code_is_the_jobs_failure() -> None:
+    async with cluster() as (_, _, stream):
+        await stream.assign("exits-1", job("exits"))
+        await stream.until(lambda m: len(stream.reports(WorkerExited)) == 1)
+        (failed,) = stream.reports(Failed)
+        assert (failed.what.kind, failed.what.message) == (
+            "user",
+            "model: layer 1 (Net): the user's code ended the process with status 5",
+        )
+        before = len(stream.heard)
+        await stream.until(lambda m: sum(m.HasField("status") for m in stream.heard[before:]) >= 3)
+        assert len(stream.reports(WorkerExited)) == 1
+
+
+@scenario
 async def test_why_a_slot_stays_empty_is_told_again_to_a_master_that_came_back() -> None:
     async with cluster() as (master, _, stream):
         await stream.assign("ails-1", job("ails"))

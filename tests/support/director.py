@@ -21,6 +21,7 @@ from typing import IO
 import msgspec
 
 from oobleck.host.ipc.channel import Channel
+from oobleck.host.ipc.marker import Marker
 from oobleck.host.ipc.messages import (
     Assign,
     CheckpointSaved,
@@ -129,6 +130,9 @@ class LiveWorker:
         self.channel.close()
 
 
+#: Which code of its user's each worker runs, of which nothing is asked here.
+MARKER = Marker()
+
 _WARM = """
 from oobleck.worker import warm
 from oobleck.worker.transport.links import calls
@@ -180,7 +184,7 @@ class WarmWorkers:
         )
         body = msgspec.json.encode(wanted)
         frame = len(body).to_bytes(4, "big") + body
-        socket.send_fds(self.socket, [frame], [channel.fileno(), output])
+        socket.send_fds(self.socket, [frame], [channel.fileno(), output, MARKER.fd])
 
 
 class Director:

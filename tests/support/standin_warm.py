@@ -5,6 +5,7 @@ job's seed says (milliseconds per step). What they do beyond that is set by the 
 
 - `fails`, `ails`: says Failed(user), or Failed(node), after Launch, and exits with 3.
 - `deaf`: ignores Stop and SIGTERM.
+- `exits`: exits with code 5 amid code of the user's.
 - `quits`: exits with code 7 right after Launch, having printed 30 lines.
 - `loses`: reports PeerLost after entering a plan.
 - `mute`: gives no sign of life once it is ready.
@@ -26,6 +27,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from oobleck.host.ipc.channel import Channel
+from oobleck.host.ipc.marker import Marker
 from oobleck.host.ipc.messages import (
     Alive,
     Ask,
@@ -74,7 +76,7 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def work(channel: Channel[ToWorker]) -> int:
+def work(channel: Channel[ToWorker], marker: Marker) -> int:
     launch = channel.receive()
     if not isinstance(launch, Launch):
         return 1
@@ -86,6 +88,9 @@ def work(channel: Channel[ToWorker]) -> int:
         kind = "user" if name == "fails" else "node"
         channel.send(Failed(kind=kind, message="the data is missing"))
         return 3
+    if name == "exits":
+        marker.write("model: layer 1 (Net)")
+        return 5
     if name == "quits":
         say("\n".join(f"line {n}" for n in range(30)))
         return 7
@@ -134,7 +139,7 @@ def work(channel: Channel[ToWorker]) -> int:
                 channel.send(Finished(generation=generation, step=step))
 
 
-def become_worker(channel_fd: int, output_fd: int, warm_pid: int) -> NoReturn:
+def become_worker(channel_fd: int, output_fd: int, marker_fd: int, warm_pid: int) -> NoReturn:
     os.setsid()
     die_with_parent(warm_pid)
     signal.set_wakeup_fd(-1)
@@ -145,7 +150,7 @@ def become_worker(channel_fd: int, output_fd: int, warm_pid: int) -> NoReturn:
     os.close(output_fd)
     status = 1
     try:
-        status = work(Channel(socket.socket(fileno=channel_fd), ToWorker))
+        status = work(Channel(socket.socket(fileno=channel_fd), ToWorker), Marker(marker_fd))
     finally:
         sys.stdout.flush()
         os._exit(status)
@@ -172,19 +177,19 @@ def main() -> None:
             if request is None:
                 return
             assert isinstance(request, Fork)
-            channel_fd, output_fd = agent.take_descriptors()
+            channel_fd, output_fd, marker_fd = agent.take_descriptors()
             if forks_to_fail:
                 forks_to_fail -= 1
                 agent.send(ForkFailed(incarnation=request.incarnation, reason="no more processes"))
-                os.close(channel_fd)
-                os.close(output_fd)
+                for fd in (channel_fd, output_fd, marker_fd):
+                    os.close(fd)
                 continue
             warm_pid = os.getpid()
             if (pid := os.fork()) == 0:
                 agent.close()
-                become_worker(channel_fd, output_fd, warm_pid)
-            os.close(channel_fd)
-            os.close(output_fd)
+                become_worker(channel_fd, output_fd, marker_fd, warm_pid)
+            for fd in (channel_fd, output_fd, marker_fd):
+                os.close(fd)
             agent.send(Forked(incarnation=request.incarnation, pid=pid))
 
 

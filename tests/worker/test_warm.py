@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from oobleck.host.ipc.channel import Channel, frame
+from oobleck.host.ipc.marker import Marker
 from oobleck.host.ipc.messages import ChildExited, Fork, Forked, ForkFailed, FromWarm, Warm
 from oobleck.planner.ids import Incarnation
 
@@ -103,12 +104,14 @@ def test_a_fork_that_fails_is_told_and_what_the_next_one_started_ends_with_it() 
 def fork(ours: socket.socket, channel: "Channel[FromWarm]", incarnation: str) -> FromWarm | None:
     theirs = socket.socketpair()
     reading, writing = os.pipe()
+    marker = Marker()
     request = frame(Fork(slot=0, incarnation=Incarnation(incarnation)))
-    socket.send_fds(ours, [request], [theirs[1].fileno(), writing])
+    socket.send_fds(ours, [request], [theirs[1].fileno(), writing, marker.fd])
     answer = channel.receive()
     for end in theirs:
         end.close()
     os.close(writing)
+    marker.close()
     with open(reading, "rb") as output:
         assert output.read() == b""  # to its end, when nobody has it open
     return answer

@@ -27,10 +27,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oobleck.host.data.token_file import DataError
+from oobleck.host.ipc.marker import Marker
 from oobleck.host.system.process import die_with_parent, leave_ending_to_agent
 from oobleck.planner.job.code import Code
 from oobleck.worker.data.samples import Reader, Samples, joined
 from oobleck.worker.models.tree import flatten, structure, unflatten
+from oobleck.worker.runtime.code import mark_in
 from oobleck.worker.runtime.errors import HelperLost, JobError
 
 #: Between two looks at whether all processes live, while a result is waited for.
@@ -79,10 +81,10 @@ class Loaders:
             child.pipe.send((numbers, form))
             while not child.pipe.poll(_LOOK_S):
                 if not child.process.is_alive():
-                    raise self._lost()
+                    raise self._lost(child)
             found = child.pipe.recv()
         except (OSError, EOFError) as error:  # it ended, perhaps amid a result
-            raise self._lost() from error
+            raise self._lost(child) from error
         finally:
             self._idle.put(child)
         if isinstance(found, _Raised):
@@ -90,7 +92,10 @@ class Loaders:
         assert isinstance(found, _Packed), "there are two kinds of result"
         return found
 
-    def _lost(self) -> HelperLost:
+    def _lost(self, child: "_Child") -> HelperLost | JobError:
+        child.process.join(_LOOK_S)
+        if verdict := child.marker.verdict(child.process.exitcode):
+            return JobError(verdict)
         return HelperLost(
             f"{self._key}: a process that loads samples was killed on this node, or ended by "
             "itself; where it was for want of memory, lower data.workers"
@@ -102,30 +107,35 @@ class Loaders:
             child.process.kill()
             child.process.join()
             child.pipe.close()
+            child.marker.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Child:
     process: ForkProcess
     pipe: "Connection[Any, Any]"
+    #: Which code of the user's it runs.
+    marker: Marker
 
 
 def _forked(source: _Source) -> _Child:
     """A process that reads samples for who has the other end of its pipe."""
     context = get_context("fork")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(os.getpid(), source, there))
+    marker = Marker()
+    process = context.Process(target=_serve, args=(os.getpid(), source, there, marker))
     with warnings.catch_warnings():
         # Python's word on forks beside threads. The one that there is listens to the agent.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     there.close()  # so that the pipe ends with the process, and the next one has no part in it
-    return _Child(process, here)
+    return _Child(process, here, marker)
 
 
-def _serve(parent_pid: int, source: _Source, pipe: "Connection[Any, Any]") -> None:
+def _serve(parent_pid: int, source: _Source, pipe: "Connection[Any, Any]", marker: Marker) -> None:
     """In the process."""
     die_with_parent(parent_pid)
+    mark_in(marker)
     leave_ending_to_agent()
     torch.set_num_threads(1)
     reader: Reader | None = None

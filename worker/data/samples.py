@@ -223,7 +223,8 @@ class Reader:
         if why := _why_no_data_set(self._items):
             raise JobError(f"{key}: {source.name} gave {type(self._items).__name__}, {why}")
         try:
-            self.size = len(self._items)
+            with code.running(f"{key}: {source.name}", passing=(TypeError,)):
+                self.size = len(self._items)
         except TypeError as error:
             raise JobError(
                 f"{key}: {source.name} gave {type(self._items).__name__}, which has no length; "
@@ -236,12 +237,12 @@ class Reader:
 
     def read(self, number: int) -> tuple[Any, Any]:
         """(inputs, targets) of one sample, without rows. Raises DataError, JobError."""
+        what = f"{self._key}: sample {number}"
         try:
-            sample = self._items[number]
+            with code.running(what, "", passing=(OSError,)):
+                sample = self._items[number]
         except OSError as error:
-            raise DataError(f"{self._key}: sample {number}: {code.described(error)}") from error
-        except Exception as error:
-            raise JobError(f"{self._key}: sample {number}: {code.described(error)}") from error
+            raise DataError(f"{what}: {code.described(error)}") from error
         if not isinstance(sample, tuple | list) or len(sample) != 2:
             raise JobError(
                 f"{self._key}: sample {number} is {_what(sample)}, and must be (inputs, targets)"

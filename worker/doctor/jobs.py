@@ -6,7 +6,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 from oobleck.host.finding import Finding
 from oobleck.host.ipc.messages import FaultRule
-from oobleck.host.system.process import with_parent
+from oobleck.host.system.process import python, with_parent
 from oobleck.planner.codec import encode
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.units import format_bytes
@@ -152,7 +151,7 @@ class _Cluster:
 
     def _command(self, *words: str) -> str:
         environment = {**os.environ, "OOBLECK_MASTER": self._address}
-        command = [sys.executable, "-m", "oobleck.cli.main", *words, "--insecure"]
+        command = python("oobleck.cli.main", *words, "--insecure")
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=_START_S, check=False
         )

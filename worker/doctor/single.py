@@ -120,7 +120,7 @@ def killed(devices: Sequence[str]) -> Iterator[Finding]:
         return torch.cuda.mem_get_info(device)[0]
 
     holder = subprocess.Popen(
-        [sys.executable, "-c", code, device],
+        [sys.executable, "-P", "-c", code, device],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

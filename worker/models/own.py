@@ -24,7 +24,7 @@ from oobleck.worker.models.compiled import run_compiled
 from oobleck.worker.models.linear import split_linear
 from oobleck.worker.models.tree import Tree, flatten, shown
 from oobleck.worker.runtime import code
-from oobleck.worker.runtime.errors import JobError, NodeError, of_the_device
+from oobleck.worker.runtime.errors import JobError, NodeError
 from oobleck.worker.runtime.random import RowKeys
 
 #: Methods of tensors, and functions of torch.nn.init, that draw.
@@ -67,25 +67,18 @@ class OwnLayer(Layer):
         self._compiled = is_compiled(spec, layer)
 
     def forward(self, x: Any, rows: RowKeys) -> Any:
-        if self.module.training != rows.training:
-            self.module.train(rows.training)
-        if not (self._draws and rows.training and rows.positions):
-            return self._called(x)
-        with GENERATOR:
-            # By micro-batch, which is never cut where layers draw: the same on any plan.
-            seed_all(rows.seed, "forward", rows.step, rows.positions[0], self.layer)
-            return self._called(x)
+        with code.running(f"model: layer {self.layer} ({type(self.module).__name__})"):
+            if self.module.training != rows.training:
+                self.module.train(rows.training)
+            if not (self._draws and rows.training and rows.positions):
+                return self._called(x)
+            with GENERATOR:
+                # By micro-batch, which is never cut where layers draw: the same on any plan.
+                seed_all(rows.seed, "forward", rows.step, rows.positions[0], self.layer)
+                return self._called(x)
 
     def _called(self, x: Any) -> Any:
-        try:
-            return run_compiled(self.module, x) if self._compiled else self.module(x)
-        except (Exception, SystemExit) as error:
-            if of_the_device(error):
-                raise
-            raise JobError(
-                f"model: layer {self.layer} ({type(self.module).__name__}) failed: "
-                f"{code.described(error)}"
-            ) from error
+        return run_compiled(self.module, x) if self._compiled else self.module(x)
 
     def row_losses(self, output: Tree, targets: Tree) -> Tensor:
         return row_losses(self._spec, output, targets, len(flatten(targets)[0]))
@@ -130,7 +123,9 @@ def check_code(job: JobSpec) -> None:
 
 def builders(spec: OwnModelSpec) -> Sequence[Callable[[], nn.Module]]:
     """What builds each layer, on the device of the context. Raises JobError, NodeError."""
-    return list(user_model(spec).layers)
+    layers = user_model(spec).layers
+    with code.running("model: its layers", passing=(Exception,)):
+        return list(layers)
 
 
 def built_whole(spec: OwnModelSpec) -> list[nn.Module] | None:
@@ -172,12 +167,9 @@ class without_draws(TorchFunctionMode):  # it is used like a function
 
 def build(spec: OwnModelSpec, layer: int) -> nn.Module:
     """The module of `layer` on the device of the context. Raises JobError."""
-    try:
+    # What passes is of the node, such as files of weights that are gone here alone.
+    with code.running(f"model: layer {layer}", " cannot be built"):
         made = builders(spec)[layer]()
-    except NodeError:
-        raise  # such as files of weights that are gone here alone
-    except (Exception, SystemExit) as error:
-        raise JobError(f"model: layer {layer} cannot be built: {code.described(error)}") from error
     if not isinstance(made, nn.Module):
         raise JobError(
             f"model: layer {layer} is built as {type(made).__name__}, and must be an nn.Module"
@@ -271,15 +263,10 @@ def initialise(
 
 def row_losses(spec: OwnModelSpec, output: Tree, targets: Tree, rows: int) -> Tensor:
     """What the user's loss gives, one number per row (rows,). Raises JobError otherwise."""
-    try:
+    with code.running(
+        "model: the loss", lambda: f" failed on {shown(output)} and {shown(targets)}"
+    ):
         found = user_model(spec).loss(output, targets)
-    except (Exception, SystemExit) as error:
-        if of_the_device(error):
-            raise
-        raise JobError(
-            f"model: the loss failed on {shown(output)} and {shown(targets)}: "
-            f"{code.described(error)}"
-        ) from error
     if not isinstance(found, Tensor) or found.shape != (rows,):
         what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise JobError(
@@ -294,17 +281,11 @@ def metric_sums(spec: OwnModelSpec, output: Tree, targets: Tree, rows: int) -> d
     metrics = user_model(spec).metrics
     if metrics is None:
         return {}
-    try:
+    with code.running("model: the metrics"):
         found = metrics(output, targets)
         if len(found) > MOST_METRICS:
             raise JobError(f"model: {len(found)} metrics are more than {MOST_METRICS}; give fewer")
         return {str(name): _summed(name, values, rows) for name, values in found.items()}
-    except JobError:
-        raise
-    except (Exception, SystemExit) as error:
-        if of_the_device(error):
-            raise
-        raise JobError(f"model: the metrics failed: {code.described(error)}") from error
 
 
 def in_precision(module: nn.Module, dtype: torch.dtype) -> nn.Module:

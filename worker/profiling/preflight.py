@@ -15,7 +15,6 @@ call. Must not know what compiling is.
 
 import faulthandler
 import logging
-import os
 import time
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, nullcontext
@@ -35,6 +34,7 @@ from oobleck.worker.models.own import is_compiled
 from oobleck.worker.models.tree import Tree, map_tensors
 from oobleck.worker.profiling.measure_layers import pass_once
 from oobleck.worker.runtime import heap
+from oobleck.worker.runtime.code import end_process
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import JobError, NodeError, for_want_of_memory
 from oobleck.worker.state.layout import layer_sizes
@@ -70,6 +70,8 @@ def on_this_node(job: JobSpec, control: Control, ready_by: float | None) -> Iter
         yield
     except JobError as error:
         cause = error.__cause__
+        if cause is not None and not isinstance(cause, Exception):
+            raise  # as sys.exit: it would do so on any node
         if cause is None:  # it says what to do
             raise NodeError(str(error)) from error
         log.exception("the job's code failed on this node")
@@ -93,7 +95,7 @@ def _give_up(control: Control, most_s: float) -> None:
         "step; the log has the lines that it is at"
     )
     control.report(Failed(kind="node", message=message))
-    os._exit(1)
+    end_process(1)
 
 
 def preflight(

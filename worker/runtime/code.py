@@ -1,7 +1,8 @@
-"""Loads the functions of the user that a job names, where this node allows that.
+"""Loads the functions of the user that a job names, where this node allows that, and runs them.
 
-Owns the sentences for what can go wrong with them, and the fingerprint of their sources. Which
-names no job may have at all is `oobleck.planner.job.code`'s.
+Owns the sentences for what can go wrong with them, `running`, which every call of a user's code
+goes through, and the fingerprint of their sources. Which names no job may have at all is
+`oobleck.planner.job.code`'s.
 """
 
 import ast
@@ -12,14 +13,16 @@ import importlib.metadata
 import json
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from oobleck.host.display import inline
+from oobleck.host.ipc.marker import Marker
 from oobleck.planner.job.code import NO_ARGUMENTS, TORCH_OPTIM, Code
-from oobleck.worker.runtime.errors import JobError, NodeError
+from oobleck.worker.runtime.errors import JobError, NodeError, of_the_device
 from oobleck.worker.runtime.extensions import bound_waits
 
 #: Any module, from anywhere.
@@ -42,21 +45,104 @@ def call(code: Code, key: str, *given: Any, **more: Any) -> Any:
     messages. Raises NodeError where this node lacks it or does not allow it, JobError where it
     fails."""
     function = _function(code, key)
+    what = f"{key}: {code.name}"
     try:
-        return function(*given, **more, **json.loads(code.arguments or NO_ARGUMENTS))
+        with running(what, passing=(OSError, ImportError)):
+            return function(*given, **more, **json.loads(code.arguments or NO_ARGUMENTS))
     except (OSError, ImportError, NodeError) as error:  # another node may have what is missing
         if code.ours and isinstance(error, NodeError):
             raise  # ours says by itself what is wrong
-        raise NodeError(f"{key}: {code.name} failed: {described(error)}") from error
-    except (Exception, SystemExit) as error:
-        if code.ours and isinstance(error, JobError):
-            raise
-        raise JobError(f"{key}: {code.name} failed: {described(error)}") from error
+        raise NodeError(f"{what} failed: {described(error)}") from error
+
+
+class running:  # it is used like a function
+    """Run what stands within as the user's code: what it raises is the job's error alone.
+
+    Raises JobError that names `what` ran, `how` it failed, and the user's line, also for
+    `SystemExit`, `KeyboardInterrupt` and `GeneratorExit`. Our own JobError and NodeError pass, and
+    so does what says something of the device, or is one of `passing`. Meanwhile the process's
+    marker says what runs, for whoever sees the process end.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        how: str | Callable[[], str] = " failed",
+        *,
+        passing: tuple[type[BaseException], ...] = (),
+    ) -> None:
+        self._what, self._how, self._passing = what, how, passing
+
+    def __enter__(self) -> None:
+        _marked.enter(self._what)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        _marked.leave(self._what)
+        if error is None or isinstance(error, (JobError, NodeError, *self._passing)):
+            return
+        if of_the_device(error):
+            return
+        how = self._how if isinstance(self._how, str) else self._how()
+        raise JobError(f"{self._what}{how}: {described(error)}") from error
+
+
+class _Marked:
+    """What of the user's code runs in this process, in all its threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._marker: Marker | None = None
+        #: The newest last.
+        self._running: list[str] = []
+
+    def begin(self, marker: Marker | None) -> None:
+        self._lock = threading.Lock()  # a fork may have been made while another thread had it
+        self._marker, self._running = marker, []
+
+    def enter(self, what: str) -> None:
+        with self._lock:
+            self._running.append(what)
+            self._write()
+
+    def leave(self, what: str) -> None:
+        with self._lock:
+            if what in self._running:
+                self._running.remove(what)
+            self._write()
+
+    def end(self) -> None:
+        with self._lock:
+            if self._marker is not None:
+                self._marker.write("")
+            self._marker = None
+
+    def _write(self) -> None:
+        if self._marker is not None:
+            self._marker.write(self._running[-1] if self._running else "")
+
+
+_marked = _Marked()
+# Neither a loader nor what a user's code forks is the process whose end is looked at.
+os.register_at_fork(after_in_child=lambda: mark_in(None))
+
+
+def mark_in(marker: Marker | None) -> None:
+    """Have `marker` say from now on which code of the user's runs in this process; None: nobody
+    looks at its end."""
+    _marked.begin(marker)
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process by our own wish, at once, whatever runs in it."""
+    _marked.end()
+    os._exit(status)
 
 
 def described(error: BaseException) -> str:
     """One line for an exception of the user's code: what, and the last line of theirs that was
     run."""
+    if isinstance(error, JobError) and error.__cause__ is not None:
+        error = error.__cause__  # what `running` has told of
     places = [
         f" ({Path(frame.f_code.co_filename).name}:{line})"
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -217,7 +303,8 @@ def _check_allowed(code: Code, key: str) -> None:
 
 def _import(name: str, code: Code, key: str) -> Any:
     try:
-        found = importlib.import_module(name)
+        with running(f"{key}: {name}", " cannot be imported", passing=(Exception,)):
+            found = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             where = f"in {code.path}" if code.path else "where Python looks"
@@ -229,6 +316,8 @@ def _import(name: str, code: Code, key: str) -> Any:
             f"{key}: {name} needs the module {error.name}, which this node lacks; install it on "
             "every node"
         ) from error
+    except JobError:
+        raise
     except Exception as error:
         raise NodeError(f"{key}: {name} cannot be imported: {described(error)}") from error
     file = getattr(found, "__file__", None)

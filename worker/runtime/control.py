@@ -8,7 +8,6 @@ transport and ends the process.
 import contextlib
 import faulthandler
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from oobleck.host.ipc.messages import (
 )
 from oobleck.planner.ids import Generation
 from oobleck.worker.runtime import pulse
+from oobleck.worker.runtime.code import end_process
 from oobleck.worker.runtime.errors import Superseded
 
 log = logging.getLogger(__name__)
@@ -174,9 +174,9 @@ class Control:
         except Exception:
             # The boundary of this thread: a worker that no longer hears its agent must not go on.
             log.exception("the agent's channel broke")
-            os._exit(1)
+            end_process(1)
         # Without its agent a worker is nobody's; whatever the main thread is in, end here.
-        os._exit(0)
+        end_process(0)
 
     def _follow(self) -> None:
         while (message := self._channel.receive()) is not None:
@@ -194,7 +194,7 @@ class Control:
                     self.report(pulse.read())
                 case Stop(reason=reason):
                     log.info("stopping", extra={"reason": reason})
-                    os._exit(0)
+                    end_process(0)
                 case Launch():
                     log.error("a second launch message was ignored")
 

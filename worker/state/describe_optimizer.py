@@ -7,7 +7,6 @@ single numbers that follow from the number of steps.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from itertools import pairwise
@@ -200,12 +199,12 @@ class _Check:
             initial = [torch.full_like(weights.flatten(), value) for value in spec.initial]
             stored.append(torch.stack([weights.flatten(), *initial]))
         for step in range(1, _STEPS + 1):
-            with self._reasoned():
+            with self._stepping():
                 update(_slices(stored, _drawn(0, step), cut=cut), training, step)
         return (one[0].view(shape) for one, shape in zip(stored, shapes, strict=True))
 
     def _step(self, optimizer: torch.optim.Optimizer, which: str = "") -> None:
-        with self._reasoned(which):
+        with self._stepping(which):
             optimizer.step()
 
     def _check_closure(self, optimizer: torch.optim.Optimizer) -> None:
@@ -219,17 +218,9 @@ class _Check:
                     "closure"
                 )
 
-    @contextmanager
-    def _reasoned(self, which: str = "") -> Iterator[None]:
-        try:
-            yield
-        except JobError:
-            raise
-        except Exception as error:
-            raise JobError(
-                f"optimizer: {self.spec.label} failed in a step{which and f' {which}'}: "
-                f"{code.described(error)}"
-            ) from error
+    def _stepping(self, which: str = "") -> code.running:
+        how = f" failed in a step{which and f' {which}'}"
+        return code.running(f"optimizer: {self.spec.label}", how)
 
     def _refuse(self, why: str) -> NoReturn:
         raise JobError(f"optimizer: {self.spec.label} cannot be used: it {why}")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from oobleck.planner.job.code import Code
 from oobleck.planner.job.optimization import OptimizerSketch, OptimizerSpec
 from oobleck.worker.runtime import code
-from oobleck.worker.runtime.errors import JobError, NodeError, of_the_device
+from oobleck.worker.runtime.errors import JobError, NodeError
 
 if TYPE_CHECKING:
     from oobleck.worker.state.optimizer import Slice
@@ -72,14 +72,7 @@ def _take(
         optimizer.state[parameter] = {
             name: held.get(name, value) for name, value in numbers.items()
         }
-    try:
-        optimizer.step()
-    except Exception as error:
-        if of_the_device(error):
-            raise
-        raise JobError(
-            f"optimizer: {type(optimizer).__name__} failed: {code.described(error)}"
-        ) from error
+    _step(optimizer)
     after = optimizer.state[parameter]
     if set(after) != set(sketch.names):
         raise JobError(
@@ -91,6 +84,11 @@ def _take(
         for name, view in held.items():
             _store(after[name], view)
         _store(parameter.data, weights)
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    with code.running(f"optimizer: {type(optimizer).__name__}"):
+        optimizer.step()
 
 
 def _store(value: Tensor, view: Tensor) -> None:
@@ -180,7 +178,7 @@ class _Series:
     def _advance(self) -> None:
         self._steps += 1
         self._optimizer.param_groups[0]["lr"] = self._rates(self._steps)
-        self._optimizer.step()
+        _step(self._optimizer)
         self._known[self._steps] = self._numbers()
         self._known.pop(self._steps - _KEPT, None)
 

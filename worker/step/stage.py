@@ -21,8 +21,7 @@ from oobleck.worker.data.objective import loss
 from oobleck.worker.models import Layer
 from oobleck.worker.models.linear import DeferredGradients, deferring
 from oobleck.worker.models.tree import Tree, map_tensors
-from oobleck.worker.runtime.code import described
-from oobleck.worker.runtime.errors import JobError, for_want_of_memory
+from oobleck.worker.runtime.code import running
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.model_state import ModelState
@@ -272,15 +271,11 @@ class StageRunner:
                 first, gradients=segment.adds, following=left[-1].layers[0] if left else None
             ),
         ):
-            try:
+            if not self._own:
                 return segment.backward(gradients)
-            except Exception as error:
-                if not self._own or isinstance(error, JobError) or for_want_of_memory(error):
-                    raise
-                which = f"layer {first}" if first == last else f"layers {first} to {last}"
-                raise JobError(
-                    f"model: the backward of {which} failed: {described(error)}"
-                ) from error
+            which = f"layer {first}" if first == last else f"layers {first} to {last}"
+            with running(f"model: the backward of {which}"):
+                return segment.backward(gradients)
 
     def _finish(self, on_layer: OnLayer) -> None:
         """See the sum that goes on in the exchange to its end."""

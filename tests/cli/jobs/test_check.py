@@ -164,3 +164,33 @@ def test_a_pattern_that_spares_no_parameter_is_refused_for_models_by_their_kind_
     bad = run("check", str(path), "--set", f"{key}=['*.bias', '*.scale']")
     assert bad.returncode == 2
     assert bad.stderr.startswith(f"oobleck: {key}: no parameter's name fits *.scale; names are 0.")
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "told"),
+    [
+        (
+            "layer",
+            "os._exit",
+            "model: layer 1 (Layer): the user's code ended the process with status 0",
+        ),
+        ("sample", "exit", "data: sample 0: the user's code ended the process with status 9"),
+        ("loss", "KeyboardInterrupt", r"KeyboardInterrupt (ending_models.py:"),
+        ("optimizer", "GeneratorExit", r"GeneratorExit (ending_models.py:"),
+    ],
+)
+def test_code_that_ends_the_process_is_told_in_a_line(
+    tmp_path: Path, where: str, how: str, told: str
+) -> None:
+    named = f"path: {SUPPORT}, arguments: {{where: {where}, how: {how}}}"
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        f'name: demo\nmodel: {{python: "ending_models:model", {named}}}\n'
+        f'data: {{python: "ending_models:Points", {named}}}\n'
+        "training: {steps: 1, global_batch: 4, optimizer: "
+        f'{{python: "ending_models:Optimizer", lr: 0.1, {named}}}}}\n'
+    )
+    done = run("check", str(path))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert told in line

@@ -40,9 +40,9 @@ import torch
 class Data:
     """Rows of a file that is kept open, with one position."""
 
-    def __init__(self, fails=-1, ends=-1):
+    def __init__(self, fails=-1, ends=-1, exits=-1):
         self.file = os.open(__file__.replace(".py", ".bin"), os.O_RDONLY)
-        self.fails, self.ends = fails, ends
+        self.fails, self.ends, self.exits = fails, ends, exits
 
     def __len__(self):
         return 64
@@ -52,6 +52,8 @@ class Data:
             raise KeyError("no such sample")
         if i == self.ends:
             os.kill(os.getpid(), 9)
+        if i == self.exits:
+            os._exit(0)
         with open(__file__ + ".readers", "a") as readers:
             readers.write(f"{os.getpid()} ")
         os.lseek(self.file, 16 * i, os.SEEK_SET)
@@ -155,6 +157,18 @@ def test_a_process_that_dies_is_a_helpers_loss_and_none_waits_for_it(source: Cod
     dataset = opened(dying, 2)
     for _ in range(2):  # nor later
         with pytest.raises(HelperLost, match=r"was killed on this node.*lower data\.workers"):
+            dataset.rows(3, 1, range(64), 64)
+    dataset.close()
+
+
+def test_a_process_that_the_users_code_ends_is_the_jobs_error_with_the_sample(
+    source: Code,
+) -> None:
+    leaving = Code(name=source.name, group=None, path=source.path, arguments=Json('{"exits": 20}'))
+    dataset = opened(leaving, 2)
+    told = "data: sample 20: the user's code ended the process with status 0"
+    for _ in range(2):
+        with pytest.raises(JobError, match=f"^{told}$"):
             dataset.rows(3, 1, range(64), 64)
     dataset.close()
 

@@ -204,7 +204,8 @@ def _loss(spec: OwnModelSpec, output: Batches, targets: Batches) -> list[Problem
             )
         )
     try:
-        one.mean().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        with code.running("loss", " cannot be differentiated"):
+            one.mean().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     except Exception as error:  # noqa: BLE001  # a user's loss may raise anything
         found.append(_of_loss(f"its backward fails: {code.described(error)}"))
     return found
@@ -219,7 +220,7 @@ def _metrics(spec: OwnModelSpec, output: Batches, targets: Batches) -> list[Prob
     if metrics is None:
         return []
     try:
-        with torch.no_grad():
+        with torch.no_grad(), code.running("metrics"):
             one, other = (metrics(x, t) for x, t in _pairs(output, targets))
     except Exception as error:  # noqa: BLE001  # a user's function may raise anything
         return [Problem(where="metrics", sentence=f"fails: {code.described(error)}")]

@@ -154,7 +154,7 @@ class LayerCheck:
         self._module.train(training)
         torch.manual_seed(seed)
         try:
-            with torch.set_grad_enabled(training):
+            with torch.set_grad_enabled(training), code.running(self._where):
                 output: Tree = self._module(given)
             if training:
                 self._backward(given, output)
@@ -185,7 +185,8 @@ class LayerCheck:
         if not roots:
             return
         try:
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+            with code.running(f"the backward of {self._where}"):
+                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         except Exception as error:  # noqa: BLE001  # a user's layer may raise anything
             self._say(f"its backward fails: {code.described(error)}")
             return

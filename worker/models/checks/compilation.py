@@ -16,6 +16,7 @@ from torch import nn
 
 from oobleck.worker.models.compiled import MOST_CODES, compiled
 from oobleck.worker.models.tree import Tree
+from oobleck.worker.runtime import code
 
 #: Where in the user's code torch gave up: the last of the places that it tells.
 _PLACE = re.compile(r'File "(?:.*/)?([^"/]+)", line (\d+)')
@@ -49,6 +50,7 @@ class Compilation:
             with (
                 self._dynamo.patch(recompile_limit=_ANY, accumulated_recompile_limit=_ANY),
                 torch.compiler.set_stance("fail_on_recompile" if full else "default"),
+                code.running(f"model: {type(module).__name__}", passing=(Exception,)),
             ):
                 self._run(module, x)
         except Exception as error:  # noqa: BLE001  # torch, or a user's layer, may raise anything

@@ -257,7 +257,9 @@ class _Layer:
         flops = FlopCounterMode(display=False)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         with _Draws() as draws, flops, hooks:
-            output = module(x)
+            what = f"model: layer {self.number} ({type(module).__name__})"
+            with code.running(what, passing=(Exception,)):
+                output = module(x)
             if versions != [tensor._version for tensor in flatten(x)]:
                 raise JobError(
                     f"model: layer {self.number} ({type(module).__name__}) writes into what it is "
