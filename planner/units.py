@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterable
 #: A line that people read names no more.
 _MOST_LISTED = 10
 
+#: Of a reason that people read: its place and its cause come first.
+MOST_REASON_BYTES = 1024
+_CUT = "…"
+
 _UNITS: dict[str, int] = {"": 1, "b": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("kmgtp", start=1)
@@ -28,6 +32,15 @@ def comma_separated(names: Iterable[str]) -> str:
     if len(ordered) <= _MOST_LISTED:
         return ", ".join(ordered)
     return f"{', '.join(ordered[:_MOST_LISTED])} and {len(ordered) - _MOST_LISTED} more"
+
+
+def head(text: str, most_bytes: int = MOST_REASON_BYTES) -> str:
+    """Return the beginning of `text`, as much as `most_bytes` of UTF-8 hold; a cut one ends in
+    `…`."""
+    data = text[: most_bytes + 1].encode(errors="replace")  # no character takes less than a byte
+    if len(data) <= most_bytes:
+        return text
+    return data[: most_bytes - len(_CUT.encode())].decode(errors="ignore") + _CUT
 
 
 def are(number: int) -> str:

@@ -75,6 +75,6 @@ def check_slot(slot: int, slots: int) -> None:
         raise ValueError(f"slot: {slot} is none of the node's, which has {slots}")
 
 
-def shortened(text: str) -> str:
-    """As much of it as a message may carry, the end where it is too long."""
+def ending(text: str) -> str:
+    """Return as much of it as a message may carry, the end where it is too long."""
     return text[-MOST_CHARACTERS:]

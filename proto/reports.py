@@ -5,14 +5,9 @@ from typing import Any
 import msgspec
 
 from oobleck.planner.codec import decode, encode
+from oobleck.planner.units import head
 from oobleck.proto.bounds import check_bounds
-from oobleck.proto.checks import (
-    in_field,
-    read_incarnation,
-    read_job_id,
-    read_slot,
-    shortened,
-)
+from oobleck.proto.checks import ending, in_field, read_incarnation, read_job_id, read_slot
 from oobleck.proto.types import WorkerReport
 
 #: Of a report. The master reads reports in its loop; as many as this of a list of workers were
@@ -21,16 +16,17 @@ MOST_REPORT_BYTES = 1 << 20
 
 
 def report_bytes(report: WorkerReport) -> bytes:
-    """Of a text that is too long for a message its end is told."""
+    """Return the report as JSON: of a reason that is too long its beginning, of what a worker
+    printed the end."""
     return encode(_shortened(msgspec.to_builtins(report)))
 
 
-def _shortened(value: Any) -> Any:
+def _shortened(value: Any, field: str = "") -> Any:
     match value:
         case str():
-            return shortened(value)
+            return ending(value) if field == "log_tail" else head(value)
         case dict():
-            return {key: _shortened(item) for key, item in value.items()}
+            return {key: _shortened(item, key) for key, item in value.items()}
         case list() | tuple():
             return [_shortened(item) for item in value]
         case _:

@@ -2,6 +2,7 @@
 
 from oobleck.host.versions import FIRST_ENGINE, Versions
 from oobleck.planner.ids import check_name
+from oobleck.planner.units import head
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import assignment_message, read_assignment
 from oobleck.proto.bounds import MOST_SLOTS
@@ -14,7 +15,6 @@ from oobleck.proto.checks import (
     read_incarnation,
     read_job_id,
     read_slot,
-    shortened,
 )
 from oobleck.proto.fields import message_of, struct_of
 from oobleck.proto.protocol import common, refusal
@@ -29,7 +29,7 @@ from oobleck.proto.types import (
 
 def status_message(status: NodeStatus) -> pb.NodeStatus:
     workers = [message_of(pb.WorkerStatus, worker) for worker in status.workers]
-    return message_of(pb.NodeStatus, status, workers=workers, trouble=shortened(status.trouble))
+    return message_of(pb.NodeStatus, status, workers=workers, trouble=head(status.trouble))
 
 
 def _read_worker_status(message: pb.WorkerStatus) -> WorkerStatus:

@@ -331,7 +331,8 @@ class Session:
         # First: while an output that cannot be written is tried again, the state may get lost.
         self._saver.finish(transport, step, needed=output is None)
         if output is not None:
-            write_result(context, output, plan, transport)
+            saved = self._saver.saved_step == step
+            write_result(context, output, plan, transport, saved=saved)
         context.control.report(Finished(generation=plan.generation, step=step))
 
 

@@ -14,6 +14,7 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.incidents.incident import MOST_EVIDENCE
 from oobleck.master.state.job import Job
 from oobleck.planner.ids import WorkerId
+from oobleck.planner.units import head
 from oobleck.proto.types import Hung, WorkerExited
 
 #: Older ones have nothing to do with a failure that is found now.
@@ -143,3 +144,8 @@ def describe_exit(exited: WorkerExited) -> str:
     if exited.signal is not None:
         return f"pid {exited.pid} was killed by signal {exited.signal}"
     return f"pid {exited.pid} exited with code {exited.exit_code}"
+
+
+def last_words(exited: WorkerExited) -> str:
+    """Return the last line that a process printed, which of a traceback says what was raised."""
+    return head(exited.log_tail.strip().rpartition("\n")[2]) or "no output"

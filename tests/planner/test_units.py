@@ -2,7 +2,7 @@
 
 import pytest
 
-from oobleck.planner.units import enough_bytes, format_bytes, parse_bytes
+from oobleck.planner.units import enough_bytes, format_bytes, head, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,11 @@ def test_what_is_said_to_be_enough_is_so() -> None:
     for power in range(50):
         for number in (2**power - 1, 2**power, 2**power + 1, 3**power % 2**50, 10**power % 2**50):
             assert parse_bytes(enough_bytes(number)) >= number
+
+
+def test_the_head_of_a_text_is_as_much_as_its_bytes_hold() -> None:
+    assert head("short", 8) == "short"
+    assert head("exactly8", 8) == "exactly8"
+    assert head("longer than 8", 8) == "longe…"
+    assert head("ééééé", 8) == "éé…"
+    assert head("\ud800 a lone one", 10).encode()

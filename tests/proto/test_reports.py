@@ -12,7 +12,7 @@ from oobleck.proto.status import read_status, status_message
 from oobleck.proto.types import Happening, Hung, NodeStatus, WorkerExited, WorkerReport
 
 #: Some libraries put a whole batch into the text of an exception.
-LONG = "1.0, " * 100_000 + "the end"
+LONG = "the begin " + "1.0, " * 100_000 + "the end"
 GENERATION = Generation(1)
 
 SAID: tuple[Happening, ...] = (
@@ -37,13 +37,19 @@ def test_a_report_of_any_length_gets_through(what: Happening) -> None:
     )
     message = pb.AgentMessage(report=report_bytes(report))
     check_bounds(message)
-    assert "the end" in str(read_report(message.report).what)
+    told = str(read_report(message.report).what)
+    # What a worker printed last says most, and of a reason what it begins with.
+    printed = isinstance(what, WorkerExited)
+    assert ("the end" in told, "the begin" in told) == (printed, not printed)
+    assert len(told) < (1 << 17 if printed else 1500)
 
 
 def test_so_does_the_trouble_of_a_node() -> None:
     message = status_message(NodeStatus(trouble=LONG))
     check_bounds(message)
-    assert read_status(message).trouble.endswith("the end")
+    trouble = read_status(message).trouble
+    assert trouble.startswith("the begin")
+    assert len(trouble.encode()) <= 1024
 
 
 @pytest.mark.parametrize(

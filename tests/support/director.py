@@ -137,6 +137,7 @@ _WARM = """
 from oobleck.worker import warm
 from oobleck.worker.transport.links import calls
 calls.ANSWER_LIMIT_S = {}
+{}
 warm.main()
 """
 
@@ -145,13 +146,18 @@ class WarmWorkers:
     """A real warm process; serves many directors one after the other. A context manager."""
 
     def __init__(
-        self, within: Sequence[str] = (), *, answer_limit_s: float = ANSWER_LIMIT_S
+        self,
+        within: Sequence[str] = (),
+        *,
+        answer_limit_s: float = ANSWER_LIMIT_S,
+        before: str = "",
     ) -> None:
         """`within`: the command, if any, that runs it, as in a network of its own;
-        `answer_limit_s`: that of its workers for each other's answer to a call."""
+        `answer_limit_s`: that of its workers for each other's answer to a call; `before`: a line of
+        Python that it runs first."""
         self.socket, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [*within, sys.executable, "-c", _WARM.format(answer_limit_s)],
+            [*within, sys.executable, "-c", _WARM.format(answer_limit_s, before)],
             stdin=theirs,
             env={
                 **os.environ,

@@ -56,6 +56,22 @@ def test_a_layer_is_named_with_the_users_line(monkeypatch: pytest.MonkeyPatch) -
     assert re.fullmatch(rf"model: layer 1 \(Tired\) failed: {TIRED}", str(raised.value))
 
 
+def test_a_text_of_any_length_leaves_place_cause_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    tired = layer("layer", 0, monkeypatch)
+
+    def lose() -> None:
+        raise ValueError("begin " + "1.0, " * 1_000_000)
+
+    monkeypatch.setattr(bad_models._patience["layer"], "lose", lose)
+    with pytest.raises(JobError) as raised:
+        tired(torch.zeros(2, bad_models.WIDTH), ROWS)
+    told = str(raised.value)
+    assert re.fullmatch(
+        r"model: layer 1 \(Tired\) failed: ValueError: begin [^(]*… \(test_process\.py:\d+\)", told
+    )
+    assert len(told.encode()) <= 1024
+
+
 def test_the_loss_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     tired = layer("loss", 0, monkeypatch)
     with pytest.raises(JobError) as raised:

@@ -1,13 +1,14 @@
 """Final weights on disk: one safetensors file per layer, and a manifest that names them.
 
 Each layer is written by one of its holders, and the manifest after that, so it stands for a
-complete set. A write that failed is tried until it works: the result is nowhere else.
+complete set. A write that failed is tried for a minute, since the result may be nowhere else.
 `read_output` is for users and tests.
 """
 
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -39,8 +40,8 @@ log = logging.getLogger(__name__)
 
 _PROBE_BYTES = 65_536
 _MOST_MANIFEST_BYTES = 1 << 20
-#: Between two attempts to write to a disk that did not take it.
-_RETRY_S = 5.0
+#: Between two attempts to write to a disk that did not take it, and how long there are some.
+_RETRY_S, _LONGEST_S = 5.0, 60.0
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,12 +91,17 @@ def write_manifest(directory: str | Path, job: JobSpec, job_id: str, step: int) 
     _write(directory, MANIFEST, msgspec.json.format(encode(manifest), indent=2) + b"\n")
 
 
-def write_result(context: WorkerContext, output: str, plan: Plan, transport: Transport) -> None:
+def write_result(
+    context: WorkerContext, output: str, plan: Plan, transport: Transport, *, saved: bool
+) -> None:
     """Write the committed state to the directory `output`: each layer by its first owner, then the
-    manifest. Every worker of `plan` calls it. Raises TransportError when one is lost, Superseded
-    when a newer generation is wanted."""
+    manifest. Every worker of `plan` calls it. `saved`: a checkpoint has that state. Raises JobError
+    when it cannot be written, TransportError when a worker is lost, Superseded when a newer
+    generation is wanted."""
     job, worker, step = context.job, context.worker, context.progress.committed
-    insist = partial(_insist, context.control, plan.generation, step)
+    kept = "; its checkpoint has them: make room, and submit the job again" if saved else ""
+    lost = f"the weights of step {step} are not saved{kept}"
+    insist = partial(_insist, context.control, plan.generation, step, lost)
     # One layer after the other, so that there is no more than one whole in host memory.
     for layer in range(plan.layer_count):
         writer = plan.owners(layer)[0]
@@ -109,8 +115,12 @@ def write_result(context: WorkerContext, output: str, plan: Plan, transport: Tra
         insist(partial(write_manifest, output, job, context.job_id, step))
 
 
-def _insist(control: Control, generation: Generation, step: int, write: Callable[[], None]) -> None:
-    """Write until it has worked."""
+def _insist(
+    control: Control, generation: Generation, step: int, lost: str, write: Callable[[], None]
+) -> None:
+    """Write until it has worked. Raises JobError, which says what is `lost`, when it has not for
+    `_LONGEST_S`."""
+    until = time.monotonic() + _LONGEST_S
     while True:
         try:
             with pulse.FILES:
@@ -118,6 +128,8 @@ def _insist(control: Control, generation: Generation, step: int, write: Callable
         except JobError as error:
             log.warning("the output cannot be written", extra={"reason": error})
             control.report(SaveFailed(what="output", step=step, reason=str(error)))
+            if time.monotonic() >= until:
+                raise JobError(f"{error}; {lost}") from error
             control.pause(generation, _RETRY_S)
 
 

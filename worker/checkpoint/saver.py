@@ -23,7 +23,7 @@ from oobleck.worker.checkpoint.snapshots import Ring, Snapshots
 from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime import pulse
-from oobleck.worker.runtime.errors import TransportError
+from oobleck.worker.runtime.errors import JobError, TransportError
 from oobleck.worker.state.layout import layer_sizes
 from oobleck.worker.step import vote
 from oobleck.worker.transport.collect import collect
@@ -32,8 +32,8 @@ from oobleck.worker.transport.transport import Transport
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-#: Between two attempts at the last checkpoint, which must not be lost.
-_RETRY_S = 10.0
+#: Between two attempts at the last checkpoint, which must not be lost, and how many there are.
+_RETRY_S, _ATTEMPTS = 10.0, 7
 
 
 def _wait(snapshots: Snapshots) -> None:
@@ -61,9 +61,9 @@ class Saver:
         self._at_risk = False
         #: Made with the first checkpoint: pinned memory is taken once.
         self._ring: Ring | None = None
-        #: Newest wish that was answered, and newest step that is known to be saved.
+        #: Newest wish that was answered, and newest step that this worker knows to be saved.
         self._served = 0
-        self._saved_step = 0
+        self.saved_step = 0
 
     def enter(self, assign: Assign, transport: Transport) -> None:
         """Training goes on in another generation. Without a loss a save goes on as well; with one
@@ -77,7 +77,7 @@ class Saver:
         self._assign, self._transport = assign, transport
         progress = self._context.progress
         if progress.lineage == assign.plan.generation:  # the checkpoint that it begins with
-            self._saved_step = progress.committed
+            self.saved_step = progress.committed
         at_risk = can_lose(assign.plan) < self._job.fault_tolerance
         self._overdue = self._overdue or (at_risk and not self._at_risk)
         self._at_risk = at_risk
@@ -132,7 +132,7 @@ class Saver:
             self._open = False
             self._served = max(self._served, last.order.wish)
             if not verdict.failed:
-                self._saved_step = last.order.step
+                self.saved_step = last.order.step
 
     def _begin(self, step: int, wish: int) -> None:
         assign, spec = self._assign, self._spec
@@ -189,25 +189,39 @@ class Saver:
 
     def finish(self, transport: Transport, step: int, *, needed: bool) -> None:
         """After the last step: see the save under way to its end, and have the last state saved;
-        if it is `needed`, until that has worked.
+        if it is `needed`, in several attempts.
 
-        There are no more votes; gathers stand for them. Raises TransportError, Superseded.
+        There are no more votes; gathers stand for them. Raises JobError where this worker could not
+        write its part in any attempt, TransportError, Superseded.
         """
         if self._spec is None:
             return
         self._conclude(transport)
+        attempts = 0
         while self._spec.at_end and self._newest_saved(transport) < step:
             assert self._assign is not None, "steps are run in a generation"
             self._begin(step, self._control.save_wish)
             self._conclude(transport)
             if not needed:
                 return
-            if self._newest_saved(transport) < step:
-                self._control.pause(self._assign.plan.generation, _RETRY_S)
+            if self._newest_saved(transport) >= step:
+                return
+            attempts += 1
+            # Without a reason of its own it meets the others again, and hears that one has ended.
+            if attempts >= _ATTEMPTS and self._last is not None and self._last.problem:
+                raise JobError(
+                    f"checkpoint: {self._last.problem}; make room there or make it writable, and "
+                    f"submit the job again: the state of step {step} is not saved, {self._rest()}"
+                )
+            self._control.pause(self._assign.plan.generation, _RETRY_S)
+
+    def _rest(self) -> str:
+        """What is saved."""
+        return f"that of step {self.saved_step} is" if self.saved_step else "nor is an earlier one"
 
     def _newest_saved(self, transport: Transport) -> int:
         """A worker that joined late does not know of earlier saves; others do."""
-        told = transport.all_gather(torch.tensor([self._saved_step]))
+        told = transport.all_gather(torch.tensor([self.saved_step]))
         return max(int(row[0]) for row in told)
 
     def _conclude(self, transport: Transport) -> None:

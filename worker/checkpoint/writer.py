@@ -93,8 +93,9 @@ class CheckpointWriter:
         """`folder`: of all checkpoints; `snapshots`: of the layers that this worker writes, made
         here and freed as they are written; `reached`: called before each is written."""
         self.order = order
-        #: This worker could not write them.
+        #: This worker could not write them; and why, where it was the one that could not.
         self.failed = False
+        self.problem = ""
         self._folder = folder
         self._snapshots = snapshots
         self._report = report
@@ -150,13 +151,14 @@ class CheckpointWriter:
             self._give_up()
 
     def _fail(self, reason: str) -> None:
-        self.failed = True
         order = self.order
+        self.problem = redact(f"cannot write to {self._folder.url}: {reason}")
+        self.failed = True
         self._report(
             SaveFailed(
                 what="checkpoint",
                 step=order.step,
-                reason=redact(f"cannot write to {self._folder.url}: {reason}"),
+                reason=self.problem,
                 request=order.wish,
             )
         )

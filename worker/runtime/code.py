@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from oobleck.host.display import inline
 from oobleck.host.ipc.marker import Marker
 from oobleck.planner.job.code import NO_ARGUMENTS, TORCH_OPTIM, Code
+from oobleck.planner.units import MOST_REASON_BYTES, head
 from oobleck.worker.runtime.errors import JobError, NodeError, of_the_device
 from oobleck.worker.runtime.extensions import bound_waits
 
@@ -29,6 +30,9 @@ from oobleck.worker.runtime.extensions import bound_waits
 ANY = "*"
 #: Packages whose lines say nothing of where the user's code is wrong.
 _NOT_THE_USERS = sys.stdlib_module_names | {"oobleck", "torch", "numpy"}
+
+#: Of an exception's text: what is looked at, and what is told, in bytes.
+_MOST_READ, _MOST_TEXT_BYTES = 64 << 10, MOST_REASON_BYTES // 2
 
 _allowed: tuple[str, ...] = ()
 
@@ -149,11 +153,12 @@ def described(error: BaseException) -> str:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS
     ]
     try:
-        text = str(error).strip().partition("\n")[0]
+        text = str(error)[:_MOST_READ].strip().partition("\n")[0]
     except Exception:  # noqa: BLE001  # it is theirs too, and may raise anything
         text = ""
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return inline(f"{what}{places[-1] if places else ''}")
+    # Some libraries put a whole batch into the text; the line comes behind it.
+    return head(inline(what), _MOST_TEXT_BYTES) + inline(places[-1] if places else "")
 
 
 def fingerprint(*sources: Code) -> str:

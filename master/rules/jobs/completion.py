@@ -25,6 +25,7 @@ from oobleck.master.state.evidence import carried
 from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import SaveReport
 from oobleck.planner.ids import NodeName
+from oobleck.planner.units import head
 
 
 def reconfiguration_stats(context: Context, job: Job) -> ReconfigurationStats | None:
@@ -134,6 +135,7 @@ def end_jobs(context: Context) -> Decision | None:
 
 def fail(context: Context, job: Job, reason: str, node: NodeName | None = None) -> Decision:
     """The end of a job that cannot go on; `node`: which alone is at fault."""
+    reason = head(reason)
     event = JobFailed(
         job_id=job.id,
         reason=reason,

@@ -13,7 +13,7 @@ from collections import Counter
 from oobleck.master.rules.decision import Context, Decision, decide
 from oobleck.master.rules.jobs.completion import fail
 from oobleck.master.rules.nodes import node_faults
-from oobleck.master.state.evidence import describe_exit
+from oobleck.master.state.evidence import describe_exit, last_words
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
 from oobleck.planner.ids import NodeName, WorkerId
@@ -87,9 +87,7 @@ def _dying(job: Job) -> dict[WorkerId, str]:
     for worker, deaths in sorted(job.seen.since_step.deaths.items()):
         if len(deaths) >= _MOST_ENDS:
             last = deaths[-1]
-            words = (
-                job.seen.since_step.complaints.get(worker) or last.log_tail.strip() or "no output"
-            )
+            words = job.seen.since_step.complaints.get(worker) or last_words(last)
             found[worker] = (
                 f"worker {worker} has ended {len(deaths)} times without a committed step between; "
                 f"the last time {describe_exit(last)}: {words}"

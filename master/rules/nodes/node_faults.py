@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from oobleck.master.events.nodes import NodeLeftOut, NodeQuarantined, NodeReleased
 from oobleck.master.rules.decision import Context, Decision, decide
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.evidence import describe_exit
+from oobleck.master.state.evidence import describe_exit, last_words
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
 from oobleck.planner.ids import NodeName
@@ -60,10 +60,9 @@ def ends_early(job: Job, node: NodeName) -> str:
     ends = job.seen.faults.stillborn.get(node, [])
     if len(ends) < _MOST_STILLBORN:
         return ""
-    words = ends[-1].log_tail.strip() or "no output"
     return (
         f"its workers ended {len(ends)} times before they had a part in a step; the last "
-        f"time {describe_exit(ends[-1])}: {words}"
+        f"time {describe_exit(ends[-1])}: {last_words(ends[-1])}"
     )
 
 

@@ -1,9 +1,12 @@
 """Checkpoints of real workers: taken while they train, resumed by others, and what goes wrong."""
 
+import contextlib
 import functools
 import json
 import re
 import resource
+import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -343,6 +346,66 @@ def test_a_full_disk_fails_the_save_and_not_the_training(warm, tmp_path):
     assert list((tmp_path / "saved").iterdir()) == []
     assert sorted(cluster.losses()) == list(range(1, 51))
     assert len(read_output(tmp_path / "weights")) > 0
+
+
+#: Seconds instead of a minute.
+IMPATIENT = (
+    "from oobleck.worker.checkpoint import output, saver; "
+    "output._RETRY_S, output._LONGEST_S = 0.2, 1.0; saver._RETRY_S, saver._ATTEMPTS = 0.2, 3"
+)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a megabyte."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no file system may be mounted here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def fill(place: Path) -> None:
+    with (place / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+def test_a_disk_that_stays_full_at_the_end_ends_the_job_and_says_what_is_not_saved(
+    small_disk, tmp_path
+):
+    full = "No space left on device"
+    cases = [
+        (
+            job(tmp_path / "saved", every=1000, output=small_disk / "weights"),
+            rf"output: cannot write to {small_disk}/weights on this node: {full}; .*; the weights "
+            rf"of step {STEPS} are not saved; its checkpoint has them: make room, and submit .*",
+        ),
+        (
+            job(tmp_path / "none", every=1000, at_end=False, output=small_disk / "weights"),
+            rf"output: cannot write to .*: {full}; .*; the weights of step {STEPS} are not saved",
+        ),
+        (
+            job(small_disk / "saved", every=1000),
+            rf"checkpoint: cannot write to {small_disk}/saved: {full}; .*: the state of step "
+            rf"{STEPS} is not saved, nor is an earlier one",
+        ),
+    ]
+    with WarmWorkers(before=IMPATIENT) as warm:
+        for spec, told in cases:
+            with Director(warm, spec, [fault("b", "before:Forward", 2, "stop")]) as cluster:
+                cluster.start(*THREE.nodes)
+                cluster.assign(THREE)
+                cluster.wait(lambda: cluster.has_faulted("b/0"), "a step")
+                fill(small_disk)
+                cluster.let_go("b")
+                with pytest.raises(AssertionError, match=rf"^[a-c]/0 failed: {told}$"):
+                    cluster.wait_finished(THREE)
+                (failed,) = all_said(cluster, Failed)
+                assert failed.kind == "user"
+            (small_disk / "filler").unlink()
 
 
 def test_the_last_state_is_saved_before_an_output_that_cannot_be_written(warm, tmp_path):
