@@ -2,11 +2,16 @@
 has failed, says where, and is not tried again. Before, it is the node's fault, unless most nodes
 say the same."""
 
+import importlib.util
 import re
+import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 from bench.support.cluster import LocalCluster
+from support.clusters import PATIENT
 from support.folders import ROOT
 from support.unlike_nodes import WRONG
 
@@ -97,3 +102,101 @@ def test_what_is_missing_on_one_node_costs_that_node_and_on_all_the_job_before_a
     assert not cluster.metrics(job_id)
     reason = cluster.status(job_id)["reason"]
     assert re.fullmatch(rf"{no_tools} \(on n\d(, n\d)+(; something else on n5)?\)", reason), reason
+
+
+#: What ends a process amid a user's code after some steps, and what is said of it.
+ENDS = {
+    ("loss", "KeyboardInterrupt"): r"model: the loss failed on .*: KeyboardInterrupt {line}",
+    ("layer", "os._exit"): r"model: layer 1 \(Layer\): the user's code ended {status}",
+    ("backward", "SystemExit"): r"model: the backward of layers? .* failed: SystemExit: .* {line}",
+    ("optimizer", "GeneratorExit"): r"optimizer: Optimizer failed: GeneratorExit {line}",
+    ("sample", "exit"): r"data: sample \d+: the user's code ended {status}",
+}
+
+
+def test_what_ends_a_process_in_a_users_code_ends_the_job_alone(
+    small_cluster: LocalCluster,
+) -> None:
+    cluster = small_cluster
+    for (where, how), told in ENDS.items():
+        named = {"path": SUPPORT, "arguments": {"where": where, "how": how, "after": 300}}
+        job_id = cluster.submit(
+            {
+                "name": f"ends-{where}",
+                "model": {"python": "ending_models:model", **named},
+                "data": {"python": "ending_models:Points", "workers": 1, **named},
+                "training": {
+                    "steps": 100_000,
+                    "global_batch": 12,
+                    "microbatch": 2,
+                    "optimizer": {"python": "ending_models:Optimizer", "lr": 0.001, **named},
+                },
+                "fault_tolerance": 0,
+                "profile": "estimate",
+            }
+        )
+        assert cluster.wait_end(job_id) == "failed"
+        status = cluster.status(job_id)
+        expected = told.format(
+            line=r"\(ending_models\.py:\d+\)", status=r"the process with status [09]"
+        )
+        assert re.fullmatch(expected, status["reason"]), status["reason"]
+        assert cluster.live() == {"n1", "n2", "n3"}
+        assert not cluster.events(job_id, "node_left_out")
+
+
+MODEL = """
+import queue, random, types
+
+import torch
+
+from oobleck.model import Model
+
+assert "{folder}" in __file__
+
+
+def make():
+    def loss(output, targets):
+        return (output[:, 0] - targets) ** 2
+
+    return Model(layers=[lambda: torch.nn.Linear(2, 2)], loss=loss)
+
+
+class Points:
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, i):
+        return torch.full((2,), float(i)), torch.tensor(float(i))
+"""
+
+
+def test_the_current_folder_is_no_place_to_import_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither that of the cluster nor that of the job, whatever lies in them."""
+    wrong = "raise ImportError('the wrong one')\n"
+    names = [name for name in sys.stdlib_module_names if importlib.util.find_spec(name)]
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+        for name in (*names, "numpy", "torch", "grpc", "sitecustomize"):
+            (tmp_path / folder / f"{name}.py").write_text(wrong)
+        (tmp_path / folder / "my_model.py").write_text(MODEL.format(folder=folder))
+        job = {
+            "name": folder,
+            "model": {"python": "my_model:make"},
+            "data": {"python": "my_model:Points", "workers": 1},
+            "training": {"steps": 3, "global_batch": 4, "microbatch": 2},
+            "profile": "estimate",
+            "fault_tolerance": 0,
+        }
+        (tmp_path / folder / "job.yaml").write_text(yaml.dump(job))
+    # As a checkout of this project has it.
+    (tmp_path / "first" / "oobleck").mkdir()
+    (tmp_path / "first" / "oobleck" / "__init__.py").write_text(wrong)
+    monkeypatch.chdir(tmp_path / "first")
+    with LocalCluster(1, state_dir=tmp_path / "state", options=PATIENT) as cluster:
+        for folder in ("second", "first"):
+            monkeypatch.chdir(tmp_path / folder)
+            job_id = cluster.oobleck("submit", "job.yaml").stdout.strip()
+            assert cluster.wait_end(job_id) == "succeeded", cluster.status(job_id)["reason"]
