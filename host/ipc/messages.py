@@ -398,7 +398,7 @@ class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint
 
 class SaveFailed(msgspec.Struct, frozen=True, kw_only=True, tag="save_failed"):
     """A checkpoint, or the final output, could not be written. Training goes on; writing the state
-    after the last step is tried until it works."""
+    after the last step is tried for a minute, and then the job fails."""
 
     what: Literal["checkpoint", "output"]
     step: int
