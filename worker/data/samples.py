@@ -248,8 +248,9 @@ class Reader:
                 f"{self._key}: sample {number} is {_what(sample)}, and must be (inputs, targets)"
             )
         try:
-            inputs = as_tensors(sample[0], "inputs")
-            targets = as_tensors(sample[1], "targets")
+            with code.running(what, "", passing=(TypeError,)):
+                inputs = as_tensors(sample[0], "inputs")
+                targets = as_tensors(sample[1], "targets")
         except TypeError as error:
             raise JobError(f"{self._key}: sample {number}: {error}") from error
         for side, tree in (("inputs", inputs), ("targets", targets)):

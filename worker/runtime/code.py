@@ -62,7 +62,7 @@ def call(code: Code, key: str, *given: Any, **more: Any) -> Any:
 class running:  # it is used like a function
     """Run what stands within as the user's code: what it raises is the job's error alone.
 
-    Raises JobError that names `what` ran, `how` it failed, and the user's line, also for
+    Raises UserCodeError that names `what` ran, `how` it failed, and the user's line, also for
     `SystemExit`, `KeyboardInterrupt` and `GeneratorExit`. Our own JobError and NodeError pass, and
     so does what says something of the device, or is one of `passing`. Meanwhile the process's
     marker says what runs, for whoever sees the process end.
@@ -87,7 +87,11 @@ class running:  # it is used like a function
         if of_the_device(error):
             return
         how = self._how if isinstance(self._how, str) else self._how()
-        raise JobError(f"{self._what}{how}: {described(error)}") from error
+        raise UserCodeError(f"{self._what}{how}: {described(error)}") from error
+
+
+class UserCodeError(JobError):
+    """The user's code has raised something, which is the cause."""
 
 
 class _Marked:
@@ -145,8 +149,8 @@ def end_process(status: int) -> NoReturn:
 def described(error: BaseException) -> str:
     """One line for an exception of the user's code: what, and the last line of theirs that was
     run."""
-    if isinstance(error, JobError) and error.__cause__ is not None:
-        error = error.__cause__  # what `running` has told of
+    if isinstance(error, UserCodeError) and error.__cause__ is not None:
+        error = error.__cause__
     places = [
         f" ({Path(frame.f_code.co_filename).name}:{line})"
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -154,7 +158,7 @@ def described(error: BaseException) -> str:
     ]
     try:
         text = str(error)[:_MOST_READ].strip().partition("\n")[0]
-    except Exception:  # noqa: BLE001  # it is theirs too, and may raise anything
+    except BaseException:  # noqa: BLE001  # it is theirs too, and may raise anything
         text = ""
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
     # Some libraries put a whole batch into the text; the line comes behind it.

@@ -36,7 +36,7 @@ X, TARGETS = torch.zeros(2, ending_models.WIDTH), torch.zeros(2)
 PLACES = {
     "import": "model: its_module",
     "function": "model: support.ending_models:model",
-    "layers": "model: its layers",
+    "layers": "model: support.ending_models:model",
     "builder": "model: layer 1",
     "train": "model: layer 1 (Layer)",
     "layer": "model: layer 1 (Layer)",

@@ -7,6 +7,7 @@ from torch import Tensor
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.tree import Tree, flatten, map_tensors
+from oobleck.worker.runtime import code
 from oobleck.worker.runtime.problem import Problem
 
 
@@ -16,7 +17,7 @@ def look_at_loss(spec: OwnModelSpec, output: Tree, targets: Tree) -> list[Proble
     told = map_tensors(lambda tensor: tensor.clone(), targets)
     versions = [tensor._version for tensor in flatten(told)]
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), code.running("model: the loss"):
             found = own.user_model(spec).loss(given, told)
             tensors = flatten(found)
     except Exception:  # noqa: BLE001  # a user's loss may raise anything; it was told before
