@@ -58,6 +58,8 @@ class OptimizerSketch:
     counters: tuple[str, ...]
     #: Other single numbers; they follow from the number of steps alone.
     series: tuple[str, ...]
+    #: Those of `series` that follow from the learning rates, too.
+    rated: tuple[str, ...] = ()
     #: Fingerprint of the code that this was found by.
     code: str
 

@@ -12,7 +12,7 @@ them.
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -84,6 +84,9 @@ class Manifest:
     data: str
     #: And of the initial weights, where a part of the model is in these alone; empty: it is not.
     base: str = ""
+    #: How many of the steps left out each parameter that any did, since it had no gradient: by
+    #: `LAYER.NAME`.
+    missed: Mapping[str, int] = field(default_factory=dict)
     #: In layer order.
     files: tuple[LayerFile, ...]
 
@@ -100,6 +103,8 @@ class Manifest:
             raise ValueError(f"step: {self.step} is not in 0 to {_MOST_STEP}")
         if not 0.0 <= self.created <= _LATEST:
             raise ValueError(f"created: {self.created} is no Unix time up to the year 9999")
+        if any(not 0 < count <= self.step for count in self.missed.values()):
+            raise ValueError(f"missed: has numbers of steps that are not in 1 to {self.step}")
         for name, digits in (("data", self.data), ("base", self.base)):
             if _DATA.fullmatch(digits) is None:
                 raise ValueError(f"{name}: is no fingerprint in lower-case hex digits")

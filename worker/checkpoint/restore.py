@@ -34,6 +34,7 @@ from oobleck.worker.context import WorkerContext
 from oobleck.worker.state.layer_file import unpack
 from oobleck.worker.state.layout import layout
 from oobleck.worker.state.precision import state_dtype
+from oobleck.worker.state.usage import Missed
 from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -47,10 +48,10 @@ def restore(
     *,
     resume: bool,
     needed: bool,
-) -> Restored | None:
-    """Hold the plan's layers as the newest checkpoint that is whole for all workers has them, and
-    say which one that is; None: there is none. `resume`: for a job that has not trained yet, by its
-    `checkpoint.resume`. `needed`: there must be one.
+) -> tuple[Restored | None, Missed]:
+    """Hold the plan's layers as the newest checkpoint that is whole for all workers has them.
+    Return which one that is, None: there is none, and what its steps missed. `resume`: for a job
+    that has not trained yet, by its `checkpoint.resume`. `needed`: there must be one.
 
     Raises JobError where none can be used; where the others go on without this node, NodeError here
     and TransportError there; Superseded.
@@ -68,17 +69,18 @@ def restore(
         if not reasons:
             path = f"{location.folder.url.rstrip('/')}/{location.known[identity].name}"
             passed_over += location.newer_damaged(step)
-            return Restored(
+            restored = Restored(
                 generation=assign.plan.generation,
                 step=step,
                 path=path,
                 passed_over=tuple(passed_over),
             )
+            return restored, location.known[identity].manifest.missed
         passed_over.append("; ".join(reasons))
         log.warning("checkpoint passed over", extra={"step": step, "reason": reasons})
         fault = fault or at_fault(found)
     if not passed_over:
-        return None
+        return None, {}
     what = f"no checkpoint in {location.folder.url} can be read: {' | '.join(passed_over)}"
     fix = "see that all nodes share it; or remove them to begin anew, or name another path"
     raise location.error_for(fault, what, fix)

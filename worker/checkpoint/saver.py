@@ -147,6 +147,7 @@ class Saver:
             name=folder_name(step, assign.rendezvous.prefix),
             data=self._context.data.hex(),
             base=self._context.base.hex(),
+            missed=self._context.progress.missed,
             wish=wish,
             writers=tuple((worker, chosen[worker]) for worker in plan.workers),
             rank=plan.workers.index(self._worker),

@@ -36,6 +36,7 @@ from oobleck.planner.redact import redact
 from oobleck.worker.checkpoint.snapshots import Snapshots
 from oobleck.worker.state.layer_file import pack
 from oobleck.worker.state.layout import layout
+from oobleck.worker.state.usage import Missed
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class Order:
     #: Fingerprints of the data, and of initial weights that the state rests on; hexadecimal.
     data: str
     base: str
+    #: See `Manifest`.
+    missed: Missed
     #: Wish that this answers; 0: none.
     wish: int
     #: The layers that each worker writes, in rank order.
@@ -224,6 +227,7 @@ class CheckpointWriter:
             training=job.training,
             data=self.order.data,
             base=self.order.base,
+            missed=self.order.missed,
             files=tuple(sorted(files, key=lambda file: file.layer)),
         )
 

@@ -113,7 +113,10 @@ class _SplitLinear(Deferring, nn.Linear):
     """torch's own, which stays one for whoever asks."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.Linear.forward(self, x) if _computed_again() else super().forward(x)
+        weight = self.weight
+        hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks  # autograd runs those
+        plain = hooked or _computed_again()
+        return nn.Linear.forward(self, x) if plain else super().forward(x)
 
 
 def split_linear(module: nn.Module) -> None:

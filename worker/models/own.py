@@ -2,10 +2,15 @@
 
 A layer is built on torch's meta device where its shapes alone are wanted. What it has besides
 parameters that are trained (buffers, tables, frozen weights) is a constant of the job: whoever
-holds the layer builds it for real, from the same draws, and it is never sent or saved.
+holds the layer builds it for real, from the same draws, and it is never sent or saved. A layer that
+holds on to its parameters, by hooks or in a closure, is built for real too: those parameters stay
+the objects that they are, and get other memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import ModuleType
@@ -163,6 +168,31 @@ class without_draws(TorchFunctionMode):  # it is used like a function
         return func(*args, **(kwargs or {}))
 
 
+class _Watch(without_draws):
+    """The same, and remembers the tensors that are made within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs)
+        several = found if isinstance(found, list | tuple) else (found,)
+        self._made += [weakref.ref(one) for one in several if isinstance(one, Tensor)]
+        return found
+
+    def outlived_by(self, known: Iterable[Tensor]) -> bool:
+        """Return whether a tensor besides `known` is still there, as a closure may keep one."""
+        ids = {id(tensor) for tensor in known}
+        return any(made is not None and id(made) not in ids for made in (r() for r in self._made))
+
+
 def build(spec: OwnModelSpec, layer: int) -> nn.Module:
     """The module of `layer` on the device of the context. Raises JobError."""
     # What passes is of the node, such as files of weights that are gone here alone.
@@ -191,13 +221,40 @@ def build_layer(spec: OwnModelSpec, layer: int) -> OwnLayer:
 
 def empty_layer(spec: OwnModelSpec, seed: int, layer: int) -> OwnLayer:
     """Its parameters have no memory yet, or are still to be replaced; all else is there."""
-    with drawing(seed, layer), torch.device("meta"), without_draws():
+    with drawing(seed, layer), torch.device("meta"), _Watch() as made:
         module = build(spec, layer)
-    if next(constants(module), None) is None:
+    kept = (
+        next(constants(module), None) is not None
+        or any(map(is_hooked, module.parameters()))
+        or made.outlived_by(module.parameters())
+        or _refers_to_parameters(module)
+    )
+    if not kept:
         return _wrapped(spec, layer, module)
     made = _wrapped(spec, layer, build_real(spec, seed, layer))
     made.drawn = True
     return made
+
+
+def is_hooked(parameter: Tensor) -> bool:
+    """Return whether hooks see, or change, the gradient of `parameter`."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def _refers_to_parameters(module: nn.Module) -> bool:
+    """Return whether anything but the modules themselves refers to a parameter of `module`."""
+    places = Counter(
+        id(parameter) for part in module.modules() for parameter in part._parameters.values()
+    )
+    # What the calls themselves hold is counted on a module that nobody else knows.
+    alone = max(_references(nn.LayerNorm(1, bias=False, device="meta")).values())
+    counts = _references(module)
+    return any(count - alone > places[number] - 1 for number, count in counts.items())
+
+
+def _references(module: nn.Module) -> dict[int, int]:
+    """By the id of each parameter, how many references there are to it."""
+    return {id(parameter): sys.getrefcount(parameter) for parameter in module.parameters()}
 
 
 def is_compiled(spec: OwnModelSpec, layer: int) -> bool:

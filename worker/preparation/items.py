@@ -4,6 +4,7 @@ A stream of items: a head, and for a piece of state or of a gradient its numbers
 frames. Must not know where items come from, nor what becomes of them.
 """
 
+from collections.abc import Mapping
 from fractions import Fraction
 
 import msgspec
@@ -57,6 +58,9 @@ class Applied(msgspec.Struct, frozen=True, kw_only=True, tag="applied"):
     step: int
     #: Of the gradients; None: the step was skipped.
     scale: float | None
+    #: Of `Omissions`: the parameters that it left out, and that those before it did.
+    unused: frozenset[str] = frozenset()
+    missed: Mapping[str, int] = {}
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
@@ -73,6 +77,8 @@ class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
     lineage: int
     skipped: int
     generation: Generation
+    #: See `Position`.
+    missed: Mapping[str, int] = {}
     #: What the vote on the step says, as bytes, and when it was held; none: the taker has it, or
     #: the source has not.
     ballot: bytes = b""

@@ -26,6 +26,7 @@ from oobleck.worker.preparation.items import ACKNOWLEDGED, REFUSED, Over
 from oobleck.worker.preparation.sink import Sink
 from oobleck.worker.preparation.source import Source
 from oobleck.worker.state.layout import layer_sizes
+from oobleck.worker.state.usage import Omissions
 from oobleck.worker.transport.connect import wiring_of
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.card import Card
@@ -223,10 +224,10 @@ class Preparing:
         for source in self._sources():
             source.reduced(step, layers)
 
-    def committed(self, step: int, scale: float | None, step_s: float) -> None:
+    def committed(self, step: int, scale: float | None, omitted: Omissions, step_s: float) -> None:
         """`step` is committed, with its gradients times `scale`; None: it was skipped."""
         for source in self._sources():
-            source.committed(step, scale, step_s)
+            source.committed(step, scale, omitted, step_s)
             self._reached("feeding")
 
     def _sources(self) -> Sequence[Source]:
@@ -282,8 +283,8 @@ class Preparing:
         whole = sink.whole_layers(word.step, anew=anew)
         if whole and anew:
             state.keep_only(())
-            progress.restart(word.step, word.lineage)
-            progress.join(word.step, word.lineage, word.skipped, word.generation)
+            progress.restart(word.step, word.lineage, word.missed)
+            progress.join(word.step, word.lineage, word.skipped, word.missed, word.generation)
             self._learn_vote(words)
         for layer in whole:
             state.adopt(layer)

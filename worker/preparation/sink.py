@@ -37,6 +37,7 @@ from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.optimizer import Slice, update
 from oobleck.worker.state.precision import state_dtype
+from oobleck.worker.state.usage import Omissions
 from oobleck.worker.transport.links.frame import Label, bytes_of
 from oobleck.worker.transport.links.hub import Feeding, Links
 from oobleck.worker.transport.links.link import Incoming
@@ -282,10 +283,10 @@ class Sink:
                 piece = stream.pieces.get(number)
                 if piece is not None and piece.version == step - 1:
                     piece.gradient = numbers
-            case Applied(step=step, scale=scale):
+            case Applied(step=step):
                 for number, piece in list(stream.pieces.items()):
                     if piece.version == step - 1:
-                        self._apply(stream, number, piece, step, scale)
+                        self._apply(stream, number, piece, head)
                 self._acknowledge(stream, step)
             case Left(piece=number):
                 stream.pieces.pop(number, None)
@@ -307,20 +308,21 @@ class Sink:
             offset += len(part)
         stream.pieces[head.piece] = piece
 
-    def _apply(
-        self, stream: _Stream, number: int, piece: _Piece, step: int, scale: float | None
-    ) -> None:
+    def _apply(self, stream: _Stream, number: int, piece: _Piece, head: Applied) -> None:
+        step, scale = head.step, head.scale
         if scale is not None:
             if piece.gradient is None:
                 del stream.pieces[number]
                 return
             gradient = piece.gradient.to(piece.state.storage.device).mul_(scale)
+            omitted = Omissions(unused=head.unused, missed=head.missed)
+            apart = self._state.apart(piece.state.shard.layer, omitted)
             offset = 0
             slices: list[Slice] = []
             for part in piece.numbers:
                 if part:
                     of_part = gradient[offset : offset + len(part)]
-                    slices += piece.state.slices_of(part, of_part)
+                    slices += piece.state.slices_of(part, of_part, apart)
                 offset += len(part)
             update(slices, self._training, step)
         piece.gradient, piece.version = None, step

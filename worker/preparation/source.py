@@ -31,6 +31,7 @@ from oobleck.worker.preparation.items import (
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.progress import TrainingProgress
+from oobleck.worker.state.usage import Omissions
 from oobleck.worker.transport.links.frame import Label, bytes_of
 from oobleck.worker.transport.links.hub import Feeding, Links
 from oobleck.worker.transport.links.link import Outgoing
@@ -126,7 +127,7 @@ class Source:
             self._send(head, gradient)
             self._gradient_bytes += gradient.nbytes
 
-    def committed(self, step: int, scale: float | None, step_s: float) -> None:
+    def committed(self, step: int, scale: float | None, omitted: Omissions, step_s: float) -> None:
         """`step`, which took `step_s`, is committed: tell so, and copy what comes next."""
         self._behind.append((step, self._gradient_bytes))
         self._gradient_bytes = 0
@@ -135,7 +136,8 @@ class Source:
             self._leave_what_is_outrun(step)
         self._copy(step, step_s)
         if self._fed:
-            self._send(Applied(step=step, scale=scale))
+            applied = Applied(step=step, scale=scale, unused=omitted.unused, missed=omitted.missed)
+            self._send(applied)
 
     def is_ready(self, committed: int) -> bool:
         """Whether all that can be fed is there up to the step before the one under way."""
@@ -152,6 +154,7 @@ class Source:
             step=step,
             lineage=progress.lineage,
             skipped=progress.skipped,
+            missed=progress.missed,
             generation=generation,
         )
         if self._newcomer and ballot is not None and progress.voted == step:

@@ -29,6 +29,7 @@ from oobleck.worker.runtime.errors import LayersGone, TransportError
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import layer_sizes
 from oobleck.worker.state.progress import Position
+from oobleck.worker.state.usage import Missed, Omissions, parameters_of
 from oobleck.worker.step import vote
 from oobleck.worker.step.commit import commit, make_record
 from oobleck.worker.step.salvage import NO_ATTEMPT, Attempt, Contribution, Salvage, plan_salvage
@@ -174,7 +175,14 @@ class Recovery:
     ) -> None:
         """Hold what counts at the agreed step, and know the vote that made it where it was told
         (`ballot`): whoever counts as having committed a step can have others roll forward to it."""
-        self._progress.join(agreement.step, agreement.lineage, agreement.skipped, generation)
+        missed = agreement.missed
+        if ballot is not None and agreement.missed_step < agreement.step:
+            used = vote.count(ballot, self._job.training, workers=1).used
+            unused = parameters_of(self._job).unused(used)
+            missed = Omissions(unused=unused, missed=missed).after()
+        self._progress.join(
+            agreement.step, agreement.lineage, agreement.skipped, missed, generation
+        )
         if ballot is not None:
             self._progress.learn(agreement.step, agreement.voted_generation, ballot)
 
@@ -189,9 +197,10 @@ class Recovery:
         if not (assign.restore or fresh or lost):
             return False
         restored: Restored | None = None
+        missed: Missed = {}
         if spec is not None:
             with self._context.timeline.phase("restore"), pulse.FILES:
-                restored = restore(
+                restored, missed = restore(
                     self._context,
                     spec,
                     assign,
@@ -204,7 +213,7 @@ class Recovery:
         if restored is None:
             return False
         generation, step = restored.generation, restored.step
-        self._progress.restart(step, generation)
+        self._progress.restart(step, generation, missed)
         log.info("restored", extra={"step": step, "path": restored.path})
         for message in (
             restored,
@@ -285,9 +294,9 @@ class Recovery:
             assert progress.ballot is not None, "a voted step keeps its ballot"
             vector = progress.ballot
         else:
-            vector = torch.zeros(
-                vote.ballot_length(self._job.training.global_batch), dtype=torch.float64
-            )
+            count = len(parameters_of(self._job).keys)
+            length = vote.ballot_length(self._job.training.global_batch, count)
+            vector = torch.zeros(length, dtype=torch.float64)
         transport.broadcast(vector, root)
         if self._worker not in agreement.roll_forward:
             return vector

@@ -22,6 +22,7 @@ from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.programs.shards import Shard, ShardTable, require_holders
 from oobleck.worker.runtime.errors import InvariantViolation
 from oobleck.worker.state.progress import Position
+from oobleck.worker.state.usage import Missed
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,10 @@ class Agreement:
     held: ShardTable
     #: Steps in a row up to `step` that were skipped, as far as those know who have committed it.
     skipped: int
+    #: How many steps left out each parameter that any did (see `usage`), and up to which: `step`,
+    #: or the one before where nobody has applied that yet.
+    missed: Missed
+    missed_step: int
     #: Workers that have begun the step after `step`, which is done again: they may have some of it.
     begun: frozenset[WorkerId]
 
@@ -103,6 +108,7 @@ def _agree(states: Mapping[WorkerId, RecoveryState]) -> Agreement:
     if len(generations) > 1:
         raise InvariantViolation(f"step {step} was voted on in generations {sorted(generations)}")
     held = _held(states)
+    applied = max(s.committed for s in states.values())
     roll_forward = frozenset(worker for worker in held if states[worker].committed < step)
     return Agreement(
         lineage=lineage,
@@ -112,6 +118,8 @@ def _agree(states: Mapping[WorkerId, RecoveryState]) -> Agreement:
         voted_generation=max(generations, default=Generation(0)),
         held={worker: held.get(worker, frozenset()) for worker in members},
         skipped=max((s.skipped for s in states.values() if s.committed == step), default=0),
+        missed=next(s.missed for _, s in sorted(states.items()) if s.committed == applied),
+        missed_step=applied,
         begun=frozenset(w for w, state in states.items() if state.begun == step + 1),
     )
 

@@ -62,13 +62,15 @@ def describe(training: TrainingSpec) -> Json:
     check = _Check(spec, tried)
     check.known(spec.code.name)
     run = check.whole_run()
+    series = tuple(name for name in check.numbers(run) if not check.counts(run, name))
     sketch = OptimizerSketch(
         rows=tuple(
             StateRow(name=name, initial=check.initial(name, rates_of(training)(1)))
             for name in check.rows(run)
         ),
         counters=tuple(name for name in check.numbers(run) if check.counts(run, name)),
-        series=tuple(name for name in check.numbers(run) if not check.counts(run, name)),
+        series=series,
+        rated=check.rated(series),
         code=code.fingerprint(spec.code),
     )
     described = Json(encode(sketch).decode())
@@ -111,6 +113,16 @@ class _Check:
         first, last = run.first[0][name], run.last[0][name]
         flag = first is None or isinstance(first, bool)
         return not flag and float(first) == 1 and float(last) == _STEPS
+
+    def rated(self, series: Sequence[str]) -> tuple[str, ...]:
+        """Those of `series` that are others at another learning rate."""
+        if not series:
+            return ()
+        one, other = (
+            _Check(replace(self.spec, lr=lr), self.training)._steps(0).last[0]
+            for lr in (1e-3, 2e-3)
+        )
+        return tuple(name for name in series if _differ(one[name], other[name]))
 
     def initial(self, name: str, rate: float) -> float:
         """What such a tensor is before the first update: after one of nothing, on zeros."""

@@ -5,8 +5,8 @@ over micro-batches, is another (`layout` has the order of numbers). An update ap
 gradients, which are summed over all workers. Must not know other layers.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from oobleck.planner.programs.instructions import LayerPart
 from oobleck.planner.programs.shards import Shard
 from oobleck.worker.models import Layer
 from oobleck.worker.state.layout import Layout, Numbers
-from oobleck.worker.state.optimizer import Slice
+from oobleck.worker.state.optimizer import Apart, Slice
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,6 +35,11 @@ class LayerState:
     gradient: Tensor
     #: The micro-batches of the step that are wholly in `gradient`.
     added: set[int] = field(default_factory=set)
+    #: The parameters' views of `gradient`, where a step may leave some out; none of a share.
+    gradients: tuple[Tensor, ...] = ()
+    #: Parameters that have got a gradient in the step, by their places in the layout, as far as
+    #: that is not seen by `gradients`.
+    noted: set[int] = field(default_factory=set)
     #: What the update applies; scaled in place by it. What is missing here is that of `gradient`.
     reduced: dict[LayerPart, Tensor] = field(default_factory=dict)
     #: Steps applied.
@@ -43,9 +48,12 @@ class LayerState:
     numbers: Numbers = field(init=False)
     #: The version that `narrow` is of; None: it has not been made.
     _narrowed: int | None = field(init=False, default=None)
+    #: The versions of `gradients` when the step began.
+    _versions: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.numbers = self.layout.shard(self.shard)
+        self._versions = [one._version for one in self.gradients]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -62,6 +70,18 @@ class LayerState:
             self.narrow.copy_(self.storage[0])
             self._narrowed = self.version
         return self.narrow
+
+    def clear_gradient(self) -> None:
+        """Have no micro-batch of a step."""
+        self.gradient.zero_()
+        self.added.clear()
+        self.noted.clear()
+        self._versions = [one._version for one in self.gradients]
+
+    def used(self) -> set[int]:
+        """Return the places in the layout of the parameters that have got a gradient."""
+        versions = zip(self.gradients, self._versions, strict=True)
+        return self.noted | {n for n, (one, was) in enumerate(versions) if one._version != was}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `ModelState.weights`."""
@@ -111,17 +131,19 @@ class LayerState:
                 rest = range(reached, held.stop)
                 yield rest, self.gradient[self.columns(rest)]
 
-    def slices(self) -> Iterator[Slice]:
-        """What the optimizer updates, tensor by tensor.
+    def slices(self, apart: Sequence[Apart] = ()) -> Iterator[Slice]:
+        """What the optimizer updates, tensor by tensor. `apart`: numbers of the layer.
 
         Each part, and each piece of it that others hold in other cuts, is a tensor of its own:
         vectorised kernels round the ends of a tensor unlike its middle, and all copies of a weight
         must stay equal to the last bit (see `CUT_NUMBERS`).
         """
         for numbers, gradient in self.applied():
-            yield from self.slices_of(numbers, gradient)
+            yield from self.slices_of(numbers, gradient, apart)
 
-    def slices_of(self, numbers: range, gradient: Tensor) -> Iterator[Slice]:
+    def slices_of(
+        self, numbers: range, gradient: Tensor, apart: Sequence[Apart] = ()
+    ) -> Iterator[Slice]:
         """The same for `numbers`, all of one part, to which `gradient` is applied."""
         flat = self.layout
         for start, end, decayed in (
@@ -137,6 +159,11 @@ class LayerState:
                     storage=self.storage[:, self.columns(both)],
                     gradient=gradient[offset : offset + len(both)],
                     decayed=decayed,
+                    apart=tuple(
+                        replace(one, numbers=_shifted(common, -both.start))
+                        for one in apart
+                        if (common := _common(one.numbers, both))
+                    ),
                 )
 
     def gradient_of(self, wanted: Numbers, into: Tensor) -> None:
@@ -149,3 +176,11 @@ class LayerState:
                     begin, first = offset + both.start - numbers.start, both.start - applied.start
                     into[begin : begin + len(both)] = gradient[first : first + len(both)]
             offset += len(numbers)
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _shifted(numbers: range, by: int) -> range:
+    return range(numbers.start + by, numbers.stop + by)

@@ -170,18 +170,40 @@ def layer_sizes(spec: AnyModel, no_decay: tuple[str, ...] = ()) -> list[int]:
 
 def point_parameters(
     module: Layer, flat: Layout, weights: Tensor, gradient: Tensor | None = None
-) -> None:
-    """Make the parameters of `module`, and their gradients, views into flat tensors."""
+) -> tuple[Tensor, ...]:
+    """Make the parameters of `module`, and their gradients, views into flat tensors.
+
+    Return the gradients, if there are any, in the order of the layout. Their versions are their
+    own, above 0 once autograd has added something.
+
+    A parameter that has memory stays the object that it is: hooks, and whoever else refers to it,
+    go with it. One on the meta device is replaced by a new one, under all of its names.
+    """
     names: defaultdict[int, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     for span in flat.parameters:
-        aliases = names[id(module.get_parameter(span.name))]
-        parameter = nn.Parameter(weights[span.offset : span.end].view(span.shape))
+        parameter = module.get_parameter(span.name)
+        view = weights[span.offset : span.end].view(span.shape)
+        if parameter.is_meta:
+            aliases = names[id(parameter)]
+            parameter = nn.Parameter(view)
+            for alias in aliases:
+                owner_name, _, name = alias.rpartition(".")
+                setattr(module.get_submodule(owner_name), name, parameter)
+        else:
+            parameter.grad = None
+            parameter.data = view
         # Autograd adds a gradient of another type as it is, without a copy in that of the sum.
         parameter.grad_dtype = None
-        if gradient is not None:
-            parameter.grad = gradient[span.offset : span.end].view(span.shape)
-        for alias in aliases:
-            owner_name, _, name = alias.rpartition(".")
-            setattr(module.get_submodule(owner_name), name, parameter)
+    return () if gradient is None else point_gradients(module, flat, gradient)
+
+
+def point_gradients(module: Layer, flat: Layout, gradient: Tensor) -> tuple[Tensor, ...]:
+    """Make the gradients of the parameters of `module` views into `gradient`; else as above."""
+    views = []
+    for span in flat.parameters:
+        view = gradient[span.offset : span.end].view(span.shape).data
+        module.get_parameter(span.name).grad = view
+        views.append(view)
+    return tuple(views)

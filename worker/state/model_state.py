@@ -6,6 +6,7 @@ one layer's numbers. Must not know stages, peers or plans.
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from fractions import Fraction
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,8 +24,9 @@ from oobleck.worker.models import (
 from oobleck.worker.runtime.errors import InvariantViolation
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import Layout, Numbers, layout, point_parameters
-from oobleck.worker.state.optimizer import update
+from oobleck.worker.state.optimizer import Apart, update
 from oobleck.worker.state.precision import state_dtype, weights_dtype
+from oobleck.worker.state.usage import NO_OMISSIONS, Omissions, Parameters, parameters_of
 
 #: Numbers of a gradient whose norm is taken at once, where they are copied for it.
 _NORM_PIECE = 1 << 18
@@ -116,8 +118,10 @@ class ModelState:
         narrow = None
         if (computed := weights_dtype(self._job, layer)) != self._dtype:
             narrow = torch.empty(size, dtype=computed, device=self._device)
+        gradients: tuple[Tensor, ...] = ()
         if parts == 1:
-            point_parameters(module, flat, storage[0] if narrow is None else narrow, gradient)
+            weights = storage[0] if narrow is None else narrow
+            gradients = point_parameters(module, flat, weights, gradient)
         return LayerState(
             shard=shard,
             layout=flat,
@@ -125,8 +129,13 @@ class ModelState:
             storage=storage,
             narrow=narrow,
             gradient=gradient,
+            gradients=gradients if self._parameters.keys else (),
             version=version,
         )
+
+    @cached_property
+    def _parameters(self) -> Parameters:
+        return parameters_of(self._job)
 
     def _layout(self, layer: int) -> Layout:
         return layout(self._job.model, layer, self._job.training.optimizer.no_decay)
@@ -272,8 +281,30 @@ class ModelState:
         for layer, state in self.layers.items():
             state.reduced.clear()
             if layer not in keeping:
-                state.gradient.zero_()
-                state.added.clear()
+                state.clear_gradient()
+
+    def used(self) -> list[bool]:
+        """Whether each parameter that a step may leave out has got a gradient here in the step, in
+        the order of its votes."""
+        keys = self._parameters
+        found = {
+            keys.by_layer[layer][place]
+            for layer, state in (self.layers.items() if keys.keys else ())
+            for place in state.used()
+        }
+        return [key in found for key in keys.keys]
+
+    def apart(self, layer: int, omitted: Omissions) -> list[Apart]:
+        """Return the numbers of `layer` that an update with these omissions takes apart."""
+        found = []
+        for span, key in zip(
+            self._layout(layer).parameters, self._parameters.by_layer[layer], strict=False
+        ):
+            unused, missed = omitted.of(key)
+            if unused or missed:
+                numbers = range(span.offset, span.end)
+                found.append(Apart(numbers=numbers, unused=unused, missed=missed))
+        return found
 
     def read_gradient(self, layer: int, start: Fraction, stop: Fraction) -> Tensor:
         """A copy in host memory of what the update will apply to that share of `layer`, which is
@@ -303,9 +334,10 @@ class ModelState:
         norms = norms_of([self.reduced_part(part) for part in parts], self._device)
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
-    def apply(self, step: int, *, scale: float) -> None:
+    def apply(self, step: int, *, scale: float, omitted: Omissions = NO_OMISSIONS) -> None:
         """Take every held layer from version `step` - 1 to `step` with its reduced gradient times
-        `scale`, 1 where nothing is clipped; one that is at `step` already stays as it is."""
+        `scale`, 1 where nothing is clipped; one that is at `step` already stays as it is. So do
+        parameters that are `omitted`."""
         due = self._due(step)
         while self._readers:
             self._readers.pop()()
@@ -316,7 +348,10 @@ class ModelState:
             }
             for gradient in reduced.values():
                 gradient.mul_(scale)
-        update((one for state in due for one in state.slices()), self._job.training, step)
+        slices = (
+            one for state in due for one in state.slices(self.apart(state.shard.layer, omitted))
+        )
+        update(slices, self._job.training, step)
         for state in due:
             state.version = step
 

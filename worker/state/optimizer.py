@@ -5,7 +5,8 @@ number of the step. Must not know layers, or who holds them.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +17,7 @@ from torch.optim.sgd import sgd
 
 from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.job.spec import TrainingSpec
+from oobleck.planner.programs.transfer import CUT_NUMBERS
 from oobleck.worker.state import own_optimizer
 
 
@@ -50,6 +52,16 @@ def clip_scale(grad_norm: float, clip: float | None) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """Numbers that an update leaves as they are, or that earlier updates did."""
+
+    numbers: range
+    unused: bool
+    #: How many updates before left them out.
+    missed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
     """A piece of flat state that is updated as one tensor, in place."""
 
@@ -59,10 +71,41 @@ class Slice:
     gradient: Tensor
     #: Whether weight decay acts on it.
     decayed: bool
+    #: Which of its numbers, counted from its first one, are not updated like the others.
+    apart: Sequence[Apart] = ()
 
 
 def update(slices: Iterable[Slice], training: TrainingSpec, step: int) -> None:
     """Take step `step` (from 1) of the job's optimizer on all slices.
+
+    What is `apart` is updated by itself, or not at all, and put into its place behind the rest. It
+    is taken with its neighbours up to whole cuts, since an update rounds by the place in a tensor
+    (see `CUT_NUMBERS`).
+    """
+    pieces = list(slices)
+    aside = [(piece, one, *_cover(piece, one)) for piece in pieces for one in piece.apart]
+    _update(pieces, training, step, step - 1)
+    late: defaultdict[int, list[Slice]] = defaultdict(list)
+    for _, one, _, cover in aside:
+        if not one.unused:
+            late[step - 1 - one.missed].append(cover)
+    for taken, covers in late.items():
+        _update(covers, training, step, taken)
+    for piece, one, first, cover in aside:
+        start, stop = one.numbers.start, one.numbers.stop
+        piece.storage[:, start:stop] = cover.storage[:, start - first : stop - first]
+
+
+def _cover(piece: Slice, one: Apart) -> tuple[int, Slice]:
+    """Return a copy of the whole cuts of `piece` that have those numbers, and their first one."""
+    first = one.numbers.start // CUT_NUMBERS * CUT_NUMBERS
+    columns = slice(first, -(-one.numbers.stop // CUT_NUMBERS) * CUT_NUMBERS)
+    copied = piece.storage[:, columns].clone()
+    return first, Slice(storage=copied, gradient=piece.gradient[columns], decayed=piece.decayed)
+
+
+def _update(slices: Iterable[Slice], training: TrainingSpec, step: int, taken: int) -> None:
+    """Take the step on slices that have taken `taken` steps before.
 
     By torch.optim's functions: the first object of its classes loads the compiler (torch._dynamo),
     a second and 100 MB of every process. A momentum of zeros before the first step gives what
@@ -70,7 +113,7 @@ def update(slices: Iterable[Slice], training: TrainingSpec, step: int) -> None:
     """
     spec = training.optimizer
     if spec.code is not None:
-        own_optimizer.update(slices, spec, step, rates_of(training))
+        own_optimizer.update(slices, spec, step, rates_of(training), taken)
         return
     rate = rates_of(training)(step)
     groups: dict[bool, list[Slice]] = {True: [], False: []}
@@ -80,13 +123,13 @@ def update(slices: Iterable[Slice], training: TrainingSpec, step: int) -> None:
     with torch.no_grad():
         for decayed, group in groups.items():
             if group:
-                take(group, spec, step, rate, decayed)
+                take(group, spec, taken, rate, decayed)
 
 
 # Fused: one kernel reads and writes everything once. CPU and CUDA have it for both.
 
 
-def _adamw(group: list[Slice], spec: OptimizerSpec, step: int, rate: float, decayed: bool) -> None:
+def _adamw(group: list[Slice], spec: OptimizerSpec, taken: int, rate: float, decayed: bool) -> None:
     assert spec.beta1 is not None
     assert spec.beta2 is not None
     assert spec.eps is not None
@@ -98,7 +141,7 @@ def _adamw(group: list[Slice], spec: OptimizerSpec, step: int, rate: float, deca
         [piece.storage[2] for piece in group],
         [],
         # Filled where they are: a copy from the host would wait for all that a GPU has to do.
-        [torch.full((), step - 1.0, device=piece.storage.device) for piece in group],
+        [torch.full((), float(taken), device=piece.storage.device) for piece in group],
         fused=True,
         amsgrad=False,
         beta1=spec.beta1,
@@ -110,7 +153,7 @@ def _adamw(group: list[Slice], spec: OptimizerSpec, step: int, rate: float, deca
     )
 
 
-def _sgd(group: list[Slice], spec: OptimizerSpec, step: int, rate: float, decayed: bool) -> None:
+def _sgd(group: list[Slice], spec: OptimizerSpec, taken: int, rate: float, decayed: bool) -> None:
     assert spec.momentum is not None
     assert spec.nesterov is not None
     assert spec.weight_decay is not None

@@ -40,19 +40,28 @@ def load() -> bool:
     return new
 
 
-def update(slices: "Iterable[Slice]", spec: OptimizerSpec, step: int, rates: Rates) -> None:
-    """Take step `step` (from 1) of the job's class on all slices, in place."""
+def update(
+    slices: "Iterable[Slice]", spec: OptimizerSpec, step: int, rates: Rates, taken: int
+) -> None:
+    """Take step `step` (from 1) of the job's class on all slices, in place; these have taken
+    `taken` steps before. Raises JobError where the class cannot do that."""
     pieces = list(slices)
     if not pieces:
         return
     like = pieces[0].storage
     optimizer = make(spec, [_dummy(like.dtype, like.device)])
+    if taken < step - 1 and spec.sketch.rated and rates(1) != rates(step):
+        raise JobError(
+            f"optimizer: {spec.label} keeps {', '.join(spec.sketch.rated)}, which follow from the "
+            "learning rates of all steps, and a parameter had no gradient in some of them; leave "
+            "out training.schedule, name another optimizer, or use all parameters in each step"
+        )
     series = _series(spec, rates, like.dtype, like.device)
     (group,) = optimizer.param_groups
     group["lr"] = rates(step)
     for piece in pieces:
         group["weight_decay"] = spec.weight_decay if piece.decayed else 0.0
-        _take(optimizer, piece, spec.sketch, series.before(step))
+        _take(optimizer, piece, spec.sketch, series.before(taken + 1))
 
 
 def _take(

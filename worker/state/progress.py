@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from oobleck.planner.ids import Generation
+from oobleck.worker.state.usage import Missed
 
 _NO_GENERATION = Generation(0)
 
@@ -30,6 +31,8 @@ class Position:
     voted_generation: Generation = _NO_GENERATION
     #: Steps in a row up to `committed` that were skipped: their gradients were not finite.
     skipped: int = 0
+    #: How many steps up to `committed` left out each parameter that any did (see `usage`).
+    missed: Missed = field(default_factory=dict)
     #: Newest generation in which all went back to the checkpoint that this state comes of.
     lineage: int = 0
     #: Newest generation in which it agreed with others on a step.
@@ -55,7 +58,7 @@ class TrainingProgress(Position):
         known = [*self.losses.values(), *self.loss_parts]
         return float(torch.stack(known).double().sum()) if known else 0.0
 
-    def restart(self, step: int, lineage: int) -> None:
+    def restart(self, step: int, lineage: int, missed: Missed) -> None:
         """All layers held are those of a checkpoint: what is known of other steps is void."""
         self.committed, self.begun, self.reduced, self.voted = step, 0, 0, 0
         self.reduced_generation = self.voted_generation = _NO_GENERATION
@@ -63,12 +66,15 @@ class TrainingProgress(Position):
         self.losses.clear()
         self.row_digests.clear()
         self.skipped, self.lineage, self.joined = 0, lineage, lineage
+        self.missed = missed
 
-    def join(self, step: int, lineage: int, skipped: int, generation: int) -> None:
-        """Go on from the agreed `step`, the last of `skipped` ones as far as others know."""
+    def join(self, step: int, lineage: int, skipped: int, missed: Missed, generation: int) -> None:
+        """Go on from the agreed `step`, the last of `skipped` ones as far as others know; up to
+        there `missed` holds."""
         stands_there = (self.committed, self.lineage) == (step, lineage)
         self.skipped = max(skipped, self.skipped if stands_there else 0)
         self.committed, self.lineage, self.joined = step, lineage, generation
+        self.missed = missed
         if self.voted > step:  # the others did not know of that vote, and hold another one
             self.voted, self.voted_generation, self.ballot = 0, _NO_GENERATION, None
 

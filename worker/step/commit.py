@@ -14,24 +14,29 @@ from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.optimizer import clip_scale
 from oobleck.worker.state.progress import TrainingProgress
+from oobleck.worker.state.usage import Omissions, parameters_of
 from oobleck.worker.step import vote
 
 
 def commit(
     state: ModelState, job: JobSpec, progress: TrainingProgress, result: vote.Result, step: int
-) -> None:
-    """Apply step `step` to the layers whose gradients are reduced; all others are out of date."""
+) -> Omissions:
+    """Apply step `step` to the layers whose gradients are reduced; all others are out of date.
+    Return what the update left out."""
     for layer in sorted(state.held()):
         if layer not in progress.reduced_layers:
             state.drop(layer)
     state.former.clear()  # the newest shares alone have reduced gradients
     scale = scale_of(result, job.training)
+    unused = parameters_of(job).unused(result.used)
+    omitted = Omissions(unused=unused, missed=progress.missed)
     if scale is not None:
-        state.apply(step, scale=scale)
+        state.apply(step, scale=scale, omitted=omitted)
     else:
         state.skip(step)
     progress.skipped = 0 if result.finite else progress.skipped + 1
-    progress.committed = step
+    progress.committed, progress.missed = step, omitted.after()
+    return omitted
 
 
 def scale_of(result: vote.Result, training: TrainingSpec) -> float | None:

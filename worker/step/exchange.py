@@ -20,7 +20,7 @@ from oobleck.planner.programs.shards import Shard
 from oobleck.worker.runtime.stopwatch import Stopwatch
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.layer_state import LayerState
-from oobleck.worker.state.layout import point_parameters
+from oobleck.worker.state.layout import point_gradients, point_parameters
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.transport.transport import Pending, Transport
 
@@ -189,6 +189,8 @@ class _SharedLayer:
         # has its own count of changes, for autograd to see none.
         self._weights = weights.data
         self._gradient: Tensor | None = None
+        #: Of each parameter.
+        self._views: tuple[Tensor, ...] = ()
         self._gathered = False
         self._gathering: list[Pending] = []
         self._reducing: list[Pending] = []
@@ -225,12 +227,9 @@ class _SharedLayer:
     def take_gradients(self) -> None:
         """Have a backward add to the gradients of the whole layer."""
         if self._gradient is None:
-            flat, weights = self._state.layout, self._weights
-            self._gradient = torch.zeros_like(weights, dtype=self._state.gradient.dtype)
-            named = dict(self._state.module.named_parameters())
-            for span in flat.parameters:
-                view = self._gradient[span.offset : span.end].view(span.shape)
-                named[span.name].grad = view
+            state = self._state
+            self._gradient = torch.zeros_like(self._weights, dtype=state.gradient.dtype)
+            self._views = point_gradients(state.module, state.layout, self._gradient)
 
     def start_reducing(self) -> None:
         """Send all other workers what their shares get, of the gradients of the whole layer, which
@@ -248,9 +247,10 @@ class _SharedLayer:
             self._reducing.append(self._exchange(sent, received, _REDUCE + kind))
             summands = [mine if part == self._part else each for part, each in enumerate(received)]
             self._summands.append((own[kind], summands))
+        self._state.noted.update(n for n, view in enumerate(self._views) if view._version)
         for parameter in self._state.module.parameters():
             parameter.grad = None
-        self._gradient = None
+        self._gradient, self._views = None, ()
 
     def finish_reducing(self) -> None:
         """Add what all workers have to the own share, in the same order everywhere, and free it."""

@@ -278,6 +278,7 @@ class Executor:
                 row_digests=progress.row_digests,
                 saving=self._saver.intent(step.number),
                 connected=self._transport.connected,
+                used=state.used(),
             )
         workers = self._transport.size
         with timeline.span("wait for votes"):
@@ -295,11 +296,11 @@ class Executor:
         """Apply the step. Local: no peer is needed, so it cannot fail half-way between workers."""
         assert step.result is not None, "the vote comes before the optimizer"
         context = self._context
-        commit(context.state, context.job, self._progress, step.result, step.number)
+        omitted = commit(context.state, context.job, self._progress, step.result, step.number)
         self._saver.committed(step.number, step.result.saving)
         scale = scale_of(step.result, self._training)
         step_s = time.monotonic() - self._progress.begun_at
-        self._preparing.committed(step.number, scale, step_s)
+        self._preparing.committed(step.number, scale, omitted, step_s)
 
     def _reached(self, point: str, step: int, microbatch: int | None = None) -> None:
         self._context.faults.reached(

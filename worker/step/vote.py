@@ -1,14 +1,14 @@
 """The commit vote: one small all-reduce that ends a step for all workers or for none.
 
 The vector sums the loss, the squared gradient norm, what each worker knows of a pending change of
-the plan, of checkpoints and of its transport, and the ledger of samples. For every position of the
-global batch the ledger has a count and the digest of the token row, put in by the one worker that
-loaded it: so all workers know that every sample was used once, and make the same record of the
-step.
+the plan, of checkpoints and of its transport, the ledger of samples, and which parameters have a
+gradient. For every position of the global batch the ledger has a count and the digest of the token
+row, put in by the one worker that loaded it: so all workers know that every sample was used once,
+and make the same record of the step.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,15 +82,17 @@ class Result:
     saving: SaveVerdict
     #: Every worker's transport is (`Transport.connected`).
     connected: bool
+    #: Whether a worker has a gradient of each parameter that the step may leave out.
+    used: tuple[bool, ...] = ()
 
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-def ballot_length(global_batch: int) -> int:
-    """How many numbers a ballot has."""
-    return _LEDGER + global_batch * (1 + _WORDS)
+def ballot_length(global_batch: int, parameters: int = 0) -> int:
+    """How many numbers a ballot has. `parameters`: that the step may leave out."""
+    return _LEDGER + global_batch * (1 + _WORDS) + parameters
 
 
 def ballot(
@@ -102,13 +104,15 @@ def ballot(
     row_digests: Mapping[int, bytes],
     saving: SaveVote = _NOTHING,
     connected: bool = True,
+    used: Sequence[bool] = (),
 ) -> torch.Tensor:
     """One worker's share of the vote, float64.
 
     loss_sum: over the micro-batches whose loss it computed; row_digests: SHA-256 of each token
-    row that it loaded as input, by position in the global batch; connected: its transport is.
+    row that it loaded as input, by position in the global batch; connected: its transport is; used:
+    whether it has a gradient of each parameter that the step may leave out.
     """
-    vector = np.zeros(ballot_length(global_batch))
+    vector = np.zeros(ballot_length(global_batch, len(used)))
     vector[_LOSS] = loss_sum
     vector[_SQUARED_NORM] = squared_norm
     if pending is not None:
@@ -120,7 +124,9 @@ def ballot(
     vector[_SAVING] = saving.busy
     vector[_SAVE_FAILED] = saving.failed
     vector[_CONNECTED] = connected
-    ledger = vector[_LEDGER:].reshape(global_batch, 1 + _WORDS)
+    end = ballot_length(global_batch)
+    vector[end:] = used
+    ledger = vector[_LEDGER:end].reshape(global_batch, 1 + _WORDS)
     for position, digest in row_digests.items():
         ledger[position, 0] = 1
         ledger[position, 1:] = np.frombuffer(digest, dtype="<u4")
@@ -131,7 +137,8 @@ def count(vector: torch.Tensor, training: TrainingSpec, *, workers: int) -> Resu
     """Read the summed vector. Raises InvariantViolation when a sample of the global batch was not
     used exactly once."""
     sums = vector.numpy()
-    ledger = sums[_LEDGER:].reshape(training.global_batch, 1 + _WORDS)
+    end = ballot_length(training.global_batch)
+    ledger = sums[_LEDGER:end].reshape(training.global_batch, 1 + _WORDS)
     wrong = np.flatnonzero(ledger[:, 0] != 1)
     if wrong.size:
         uses = {int(position): int(ledger[position, 0]) for position in wrong[:8]}
@@ -152,6 +159,7 @@ def count(vector: torch.Tensor, training: TrainingSpec, *, workers: int) -> Resu
             failed=bool(sums[_SAVE_FAILED] > 0),
         ),
         connected=round(sums[_CONNECTED]) == workers,
+        used=tuple((sums[end:] > 0).tolist()),
     )
 
 

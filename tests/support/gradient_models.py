@@ -1,0 +1,163 @@
+"""Models of users who change gradients, keep weights beside their modules, or leave weights unused.
+
+Each is a few small layers; `Keyed` is the data of all of them.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oobleck.model import Model
+
+WIDTH, WORDS, EXPERTS = 8, 12, 3
+#: Of a gradient as `hooked` clamps it: some of the numbers are above.
+MOST = 0.02
+
+
+class Keyed:
+    """A word, two experts and a target per row; most rows want expert 0, a few the last one."""
+
+    def __init__(self, size: int = 160) -> None:
+        draws = torch.Generator().manual_seed(5)
+        self.words = torch.randint(WORDS, (size,), generator=draws)
+        shares = torch.tensor([0.94, 0.03, 0.03])
+        self.keys = torch.multinomial(shares, 2 * size, replacement=True, generator=draws)
+        self.targets = torch.randn(size, generator=draws)
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+        keys = self.keys.view(-1, 2)[index]
+        return {"words": self.words[index], "keys": keys}, self.targets[index]
+
+
+def of_rows(output: Tensor, targets: Tensor) -> Tensor:
+    return F.mse_loss(output, targets, reduction="none")
+
+
+class Words(nn.Module):
+    """Looks words up; `spare` is used by nothing."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(WORDS, WIDTH))
+        self.spare = nn.Parameter(torch.randn(3, WIDTH))
+        if hook is not None:
+            self.table.register_hook(hook)
+
+    def forward(self, x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.table[x["words"]], x["keys"]
+
+
+class Experts(nn.Module):
+    """Each row goes through one expert, by its key; an expert without a row is not called."""
+
+    def __init__(self, key: int) -> None:
+        super().__init__()
+        self.key = key
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, keys = x
+        found = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            rows = (keys[:, self.key] == number).nonzero().flatten()
+            if len(rows):
+                found = found.index_copy(0, rows, torch.tanh(expert(hidden[rows])))
+        return hidden + found, keys
+
+
+class Sum(nn.Module):
+    """One number per row; `late` counts where a row wants the last expert, and is used there."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(WORDS, WIDTH))
+        self.late = nn.Parameter(torch.randn(WIDTH))
+        if hook is not None:
+            self.table.register_hook(hook)
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        hidden, keys = x
+        found = (hidden @ self.table.t()).logsumexp(dim=1)
+        wanted = keys[:, 0] == EXPERTS - 1
+        if bool(wanted.any()):
+            found = found + wanted.to(hidden.dtype) * (hidden @ self.late)
+        return found
+
+
+def branches() -> Model:
+    """Weights that are used in some steps, in some micro-batches, in one of the layers that share
+    them, or never."""
+    layers = [Words, partial(Experts, 0), partial(Experts, 1), Sum]
+    last = EXPERTS - 1
+    tied = [(f"1.experts.{last}.{name}", f"2.experts.{last}.{name}") for name in ("weight", "bias")]
+    return Model(layers=layers, loss=of_rows, tied=tied)
+
+
+def first_rows_stay() -> Callable[[Tensor], Tensor]:
+    """A hook that keeps the first words as they are: its mask is nobody's buffer."""
+    mask = torch.ones(WORDS, 1)
+    mask[: WORDS // 3] = 0
+    return lambda gradient: gradient * mask.to(gradient.dtype)
+
+
+class Kept(nn.Module):
+    """Calls its weights by other ways than their names, and has some of their numbers stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.outer = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.call = partial(F.linear, weight=self.inner.weight, bias=self.inner.bias)
+        self.scales = [self.scale]
+        outer = self.outer.weight
+        self.last = lambda x: x @ outer.t() + self.outer.bias
+        self.inner.weight.register_post_accumulate_grad_hook(_lower_triangle)
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, keys = x
+        return hidden + self.last(torch.tanh(self.call(hidden)) * self.scales[0]), keys
+
+
+def _lower_triangle(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.tril_()
+
+
+class Clamped(nn.Module):
+    """The gradient of each micro-batch is clamped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear.weight.register_hook(lambda gradient: gradient.clamp(-MOST, MOST))
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return x[0] + torch.tanh(self.linear(x[0])), x[1]
+
+
+def masked() -> Model:
+    """Hooks that give the same for a micro-batch in parts."""
+    layers = [
+        lambda: Words(first_rows_stay()),
+        Kept,
+        partial(Experts, 0),
+        Kept,
+        lambda: Sum(first_rows_stay()),
+    ]
+    return Model(layers=layers, loss=of_rows, tied=[("0.table", "4.table")])
+
+
+def hooked() -> Model:
+    """The same, and hooks that want a micro-batch as a whole."""
+    made = masked()
+    layers: Any = [*made.layers]
+    layers[2] = Clamped
+    return Model(layers=layers, loss=of_rows, tied=made.tied)
