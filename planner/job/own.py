@@ -137,10 +137,10 @@ class OwnModelSpec(AnyModel):
         return self.description.order
 
     def may_share(self, layer: int) -> bool:
-        # What it draws follows from its micro-batch as a whole, and it is compiled for that one's
-        # rows.
+        # What it draws follows from its micro-batch as a whole, as what its hooks do may, and it is
+        # compiled for that one's rows.
         sketch = self.description.layers[layer]
-        return not sketch.draws and sketch.compiled is None
+        return not (sketch.draws or sketch.whole) and sketch.compiled is None
 
     @property
     def ties(self) -> Ties:

@@ -229,9 +229,9 @@ def check_fits(profile: Profile, job: JobSpec) -> None:
         if max(layer.forward_s) > 1 and not model.may_share(number):
             raise ValueError(
                 f'layers[{number}].forward_s["{max(layer.forward_s)}"]: that layer of the job\'s '
-                "model draws random numbers, as dropout does, or is compiled for the rows of a "
-                "micro-batch, so that it is never shared by workers of a node; leave in all of its "
-                'times the entry "1" alone'
+                "model draws random numbers, as dropout does, or has hooks of gradients or code "
+                "for the rows of a whole micro-batch, so that it is never shared by workers of a "
+                'node; leave in all of its times the entry "1" alone'
             )
     if not isinstance(model, ModelSpec):
         return  # a layer of the user's may keep anything

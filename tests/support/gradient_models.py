@@ -161,3 +161,117 @@ def hooked() -> Model:
     layers: Any = [*made.layers]
     layers[2] = Clamped
     return Model(layers=layers, loss=of_rows, tied=made.tied)
+
+
+class Hooked(nn.Module):
+    """A linear layer whose weight has hooks."""
+
+    def __init__(
+        self,
+        hook: Callable[[Tensor], Tensor | None] | None = None,
+        after: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        if hook is not None:
+            self.linear.weight.register_hook(hook)
+        if after is not None:
+            self.linear.weight.register_post_accumulate_grad_hook(after)
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return x[0] + self.linear(x[0]), x[1]
+
+
+def _clipped(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-MOST, MOST)
+
+
+def _replaced(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad * 0.5
+
+
+def _taken(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+@torch.no_grad()
+def _descended(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.sub_(0.1 * parameter.grad)
+
+
+class _Twice:
+    """Scales the first gradients otherwise than those after."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        self.calls += 1
+        return gradient / self.calls
+
+
+#: By name: hooks, and whether they are given whole micro-batches; None: they are refused.
+HOOKS: dict[str, tuple[Callable[[], nn.Module], bool | None]] = {
+    "scaled": (lambda: Hooked(lambda gradient: gradient * 0.5), False),
+    "seen": (lambda: Hooked(lambda gradient: None), False),
+    "triangle": (lambda: Hooked(after=_lower_triangle), False),
+    "clamped": (Clamped, True),
+    "normed": (lambda: Hooked(lambda gradient: gradient / gradient.norm()), True),
+    "mended": (lambda: Hooked(lambda gradient: gradient.nan_to_num()), True),
+    "counted": (lambda: Hooked(_Twice()), None),
+    "noisy": (lambda: Hooked(lambda g: g + 0.01 * torch.randn_like(g)), None),
+    "clipped": (lambda: Hooked(after=_clipped), None),
+    "replaced": (lambda: Hooked(after=_replaced), None),
+    "taken": (lambda: Hooked(after=_taken), None),
+    "descended": (lambda: Hooked(after=_descended), None),
+}
+
+
+def with_hooks(name: str) -> Model:
+    return Model(layers=[Words, HOOKS[name][0], Sum], loss=of_rows)
+
+
+def tied_hooks(first: str, last: str) -> Model:
+    """The two layers that share a table have these hooks of it."""
+    layers = [lambda: Words(_HOOKS[first]()), lambda: Sum(_HOOKS[last]())]
+    return Model(layers=layers, loss=of_rows, tied=[("0.table", "1.table")])
+
+
+_HOOKS: dict[str, Callable[[], Callable[[Tensor], Tensor] | None]] = {
+    "mask": first_rows_stay,
+    "none": lambda: None,
+    "clamp": lambda: lambda gradient: gradient.clamp(-MOST, MOST),
+}
+
+
+class Viewed(nn.Module):
+    """Keeps a tensor that was made from its weight, or a parameter where no module has it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        if how == "closure":
+            weight = self.linear.weight.detach()
+            self.add = lambda x: x @ weight
+        elif how == "attribute":
+            self.rows = self.linear.weight.data[:1]
+            self.add = lambda x: x * self.rows
+        elif how == "buffer":
+            self.register_buffer("rows", self.linear.weight.data[:1])
+            self.add = lambda x: x * self.rows
+        elif how == "list":
+            self.scales = [nn.Parameter(torch.rand(WIDTH))]
+            self.add = lambda x: x * self.scales[0]
+        elif how == "hidden":
+            scale = nn.Parameter(torch.rand(WIDTH))
+            self.add = lambda x: x * scale
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.linear(x[0]) + self.add(x[0]), x[1]
+
+
+def viewed(how: str) -> Model:
+    return Model(layers=[Words, partial(Viewed, how), Sum], loss=of_rows)

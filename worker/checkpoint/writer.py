@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -62,7 +62,7 @@ class Order:
     data: str
     base: str
     #: See `Manifest`.
-    missed: Missed
+    missed: Missed = field(default_factory=dict)
     #: Wish that this answers; 0: none.
     wish: int
     #: The layers that each worker writes, in rank order.

@@ -12,7 +12,7 @@ from oobleck.planner.job.model import AnyModel, ModelSpec
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.models import own
-from oobleck.worker.models.base import Layer
+from oobleck.worker.models.base import Layer, place_parameters
 from oobleck.worker.models.initial import check_weights, load_parameters
 from oobleck.worker.models.registry import (
     build_layer,
@@ -30,6 +30,7 @@ __all__ = [
     "empty_layer",
     "initial_values",
     "initialise_parameters",
+    "place_parameters",
     "tied_parameters",
 ]
 

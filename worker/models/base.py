@@ -3,7 +3,8 @@
 Knows no family by name, and nothing of stages, flat state, devices of others or plans.
 """
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -72,6 +73,27 @@ class Family:
     #: Gives a layer its initial weights, from (spec, seed, layer) alone; the last argument names
     #: its parameter that is tied, if any.
     initialise: Callable[[Layer, ModelSpec, int, str | None], None]
+
+
+def place_parameters(module: nn.Module, memory: Mapping[str, Tensor]) -> None:
+    """Have the parameters of those names in `memory`, each in its place under all of its names.
+
+    One that has memory stays the object that it is: hooks, and whoever else refers to it, go with
+    it. One on the meta device is replaced by a new one.
+    """
+    aliases: defaultdict[int, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        aliases[id(parameter)].append(name)
+    for name, place in memory.items():
+        parameter = module.get_parameter(name)
+        if not parameter.is_meta:
+            parameter.grad = None  # it may be of another type
+            parameter.data = place
+            continue
+        made = nn.Parameter(place)
+        for alias in aliases[id(parameter)]:
+            owner, _, last = alias.rpartition(".")
+            setattr(module.get_submodule(owner), last, made)
 
 
 def drops(share: float) -> bool:

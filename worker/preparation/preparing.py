@@ -224,10 +224,10 @@ class Preparing:
         for source in self._sources():
             source.reduced(step, layers)
 
-    def committed(self, step: int, scale: float | None, omitted: Omissions, step_s: float) -> None:
+    def committed(self, step: int, scale: float | None, step_s: float, omitted: Omissions) -> None:
         """`step` is committed, with its gradients times `scale`; None: it was skipped."""
         for source in self._sources():
-            source.committed(step, scale, omitted, step_s)
+            source.committed(step, scale, step_s, omitted)
             self._reached("feeding")
 
     def _sources(self) -> Sequence[Source]:

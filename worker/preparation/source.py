@@ -31,7 +31,7 @@ from oobleck.worker.preparation.items import (
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.progress import TrainingProgress
-from oobleck.worker.state.usage import Omissions
+from oobleck.worker.state.usage import NO_OMISSIONS, Omissions
 from oobleck.worker.transport.links.frame import Label, bytes_of
 from oobleck.worker.transport.links.hub import Feeding, Links
 from oobleck.worker.transport.links.link import Outgoing
@@ -127,7 +127,9 @@ class Source:
             self._send(head, gradient)
             self._gradient_bytes += gradient.nbytes
 
-    def committed(self, step: int, scale: float | None, omitted: Omissions, step_s: float) -> None:
+    def committed(
+        self, step: int, scale: float | None, step_s: float, omitted: Omissions = NO_OMISSIONS
+    ) -> None:
         """`step`, which took `step_s`, is committed: tell so, and copy what comes next."""
         self._behind.append((step, self._gradient_bytes))
         self._gradient_bytes = 0

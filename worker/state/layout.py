@@ -7,7 +7,6 @@ decay, alone.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,14 +14,14 @@ from fractions import Fraction
 from functools import lru_cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from oobleck.planner.job.model import AnyModel
 from oobleck.planner.programs.instructions import LayerPart
 from oobleck.planner.programs.shards import Shard
 from oobleck.planner.programs.transfer import CUT_NUMBERS, cut
 from oobleck.planner.ties import groups
-from oobleck.worker.models import Layer, build_layer, tied_parameters
+from oobleck.worker.models import Layer, build_layer, place_parameters, tied_parameters
 from oobleck.worker.runtime.errors import JobError
 
 #: Of a model's parameters, where one is asked for that there is not.
@@ -175,27 +174,12 @@ def point_parameters(
 
     Return the gradients, if there are any, in the order of the layout. Their versions are their
     own, above 0 once autograd has added something.
-
-    A parameter that has memory stays the object that it is: hooks, and whoever else refers to it,
-    go with it. One on the meta device is replaced by a new one, under all of its names.
     """
-    names: defaultdict[int, list[str]] = defaultdict(list)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
+    memory = {s.name: weights[s.offset : s.end].view(s.shape) for s in flat.parameters}
+    place_parameters(module, memory)
     for span in flat.parameters:
-        parameter = module.get_parameter(span.name)
-        view = weights[span.offset : span.end].view(span.shape)
-        if parameter.is_meta:
-            aliases = names[id(parameter)]
-            parameter = nn.Parameter(view)
-            for alias in aliases:
-                owner_name, _, name = alias.rpartition(".")
-                setattr(module.get_submodule(owner_name), name, parameter)
-        else:
-            parameter.grad = None
-            parameter.data = view
         # Autograd adds a gradient of another type as it is, without a copy in that of the sum.
-        parameter.grad_dtype = None
+        module.get_parameter(span.name).grad_dtype = None
     return () if gradient is None else point_gradients(module, flat, gradient)
 
 

@@ -300,7 +300,7 @@ class Executor:
         self._saver.committed(step.number, step.result.saving)
         scale = scale_of(step.result, self._training)
         step_s = time.monotonic() - self._progress.begun_at
-        self._preparing.committed(step.number, scale, omitted, step_s)
+        self._preparing.committed(step.number, scale, step_s, omitted)
 
     def _reached(self, point: str, step: int, microbatch: int | None = None) -> None:
         self._context.faults.reached(

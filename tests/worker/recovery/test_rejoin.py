@@ -279,7 +279,7 @@ def test_of_a_step_that_was_voted_on_again_the_newer_vote_counts() -> None:
 
 def test_who_agrees_on_the_step_before_forgets_the_vote() -> None:
     progress = TrainingProgress(committed=6, voted=6, voted_generation=Generation(1))
-    progress.join(5, 0, 0, 3)
+    progress.join(5, 0, 0, {}, 3)
     assert (progress.committed, progress.voted, progress.joined) == (5, 0, 3)
 
 
@@ -302,15 +302,26 @@ def test_who_comes_learns_how_many_steps_in_a_row_were_skipped() -> None:
         (TrainingProgress(committed=3, skipped=3), 2),
         (TrainingProgress(), 2),
     ):
-        known.join(agreement.step, agreement.lineage, agreement.skipped, 2)
+        known.join(agreement.step, agreement.lineage, agreement.skipped, {}, 2)
         assert (known.committed, known.skipped) == (5, expected)
     gone_back = TrainingProgress(committed=5, skipped=5)
-    gone_back.join(5, 2, 0, 2)
+    gone_back.join(5, 2, 0, {}, 2)
     assert gone_back.skipped == 0
+
+
+def test_what_was_left_out_is_that_of_who_has_the_step_or_of_the_one_before() -> None:
+    behind = replace(recovery_state(4, reduced=(5, 1)), missed={"0.a": 1})
+    done = replace(recovery_state(5), missed={"0.a": 1, "0.b": 1})
+    agreement = agree({A: behind, B: done, D: FRESH})
+    assert (agreement.missed, agreement.missed_step) == (done.missed, 5)
+    voted = replace(behind, voted=5, voted_generation=Generation(1))
+    agreement = agree({A: FRESH, B: voted, C: behind})
+    assert (agreement.step, agreement.missed, agreement.missed_step) == (5, behind.missed, 4)
 
 
 def test_a_recovery_state_reads_back_whole() -> None:
     one = recovery_state(5, reduced=(6, 3), layers=(1,), skipped=2, joined=3)
+    one = replace(one, missed={"0.a": 2})
     assert decode(RecoveryState, encode(one)) == one
 
 

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from oobleck.host.ipc.messages import FaultRule
+from oobleck.host.ipc.messages import FaultRule, PhaseReached
+from oobleck.host.storage.checkpoints import list_checkpoints
+from oobleck.host.storage.folder import LocalFolder
 from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.planner.job.spec import CheckpointSpec, DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.checkpoint.output import read_output
+from oobleck.worker.data.order import Order
 from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.runtime import code
 from support import gradient_models
@@ -24,10 +27,13 @@ from support.folders import ROOT
 from support.plain_loop import BATCH, MICROBATCH, RATE, SEED, plain_loop
 
 SUPPORT = str(ROOT / "tests" / "support")
-STEPS = 8
+#: The last ones are there for what is fed while training goes on.
+STEPS = 16
 
 
-def make_job(model: str, output: Path, **training: object) -> JobSpec:
+def make_job(
+    model: str, output: Path, checkpoint: CheckpointSpec | None = None, **training: object
+) -> JobSpec:
     spec = OwnModelSpec(python=f"gradient_models:{model}", path=SUPPORT)
     values: dict[str, object] = {
         "steps": STEPS,
@@ -43,6 +49,7 @@ def make_job(model: str, output: Path, **training: object) -> JobSpec:
         data=DataSpec(python="gradient_models:Keyed", path=SUPPORT),
         training=TrainingSpec(**{**values, **training}),  # type: ignore[arg-type]
         output=str(output),
+        checkpoint=checkpoint,
     )
     inputs, target = gradient_models.Keyed()[0]
     return replace(job, model=replace(spec, described=describe(job, (inputs, target.double()))))
@@ -61,9 +68,10 @@ def alone(model: str) -> tuple[list[float], dict[str, np.ndarray]]:
     return losses, {name: parameter.detach().numpy() for name, parameter in named}
 
 
-def check(cluster: Director, output: Path, model: str) -> None:
+def check(cluster: Director, output: Path, model: str, first: int = 1) -> None:
     losses, expected = alone(model)
-    assert list(cluster.losses().values()) == pytest.approx(losses, rel=1e-12, abs=0)
+    found = list(cluster.losses().values())
+    assert found == pytest.approx(losses[first - 1 :], rel=1e-12, abs=0)
     weights = read_output(output)
     assert weights.keys() == expected.keys()
     for name, value in expected.items():
@@ -79,8 +87,6 @@ def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_loops_steps_differ_in_what_they_use() -> None:
     """Otherwise nothing would be tested here: an expert misses some steps and takes others."""
     data = gradient_models.Keyed()
-    from oobleck.worker.data.order import Order
-
     order = Order.of(len(data), 0.0)
     wanted = []
     for step in range(1, STEPS + 1):
@@ -160,3 +166,47 @@ def test_a_loss_changes_nothing(
         cluster.wait_finished(after)
         cluster.stop()
         check(cluster, tmp_path / "weights", model)
+
+
+def test_what_was_left_out_is_in_checkpoints(warm: WarmWorkers, tmp_path: Path) -> None:
+    saves = CheckpointSpec(path=str(tmp_path / "checkpoints"), every=6)
+    job = make_job("branches", tmp_path / "weights", saves)
+    plans = [make_plan(1, [[("a", 4, 2)]], [8]), make_plan(1, [[("a", 1), ("b", 3)]], [8])]
+    for steps, plan in zip((6, STEPS), plans, strict=True):
+        part = replace(job, training=replace(job.training, steps=steps))
+        with Director(warm, part) as cluster:
+            cluster.start(*workers_of(plan))
+            cluster.assign(plan)
+            cluster.wait_finished(plan)
+            cluster.stop()
+        found = cluster
+    check(found, tmp_path / "weights", "branches", first=7)
+    manifests = list_checkpoints(LocalFolder(tmp_path / "checkpoints")).checkpoints
+    missed = {one.manifest.step: one.manifest.missed for one in manifests}
+    assert missed[6]["0.spare"] == 6
+    assert missed[STEPS]["0.spare"] == STEPS
+    assert 0 < missed[STEPS]["1.experts.1.weight"] < STEPS
+    assert not any(key.startswith("2.experts.2") for key in missed[STEPS]), "it is layer 1's"
+
+
+def test_what_is_left_out_is_fed_to_who_joins(warm: WarmWorkers, tmp_path: Path) -> None:
+    job = make_job("branches", tmp_path / "weights")
+    before = make_plan(1, [[("a", 2, 2), ("b", 2)]], [8])
+    after = make_plan(2, [[("a", 1), ("c", 2, 2), ("b", 1)]], [8])
+    holds = FaultRule(worker=worker_named("a"), point="before:LoadTokens", step=3, action="stop")
+    with Director(warm, job, [holds]) as cluster:
+        cluster.start(*workers_of(before), "c/0", "c/1")
+        cluster.assign(before)
+        cluster.wait(lambda: cluster.has_faulted("a/0"), "step 3")
+        cluster.assign(after, boundary=True, leaving=("a/1",))
+        cluster.let_go("a")
+        cluster.wait_finished(after)
+        cluster.stop()
+        fed = [
+            word.fed_bytes
+            for worker in after.workers
+            for word in cluster.said(worker, PhaseReached, after.generation)
+            if isinstance(word, PhaseReached) and word.phase == "transferred"
+        ]
+        assert sum(fed) > 0
+        check(cluster, tmp_path / "weights", "branches")

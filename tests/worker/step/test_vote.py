@@ -68,3 +68,22 @@ def test_switch_only_when_all_are_ready_for_the_same(
 def test_not_finite_anywhere_is_not_finite_for_all(bad: float) -> None:
     assert not count(share(0, 1, loss=bad), share(2, 3)).finite
     assert not count(share(0, 1, squared=bad), share(2, 3)).finite
+
+
+def test_a_parameter_is_used_if_anybody_has_a_gradient_of_it() -> None:
+    def told(position: int, *used: bool) -> torch.Tensor:
+        digests = {position: DIGESTS[position], position + 1: DIGESTS[position + 1]}
+        return vote.ballot(
+            global_batch=4,
+            loss_sum=1.0,
+            squared_norm=0.0,
+            pending=None,
+            row_digests=digests,
+            used=used,
+        )
+
+    assert len(told(0, True, False)) == vote.ballot_length(4, 2)
+    result = count(told(0, True, False, False, True), told(2, True, False, True, False))
+    assert result.used == (True, False, True, True)
+    assert result.loss == 1.0
+    assert count(share(0, 1), share(2, 3)).used == ()

@@ -24,6 +24,7 @@ from oobleck.worker.models.checks.check_layer import (
     with_same_row,
 )
 from oobleck.worker.models.checks.loss import look_at_loss
+from oobleck.worker.models.checks.placement import misplaced
 from oobleck.worker.models.linear import split_linear
 from oobleck.worker.models.tree import Tree, map_tensors, shown, unflatten
 from oobleck.worker.runtime import code
@@ -92,7 +93,10 @@ def _run_layer(
     output = looked_at.run(given, draws=known.draws)
     if output is not None and (unlike := _unlike(where, output.one, known.output)):
         return [*looked_at.problems, unlike], None
-    return looked_at.problems, output
+    found = looked_at.problems
+    if all(problem.warning for problem in found):
+        found += misplaced(spec, layer, given.one, seed=seed, dtype=dtype, where=where)
+    return found, output
 
 
 def _unlike(where: str, output: Tree, known: TreeSketch) -> Problem | None:

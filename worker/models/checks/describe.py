@@ -32,6 +32,7 @@ from oobleck.planner.job.description import (
 from oobleck.planner.job.own import MOST_LAYERS, OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.models import own
+from oobleck.worker.models.checks import hooks
 from oobleck.worker.models.checks.compilation import Compilation
 from oobleck.worker.models.compiled import Prepared
 from oobleck.worker.models.tree import flatten, map_tensors, shown, structure, unflatten
@@ -98,6 +99,7 @@ def describe(job: JobSpec, sample: tuple[Any, Any]) -> Json:
         found.append((incoming, shapes, layer))
         incoming, giver = layer.output, f"layer {number} ({layer.name})"
     _check_alike(tied, [dict(shapes) for _, shapes, _ in found])
+    hooks.check_tied(spec, job.training.seed, dtype, tied)
     kinds = list(dict.fromkeys(found))
     description = Description(
         kinds=tuple(layer for _, _, layer in kinds),
@@ -198,6 +200,10 @@ class _Layer:
         if compilation is not None:
             x = _made(self.incoming, _FEW, few.device)
             compiled, not_compiled = compilation.look(module, x, draws=few.draws)
+        whole = False
+        if any(map(own.is_hooked, trained.values())):
+            module = own.in_precision(own.build_real(self.spec, self.seed, self.number), self.dtype)
+            whole = hooks.are_wanted_whole(module, where)
         return tuple((name, tuple(p.shape)) for name, p in trained.items()), LayerSketch(
             name=type(module).__name__,
             parameters=sum(sizes),
@@ -208,6 +214,7 @@ class _Layer:
             kept_bytes=-(-few.kept_bytes // _FEW),
             output=_output(few.output, more.output, where),
             draws=few.draws,
+            whole=whole,
             compiled=compiled,
             not_compiled=not_compiled,
         )
@@ -255,8 +262,8 @@ class _Layer:
             module.prepare(x)  # what it makes once, for all that are alike, is not its own cost
         made = None if targets is None else _made(targets, rows, device)
         flops = FlopCounterMode(display=False)
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with _Draws() as draws, flops, hooks:
+        packing = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with _Draws() as draws, flops, packing:
             what = f"model: layer {self.number} ({type(module).__name__})"
             with code.running(what, passing=(Exception,)):
                 output = module(x)

@@ -1,0 +1,109 @@
+"""Whether a layer computes the same where a worker puts its weights.
+
+A worker builds a layer, has other memory for its trained parameters, and changes what is in there.
+A layer that keeps a tensor made from a weight, such as a view or a copy, or a parameter that no
+module has, would go on with what it was built with.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from oobleck.planner.job.own import OwnModelSpec
+from oobleck.worker.models import own
+from oobleck.worker.models.base import place_parameters
+from oobleck.worker.models.checks.check_layer import same
+from oobleck.worker.models.tree import Tree, flatten, map_tensors
+from oobleck.worker.runtime import code
+from oobleck.worker.runtime.problem import Problem
+
+_FIX = (
+    "take weights from the module's own parameters in forward, not from views, .data or detach() "
+    "that were made when it was built, and keep each parameter in a module, as in nn.ParameterList"
+)
+
+
+def misplaced(
+    spec: OwnModelSpec, layer: int, x: Tree, *, seed: int, dtype: torch.dtype, where: str
+) -> list[Problem]:
+    """What is wrong with a layer that runs well where it was built. `x`: its input."""
+    module = own.in_precision(own.build_real(spec, seed, layer), dtype)
+    if beside := next(_unregistered(module), None):
+        sentence = (
+            f"keeps a parameter in {beside}, where no optimizer sees it; make it an attribute of "
+            "the module, or use nn.ParameterList or nn.ParameterDict"
+        )
+        return [Problem(where=where, sentence=sentence)]
+    expected = _run(module, x, seed)
+    try:
+        found = _run(_placed(spec, layer, module, seed, dtype), x, seed)
+    except Exception as error:  # noqa: BLE001  # a user's layer may raise anything
+        sentence = f"fails where workers put its weights: {code.described(error)}; {_FIX}"
+        return [Problem(where=where, sentence=sentence)]
+    if not same(expected.output, found.output):
+        return [Problem(where=where, sentence=f"gives something else where {_WORKERS}; {_FIX}")]
+    for name, gradient in expected.gradients.items():
+        other = found.gradients.get(name)
+        if other is None or not same(gradient, other):
+            sentence = f"gives {name} another gradient where {_WORKERS}; {_FIX}"
+            return [Problem(where=where, sentence=sentence)]
+    return []
+
+
+_WORKERS = "workers put its weights"
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    output: Tree
+    #: Of the parameters that have one.
+    gradients: dict[str, Tensor]
+
+
+def _run(module: nn.Module, x: Tree, seed: int) -> _Run:
+    """A forward and a backward in training."""
+    module.train()
+    torch.manual_seed(seed)
+    given = map_tensors(
+        lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), x
+    )
+    output: Tree = module(given)
+    roots = [tensor for tensor in flatten(output) if tensor.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    named = module.named_parameters()
+    gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+    return _Run(map_tensors(lambda tensor: tensor.detach(), output), gradients)
+
+
+def _placed(
+    spec: OwnModelSpec, layer: int, built: nn.Module, seed: int, dtype: torch.dtype
+) -> nn.Module:
+    """The layer as a worker has it, with the weights of `built`. Nothing of use is left where its
+    weights were when it was built."""
+    made = own.empty_layer(spec, seed, layer)
+    before = [p.data for _, p in made.trained() if not p.is_meta]
+    values = {f"module.{name}": p.detach().clone() for name, p in built.named_parameters()}
+    place_parameters(made, {n: values[n] for n, p in made.named_parameters() if p.requires_grad})
+    for memory in before:
+        memory.fill_(torch.nan)
+    return own.in_precision(made.module, dtype)
+
+
+def _unregistered(module: nn.Module) -> Iterator[str]:
+    """The names of attributes with a parameter that no module has."""
+    known = {id(parameter) for parameter in module.parameters()}
+    for prefix, part in module.named_modules():
+        for name, value in vars(part).items():
+            if any(id(parameter) not in known for parameter in _parameters(value)):
+                yield f"{prefix}.{name}".removeprefix(".")
+
+
+def _parameters(value: object, depth: int = 3) -> Iterator[nn.Parameter]:
+    if isinstance(value, nn.Parameter):
+        yield value
+    elif isinstance(value, list | tuple | dict) and depth:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _parameters(item, depth - 1)
