@@ -16,7 +16,7 @@ import torch
 from bench.support.client import Record
 from bench.support.cluster import LocalCluster
 from bench.support.preloaded import Preloaded
-from support import own_models, plain_loop, refused_models
+from support import gradient_models, own_models, plain_loop, refused_models
 from support.clusters import PATIENT, make_whole
 from support.folders import ROOT
 
@@ -27,7 +27,7 @@ SUPPORT = ROOT / "tests" / "support"
 KILL_STEP = 4
 STEPS = 8
 #: Agents learn of faults when they start, by the names of jobs.
-CASES = ("pairs", "files")
+CASES = ("pairs", "files", "hooks", "unused")
 FAULTS: list[dict[str, object]] = [
     {
         "worker": {"node": "n3", "slot": 0},
@@ -144,5 +144,21 @@ def test_arrays_of_another_order_from_a_file_that_an_evaluation_reads_too(
     plain = [(points[i], i % refused_models.CLASSES) for i in range(len(points))]
     expected, _ = plain_loop.plain_loop(
         refused_models.from_generator, plain, torch.float64, steps=STEPS
+    )
+    assert losses(metrics) == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize(("case", "model"), [("hooks", "hooked"), ("unused", "branches")])
+def test_hooks_of_gradients_and_parameters_without_one(
+    workers: Workers, case: str, model: str
+) -> None:
+    data = own("gradient_models:Keyed")
+    metrics = workers.train(case, model=own(f"gradient_models:{model}"), data=data)
+    expected, _ = plain_loop.plain_loop(
+        getattr(gradient_models, model),
+        gradient_models.Keyed(),
+        torch.float64,
+        drawing=True,  # hooks are called by micro-batch
+        steps=STEPS,
     )
     assert losses(metrics) == pytest.approx(expected, rel=1e-12, abs=0)

@@ -296,10 +296,11 @@ class ModelState:
 
     def apart(self, layer: int, omitted: Omissions) -> list[Apart]:
         """Return the numbers of `layer` that an update with these omissions takes apart."""
-        found = []
-        for span, key in zip(
-            self._layout(layer).parameters, self._parameters.by_layer[layer], strict=False
-        ):
+        found: list[Apart] = []
+        if not (omitted.unused or omitted.missed):
+            return found
+        keys = self._parameters.by_layer[layer]
+        for span, key in zip(self._layout(layer).parameters, keys, strict=True):
             unused, missed = omitted.of(key)
             if unused or missed:
                 numbers = range(span.offset, span.end)
