@@ -103,6 +103,11 @@ class Linear(Deferring):
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
 
+def is_hooked(parameter: Tensor) -> bool:
+    """Return whether hooks see, or change, the gradient of `parameter`."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def _computed_again() -> bool:
     """Whether this forward may be run once more in the backward, as by torch.utils.checkpoint: it
     must keep the same tensors then, where nothing is left for later."""
@@ -113,9 +118,8 @@ class _SplitLinear(Deferring, nn.Linear):
     """torch's own, which stays one for whoever asks."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks  # autograd runs those
-        plain = hooked or _computed_again()
+        # Autograd alone calls hooks.
+        plain = is_hooked(self.weight) or _computed_again()
         return nn.Linear.forward(self, x) if plain else super().forward(x)
 
 

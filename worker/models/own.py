@@ -26,7 +26,7 @@ from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.compiled import run_compiled
-from oobleck.worker.models.linear import split_linear
+from oobleck.worker.models.linear import is_hooked, split_linear
 from oobleck.worker.models.tree import Tree, flatten, shown
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, NodeError
@@ -234,11 +234,6 @@ def empty_layer(spec: OwnModelSpec, seed: int, layer: int) -> OwnLayer:
     made = _wrapped(spec, layer, build_real(spec, seed, layer))
     made.drawn = True
     return made
-
-
-def is_hooked(parameter: Tensor) -> bool:
-    """Return whether hooks see, or change, the gradient of `parameter`."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _refers_to_parameters(module: nn.Module) -> bool:

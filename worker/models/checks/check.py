@@ -95,7 +95,7 @@ def _run_layer(
         return [*looked_at.problems, unlike], None
     found = looked_at.problems
     if all(problem.warning for problem in found):
-        found += misplaced(spec, layer, given.one, seed=seed, dtype=dtype, where=where)
+        found += misplaced(module, given.one, spec, layer, seed=seed, dtype=dtype, where=where)
     return found, output
 
 

@@ -35,6 +35,7 @@ from oobleck.worker.models import own
 from oobleck.worker.models.checks import hooks
 from oobleck.worker.models.checks.compilation import Compilation
 from oobleck.worker.models.compiled import Prepared
+from oobleck.worker.models.linear import is_hooked
 from oobleck.worker.models.tree import flatten, map_tensors, shown, structure, unflatten
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError
@@ -201,7 +202,7 @@ class _Layer:
             x = _made(self.incoming, _FEW, few.device)
             compiled, not_compiled = compilation.look(module, x, draws=few.draws)
         whole = False
-        if any(map(own.is_hooked, trained.values())):
+        if any(map(is_hooked, trained.values())):
             module = own.in_precision(own.build_real(self.spec, self.seed, self.number), self.dtype)
             whole = hooks.are_wanted_whole(module, where)
         return tuple((name, tuple(p.shape)) for name, p in trained.items()), LayerSketch(

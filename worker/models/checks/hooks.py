@@ -17,6 +17,7 @@ from oobleck.planner.job.description import Tie
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.checks.check_layer import same
+from oobleck.worker.models.linear import is_hooked
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError
 
@@ -40,7 +41,7 @@ def check_tied(spec: OwnModelSpec, seed: int, dtype: torch.dtype, tied: Sequence
             modules = [own.build(spec, layer) for layer in tie.layers]
         for names in zip(*tie.names, strict=True):
             if any(
-                own.is_hooked(module.get_parameter(name))
+                is_hooked(module.get_parameter(name))
                 for module, name in zip(modules, names, strict=True)
             ):
                 _check_shared(spec, seed, dtype, tie.layers, names)
@@ -73,7 +74,7 @@ def _check_shared(
 
 
 def _hooked(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(n, p) for n, p in module.named_parameters() if p.requires_grad and own.is_hooked(p)]
+    return [(n, p) for n, p in module.named_parameters() if p.requires_grad and is_hooked(p)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,16 @@ _FIX = (
 
 
 def misplaced(
-    spec: OwnModelSpec, layer: int, x: Tree, *, seed: int, dtype: torch.dtype, where: str
+    module: nn.Module,
+    x: Tree,
+    spec: OwnModelSpec,
+    layer: int,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    where: str,
 ) -> list[Problem]:
-    """What is wrong with a layer that runs well where it was built. `x`: its input."""
-    module = own.in_precision(own.build_real(spec, seed, layer), dtype)
+    """What is wrong with a layer that runs well on `x` as it was built, which `module` is."""
     if beside := next(_unregistered(module), None):
         sentence = (
             f"keeps a parameter in {beside}, where no optimizer sees it; make it an attribute of "
@@ -74,7 +80,8 @@ def _run(module: nn.Module, x: Tree, seed: int) -> _Run:
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
     named = module.named_parameters()
-    gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+    gradients = {name: p.grad for name, p in named if p.grad is not None}
+    module.zero_grad(set_to_none=True)
     return _Run(map_tensors(lambda tensor: tensor.detach(), output), gradients)
 
 
