@@ -8,8 +8,10 @@ numbers that a class keeps beside rows, as a count of steps, follow from the num
 `describe_optimizer` finds out, before the job, whether a class can be used so.
 """
 
+import math
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -27,9 +29,6 @@ if TYPE_CHECKING:
 
 #: Learning rate by step, from 1.
 Rates = Callable[[int], float]
-
-#: Steps whose single numbers are kept: pieces that are fed here may be behind the others.
-_KEPT = 256
 
 
 def load() -> bool:
@@ -50,7 +49,7 @@ def update(
         return
     like = pieces[0].storage
     optimizer = make(spec, [_dummy(like.dtype, like.device)])
-    if taken < step - 1 and spec.sketch.rated and rates(1) != rates(step):
+    if taken < step - 1 and spec.sketch.rated and rates(1) != rates(2):
         raise JobError(
             f"optimizer: {spec.label} keeps {', '.join(spec.sketch.rated)}, which follow from the "
             "learning rates of all steps, and a parameter had no gradient in some of them; leave "
@@ -150,46 +149,49 @@ class _Series:
 
     They are those of a parameter of one number that takes all steps. Where all of them are counters
     it takes the first one only. Others, such as the product of NAdam's momenta, are taken step by
-    step, once in a process.
+    step, once in a process, and all kept: a parameter may have taken far fewer steps than another.
     """
 
     def __init__(
         self, spec: OptimizerSpec, rates: Rates, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._spec, self._sketch, self._rates = spec, spec.sketch, rates
-        self._dtype, self._device = dtype, device
+        self._sketch, self._rates = spec.sketch, rates
         #: Feeds are applied by a thread of their own.
         self._lock = threading.Lock()
-        self._begin()
-
-    def _begin(self) -> None:
-        self._parameter = _dummy(self._dtype, self._device)
-        self._optimizer = make(self._spec, [self._parameter])
+        self._parameter = _dummy(dtype, device)
+        self._optimizer = make(spec, [self._parameter])
         self._steps = 0
-        #: What it keeps after so many steps, the newest last; all that `_parameter` has.
-        self._known = {0: self._numbers()}
+        #: All that `_parameter` has before its first step, and after it.
+        self._begun = self._numbers()
+        self._first: dict[str, Any] = {}
+        #: After each step.
+        self._series = {name: array("d") for name in self._sketch.series}
 
     def before(self, step: int) -> dict[str, Any]:
         """What a parameter's state has before `step`, rows too, whose values mean nothing; empty:
         nothing yet."""
+        taken = step - 1
         with self._lock:
-            after = step - 1 if self._sketch.series else min(step - 1, 1)
-            if after not in self._known and after < self._steps:
-                self._begin()
-            while self._steps < after:
+            while self._steps < (taken if self._series else min(taken, 1)):
                 self._advance()
-            found = {name: _copy(value) for name, value in self._known[after].items()}
+            like = self._first if taken else self._begun
+            found = {name: _copy(value) for name, value in like.items()}
+            for name, values in self._series.items() if taken else ():
+                if found[name] is not None:
+                    found[name] = _numbered(found[name], values[taken - 1])
         for name in self._sketch.counters:
             if name in found:
-                found[name] = _counting(found[name], step - 1)
+                found[name] = _numbered(found[name], taken)
         return found
 
     def _advance(self) -> None:
         self._steps += 1
         self._optimizer.param_groups[0]["lr"] = self._rates(self._steps)
         _step(self._optimizer)
-        self._known[self._steps] = self._numbers()
-        self._known.pop(self._steps - _KEPT, None)
+        numbers = self._numbers()
+        self._first = self._first or numbers
+        for name, values in self._series.items():
+            values.append(math.nan if numbers[name] is None else float(numbers[name]))
 
     def _numbers(self) -> dict[str, Any]:
         state = self._optimizer.state.get(self._parameter, {})
@@ -200,9 +202,9 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _counting(like: Any, count: int) -> Any:
-    """`count` as what `like` is."""
-    return like.fill_(count) if isinstance(like, Tensor) else type(like)(count)
+def _numbered(like: Any, number: float) -> Any:
+    """`number` as what `like` is."""
+    return like.fill_(number) if isinstance(like, Tensor) else type(like)(number)
 
 
 @lru_cache(maxsize=4)

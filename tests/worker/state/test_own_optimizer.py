@@ -162,8 +162,7 @@ def test_a_layer_goes_on_alike_on_a_worker_that_was_not_there(make_job, spec):
     assert torch.equal(source.layers[2].storage, target.layers[2].storage)
 
 
-def test_a_layer_that_is_behind_gets_the_numbers_of_its_own_step(make_job, monkeypatch):
-    monkeypatch.setattr(own_optimizer, "_KEPT", 2)
+def test_a_layer_that_is_behind_gets_the_numbers_of_its_own_step(make_job):
     job = make_job(steps=9, optimizer=described(CASES[1][0]), schedule=SCHEDULE)
 
     def trained() -> torch.Tensor:
