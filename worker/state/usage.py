@@ -1,4 +1,4 @@
-"""Which parameters a step updates: as in torch, not those without a gradient in it.
+"""The parameters that a step leaves out of its update: as in torch, those without a gradient.
 
 A parameter is used in a step if any micro-batch gave it a gradient, on any worker, in any of the
 layers that share it. The vote on the step says which are, so all workers that know the step as

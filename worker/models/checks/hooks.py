@@ -79,7 +79,7 @@ def _hooked(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 @dataclass(frozen=True, slots=True)
 class _Hooks:
-    """Those of one parameter, which need not have any."""
+    """The hooks of one parameter, if it has any."""
 
     name: str
     parameter: nn.Parameter

@@ -1,4 +1,4 @@
-"""Whether a layer computes the same where a worker puts its weights.
+"""A layer with its weights where it was built, against the same with weights put elsewhere.
 
 A worker builds a layer, has other memory for its trained parameters, and changes what is in there.
 A layer that keeps a tensor made from a weight, such as a view or a copy, or a parameter that no
@@ -35,7 +35,7 @@ def misplaced(
     dtype: torch.dtype,
     where: str,
 ) -> list[Problem]:
-    """What is wrong with a layer that runs well on `x` as it was built, which `module` is."""
+    """Return what is wrong with a layer whose `module` runs well on `x` where it was built."""
     if beside := next(_unregistered(module), None):
         sentence = (
             f"keeps a parameter in {beside}, where no optimizer sees it; make it an attribute of "
