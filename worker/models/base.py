@@ -78,15 +78,15 @@ class Family:
 def place_parameters(module: nn.Module, memory: Mapping[str, Tensor]) -> None:
     """Have the parameters of those names in `memory`, each in its place under all of its names.
 
-    One that has memory stays the object that it is: hooks, and whoever else refers to it, go with
-    it. One on the meta device is replaced by a new one.
+    One stays the object that it is, for hooks and whoever else refers to it, where torch can give
+    it such memory, as in nn.Module.to. Otherwise, as from the meta device, a new one replaces it.
     """
     aliases: defaultdict[int, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         aliases[id(parameter)].append(name)
     for name, place in memory.items():
         parameter = module.get_parameter(name)
-        if not parameter.is_meta:
+        if torch._has_compatible_shallow_copy_type(parameter, place):
             parameter.grad = None  # it may be of another type
             parameter.data = place
             continue
