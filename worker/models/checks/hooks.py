@@ -124,8 +124,9 @@ class _Hooks:
         before = torch.get_rng_state()
         parameter.grad = total
         try:
-            for gradient in gradients:
-                parameter.backward(gradient.clone())  # type: ignore[no-untyped-call]  # torch's
+            with code.running(f"{self.where}: the hook of {self.name}"):
+                for gradient in gradients:
+                    parameter.backward(gradient.clone())  # type: ignore[no-untyped-call]  # torch's
         except Exception as error:
             raise JobError(
                 f"model: {self.where}: the hook of {self.name} failed: {code.described(error)}"

@@ -44,7 +44,8 @@ def misplaced(
         return [Problem(where=where, sentence=sentence)]
     expected = _run(module, x, seed)
     try:
-        found = _run(_placed(spec, layer, module, seed, dtype), x, seed)
+        with code.running(where):
+            found = _run(_placed(spec, layer, module, seed, dtype), x, seed)
     except Exception as error:  # noqa: BLE001  # a user's layer may raise anything
         sentence = f"fails where workers put its weights: {code.described(error)}; {_FIX}"
         return [Problem(where=where, sentence=sentence)]
