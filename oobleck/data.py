@@ -12,6 +12,8 @@ from safetensors import safe_open
 
 #: One name, or several, whose values come as a dict.
 Names = str | Sequence[str]
+#: A target that is not learned, as in transformers.
+IGNORED = -100
 
 
 class Rows(Protocol):
@@ -47,10 +49,41 @@ class _Columns:
         return {name: np.asarray(self._columns[name][index]) for name in names}
 
 
-def arrays(path: str, inputs: Names = "inputs", targets: Names = "targets") -> Rows:
+def shifted(labels: Any) -> Any:
+    """Return the targets (T,) of labels (T,) as data sets for transformers have them, where a
+    token's label is the token itself: at each place the label of the next one, and -100 at the
+    end. Its models shift inside; `architecture` learns targets as they are. Raises ValueError."""
+    found = np.asarray(labels)
+    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+        raise ValueError(
+            f"labels of a row are {found.dtype} {list(found.shape)}, and must be whole numbers, "
+            "one for each token"
+        )
+    return np.append(found[1:].astype(np.int64), IGNORED)
+
+
+class _Shifted:
+    """Samples whose targets are labels."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        inputs, labels = self._rows[index]
+        return inputs, shifted(labels)
+
+
+def arrays(
+    path: str, inputs: Names = "inputs", targets: Names | None = None, labels: str | None = None
+) -> Rows:
     """Rows of the arrays NAME.npy in the directory `path`, or of a .safetensors file there or at
-    `path`; memory-mapped, so that they may be larger than memory."""
-    names = _all(inputs, targets)
+    `path`; memory-mapped, so that they may be larger than memory. `targets`: "targets" unless
+    `labels` are given, which are `shifted`."""
+    aims = _aims(targets, labels, "targets")
+    names = _all(inputs, aims)
     folder = Path(path)
     columns: dict[str, Any] = {
         name: np.load(folder / f"{name}.npy", mmap_mode="r")
@@ -69,7 +102,8 @@ def arrays(path: str, inputs: Names = "inputs", targets: Names = "targets") -> R
             f"{path} has no {missing[0]}.npy and no safetensors file with {missing[0]}; "
             f"it has {', '.join(has[:8]) or 'nothing'}"
         )
-    return _Columns(columns, inputs, targets)
+    rows = _Columns(columns, inputs, aims)
+    return rows if labels is None else _Shifted(rows)
 
 
 class _Slice:
@@ -85,20 +119,24 @@ class _Slice:
         return self._slice[index : index + 1][0]
 
 
-def huggingface(path: str, inputs: Names = "input_ids", targets: Names = "labels") -> Rows:
+def huggingface(
+    path: str, inputs: Names = "input_ids", targets: Names | None = None, labels: str | None = None
+) -> Rows:
     """Rows of a data set of Hugging Face's `datasets` that was saved to the directory `path` by
-    `save_to_disk`. Rows must be of one length: cut and pad them before."""
+    `save_to_disk`. Rows must be of one length: cut and pad them before. `targets`: "labels", as
+    they are, unless `labels` are given, which are `shifted`."""
     from datasets import load_from_disk
 
     found = load_from_disk(path).with_format("numpy")
     if not hasattr(found, "column_names") or isinstance(found.column_names, dict):
         raise ValueError(f"{path} has several splits; name the folder of one of them")
-    names = _all(inputs, targets)
-    missing = [name for name in names if name not in found.column_names]
+    aims = _aims(targets, labels, "labels")
+    missing = [name for name in _all(inputs, aims) if name not in found.column_names]
     if missing:
         has = ", ".join(found.column_names)
         raise ValueError(f"{path} has no column {missing[0]}; it has {has}")
-    return _Examples(found, inputs, targets)
+    rows = _Examples(found, inputs, aims)
+    return rows if labels is None else _Shifted(rows)
 
 
 class _Examples:
@@ -119,6 +157,16 @@ def _of(row: dict[str, Any], names: Names) -> Any:
     if isinstance(names, str):
         return np.asarray(row[names])
     return {name: np.asarray(row[name]) for name in names}
+
+
+def _aims(targets: Names | None, labels: str | None, usual: str) -> Names:
+    """Return what targets are made of. Raises ValueError where both are given."""
+    if targets is not None and labels is not None:
+        raise ValueError(
+            "targets and labels are both given; give labels where a token's label is the token "
+            "itself, as in data sets for transformers, else targets"
+        )
+    return labels or targets or usual
 
 
 def _all(*groups: Names) -> list[str]:

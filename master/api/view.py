@@ -5,7 +5,7 @@ just closed or a silent agent.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from statistics import median
+from statistics import fmean, median
 
 from oobleck.host.address import is_loopback
 from oobleck.host.ipc.messages import StepRecord
@@ -88,7 +88,9 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
     if (age_s := step_age_s(seen, now)) is not None and job.state not in ENDED:
         message.last_step_age_s = age_s
     if rate > 0 and moving:
-        step_tokens = seen.steps.recent[-1].tokens
+        recent = tuple(seen.steps.recent)
+        # Where labels say which tokens are learned, each step has another number of them.
+        step_tokens = fmean(record.tokens for record in recent[1:] or recent)
         message.eta_s = (training.steps - seen.steps.committed_step) * step_tokens / rate
     return message
 

@@ -1,10 +1,16 @@
-"""Whether a data set of the user's gives the same samples whoever asks, and in whichever order.
+"""Whether a data set of the user's gives the same samples whoever asks, in whichever order, and
+targets that can be meant.
 
 What a sample may be, and that all are alike, `oobleck.worker.data.samples` checks at every read.
 """
 
-import torch
+from collections.abc import Iterable
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from oobleck.worker.data.objective import IGNORED
 from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.data.samples import digest
 from oobleck.worker.runtime.errors import JobError
@@ -14,14 +20,18 @@ from oobleck.worker.runtime.problem import Problem, as_problem
 _READ_TWICE = 16
 
 
-def check_data(dataset: OwnDataset, key: str = "data") -> list[Problem]:
-    """What is wrong with it; `key`: of the job file. Raises DataError."""
+def check_data(
+    dataset: OwnDataset, key: str = "data", *, next_tokens: bool = False
+) -> list[Problem]:
+    """What is wrong with it; `key`: of the job file; `next_tokens`: targets are the tokens that
+    follow inputs. Raises DataError."""
     size = dataset.order.samples
     count = min(size, _READ_TWICE)
     numbers = sorted({i * (size - 1) // max(1, count - 1) for i in range(count)})
     generator = torch.get_rng_state()
     try:
-        first = {number: digest(dataset.sample(number)) for number in numbers}
+        samples = [dataset.sample(number) for number in numbers]
+        first = dict(zip(numbers, map(digest, samples), strict=True))
         # Backwards: samples may depend on those before.
         changed = [n for n in reversed(numbers) if digest(dataset.sample(n)) != first[n]]
     except JobError as error:
@@ -33,9 +43,34 @@ def check_data(dataset: OwnDataset, key: str = "data") -> list[Problem]:
         )
         return [Problem(where=key, sentence=sentence)]
     if not changed:
-        return []
+        return [Problem(where=key, sentence=_COPIES)] if next_tokens and _copy(samples) else []
     sentence = (
         f"sample {changed[-1]} is another one when it is read again; data[i] must depend on i "
         "alone: draw what is random from torch.Generator().manual_seed(i)"
     )
     return [Problem(where=key, sentence=sentence)]
+
+
+_COPIES = (
+    "targets are the inputs themselves, so that the model would learn to repeat the token that it "
+    "is given; targets[t] must be the token after inputs[t]: give plugin huggingface or arrays "
+    "`labels: NAME` in place of `targets`, which shifts as transformers does, and in a data set of "
+    "your own oobleck.data.shifted(labels)"
+)
+
+
+def _copy(samples: Iterable[tuple[Any, Any]]) -> bool:
+    """Return whether every target that counts is the token at its own place, and some is not the
+    next token as well, as all are in a row of one token repeated."""
+    unlike = False
+    for inputs, targets in samples:
+        if not (isinstance(inputs, Tensor) and isinstance(targets, Tensor)):
+            return False
+        if inputs.shape != targets.shape or inputs.dim() != 1 or inputs.is_floating_point():
+            return False
+        inputs, targets = inputs.long(), targets.long()
+        counted = targets != IGNORED
+        if not torch.equal(inputs[counted], targets[counted]):
+            return False
+        unlike |= not torch.equal(inputs[1:][counted[:-1]], targets[:-1][counted[:-1]])
+    return unlike

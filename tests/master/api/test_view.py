@@ -35,6 +35,15 @@ def test_a_job_that_does_not_move_has_no_speed() -> None:
     assert status.last_step_age_s == pytest.approx(2.1)
 
 
+def test_the_time_left_does_not_hang_on_how_many_tokens_one_step_learns() -> None:
+    player = Player()
+    player.play(START + "1.0 steps 1 1 1\n1.1 steps 2 2 1\n1.2 steps 3 3 1\n")
+    job = player.state.jobs[JobId("demo-1")]
+    recent = job.seen.steps.recent
+    recent[-1] = replace(recent[-1], tokens=0)
+    assert job_status(player.state, job, CONFIG, 1.3).eta_s == pytest.approx(9.7)
+
+
 def test_what_part_of_its_gpus_a_job_reaches_is_told_where_it_is_known() -> None:
     player = Player()
     player.play(START + "1.0 steps 1 1 1\n1.1 steps 2 2 1\n")
