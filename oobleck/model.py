@@ -48,8 +48,10 @@ class Model:
     #: it is needed, each child is a layer.
     layers: Sequence[Callable[[], nn.Module]] | nn.Sequential
     #: (output of the last layer, targets) to one number per row, (rows,). Their mean over the
-    #: global batch is what is trained.
-    loss: Callable[[Tensors, Tensors], Tensor]
+    #: global batch is what is trained. Or to a pair (sums, weights) of such, as the sum of the
+    #: losses of a row's tokens and how many there are: what is trained is then the sum of all sums
+    #: over the global batch by that of all weights, which have no gradient and are at least 0.
+    loss: Callable[[Tensors, Tensors], Tensor | tuple[Tensor, Tensor]]
     #: Pairs of parameters that are one and the same, each by layer and name, such as
     #: ("0.weight", "5.projection.weight"), of any two layers. All that are one are trained
     #: by the sum of their gradients. A layer shares with one set of layers alone; what is shared

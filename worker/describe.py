@@ -77,7 +77,7 @@ def _look_at(job: JobSpec, spec: OwnModelSpec, found: Found, always: bool) -> No
         samples = _made_up(spec, most=1)
     else:
         dataset = OwnDataset(job.data.code, wide=dtype == torch.float64)
-        found.problems += check_data(dataset)
+        found.problems += check_data(dataset, next_tokens=spec.weighs_tokens)
         rows = dataset.rows(seed, 1, range(SAMPLES), SAMPLES)
         samples = rows.inputs, rows.targets
         form = dataset.form
@@ -101,13 +101,9 @@ def _evaluated(job: JobSpec, form: str) -> list[Problem]:
     if spec is None or spec.code is None:
         return []
     dataset = OwnDataset(spec.code, wide=job.training.precision == "fp64", key=key)
-    problems = check_data(dataset, key)
+    problems = check_data(dataset, key, next_tokens=job.model.weighs_tokens)
     if form and dataset.form != form:
         sentence = f"its samples are {dataset.form}, and those of data are {form}; make them alike"
-        problems.append(Problem(where=key, sentence=sentence))
-    size, microbatch = dataset.order.samples, job.training.microbatch
-    if size < microbatch:
-        sentence = f"has {size} samples, too few for one micro-batch of {microbatch}; give more"
         problems.append(Problem(where=key, sentence=sentence))
     return problems
 

@@ -53,6 +53,11 @@ class AnyModel:
         raise NotImplementedError
 
     @property
+    def weighs_tokens(self) -> bool:
+        """Whether the loss weighs each sample by its tokens that are learned."""
+        return False
+
+    @property
     def label(self) -> str:
         """A short name, for files and tables."""
         raise NotImplementedError

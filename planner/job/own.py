@@ -151,6 +151,10 @@ class OwnModelSpec(AnyModel):
         return self.sequence_length or 1
 
     @property
+    def weighs_tokens(self) -> bool:
+        return self.architecture is not None
+
+    @property
     def reads_tokens(self) -> bool:
         return self.sequence_length is not None
 

@@ -167,7 +167,7 @@ class EvaluationSpec:
     fraction: float | None = None
     #: Or data of its own.
     data: DataSpec | None = None
-    #: Samples of each evaluation at most, always the same; a multiple of the micro-batch is used.
+    #: Samples of each evaluation at most, always the same.
     samples: int = 1024
     LIMITS: ClassVar[Mapping[str, Limits]] = {
         "every": Limits(at_least=1),
@@ -322,12 +322,6 @@ class JobSpec:
             raise ValueError(
                 "compile: goes with a model of your own, or one of transformers by "
                 "model.architecture; the layers of the model kinds gain nothing, so leave it out"
-            )
-        evaluation = self.evaluation
-        if evaluation is not None and evaluation.samples < self.training.microbatch:
-            raise ValueError(
-                f"samples: {evaluation.samples} are fewer than a micro-batch "
-                f"({self.training.microbatch}), in which they are evaluated; give that many or more"
             )
         if self.training.microbatches < self.fault_tolerance + 1:
             raise ValueError(

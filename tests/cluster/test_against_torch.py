@@ -13,12 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-from bench.support.client import Record
+from bench.support.client import Record, read_lines
 from bench.support.cluster import LocalCluster
 from bench.support.preloaded import Preloaded
-from support import gradient_models, own_models, plain_loop, refused_models
+from support import (
+    gradient_models,
+    own_models,
+    plain_loop,
+    refused_models,
+    weighted_loop,
+    whole_causal_lm,
+)
 from support.clusters import PATIENT, make_whole
 from support.folders import ROOT
+from support.weighted_models import BATCH, EMPTY_STEP, SEED, Tagged
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -27,7 +35,7 @@ SUPPORT = ROOT / "tests" / "support"
 KILL_STEP = 4
 STEPS = 8
 #: Agents learn of faults when they start, by the names of jobs.
-CASES = ("pairs", "files", "hooks", "unused")
+CASES = ("pairs", "files", "hooks", "unused", "weights", "labels")
 FAULTS: list[dict[str, object]] = [
     {
         "worker": {"node": "n3", "slot": 0},
@@ -162,3 +170,44 @@ def test_hooks_of_gradients_and_parameters_without_one(
         steps=STEPS,
     )
     assert losses(metrics) == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+def test_rows_weigh_as_their_loss_says_and_all_samples_are_evaluated(workers: Workers) -> None:
+    """One step has nothing to learn; the last micro-batch of an evaluation has a row."""
+    held_out = {"size": 7, "seed": 4, "empty_step": 0}
+    metrics = workers.train(
+        "weights",
+        model=own("weighted_models:tagger"),
+        data=own("weighted_models:Tagged"),
+        training={
+            "global_batch": BATCH,
+            "seed": SEED,
+            "optimizer": {"name": "adamw", "lr": weighted_loop.RATE},
+        },
+        evaluation={"every": 5, "data": own("weighted_models:Tagged", **held_out)},
+    )
+    expected = weighted_loop.train(Tagged(), STEPS, held_out=Tagged(**held_out), due=(5, STEPS))
+    assert losses(metrics) == pytest.approx(expected.losses, rel=1e-12, abs=0)
+    assert losses(metrics)[EMPTY_STEP - 1] == 0.0
+    name = f"weights-{workers.count}"
+    (job_id,) = (job["job_id"] for job in workers.cluster.jobs() if job["name"] == name)
+    told = read_lines(workers.cluster.state_dir / "jobs" / job_id / "evaluations.jsonl")
+    found = {line["step"]: line["loss"] for line in told}
+    assert found == pytest.approx(expected.evaluations, rel=1e-12, abs=0)
+
+
+def test_labels_are_learned_as_transformers_learns_them(workers: Workers, tmp_path: Path) -> None:
+    """As its whole model does from `labels`, of which most rows have few."""
+    whole_causal_lm.write(tmp_path)
+    metrics = workers.train(
+        "labels",
+        model={**whole_causal_lm.MODEL},
+        data={
+            "plugin": "arrays",
+            "arguments": {"path": str(tmp_path), "inputs": "input_ids", "labels": "labels"},
+        },
+    )
+    expected, tokens = whole_causal_lm.train(tmp_path, STEPS)
+    assert [line["tokens"] for line in metrics] == tokens
+    # transformers computes norms and its loss in float32.
+    assert losses(metrics) == pytest.approx(expected, rel=1e-6, abs=0)

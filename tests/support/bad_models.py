@@ -394,6 +394,26 @@ def counts_as_loss() -> Model:
     return around(loss=lambda scores, labels: (scores.argmax(1) != labels).float())
 
 
+def weighted() -> Model:
+    return around(loss=lambda scores, labels: (loss(scores, labels), labels % 3))
+
+
+def trained_weights() -> Model:
+    return around(loss=lambda scores, labels: (loss(scores, labels), scores.square().sum(1)))
+
+
+def negative_weights() -> Model:
+    return around(loss=lambda scores, labels: (loss(scores, labels), labels - 1000))
+
+
+def common_weights() -> Model:
+    return around(loss=lambda scores, labels: (loss(scores, labels), labels + labels.sum()))
+
+
+def one_weight() -> Model:
+    return around(loss=lambda scores, labels: (loss(scores, labels), torch.ones(())))
+
+
 def noisy_loss() -> Model:
     return around(loss=lambda scores, labels: loss(scores + torch.rand_like(scores), labels))
 

@@ -148,8 +148,7 @@ def _evaluate(
         data = Dataset(
             job.evaluation.data, job.model.sequence_length, job.model.vocabulary, held_out=1.0
         )
-    size = job.training.microbatch
-    samples = min(job.evaluation.samples, data.order.held_out) // size * size
+    samples = min(job.evaluation.samples, data.order.held_out)
     total = 0.0
     for position in range(samples):
         rows = torch.from_numpy(data.held_out_rows([position])).to(device)

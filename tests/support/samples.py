@@ -68,9 +68,8 @@ class Samples:
             rows.append(self.row(self.window_at(permute(index, self.trained, seed, epoch))))
         return rows
 
-    def evaluated(self, samples: int, microbatch: int) -> list[list[int]]:
-        count = min(samples, self.held_out) // microbatch * microbatch
-        places = range(self.trained, self.trained + count)
+    def evaluated(self, samples: int) -> list[list[int]]:
+        places = range(self.trained, self.trained + min(samples, self.held_out))
         return [self.row(self.window_at(place)) for place in places]
 
     def digest(self, step: int, global_batch: int, seed: int) -> str:

@@ -107,7 +107,7 @@ class Head(Layer):
     def row_losses(self, output, targets):
         words, value = targets
         found = nn.functional.cross_entropy(output["words"].mT, words, reduction="none")
-        return found.mean(1) + (output["mean"] - value).square()
+        return found.mean(1) + (output["mean"] - value).square(), None
 
 
 KINDS = [Prepare, Embed, Mix, Squash, Merge, Plain, Head]
@@ -150,7 +150,7 @@ class Chain:
         for module in modules:
             x = module(x, keys(range(ROWS)))
             outputs.append(x)
-        loss = modules[-1].row_losses(x, self.targets).mean()
+        loss = modules[-1].row_losses(x, self.targets)[0].mean()
         (loss / MICROBATCHES).backward()
         return loss.item(), gradients([modules]), outputs
 
@@ -210,7 +210,7 @@ class Chain:
             if stage is not stages[-1]:
                 sent = torch.cat(made)
                 assert sent.shape[1:] == wire(self.job, stage[0].layers[-1]).values.shape
-        loss = sum(one.item() for one in made)
+        loss = sum(one[0].item() for one in made)
         gradient = None
         for stage in reversed(stages):
             if stage[0].layers[-1] < lowest:

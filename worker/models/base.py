@@ -16,6 +16,9 @@ from oobleck.planner.job.model import ModelSpec
 from oobleck.worker.models.tree import Tree
 from oobleck.worker.runtime.random import RowKeys, Site, generator, keep_mask
 
+#: A loss and a weight for each row, (rows,) each; weights None: 1 each.
+RowLosses = tuple[Tensor, Tensor | None]
+
 #: The samples that are computed: modules of transformers do not pass them on to their dropout.
 _rows: ContextVar[RowKeys] = ContextVar("rows")
 
@@ -51,8 +54,8 @@ class Layer(nn.Module):
         """Its parameters, by the names that an output has them under."""
         yield from self.named_parameters()
 
-    def row_losses(self, output: Tree, targets: Tree) -> Tensor | None:
-        """In the last layer: one number per row, from what it gave; None: as of token models."""
+    def row_losses(self, output: Tree, targets: Tree) -> RowLosses | None:
+        """In the last layer: of each row, from what it gave; None: as of token models."""
         return None
 
     def metric_sums(self, output: Tree, targets: Tree) -> dict[str, float]:

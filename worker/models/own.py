@@ -24,7 +24,7 @@ from oobleck.model import GENERATOR, Model, drawing, seed_all
 from oobleck.planner.job.code import Code
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
-from oobleck.worker.models.base import Layer
+from oobleck.worker.models.base import Layer, RowLosses
 from oobleck.worker.models.compiled import run_compiled
 from oobleck.worker.models.linear import is_hooked, split_linear
 from oobleck.worker.models.tree import Tree, flatten, shown
@@ -85,7 +85,7 @@ class OwnLayer(Layer):
     def _called(self, x: Any) -> Any:
         return run_compiled(self.module, x) if self._compiled else self.module(x)
 
-    def row_losses(self, output: Tree, targets: Tree) -> Tensor:
+    def row_losses(self, output: Tree, targets: Tree) -> RowLosses:
         return row_losses(self._spec, output, targets, len(flatten(targets)[0]))
 
     def metric_sums(self, output: Tree, targets: Tree) -> dict[str, float]:
@@ -311,19 +311,32 @@ def initialise(
         parameter.copy_(fresh[name])
 
 
-def row_losses(spec: OwnModelSpec, output: Tree, targets: Tree, rows: int) -> Tensor:
-    """What the user's loss gives, one number per row (rows,). Raises JobError otherwise."""
+def row_losses(spec: OwnModelSpec, output: Tree, targets: Tree, rows: int) -> RowLosses:
+    """What the user's loss gives: one number per row (rows,), or a pair of sums and weights of
+    rows. Raises JobError otherwise."""
     with code.running(
         "model: the loss", lambda: f" failed on {shown(output)} and {shown(targets)}"
     ):
         found = user_model(spec).loss(output, targets)
-    if not isinstance(found, Tensor) or found.shape != (rows,):
-        what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    pair = found if isinstance(found, tuple | list) and len(found) == 2 else (found,)
+    if any(not isinstance(one, Tensor) or one.shape != (rows,) for one in pair):
+        what = ", ".join(
+            str(list(one.shape)) if isinstance(one, Tensor) else type(one).__name__ for one in pair
+        )
         raise JobError(
             f"model: the loss gave {what} for {rows} rows, and must give one number per row, as "
-            'torch\'s losses do with reduction="none" and a mean over the other dimensions'
+            'torch\'s losses do with reduction="none" and a mean over the other dimensions, or a '
+            "pair (sums, weights) of such"
         )
-    return found
+    if len(pair) == 1:
+        return pair[0], None
+    sums, weights = pair
+    if weights.requires_grad or weights.is_complex():
+        raise JobError(
+            "model: the loss gave weights with a gradient, or complex ones; what a row weighs "
+            "divides the loss and is not trained, so give weights.detach(), real numbers"
+        )
+    return sums, weights
 
 
 def metric_sums(spec: OwnModelSpec, output: Tree, targets: Tree, rows: int) -> dict[str, float]:

@@ -45,18 +45,21 @@ class TrainingProgress(Position):
 
     #: When `begun` was (monotonic seconds).
     begun_at: float = 0.0
-    #: What this worker has of that step: losses by micro-batch, what it has of losses that it knows
-    #: in part, and digests of token rows by position. Losses stay on the device until the vote.
+    #: What this worker has of that step: losses by micro-batch, each with its weight (2,), what it
+    #: has of losses that it knows in part, and digests of token rows by position. Losses stay on
+    #: the device until the vote.
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     loss_parts: list[torch.Tensor] = field(default_factory=list)
     row_digests: dict[int, bytes] = field(default_factory=dict)
     #: The vector of the vote on `voted`, for those who have not seen it.
     ballot: torch.Tensor | None = None
 
-    def loss_sum(self) -> float:
-        """Of all losses, read from the device at once: waits for what it computes."""
+    def loss_sum(self) -> tuple[float, float]:
+        """Of all losses and of their weights, read from the device at once: waits for what it
+        computes."""
         known = [*self.losses.values(), *self.loss_parts]
-        return float(torch.stack(known).double().sum()) if known else 0.0
+        loss, weight = torch.stack(known).sum(dim=0).tolist() if known else (0.0, 0.0)
+        return loss, weight
 
     def restart(self, step: int, lineage: int, missed: Missed) -> None:
         """All layers held are those of a checkpoint: what is known of other steps is void."""

@@ -40,8 +40,10 @@ def commit(
 
 
 def scale_of(result: vote.Result, training: TrainingSpec) -> float | None:
-    """What clips the summed gradients; None: nobody applies them."""
-    return clip_scale(result.grad_norm, training.clip) if result.finite else None
+    """What makes the summed gradients the clipped ones of the loss; None: nobody applies them."""
+    if not result.finite:
+        return None
+    return clip_scale(result.grad_norm, training.clip) * result.factor
 
 
 def check_skipped(training: TrainingSpec, progress: TrainingProgress) -> None:
@@ -60,15 +62,21 @@ def make_record(
     job: JobSpec, generation: Generation, progress: TrainingProgress, result: vote.Result
 ) -> StepRecord:
     """The line of metrics.jsonl for the step that `progress` has committed."""
-    training = job.training
     return StepRecord(
         step=progress.committed,
         loss=result.loss if math.isfinite(result.loss) else None,
         grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
-        tokens=training.global_batch * job.model.row_tokens,
+        tokens=_tokens(job, result),
         samples_digest=result.samples_digest,
         generation=generation,
         step_seconds=time.monotonic() - progress.begun_at,
         time=time.time(),
         skipped=not result.finite,
     )
+
+
+def _tokens(job: JobSpec, result: vote.Result) -> int:
+    """Of the step; those alone that are learned, where the loss weighs rows by them."""
+    if job.model.weighs_tokens:
+        return round(result.weight) if math.isfinite(result.weight) else 0
+    return job.training.global_batch * job.model.row_tokens

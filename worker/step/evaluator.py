@@ -36,27 +36,34 @@ _NO_STEP = 0
 
 @dataclass(slots=True)
 class _Sums:
-    """Of one worker: the losses of its micro-batches, and the model's metrics over its rows."""
+    """Of one worker: the losses of its micro-batches, each with its weight (2,), and the model's
+    metrics over its rows."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     metrics: Counter[str] = field(default_factory=Counter)
 
     def told(self) -> "_Told":
         # All read from the device at once.
-        loss = float(torch.stack(self.losses).double().sum()) if self.losses else 0.0
+        known = self.losses
+        loss, weight = torch.stack(known).sum(dim=0).tolist() if known else (0.0, 0.0)
         metrics = {name: _finite(total) for name, total in self.metrics.items()}
-        return _Told(loss=_finite(loss), metrics=metrics)
+        return _Told(loss=_finite(loss), weight=_finite(weight), metrics=metrics)
 
 
 class _Told(msgspec.Struct, frozen=True, kw_only=True):
     """The same on its way to the others; None: not finite."""
 
     loss: float | None
+    weight: float | None
     metrics: dict[str, float | None]
 
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def _number(told: float | None) -> float:
+    return math.nan if told is None else told
 
 
 class Evaluator:
@@ -97,17 +104,20 @@ class Evaluator:
         hops.begin({})
         worker = self._context.worker
         for part in compile_own_evaluation(plan, self._held_out.microbatches, worker):
-            mailbox = hops.mailbox(part)
+            mailbox = hops.mailbox(part, self._rows)
             microbatches = Microbatches(hops, mailbox)
             for instruction in part.program:
                 self._execute(instruction, step, plan.generation, hops, microbatches, own)
             mailbox.finish()
         hops.end()
-        losses, metrics = 0.0, Counter[str]()
+        losses, weight, metrics = 0.0, 0.0, Counter[str]()
         for told in tell_all(transport, own.told(), _Told):
-            losses += told.loss if told.loss is not None else math.nan
-            metrics.update({n: math.nan if v is None else v for n, v in told.metrics.items()})
-        loss = losses / self._held_out.microbatches
+            losses += _number(told.loss)
+            weight += _number(told.weight)
+            metrics.update({name: _number(value) for name, value in told.metrics.items()})
+        # A stage's unit of a loss is a row of a whole micro-batch.
+        losses *= self._context.job.training.microbatch
+        loss = losses / weight if weight else math.nan
         return EvaluationRecord(
             step=step,
             loss=_finite(loss),
@@ -134,7 +144,8 @@ class Evaluator:
         context = self._context
         context.control.check_wanted(generation)
         assert isinstance(instruction, Action), "an evaluation has no vote"
-        m, own = instruction.microbatch, hops.rows(instruction)
+        m = instruction.microbatch
+        own = hops.rows(instruction, self._rows(m))
         context.faults.reached("evaluating", generation=generation, step=step, microbatch=m)
         with context.timeline.span(SPANS[type(instruction)], m):
             match instruction:
@@ -161,6 +172,9 @@ class Evaluator:
                     microbatches.send(instruction)
                 case _:
                     raise AssertionError(f"{instruction} in an evaluation")
+
+    def _rows(self, microbatch: int) -> int:
+        return len(self._held_out.positions(microbatch))
 
     def _keys(self, microbatch: int, rows: range) -> RowKeys:
         positions = self._held_out.positions(microbatch)[rows.start : rows.stop]

@@ -140,7 +140,7 @@ class Executor:
         self._whole = self._make_step_plan(own)
 
     def _make_step_plan(self, own: OwnProgram, salvage: Salvage | None = None) -> StepPlan:
-        mailbox = self.hops.mailbox(own)
+        mailbox = self.hops.mailbox(own, lambda _: self._training.microbatch)
         return StepPlan(self._context.worker, self._layers, own.program, mailbox, salvage)
 
     def run_step(self, step: int, redo: Redo | None = None) -> tuple[StepRecord, Generation | None]:
@@ -211,7 +211,7 @@ class Executor:
     def _load(self, step: _Step, instruction: ops.LoadTokens) -> None:
         """Take the micro-batch's token rows; the first hop answers for their digests."""
         loaded = self._prefetcher.take(step.number, instruction.microbatch)
-        rows = self.hops.rows(instruction)
+        rows = self._rows(instruction)
         own = slice(rows.start, rows.stop)
         if self.hops.is_first(instruction):
             digests = zip(loaded.positions[own], loaded.digests[own], strict=True)
@@ -222,9 +222,13 @@ class Executor:
     def _keys(self, step: _Step, action: Action) -> RowKeys:
         """Which samples this worker's rows of the micro-batch are: by step and position, never by
         rank."""
-        first, rows = action.microbatch * self._training.microbatch, self.hops.rows(action)
+        first, rows = action.microbatch * self._training.microbatch, self._rows(action)
         positions = tuple(range(first + rows.start, first + rows.stop))
         return RowKeys(seed=self._training.seed, step=step.number, positions=positions)
+
+    def _rows(self, action: Action) -> range:
+        """Which rows of the micro-batch are this worker's there."""
+        return self.hops.rows(action, self._training.microbatch)
 
     def _forward(self, step: _Step, instruction: ops.Forward) -> None:
         m, visit, plan = instruction.microbatch, instruction.visit, step.plan
@@ -242,7 +246,7 @@ class Executor:
         )
         if not self.hops.is_last(instruction):
             step.microbatches.keep_output(instruction, output)
-        elif len(self.hops.rows(instruction)) == self._training.microbatch:
+        elif len(self._rows(instruction)) == self._training.microbatch:
             progress.losses[m] = output
         else:
             progress.loss_parts.append(output)
@@ -270,9 +274,11 @@ class Executor:
         self._reached("reduced", step.number)
 
         with timeline.span("ballot"):
+            loss_sum, weight = progress.loss_sum()
             vector = vote.ballot(
                 global_batch=self._training.global_batch,
-                loss_sum=progress.loss_sum(),
+                loss_sum=loss_sum,
+                weight=weight,
                 squared_norm=state.squared_norm(norm_parts),
                 pending=self._preparing.ready_for(step.number),
                 row_digests=progress.row_digests,

@@ -5,7 +5,7 @@ samples are loaded and what becomes of a loss. What a layer computes is in `stag
 travel is in `mailbox`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -89,9 +89,9 @@ class Hops:
         self._exchange.update(dict.fromkeys(layers, exchange))
         self._share.update(dict.fromkeys(layers, Share(part, part + 1, parts)))
 
-    def rows(self, action: Action) -> range:
-        """Which rows of the micro-batch are this worker's there."""
-        return self._share[action.first_layer].of_rows(self._context.job.training.microbatch)
+    def rows(self, action: Action, count: int) -> range:
+        """Which of the micro-batch's `count` rows are this worker's there."""
+        return self._share[action.first_layer].of_rows(count)
 
     def runner(self, action: Action) -> StageRunner:
         """Runs the layers of `action`."""
@@ -122,15 +122,15 @@ class Hops:
         for runner in self._runners.values():
             runner.settle()
 
-    def mailbox(self, own: OwnProgram) -> Mailbox:
-        """For the messages of this worker's program."""
+    def mailbox(self, own: OwnProgram, rows: Callable[[int], int]) -> Mailbox:
+        """For the messages of this worker's program; `rows`: how many each micro-batch has."""
         context = self._context
         return Mailbox(
             own,
             self._transport,
             rank=self._rank,
             layers=self.model.layer_count,
-            rows=context.job.training.microbatch,
+            rows=rows,
             wire=partial(wire, context.job),
             shares=self._share,
             device=context.connector.device,

@@ -38,19 +38,19 @@ class Mailbox:
         *,
         rank: Mapping[WorkerId, int],
         layers: int,
-        rows: int,
+        rows: Callable[[int], int],
         wire: Callable[[int], Wire],
         shares: Mapping[int, Share],
         device: torch.device,
     ) -> None:
-        """`layers`: of the model; `rows`: of a micro-batch; `wire`: what passes after a layer;
-        `shares`: which rows of a micro-batch this worker has, by layer; `device`: of what is
+        """`layers`: of the model; `rows`: how many a micro-batch has; `wire`: what passes after a
+        layer; `shares`: which rows of a micro-batch this worker has, by layer; `device`: of what is
         received. Messages without a row are neither sent nor received."""
         self._layers = layers
         self._shares = shares
         self._transport = transport
         self._rank = rank
-        self._microbatch = rows
+        self._rows_of = rows
         self._device = device
         self._receives = [s for s in self._messages(own.program) if isinstance(s, Receive)]
         self._peers = sorted({step.peer for step in self._receives})
@@ -76,9 +76,9 @@ class Mailbox:
     def send(self, step: Send, tensor: torch.Tensor) -> bool:
         """Start sending the message's share of `tensor`, which has this worker's rows; returns at
         once: whether it was the last share of them."""
-        own, wanted = self._shares[step.first_layer], step.share.of_rows(self._microbatch)
-        if wanted:
-            start = wanted.start - own.of_rows(self._microbatch).start
+        own, rows = self._shares[step.first_layer], self._rows_of(step.microbatch)
+        if wanted := step.share.of_rows(rows):
+            start = wanted.start - own.of_rows(rows).start
             piece = tensor[start : start + len(wanted)].contiguous()
             pending = self._transport.send(piece, self._rank[step.peer], self._tag(step))
             self._sends[step.peer, step.content] = pending
@@ -121,7 +121,7 @@ class Mailbox:
         return between.gradients if isinstance(step, ops.ReceiveGradient) else between.values
 
     def _rows(self, step: Message) -> int:
-        return len(step.share.of_rows(self._microbatch))
+        return len(step.share.of_rows(self._rows_of(step.microbatch)))
 
     def _messages(self, program: Iterable[Instruction | Message]) -> Iterator[Message]:
         return (s for s in program if isinstance(s, Message) and self._rows(s))

@@ -25,7 +25,7 @@ from oobleck.worker.runtime.code import running
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.model_state import ModelState
-from oobleck.worker.state.precision import autocasts, state_dtype, stream_dtype
+from oobleck.worker.state.precision import autocasts, stream_dtype
 from oobleck.worker.step.exchange import Added, Exchange
 from oobleck.worker.step.segment import Gradients, Segment
 from oobleck.worker.step.wire import wire
@@ -65,7 +65,6 @@ class StageRunner:
         self._autocasts = autocasts(job)
         #: Of what passes between the layers of a built-in model, and of a loss.
         self.activation_dtype = stream_dtype(job)
-        self._loss_dtype = state_dtype(job.training.precision)
         #: By micro-batch, lowest layer first.
         self._in_flight: dict[int, list[Segment]] = {}
         #: Micro-batches between the two parts of their backward: layers, highest first.
@@ -84,8 +83,9 @@ class StageRunner:
         by_layer: bool = True,
         metrics: Counter[str] | None = None,
     ) -> Tensor:
-        """The stage's output for `x`, as it travels; on the last stage, which needs `targets`, the
-        loss: these rows' part of the micro-batch's mean.
+        """The stage's output for `x`, as it travels; on the last stage, which needs `targets`,
+        these rows' part of the micro-batch's loss, whose unit is a row of it, and the sum of their
+        weights, (2,) in float64.
 
         `x` is what the data has on the first stage, as int64 tokens (b, T), and the previous
         stage's output elsewhere; b may be less than a micro-batch, or 0, where several workers
@@ -148,7 +148,7 @@ class StageRunner:
         """The output as it travels, cut off from autograd."""
         if self.last:
             if not rows:
-                return torch.zeros((), dtype=self._loss_dtype, device=self.device)
+                return torch.zeros(2, dtype=torch.float64, device=self.device)
             assert isinstance(x, Tensor)
             return x.detach()
         above = self._wires[self._layers[-1]]
@@ -188,17 +188,23 @@ class StageRunner:
                 return x
             if metrics is not None:
                 metrics.update(module.metric_sums(x, targets))
-            return self._loss(module, x, targets, len(rows.positions)).to(self._loss_dtype)
+            return self._loss(module, x, targets, len(rows.positions))
 
     def _loss(self, module: Layer, output: Tree, targets: Tree, rows: int) -> Tensor:
-        whole, of_rows = self._job.training.microbatch, module.row_losses(output, targets)
+        whole, found = self._job.training.microbatch, module.row_losses(output, targets)
+        of_rows, weights = found or (None, None)
+        if weights is not None:
+            assert of_rows is not None, "it comes with weights"
+            mean, weight = _widened(of_rows).sum() / whole, weights.sum(dtype=torch.float64)
+            return torch.stack([mean.double(), weight])
         if of_rows is None:
             assert isinstance(output, Tensor)
             assert isinstance(targets, Tensor)
             mean = loss(output, targets)
         else:
             mean = _widened(of_rows).mean()
-        return mean if rows == whole else mean * (rows / whole)
+        mean = mean if rows == whole else mean * (rows / whole)
+        return torch.stack([mean.double(), mean.new_full((), rows, dtype=torch.float64)])
 
     def backward(
         self,

@@ -1,10 +1,10 @@
 """The commit vote: one small all-reduce that ends a step for all workers or for none.
 
-The vector sums the loss, the squared gradient norm, what each worker knows of a pending change of
-the plan, of checkpoints and of its transport, the ledger of samples, and which parameters have a
-gradient. For every position of the global batch the ledger has a count and the digest of the token
-row, put in by the one worker that loaded it: so all workers know that every sample was used once,
-and make the same record of the step.
+The vector sums the loss and its weight, the squared gradient norm, what each worker knows of a
+pending change of the plan, of checkpoints and of its transport, the ledger of samples, and which
+parameters have a gradient. For every position of the global batch the ledger has a count and the
+digest of the token row, put in by the one worker that loaded it: so all workers know that every
+sample was used once, and make the same record of the step.
 """
 
 import math
@@ -20,9 +20,9 @@ from oobleck.planner.job.spec import TrainingSpec
 from oobleck.worker.data.dataset import samples_digest
 from oobleck.worker.runtime.errors import InvariantViolation
 
-_LOSS, _SQUARED_NORM, _PENDING, _PENDING_SQUARED = range(4)
-_SAVE_DUE, _SAVE_WISH, _SAVE_WISH_SQUARED, _SAVING, _SAVE_FAILED = range(4, 9)
-_CONNECTED, _LEDGER = range(9, 11)
+_LOSS, _WEIGHT, _SQUARED_NORM, _PENDING, _PENDING_SQUARED = range(5)
+_SAVE_DUE, _SAVE_WISH, _SAVE_WISH_SQUARED, _SAVING, _SAVE_FAILED = range(5, 10)
+_CONNECTED, _LEDGER = range(10, 12)
 #: A SHA-256 digest as eight 32-bit numbers: exact in a float64, also after adding zeros.
 _WORDS = 8
 
@@ -72,9 +72,14 @@ class Checkpoints(Protocol):
 class Result:
     """What the vote on a step says, the same on every worker."""
 
-    #: Mean over the global batch.
+    #: Mean over the global batch: the sum of its rows' losses by the sum of their weights; 0 where
+    #: no row weighs anything.
     loss: float
-    #: Norm of the mean gradient over the global batch, before clipping.
+    #: Sum of the weights of the rows; their number where each weighs 1.
+    weight: float
+    #: What makes the summed gradients, which are of the mean over rows, those of the loss.
+    factor: float
+    #: Norm of the gradient of the loss, before clipping.
     grad_norm: float
     samples_digest: str
     #: The boundary change that every worker is ready to enter after this step.
@@ -99,6 +104,7 @@ def ballot(
     *,
     global_batch: int,
     loss_sum: float,
+    weight: float,
     squared_norm: float,
     pending: Generation | None,
     row_digests: Mapping[int, bytes],
@@ -108,12 +114,13 @@ def ballot(
 ) -> torch.Tensor:
     """One worker's share of the vote, float64.
 
-    loss_sum: over the micro-batches whose loss it computed; row_digests: SHA-256 of each token
-    row that it loaded as input, by position in the global batch; connected: its transport is; used:
-    whether it has a gradient of each parameter that the step may leave out.
+    loss_sum, weight: over the micro-batches whose loss it computed; row_digests: SHA-256 of each
+    token row that it loaded as input, by position in the global batch; connected: its transport is;
+    used: whether it has a gradient of each parameter that the step may leave out.
     """
     vector = np.zeros(ballot_length(global_batch, len(used)))
     vector[_LOSS] = loss_sum
+    vector[_WEIGHT] = weight
     vector[_SQUARED_NORM] = squared_norm
     if pending is not None:
         vector[_PENDING] = pending
@@ -145,11 +152,14 @@ def count(vector: torch.Tensor, training: TrainingSpec, *, workers: int) -> Resu
         raise InvariantViolation(f"samples not used exactly once (position: uses): {uses}")
     digests = ledger[:, 1:].astype("<u4")
     norm = math.sqrt(sums[_SQUARED_NORM]) if sums[_SQUARED_NORM] >= 0 else math.nan
+    factor = _factor(float(sums[_WEIGHT]) / training.global_batch)
     switch_to = _common(float(sums[_PENDING]), float(sums[_PENDING_SQUARED]), workers)
     wish = _common(float(sums[_SAVE_WISH]), float(sums[_SAVE_WISH_SQUARED]), workers)
     return Result(
-        loss=float(sums[_LOSS]) / training.microbatches,
-        grad_norm=norm,
+        loss=float(sums[_LOSS]) / training.microbatches * factor,
+        weight=float(sums[_WEIGHT]),
+        factor=factor,
+        grad_norm=norm * factor,
         samples_digest=samples_digest(digest.tobytes() for digest in digests),
         switch_to=Generation(switch_to) if switch_to else None,
         saving=SaveVerdict(
@@ -161,6 +171,14 @@ def count(vector: torch.Tensor, training: TrainingSpec, *, workers: int) -> Resu
         connected=round(sums[_CONNECTED]) == workers,
         used=tuple((sums[end:] > 0).tolist()),
     )
+
+
+def _factor(mean_weight: float) -> float:
+    """1 / the mean weight of a row. Where none weighs anything there is nothing to learn: 0. A sum
+    below 0, or none that is finite, gives NaN, so that nobody applies the step."""
+    if mean_weight == 0:
+        return 0.0
+    return 1 / mean_weight if 0 < mean_weight < math.inf else math.nan
 
 
 def _common(total: float, total_of_squares: float, workers: int) -> int:

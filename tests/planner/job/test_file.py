@@ -220,11 +220,6 @@ def refusal(text: str, *overrides: str) -> str:
         ),
         (
             "fault_tolerance",
-            "evaluation: {every: 5, fraction: 0.1, samples: 1}\nfault_tolerance",
-            "job.yaml:10: evaluation.samples: 1 are fewer than a micro-batch (2)",
-        ),
-        (
-            "fault_tolerance",
             "evaluation: {every: 0, fraction: 0.1}\nfault_tolerance",
             "job.yaml:10: evaluation.every: 0 is too small",
         ),

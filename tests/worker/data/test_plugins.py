@@ -101,7 +101,7 @@ def test_rows_of_one_token_and_numbers_are_no_copies(
 
 
 def test_labels_are_shifted_as_the_models_of_transformers_shift_them(tmp_path: Path) -> None:
-    np.save(tmp_path / "ids.npy", np.array([ROW, ROW], dtype=np.uint16))
+    np.save(tmp_path / "ids.npy", np.array([ROW, ROW], dtype=np.int32))
     np.save(tmp_path / "marks.npy", np.array([ROW, [-100, -100, 6, 7]], dtype=np.int32))
     found = opened("arrays", path=str(tmp_path), inputs="ids", labels="marks")
     targets = [found.sample(number)[1] for number in range(2)]

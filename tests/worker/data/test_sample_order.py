@@ -78,13 +78,13 @@ def test_the_samples_that_are_held_out(texts: Path, most: int) -> None:
     evaluation = EvaluationSpec(every=1, fraction=0.1, samples=most)
     wanted = job(texts, evaluation)
     dataset = Dataset(wanted.data, LENGTH, 256, held_out=0.1)
-    expected = Samples(corpus(texts), LENGTH, 0.1).evaluated(most, 3)
+    expected = Samples(corpus(texts), LENGTH, 0.1).evaluated(most)
     assert rows_of(HeldOut(wanted, evaluation, dataset, {})) == expected
-    assert len(expected) == (24 if most > 25 else 18)
+    assert len(expected) == (25 if most > 25 else 20)
 
 
 def test_the_samples_of_data_of_their_own(texts: Path) -> None:
     evaluation = EvaluationSpec(every=1, data=DataSpec(text=(f"{texts}/a.txt",)), samples=50)
     wanted = job(texts, evaluation)
     found = rows_of(HeldOut(wanted, evaluation, Dataset(wanted.data, LENGTH, 256), {}))
-    assert found == Samples(corpus(texts)[:600], LENGTH, 1.0).evaluated(50, 3)
+    assert found == Samples(corpus(texts)[:600], LENGTH, 1.0).evaluated(50)

@@ -1,7 +1,9 @@
 """What is said of models and data sets as users write them, before anything is trained."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from oobleck.planner.job.file import parse_job
@@ -17,7 +19,17 @@ model: {{python: "support.bad_models:{model}"}}
 data: {{python: "support.bad_models:{data}"}}
 training: {{steps: 1, global_batch: 4, seed: 3, precision: {precision}}}
 """
-GOOD = ("plain", "early_table", "dicts", "dropout", "encoder", "sequential", "tied", "frozen")
+GOOD = (
+    "plain",
+    "early_table",
+    "dicts",
+    "dropout",
+    "encoder",
+    "sequential",
+    "tied",
+    "frozen",
+    "weighted",
+)
 #: The beginning of what is said of each, and of the fix.
 BAD = {
     "batch_norm": [
@@ -78,6 +90,12 @@ BAD = {
     "hidden": ["model: layer 1 (Hidden) gives None at [1] where a tensor was expected; between"],
     "mean_loss": ["model: the loss gave [] for 2 rows, and must give one number per row"],
     "contrastive": ["loss: row 0's loss changes with the other rows; compute each row's"],
+    "trained_weights": [
+        "model: the loss gave weights with a gradient, or complex ones; what a row"
+    ],
+    "negative_weights": ["loss: gives a weight below 0; a row weighs 0 where nothing of it is"],
+    "common_weights": ["loss: row 0's weight changes with the other rows; compute each row's"],
+    "one_weight": ["model: the loss gave [2], [] for 2 rows, and must give one number per row"],
     "counts_as_loss": ["loss: has no gradient, so that nothing would be trained"],
     "noisy_loss": ["loss: draws random numbers"],
     "failing_loss": ["model: the loss failed on float32[2, 4] and int64[2]: "],
@@ -146,12 +164,40 @@ def test_the_data_of_an_evaluation_are_looked_at_too() -> None:
     for data, start in BAD_DATA.items():
         (line,) = of(data)
         assert line.startswith(f"evaluation.{start}")
-    few = ", arguments: {size: 1}"
-    assert of("Points", few) == [
-        "evaluation.data: has 1 samples, too few for one micro-batch of 2; give more"
-    ]
+    assert of("Points", ", arguments: {size: 1}") == [], "less than a micro-batch is evaluated too"
     (unlike,) = of("Labels")
     assert unlike.startswith("evaluation.data: its samples are ")
+
+
+CAUSAL = """\
+name: demo
+model:
+  architecture: LlamaForCausalLM
+  sequence_length: 6
+  config: {{vocab_size: 32, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1,
+    num_attention_heads: 2}}
+data: {data}
+training: {{steps: 1, global_batch: 4}}
+evaluation: {{every: 1, data: {data}}}
+"""
+
+
+def test_targets_that_are_the_inputs_are_refused_where_the_next_token_is_learned(
+    tmp_path: Path,
+) -> None:
+    ids = np.random.default_rng(0).integers(32, size=(8, 6))
+    for name, column in (("input_ids", ids), ("labels", ids.copy())):
+        np.save(tmp_path / f"{name}.npy", column)
+
+    def of(aims: str) -> JobSpec:
+        arguments = f"{{path: {tmp_path}, inputs: input_ids, {aims}: labels}}"
+        return parse_job(CAUSAL.format(data=f"{{plugin: arrays, arguments: {arguments}}}"))
+
+    found = [line.partition(", so that")[0] for line in said(of("targets"))]
+    assert found == [
+        f"{key}: targets are the inputs themselves" for key in ("data", "evaluation.data")
+    ]
+    assert said(of("labels")) == []
 
 
 def test_what_may_be_meant_is_a_warning() -> None:

@@ -15,8 +15,10 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.llama import modeling_llama
 
+from oobleck.data import shifted
 from oobleck.worker.models.huggingface import balancing, pretrained
 from oobleck.worker.models.huggingface.architecture import configuration
+from oobleck.worker.models.huggingface.balancing import balancing_losses
 from oobleck.worker.models.huggingface.causal_lm import build, causal_lm, foreign_names, row_losses
 from oobleck.worker.models.huggingface.unsplit import handed, take_apart
 from oobleck.worker.models.initial import weight_files
@@ -103,9 +105,9 @@ def test_the_load_of_experts_is_balanced_per_row(name: str) -> None:
         output = both.forward(ids)
         alone = both.forward(ids[1:2])
     assert output[1].shape == (3, 2, 4)
-    balanced = both.model.loss(output, ids)
-    assert not torch.allclose(balanced, row_losses(output[0], ids), rtol=1e-6)
-    causal.close(both.model.loss(alone, ids[1:2]), balanced[1:2], 1e-12)
+    balanced, _ = both.model.loss(output, ids)
+    assert not torch.allclose(balanced, row_losses(output[0], ids)[0], rtol=1e-6)
+    causal.close(both.model.loss(alone, ids[1:2])[0], balanced[1:2], 1e-12)
 
 
 def test_experts_without_balancing_send_hidden_states_alone() -> None:
@@ -119,8 +121,51 @@ def hidden() -> torch.Tensor:
 
 def test_a_row_without_targets_counts_zero() -> None:
     targets = torch.tensor([[1, -100], [-100, -100]])
-    losses = row_losses(torch.zeros(2, 2, 4), targets)
+    losses, counted = row_losses(torch.zeros(2, 2, 4), targets)
     assert losses.tolist() == pytest.approx([torch.tensor(4.0).log().item(), 0.0])
+    assert counted.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "Gemma2ForCausalLM"])
+def test_labels_are_learned_as_transformers_shifts_and_weighs_them(name: str) -> None:
+    """Of rows with all, some and one of their labels, in one batch."""
+    both = causal.pair(name)
+    ids = torch.randint(1, 64, (3, causal.LENGTH), generator=torch.Generator().manual_seed(5))
+    labels = ids.clone()
+    labels[1, :9] = -100
+    labels[2, :-1] = -100
+    targets = torch.stack([torch.from_numpy(shifted(row.numpy())) for row in labels])
+    for module in [both.whole, *both.layers]:
+        module.zero_grad()
+    theirs = both.whole(ids, labels=labels).loss
+    sums, counted = both.model.loss(both.forward(ids), targets)
+    assert counted.tolist() == [causal.LENGTH - 1, causal.LENGTH - 9, 1]
+    mine = sums.sum() / counted.sum()
+    causal.close(mine, theirs, 1e-6)  # transformers computes it in float32
+    mine.backward()
+    theirs.backward()
+    names = both.names(1)
+    whole = dict(both.whole.named_parameters())
+    for key, parameter in both.layers[1].named_parameters():
+        assert parameter.grad is not None
+        causal.close(parameter.grad, whole[names[key]].grad, 1e-5, key)
+
+
+def test_the_balancing_loss_of_a_row_weighs_as_its_tokens_do() -> None:
+    both = causal.pair("MixtralForCausalLM", output_router_logits=True, **EAGER)
+    ids = torch.randint(1, 64, (3, causal.LENGTH), generator=torch.Generator().manual_seed(3))
+    targets = ids.roll(-1, 1)
+    targets[0, 2:], targets[1] = -100, -100
+    with torch.no_grad():
+        (logits, _), alone = both.forward(ids), [both.forward(row[None]) for row in ids]
+        sums, counted = both.model.loss(both.forward(ids), targets)
+        plain, _ = row_losses(logits, targets)
+        for row, (_, routed) in enumerate(alone):
+            balancing = balancing_losses(routed, 2)[0] * both.whole.config.router_aux_loss_coef
+            # Alone and together, what transformers computes in float32 is rounded differently.
+            causal.close(sums[row], plain[row] + counted[row] * balancing, 1e-8)
+    assert counted.tolist() == [2, 0, causal.LENGTH]
+    assert sums[1] == 0
 
 
 def test_masks_and_tables_are_shared_by_layers() -> None:

@@ -57,7 +57,8 @@ class Pipeline:
             x = tokens[:, :-1]
             for stage in stages:
                 x = stage.forward(microbatch, x, keys, tokens[:, 1:] if stage.last else None)
-            losses.append(x.item())
+            losses.append(x[0].item())
+            assert x[1] == training.microbatch, "each row weighs 1"
         for microbatch in reversed(range(training.microbatches)):  # another order than forwards
             gradient = None
             for stage in reversed(stages):

@@ -137,7 +137,7 @@ def test_they_travel_between_workers(cuts, schedule):
             transport,
             rank={member: rank for rank, member in enumerate(plan.workers)},
             layers=len(chain.modules),
-            rows=ROWS,
+            rows=lambda _: ROWS,
             wire=partial(wire, chain.job),
             shares=dict.fromkeys(layers, Share(part, part + 1, parts)),
             device=CPU,
@@ -170,7 +170,7 @@ def run_program(worker, program, mailbox):
                 x = inputs if runner.first else joined(came.pop((ops.ReceiveActivation, m)))
                 made[ops.SendActivation, m] = runner.forward(m, x, rows, targets, split=split)
                 if runner.last:
-                    loss += made[ops.SendActivation, m].item()
+                    loss += made[ops.SendActivation, m][0].item()
             case ops.Backward(microbatch=m) | ops.BackwardInput(microbatch=m):
                 backward = runner.backward_input if split else runner.backward
                 gradient = joined(came.pop((ops.ReceiveGradient, m), {}))

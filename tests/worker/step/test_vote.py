@@ -17,11 +17,16 @@ DIGESTS = [hashlib.sha256(bytes([n])).digest() for n in range(4)]
 
 
 def share(
-    *positions: int, loss: float = 0.0, squared: float = 0.0, pending: int | None = None
+    *positions: int,
+    loss: float = 0.0,
+    weight: float | None = None,
+    squared: float = 0.0,
+    pending: int | None = None,
 ) -> torch.Tensor:
     return vote.ballot(
         global_batch=4,
         loss_sum=loss,
+        weight=len(positions) if weight is None else weight,
         squared_norm=squared,
         pending=None if pending is None else Generation(pending),
         row_digests={position: DIGESTS[position] for position in positions},
@@ -39,6 +44,24 @@ def test_result_is_the_mean_over_the_global_batch() -> None:
     assert result.grad_norm == 8.0, "gradients are of the mean already"
     assert result.finite
     assert result.samples_digest == samples_digest(DIGESTS)
+
+
+def test_result_is_by_the_weight_of_all_rows() -> None:
+    one, other = share(0, loss=3.0, weight=0.5, squared=16.0), share(1, 2, 3, loss=5.0, weight=15.5)
+    result = count(one, other)
+    assert (result.loss, result.weight, result.factor) == (1.0, 16.0, 0.25)
+    assert result.grad_norm == 1.0
+    assert count(share(0, 1), share(2, 3)).factor == 1.0
+
+
+def test_a_batch_that_weighs_nothing_teaches_nothing() -> None:
+    result = count(share(0, 1, weight=0.0), share(2, 3, weight=0.0, loss=3.0, squared=4.0))
+    assert (result.loss, result.grad_norm, result.factor, result.finite) == (0.0, 0.0, 0.0, True)
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+def test_no_step_is_applied_whose_weight_is_no_amount(weight: float) -> None:
+    assert not count(share(0, 1, weight=weight), share(2, 3, weight=0.0, loss=1.0)).finite
 
 
 def test_digest_does_not_depend_on_who_loaded_what() -> None:

@@ -177,16 +177,20 @@ def _shared(spec: OwnModelSpec, modules: list[nn.Module]) -> Iterator[Problem]:
 
 
 def _loss(spec: OwnModelSpec, output: Batches, targets: Batches) -> list[Problem]:
-    def of(output: Tree, targets: Tree, rows: int = ROWS) -> Tensor:
+    def of(output: Tree, targets: Tree, rows: int = ROWS) -> tuple[Tensor, Tensor]:
         # As on a worker it is no leaf, which may not be written to.
         x = map_tensors(lambda tensor: tensor.clone(), output)
-        return own.row_losses(spec, x, targets, rows)
+        sums, weights = own.row_losses(spec, x, targets, rows)
+        return sums, torch.ones(rows) if weights is None else weights
 
     torch.manual_seed(0)
     one, again = (of(output.one, targets.one) for _ in range(2))
-    if not one.is_floating_point():
-        return [_of_loss(f"gives {one.dtype}; give floats")]
-    if not one.requires_grad:
+    sums, weights = one
+    if not sums.is_floating_point():
+        return [_of_loss(f"gives {sums.dtype}; give floats")]
+    if bool((weights < 0).any()):
+        return [_of_loss("gives a weight below 0; a row weighs 0 where nothing of it is learned")]
+    if not sums.requires_grad:
         return [
             _of_loss(
                 "has no gradient, so that nothing would be trained; compute it from what the last "
@@ -196,20 +200,20 @@ def _loss(spec: OwnModelSpec, output: Batches, targets: Batches) -> list[Problem
     found = [] if finite(one) else [_of_loss("is not finite with the initial weights", True)]
     if not same_row(one, again, exact=True):
         return [*found, _of_loss("draws random numbers; a layer may, a loss may not")]
-    alone = of(output.alone(), targets.alone(), 1)
-    if not (
-        same_row(one, of(output.other, targets.other), exact=True)
-        and same_row(one, alone, exact=False)
-    ):
+    other, alone = of(output.other, targets.other), of(output.alone(), targets.alone(), 1)
+    for what, mine, beside, single in zip(("loss", "weight"), one, other, alone, strict=True):
+        if same_row(mine, beside, exact=True) and same_row(mine, single, exact=False):
+            continue
         found.append(
             _of_loss(
-                "row 0's loss changes with the other rows; compute each row's from that row alone, "
-                'as torch\'s losses do with reduction="none" and a mean over the other dimensions'
+                f"row 0's {what} changes with the other rows; compute each row's from that row "
+                'alone, as torch\'s losses do with reduction="none" and a mean over the other '
+                "dimensions"
             )
         )
     try:
         with code.running("loss", " cannot be differentiated"):
-            one.mean().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            sums.mean().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     except Exception as error:  # noqa: BLE001  # a user's loss may raise anything
         found.append(_of_loss(f"its backward fails: {code.described(error)}"))
     return found

@@ -52,11 +52,11 @@ def causal_lm(
     from its config.json, initial weights from its safetensors. Without it, weights are drawn as
     transformers draws them. Rows are full: there is no padding.
 
-    Layer 0 takes ids (b, T). The loss is the mean cross entropy of a row over its tokens, those
-    with target -100 left out. Where the config has `output_router_logits: true`, the load-balancing
-    loss of the experts is added times `router_aux_loss_coef`, of each row by itself: what
-    transformers adds for a batch of that row alone. What it needs travels with the hidden states,
-    as (b, 2, experts).
+    Layer 0 takes ids (b, T). The loss is the mean cross entropy over all tokens of the global
+    batch, those with target -100 left out. Where the config has `output_router_logits: true`, the
+    load-balancing loss of the experts is added times `router_aux_loss_coef`, of each row by itself:
+    what transformers adds for a batch of that row alone, with the weight of the row's tokens. What
+    it needs travels with the hidden states, as (b, 2, experts).
 
     With `lora`, keys of peft's LoraConfig, adapters on the linear layers that it names are trained,
     and nothing else.
@@ -206,16 +206,17 @@ class Head(nn.Module):
 
 def row_losses(
     output: Tensors, targets: Tensor, *, coefficient: float = 0.0, chosen: int = 0
-) -> Tensor:
-    """One number per row: see `causal_lm`."""
+) -> tuple[Tensor, Tensor]:
+    """Sums over the tokens of each row, and how many are counted: see `causal_lm`."""
     logits, sums = output if isinstance(output, tuple) else (output, None)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = F.cross_entropy(
         wide.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="none"
     )
-    counted = (targets != _IGNORED).sum(1).clamp(min=1)
-    rows = losses.view(targets.shape).sum(1) / counted
-    return rows if sums is None else rows + coefficient * balancing_losses(sums, chosen)
+    rows, counted = losses.view(targets.shape).sum(1), (targets != _IGNORED).sum(1)
+    if sums is not None:
+        rows = rows + counted * coefficient * balancing_losses(sums, chosen)
+    return rows, counted
 
 
 def _tied(architecture: Architecture) -> Iterator[tuple[str, str]]:
