@@ -36,6 +36,9 @@ from oobleck.planner.purpose import derive
 #: Held by whoever seeds torch's generator and draws from it: threads share it.
 GENERATOR = threading.RLock()
 
+#: Seed and purpose of what the function of a model draws itself, outside what builds its layers.
+FUNCTION = (0, "function")
+
 #: What passes between layers: a tensor, or a tuple, list or dict of such, all with rows first.
 Tensors = Any
 
@@ -124,11 +127,15 @@ def _class(kind: type) -> str:
 
 def initial(make: Callable[[], Model], seed: int) -> nn.Sequential:
     """All layers in one process, with the weights that a job of that `seed` begins with: to compare
-    with, or to load what was trained into. `make`: what the job names, with its arguments."""
-    with drawing(seed, "model"):
+    with, or to load what was trained into. `make`: what the job names, with its arguments; what it
+    draws itself, outside what builds a layer, is the same for every seed."""
+    with drawing(*FUNCTION):
         model = make()
     if isinstance(model.layers, nn.Sequential):
-        whole = model.layers
+        with drawing(seed, "model"):
+            layers = make().layers
+        assert isinstance(layers, nn.Sequential), "it was one a moment ago"
+        whole = layers
     else:
         whole = nn.Sequential()
         for number, build in enumerate(model.layers):

@@ -77,13 +77,13 @@ def _look_at(job: JobSpec, spec: OwnModelSpec, found: Found, always: bool) -> No
         samples = _made_up(spec, most=1)
     else:
         dataset = OwnDataset(job.data.code, wide=dtype == torch.float64)
-        found.problems += check_data(dataset, next_tokens=spec.weighs_tokens)
+        found.problems += check_data(dataset, next_tokens=spec.learns_next_tokens)
         rows = dataset.rows(seed, 1, range(SAMPLES), SAMPLES)
         samples = rows.inputs, rows.targets
         form = dataset.form
     inputs, targets = (map_tensors(lambda tensor: tensor[0], side) for side in samples)
     text = found.descriptions["model"] = describe(job, (inputs, targets))
-    found.problems += _evaluated(job, form)
+    found.problems += _evaluated(job, spec, form)
     found.problems += _not_compiled(read_description(text))
     known = replace(spec, described=text)
     if job.data.code is None:
@@ -94,14 +94,14 @@ def _look_at(job: JobSpec, spec: OwnModelSpec, found: Found, always: bool) -> No
     check_no_decay(known, job.training.optimizer.no_decay)
 
 
-def _evaluated(job: JobSpec, form: str) -> list[Problem]:
+def _evaluated(job: JobSpec, model: OwnModelSpec, form: str) -> list[Problem]:
     """What is wrong with the data of an evaluation, where it has its own; `form`: of the samples
     that are trained on, if these are the user's. Raises DataError, JobError, NodeError."""
     spec, key = job.evaluation.data if job.evaluation else None, "evaluation.data"
     if spec is None or spec.code is None:
         return []
     dataset = OwnDataset(spec.code, wide=job.training.precision == "fp64", key=key)
-    problems = check_data(dataset, key, next_tokens=job.model.weighs_tokens)
+    problems = check_data(dataset, key, next_tokens=model.learns_next_tokens)
     if form and dataset.form != form:
         sentence = f"its samples are {dataset.form}, and those of data are {form}; make them alike"
         problems.append(Problem(where=key, sentence=sentence))

@@ -125,8 +125,10 @@ def _build(kind: type[T], value: Value, path: str) -> T:
     except ValueError as error:
         message = str(error)
         guilty = "name" if message.startswith("job name") else message.partition(":")[0]
-        place, full = _find(value, FILE_KEYS.get(guilty, guilty), path)
-        message = message.removeprefix(f"{guilty}: ")
+        key = FILE_KEYS.get(guilty, guilty)
+        place, full = _find(value, key, path)
+        if f".{full}".endswith(f".{key}"):  # a key that does not stand there is told by the message
+            message = message.removeprefix(f"{guilty}: ")
         raise InvalidJob(f"{place}: {full}: {message}") from error
 
 

@@ -87,6 +87,11 @@ class AnyModel:
         return True
 
     @property
+    def labelled(self) -> bool:
+        """Whether it learns from labels that the data set gives, which text alone has not."""
+        return False
+
+    @property
     def known(self) -> bool:
         """Whether its layers are known; those of a user's model are once it was looked at."""
         return True

@@ -18,14 +18,23 @@ from oobleck.planner.ties import Ties
 MOST_LAYERS = 514
 #: Keys that no model has but one of the user's.
 OWN_KEYS = ("plugin", "python", "architecture")
-#: What takes a causal language model of transformers apart into layers.
+#: Ends of the names of transformers' classes that learn from labels, not the next token.
+_LABELLED = (
+    "ForMaskedLM",
+    "ForTokenClassification",
+    "ForSequenceClassification",
+    "ForImageClassification",
+)
+#: Of these, the ones with one label per row.
+_BY_ROW = ("ForSequenceClassification", "ForImageClassification")
+#: What takes a model of transformers apart into layers.
 _TRANSFORMERS = "oobleck.worker.models.huggingface.causal_lm:causal_lm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnModelSpec(AnyModel):
     """What a function returns, an `oobleck.model.Model`: one of the user's, or the one that takes
-    causal language models of transformers apart."""
+    models of transformers apart."""
 
     #: An entry point of the group oobleck.models, or a function (package.module:function).
     plugin: str | None = None
@@ -82,7 +91,8 @@ class OwnModelSpec(AnyModel):
             )
         if self.arguments != NO_ARGUMENTS:
             raise ValueError("arguments: architecture takes none; put them into config")
-        if self.sequence_length is None:
+        images = self.architecture.endswith("ForImageClassification")
+        if self.sequence_length is None and not images:
             raise ValueError("sequence_length: is missing; give the tokens of a row")
 
     @property
@@ -152,11 +162,19 @@ class OwnModelSpec(AnyModel):
 
     @property
     def weighs_tokens(self) -> bool:
-        return self.architecture is not None
+        return self.architecture is not None and not self.architecture.endswith(_BY_ROW)
 
     @property
     def reads_tokens(self) -> bool:
         return self.sequence_length is not None
+
+    @property
+    def labelled(self) -> bool:
+        return self.architecture is not None and self.architecture.endswith(_LABELLED)
+
+    @property
+    def learns_next_tokens(self) -> bool:
+        return self.architecture is not None and not self.labelled
 
     @property
     def known(self) -> bool:

@@ -343,6 +343,12 @@ class JobSpec:
                     "data: a data set of your own goes with a model of your own (model.python or "
                     "model.plugin); give text or tokens"
                 )
+            if self.model.labelled and data.code is None:
+                raise ValueError(
+                    "data: a model of that architecture learns from labels, and text and tokens "
+                    "have none but the next token; give a data set of (inputs, labels) as "
+                    "data.python or data.plugin"
+                )
             if not built_in and data.code is None and not self.model.reads_tokens:
                 raise ValueError(
                     "data: text and tokens are cut into rows of model.sequence_length; give that, "

@@ -18,6 +18,8 @@ from bench.support.cluster import LocalCluster
 from bench.support.preloaded import Preloaded
 from support import (
     gradient_models,
+    labelled_loop,
+    labelled_models,
     own_models,
     plain_loop,
     refused_models,
@@ -35,7 +37,7 @@ SUPPORT = ROOT / "tests" / "support"
 KILL_STEP = 4
 STEPS = 8
 #: Agents learn of faults when they start, by the names of jobs.
-CASES = ("pairs", "files", "hooks", "unused", "weights", "labels")
+CASES = ("pairs", "files", "hooks", "unused", "weights", "labels", "classes")
 FAULTS: list[dict[str, object]] = [
     {
         "worker": {"node": "n3", "slot": 0},
@@ -211,3 +213,17 @@ def test_labels_are_learned_as_transformers_learns_them(workers: Workers, tmp_pa
     assert [line["tokens"] for line in metrics] == tokens
     # transformers computes norms and its loss in float32.
     assert losses(metrics) == pytest.approx(expected, rel=1e-6, abs=0)
+
+
+def test_a_classifier_of_transformers_from_its_config(workers: Workers) -> None:
+    metrics = workers.train(
+        "classes",
+        model={
+            "architecture": labelled_models.NAME,
+            "config": labelled_models.CONFIG,
+            "sequence_length": labelled_models.LENGTH,
+        },
+        data=own("labelled_models:Sentences"),
+    )
+    expected = labelled_loop.plain_loop(STEPS)
+    assert losses(metrics) == pytest.approx(expected, rel=1e-12, abs=0)

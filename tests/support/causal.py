@@ -1,4 +1,4 @@
-"""Tiny causal language models of transformers, whole and as our layers with the same weights."""
+"""Tiny models of transformers, whole and as our layers with the same weights."""
 
 import copy
 import dataclasses
@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from oobleck.model import Model
-from oobleck.worker.models.huggingface.architecture import Architecture, configuration
+from oobleck.worker.models.huggingface.architecture import TASKS, Architecture, configuration
 from oobleck.worker.models.huggingface.causal_lm import causal_lm, foreign_names
 
 LENGTH = 16
@@ -45,7 +45,10 @@ SIZES: dict[str, object] = {
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
+    "image_size": 16,
+    "patch_size": 4,
 }
+LABELS = 3
 _LATENT = {"num_key_value_heads": 4}
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 #: What single families need, beside or in place of those.
@@ -88,9 +91,17 @@ KEYS: dict[str, dict[str, object]] = {
 def keys_of(name: str, **more: object) -> dict[str, Any]:
     """Keys of a tiny config of that architecture."""
     kind = getattr(transformers, name).config_class
+    # Position tables of some need the number, and heads of rows look for it.
+    if name not in TASKS["causal"] and name not in TASKS["image"]:
+        more = {"pad_token_id": 1, **more}
+    if any(name in TASKS[task] for task in ("token", "sequence", "image")):
+        more = {"num_labels": LABELS, **more}
     fields = {field.name for field in dataclasses.fields(kind)}
+    if name in TASKS["causal"] and "is_decoder" in fields:
+        more = {"pad_token_id": 1, "is_decoder": True, **more}
     keys: dict[str, Any] = {}
-    for key, value in {**SIZES, **KEYS.get(name, {}), **more}.items():
+    alike = (one for one in KEYS if one == name or one.split("For")[0] == name.split("For")[0])
+    for key, value in {**SIZES, **KEYS.get(next(alike, name), {}), **more}.items():
         own = key if key in fields else kind.attribute_map.get(key, key)
         if own in fields or key in more:
             keys[own] = value
@@ -122,7 +133,8 @@ def chain(layers: Sequence[nn.Module], x: Any) -> Any:
 @lru_cache(maxsize=2)
 def pair(name: str, **more: object) -> Pair:
     """In float64. Weights are off their initial values, so that all of them matter."""
-    model = causal_lm(name, keys_of(name, **more), sequence_length=LENGTH)
+    length = None if name in TASKS["image"] else LENGTH
+    model = causal_lm(name, keys_of(name, **more), sequence_length=length)
     architecture = model.layers[0].args[0]  # type: ignore[index,union-attr]
     whole = getattr(transformers, name)(copy.deepcopy(configuration(architecture)))
     torch.manual_seed(1)
@@ -130,7 +142,8 @@ def pair(name: str, **more: object) -> Pair:
     with torch.no_grad():
         for layer in layers:
             for parameter in layer.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
         for front, back in model.tied:
             of(layers, back).copy_(of(layers, front))
     found = Pair(architecture, model, layers, whole.double())
@@ -153,9 +166,8 @@ def compare(name: str, *, tolerance: float = 1e-9, **more: object) -> None:
     both = pair(name, **more)
     for module in [both.whole, *both.layers]:
         module.zero_grad()
-    draws = torch.Generator().manual_seed(2)
-    ids, targets = torch.randint(1, 64, (2, 3, LENGTH), generator=draws)
-    targets[1, 3:7] = -100
+        module.eval()  # some heads drop where no key of the config says so
+    ids, targets = batch(both)
     output = both.forward(ids)
     logits = both.whole(ids).logits
     close(output[0] if isinstance(output, tuple) else output, logits, tolerance)
@@ -168,25 +180,51 @@ def compare(name: str, *, tolerance: float = 1e-9, **more: object) -> None:
     expected.mean().backward()
     gradients: dict[str, Tensor] = {}
     ties = {back: front for front, back in both.model.tied}
+    tied = both.whole.get_expanded_tied_weights_keys()
     for number, layer in enumerate(both.layers):
         names = both.names(number)
         for key, parameter in layer.named_parameters():
+            if not parameter.requires_grad:
+                continue
             front = ties.get(f"{number}.{key}")
             full = both.names(0)[front.removeprefix("0.")] if front else names[key]
             if parameter.grad is not None:
+                full = tied.get(full, full)
                 gradients[full] = gradients.get(full, torch.tensor(0.0)) + parameter.grad
     # What is next to nothing beside other gradients has their rounding.
     least = 0.1 * max(gradient.abs().max().item() for gradient in gradients.values())
-    for full, parameter in both.whole.named_parameters():
+    for full, parameter in both.whole.named_parameters(remove_duplicate=False):
+        if full in tied:
+            continue
         assert (parameter.grad is None) == (full not in gradients), full
         if parameter.grad is not None:
             close(gradients[full], parameter.grad, tolerance, full, least)
 
 
+def batch(both: Pair) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of three rows."""
+    draws = torch.Generator().manual_seed(2)
+    task = both.architecture.task
+    if task == "image":
+        pixels = torch.randn(3, 3, 16, 16, generator=draws, dtype=torch.float64)
+        return pixels, torch.tensor([2, 0, 1])
+    ids, targets = torch.randint(2, 64, (2, 3, LENGTH), generator=draws)
+    if task == "sequence":
+        ids[1, 9:] = 1  # padding behind a row
+        return ids, torch.tensor([2, 0, 1])
+    if task == "token":
+        targets %= LABELS
+    targets[1, 3:7] = -100
+    return ids, targets
+
+
 def _their_loss(both: Pair, row: Tensor, targets: Tensor, logits: Tensor) -> Tensor:
     """What transformers trains for a batch of that row alone; in float64, where it rounds to
     float32."""
-    out = both.whole(row[None], labels=row[None], shift_labels=targets[None])
+    if both.architecture.task == "causal":
+        out = both.whole(row[None], labels=row[None], shift_labels=targets[None])
+    else:
+        out = both.whole(row[None], labels=targets[None])
     exact = nn.functional.cross_entropy(logits, targets)
     if getattr(out, "aux_loss", None) is not None:
         exact = exact + both.whole.config.router_aux_loss_coef * out.aux_loss

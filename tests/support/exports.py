@@ -20,6 +20,7 @@ from oobleck.worker.checkpoint.snapshots import Ring, Snapshots
 from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
 from oobleck.worker.models import check_weights
 from oobleck.worker.models.checks.describe import describe
+from oobleck.worker.models.huggingface.architecture import Architecture
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
 from support.waiting import until
@@ -27,14 +28,24 @@ from support.waiting import until
 LENGTH = 16
 
 
-def job_of(config: dict[str, Any] | None = None, **model: Any) -> JobSpec:
-    """A described job; `model`: further keys of it."""
+def job_of(
+    config: dict[str, Any] | None = None, description: str | None = None, **model: Any
+) -> JobSpec:
+    """A described job; `model`: further keys of it. `description`: if it was described before."""
     given = Json(json.dumps(config or {}))
-    spec = OwnModelSpec(config=given, sequence_length=LENGTH, **model)
+    task = Architecture(model["architecture"], "{}").task
+    length = None if task == "image" else LENGTH
+    spec = OwnModelSpec(config=given, sequence_length=length, **model)
     training = TrainingSpec(steps=9, global_batch=4, microbatch=2)
-    job = JobSpec(name="tiny", model=spec, data=DataSpec(text=("x",)), training=training)
-    ids = torch.zeros(LENGTH, dtype=torch.int64)
-    return replace(job, model=replace(spec, described=describe(job, (ids, ids))))
+    labels = DataSpec(plugin="arrays", arguments=Json('{"path": "/"}'))
+    data = labels if spec.labelled else DataSpec(text=("x",))
+    job = JobSpec(name="tiny", model=spec, data=data, training=training)
+    if description is None:
+        ids, label = torch.zeros(LENGTH, dtype=torch.int64), torch.tensor(0)
+        inputs = torch.zeros(3, 16, 16) if task == "image" else ids
+        sample = (inputs, label if task in ("sequence", "image") else ids)
+        description = describe(job, sample)
+    return replace(job, model=replace(spec, described=Json(description)))
 
 
 def held(job: JobSpec) -> ModelState:

@@ -123,6 +123,25 @@ def both_ways() -> Model:
     )
 
 
+class Project(nn.Module):
+    """Through a fixed matrix, as random features are."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("table", table)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, mask = x
+        return hidden + self.scale * torch.tanh(hidden @ self.table), mask
+
+
+def projected() -> Model:
+    """The function draws what a layer is built with."""
+    table = torch.randn(WIDTH, WIDTH)
+    return Model(layers=[Take, partial(Project, table), Mix, Pool, Score], loss=loss)
+
+
 def sequence() -> Model:
     """As an nn.Sequential, for `Pairs` without its mask."""
     return Model(

@@ -5,7 +5,6 @@ files there are.
 """
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +20,7 @@ from oobleck.planner.job.families import family_of
 from oobleck.planner.job.model import AnyModel, ModelSpec
 from oobleck.planner.report.export import foreign_name
 from oobleck.worker.models.base import Layer
+from oobleck.worker.models.modes import cached
 from oobleck.worker.models.registry import build_layer, tied_parameter
 from oobleck.worker.runtime.errors import JobError, NodeError
 
@@ -30,7 +30,7 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 _FORMER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
 
-@lru_cache(maxsize=2)
+@cached(maxsize=2)
 def weight_files(directory: str) -> WeightFiles:
     """As `open_weights`, once. Raises JobError."""
     try:

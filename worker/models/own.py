@@ -12,7 +12,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -20,13 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from oobleck.model import GENERATOR, Model, drawing, seed_all
+from oobleck.model import FUNCTION, GENERATOR, Model, drawing, seed_all
 from oobleck.planner.job.code import Code
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.models.base import Layer, RowLosses
 from oobleck.worker.models.compiled import run_compiled
 from oobleck.worker.models.linear import is_hooked, split_linear
+from oobleck.worker.models.modes import cached
 from oobleck.worker.models.tree import Tree, flatten, shown
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, NodeError
@@ -95,11 +95,12 @@ class OwnLayer(Layer):
         yield from ((n, p) for n, p in self.module.named_parameters() if p.requires_grad)
 
 
-@lru_cache(maxsize=2)
+@cached(maxsize=2)
 def user_model(spec: OwnModelSpec) -> Model:
-    """What the job's function returns, without layers that are built already. Raises JobError,
-    NodeError."""
-    made = code.call(spec.code, "model")
+    """What the job's function returns, without layers that are built already: the same in every
+    process, whichever layer is built first. Raises JobError, NodeError."""
+    with drawing(*FUNCTION):
+        made = code.call(spec.code, "model")
     if not isinstance(made, Model):
         raise JobError(
             f"model: {spec.code.name} returned {type(made).__name__}; return an "

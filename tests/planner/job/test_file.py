@@ -262,6 +262,16 @@ def refusal(text: str, *overrides: str) -> str:
             "name: other",
             "job.yaml:10: key 'name' stands here a second time (first at job.yaml:1); remove one",
         ),
+        (
+            "kind: gpt, layers: 8, hidden: 256, heads: 8",
+            "architecture: BertForMaskedLM",
+            "job.yaml:3: data: a model of that architecture learns from labels, and text",
+        ),
+        (
+            "kind: gpt, layers: 8, hidden: 256, heads: 8, sequence_length: 256",
+            "architecture: BertForSequenceClassification",
+            "job.yaml:2: model: sequence_length: is missing; give the tokens of a row",
+        ),
         ("fault_tolerance: 1", "<<: {profile: estimate}", "job.yaml:10: job files merge no mapp"),
         ("fault_tolerance: 1", "profile: 5", "job.yaml:10: profile must be a text, not 5"),
         ("fault_tolerance: 1", 'profile: " "', "job.yaml:10: profile: is empty; give measure, est"),

@@ -1,4 +1,4 @@
-"""Causal language models of transformers as layers: what they compute, draw, load and refuse."""
+"""Models of transformers as layers: what they compute, draw, load and refuse."""
 
 import copy
 import dataclasses
@@ -12,17 +12,24 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.models.llama import modeling_llama
 
 from oobleck.data import shifted
 from oobleck.worker.models.huggingface import balancing, pretrained
-from oobleck.worker.models.huggingface.architecture import configuration
+from oobleck.worker.models.huggingface.architecture import TASKS, Task, configuration
 from oobleck.worker.models.huggingface.balancing import balancing_losses
-from oobleck.worker.models.huggingface.causal_lm import build, causal_lm, foreign_names, row_losses
+from oobleck.worker.models.huggingface.causal_lm import (
+    build,
+    causal_lm,
+    foreign_names,
+    label_losses,
+    row_losses,
+)
 from oobleck.worker.models.huggingface.unsplit import handed, take_apart
 from oobleck.worker.models.initial import weight_files
 from support import causal
+from support.folders import ROOT
 
 FAMILIES = [
     "ArceeForCausalLM",
@@ -53,7 +60,16 @@ FAMILIES = [
     "SmolLM3ForCausalLM",  # a layer without positions
     "StableLmForCausalLM",
     "Starcoder2ForCausalLM",
+    "OPTForCausalLM",  # layers in an inner part of the base model, which the head calls by itself
+    "BloomForCausalLM",  # a table of all heads and rows in one dimension, layers that give tuples
+    "BertLMHeadModel",  # an encoder as a decoder
+    "BertForMaskedLM",  # no final norm, a head with a bias that it has twice
+    "ModernBertForMaskedLM",  # windows both ways
+    "BertForSequenceClassification",  # a pooler
+    "LlamaForSequenceClassification",  # looks for the last token of each row
+    "ViTForImageClassification",
 ]
+PAGE = (ROOT / "docs" / "huggingface.md").read_text()
 #: Their experts are computed by kernels that have no float64 otherwise.
 EAGER = {"experts_implementation": "eager"}
 MIXTURES = [
@@ -75,12 +91,62 @@ def test_layers_compute_what_the_whole_model_does(family: str) -> None:
 
 def test_rows_do_not_know_each_other(family: str) -> None:
     layers = causal.pair(family).layers
-    ids = torch.randint(1, 64, (3, causal.LENGTH), generator=torch.Generator().manual_seed(3))
+    ids, _ = causal.batch(causal.pair(family))
     order = torch.tensor([2, 0, 1])
     with torch.no_grad():
         together = causal.chain(layers, ids)
         causal.close(causal.chain(layers, ids[order]), together[order], 1e-12)
         causal.close(causal.chain(layers, ids[:1]), together[:1], 1e-12)
+
+
+def test_labels_of_rows_are_learnt_as_transformers_does() -> None:
+    """One of several, numbers, any of several: by the config, or by what the targets are."""
+    draws = torch.Generator().manual_seed(1)
+    classes, yes_or_no = torch.tensor([2, 0, 1]), torch.rand(3, 3, generator=draws).round()
+    numbers = torch.randn(3, generator=draws)
+    for labels, problem, targets in [
+        (3, None, classes),
+        (3, "single_label_classification", classes.int()),
+        (3, None, yes_or_no),
+        (3, "multi_label_classification", yes_or_no),
+        (3, "regression", torch.randn(3, 3, generator=draws)),
+        (1, None, numbers),
+        (1, None, numbers[:, None]),
+    ]:
+        logits = torch.randn(3, labels, generator=draws)
+        config = transformers.BertConfig(num_labels=labels, problem_type=problem)
+        given = targets if targets.is_floating_point() else targets.long()
+        theirs = ForSequenceClassificationLoss(given, logits, config)
+        mine = label_losses(logits, targets, problem=problem, labels=labels)
+        assert mine.shape == (3,)
+        torch.testing.assert_close(mine.mean(), theirs)
+
+
+@pytest.mark.parametrize(
+    ("labels", "targets", "why"),
+    [
+        (3, torch.zeros(2, 4, dtype=torch.int64), r"one integer as the target .*int64\[2, 4\]"),
+        (3, torch.zeros(2), "3 numbers as the target"),
+        (1, torch.zeros(2, 3), "one number as the target"),
+    ],
+)
+def test_labels_of_another_kind_are_refused(labels: int, targets: torch.Tensor, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        label_losses(torch.zeros(2, labels), targets, problem=None, labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "why"),
+    [
+        ("LlamaForCausalLM", {"input_ids": 0, "attention_mask": 0}, "give input_ids alone"),
+        ("BertForSequenceClassification", torch.zeros(2, 16), r"integers \(tokens,\), .*float32"),
+        ("ViTForImageClassification", {"pixel_values": 0}, "give pixel_values alone"),
+    ],
+)
+def test_what_is_no_single_tensor_of_inputs_is_refused(name: str, given: Any, why: str) -> None:
+    embedding = causal.pair(name).layers[0]
+    with pytest.raises(ValueError, match=why):
+        embedding(given)
 
 
 def test_a_layer_on_the_meta_device_has_its_shapes_alone(family: str) -> None:
@@ -263,6 +329,63 @@ def test_a_saved_mixture_that_balances_its_experts_is_loaded(tmp_path: Path) -> 
     assert len(model.layers) == config.num_hidden_layers + 2
 
 
+@pytest.mark.parametrize(
+    ("saved_as", "name", "drawn"),
+    [
+        ("BertForMaskedLM", "BertForSequenceClassification", ["bert.pooler", "classifier"]),
+        ("BertModel", "BertForTokenClassification", ["classifier"]),
+        ("LlamaForCausalLM", "LlamaForSequenceClassification", ["score"]),
+        ("ViTModel", "ViTForImageClassification", ["classifier"]),
+        ("BertForMaskedLM", "BertForMaskedLM", []),
+        ("OPTForCausalLM", "OPTForCausalLM", []),
+    ],
+)
+def test_a_classifier_begins_with_the_weights_of_what_reads(
+    saved_as: str, name: str, drawn: list[str], tmp_path: Path
+) -> None:
+    """Its own head, which the files lack, is drawn."""
+    kind = getattr(transformers, saved_as)
+    keys = causal.keys_of(name)
+    whole = kind(kind.config_class(**keys))
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    whole.save_pretrained(tmp_path)
+    length = None if name in TASKS["image"] else causal.LENGTH
+    config = {"num_labels": causal.LABELS} if drawn else None
+    model = causal_lm(name, config, str(tmp_path), sequence_length=length)
+    theirs, report = getattr(transformers, name).from_pretrained(
+        tmp_path, num_labels=causal.LABELS, output_loading_info=True
+    )
+    state = theirs.state_dict()
+    missing = set()
+    for number, make in enumerate(model.layers):
+        layer = make()
+        for own, full in foreign_names(architecture_of(model), number).items():
+            if full.startswith(tuple(drawn)):
+                missing.add(full)
+            else:
+                assert torch.equal(layer.state_dict()[own], state[full]), full
+    assert missing == set(report["missing_keys"])
+
+
+def test_a_language_models_head_is_never_drawn_beside_files(tmp_path: Path) -> None:
+    keys = causal.keys_of("LlamaForCausalLM")
+    transformers.LlamaModel(transformers.LlamaConfig(**keys)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no tensor lm_head"):
+        causal_lm("LlamaForCausalLM", None, str(tmp_path), sequence_length=causal.LENGTH)
+
+
+def test_what_layers_are_handed_of_frozen_weights_must_not_come_from_files(tmp_path: Path) -> None:
+    """Those of RoFormer have its table of positions, maybe rounded, and here it is made anew."""
+    keys = causal.keys_of("RoFormerForMaskedLM")
+    causal_lm("RoFormerForMaskedLM", keys, sequence_length=causal.LENGTH)
+    whole = transformers.RoFormerForMaskedLM(transformers.RoFormerConfig(**keys))
+    whole.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="handed more than hidden states"):
+        causal_lm(weights=str(tmp_path), sequence_length=causal.LENGTH)
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     config = transformers.LlamaConfig(**causal.keys_of("LlamaForCausalLM"))
@@ -298,7 +421,7 @@ def test_weights_of_another_model_are_refused(
 @pytest.mark.parametrize(
     ("name", "changes", "why"),
     [
-        ("Qwen3ForCausaLM", {}, r"no causal language model Qwen3ForCausaLM \(did you mean Qwen3F"),
+        ("Qwen3ForCausaLM", {}, r"no model Qwen3ForCausaLM \(did you mean Qwen3F"),
         ("LlamaForCausalLM", {"hiden_size": 32}, r"no key hiden_size \(did you mean hidden_size"),
         ("LlamaForCausalLM", {"hidden_size": "32"}, "transformers refuses it.*hidden_size"),
         ("LlamaForCausalLM", {"num_attention_heads": 5}, "transformers refuses it|cannot be built"),
@@ -307,7 +430,9 @@ def test_weights_of_another_model_are_refused(
         ("XGLMForCausalLM", {"layerdrop": 0.5}, "set layerdrop to 0"),
         ("BartForCausalLM", {}, "has an encoder"),
         ("NanoChatForCausalLM", {}, "its final norm is used in front"),
-        ("OPTForCausalLM", {}, "not one list in its base model"),
+        ("BertLMHeadModel", {"is_decoder": False}, "set is_decoder to true"),
+        ("LlamaForCausalLM", {"num_labels": 3}, "no key num_labels"),
+        ("LlamaForSequenceClassification", {"pad_token_id": None}, "pad_token_id, which is null"),
         ("Gemma4UnifiedForCausalLM", {}, "handed more than hidden states"),
         ("ZambaForCausalLM", {}, "cannot be"),
     ],
@@ -319,6 +444,25 @@ def test_what_cannot_be_is_refused_with_a_reason(
     with pytest.raises(ValueError, match=why) as refusal:
         causal_lm(name, keys, sequence_length=causal.LENGTH)
     assert "\n" not in str(refusal.value)
+
+
+def refusals() -> list[tuple[str, str]]:
+    """Classes that the page says are refused, and why."""
+    found = re.search(r"<!-- refused -->\n.*?\n\|---.*?\n(.*?)<!-- end -->", PAGE, re.DOTALL)
+    assert found is not None
+    return re.findall(r"^\| `(\w+)` \| (.*) \|$", found[1], re.MULTILINE)
+
+
+@pytest.mark.parametrize(("name", "why"), refusals())
+def test_what_the_page_says_is_refused_is_refused_so(name: str, why: str) -> None:
+    length = None if name in TASKS["image"] else causal.LENGTH
+    with pytest.raises(ValueError, match=r"^model") as refusal:
+        causal_lm(name, sequence_length=length)
+    text = str(refusal.value)
+    assert "\n" not in text
+    for part in why.split(", give "):
+        assert part in text
+    assert "; " in text, "what to do"
 
 
 class _Altered(transformers.LlamaModel):
@@ -385,24 +529,40 @@ def test_a_model_that_drops_embeddings_comes_apart(name: str) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("default")
 def test_the_page_says_which_architectures_work() -> None:
-    page = Path(__file__).parents[3] / "docs" / "huggingface.md"
-    found = re.search(r"<!-- measured -->\n(.*)<!-- end -->", page.read_text(), re.DOTALL)
-    measured = table()
-    assert found is not None
-    assert found[1] == measured, f"put this there:\n{measured}"
+    for mark, measured in ("measured", table()), ("measured heads", other_heads()):
+        found = re.search(rf"<!-- {mark} -->\n(.*?)<!-- end -->", PAGE, re.DOTALL)
+        assert found is not None
+        assert found[1] == measured, f"put this there:\n{measured}"
 
 
 def table() -> str:
     """Every causal language model of transformers that declares a plan, or works: whether its
     layers compute what it does."""
-    names = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
     rows = []
-    for name in names:
+    for name in sorted(TASKS["causal"]):
         works, plan = outcome(name), planned(name)
         if plan or works == "yes":
             rows.append(f"| `{name}` | {plan} | {works} | {balance(name)} |")
     head = "| Architecture | Plan | Layers | Balancing loss |\n|---|---|---|---|"
     return "\n".join([head, *rows, ""])
+
+
+def other_heads() -> str:
+    """Families whose other classes work, by the end of these."""
+    rows = []
+    for task, end in ENDS.items():
+        names = sorted(name for name in TASKS[task] if name.endswith(end))
+        works = [name.removesuffix(end) for name in names if outcome(name) == "yes"]
+        rows.append(f"| `{end}` | {', '.join(works)} |")
+    return "\n".join(["| Classes | Of |", "|---|---|", *rows, ""])
+
+
+ENDS: dict[Task, str] = {
+    "masked": "ForMaskedLM",
+    "token": "ForTokenClassification",
+    "sequence": "ForSequenceClassification",
+    "image": "ForImageClassification",
+}
 
 
 def planned(name: str) -> str:
@@ -421,7 +581,7 @@ def outcome(name: str, **more: object) -> str:
         return f"no: {clause}" if tried else "not tried: needs a config of its own"
     except AssertionError:
         return "**other results**"
-    except (RuntimeError, AttributeError, TypeError) as error:
+    except (RuntimeError, AttributeError, TypeError, ImportError) as error:
         return f"no: {type(error).__name__}"
     return "yes"
 

@@ -26,6 +26,12 @@ _BIAS = "e_score_correction_bias"
         ("GPT2LMHeadModel", {}),
         ("GemmaForCausalLM", {}),
         ("MixtralForCausalLM", {"output_router_logits": True}),  # experts in one tensor
+        ("OPTForCausalLM", {}),
+        ("BloomForCausalLM", {}),
+        ("BertForMaskedLM", {}),  # its head has a bias twice
+        ("BertForSequenceClassification", {}),
+        ("LlamaForSequenceClassification", {}),
+        ("ViTForImageClassification", {}),
     ],
 )
 def test_an_export_computes_what_was_trained(
@@ -35,13 +41,15 @@ def test_an_export_computes_what_was_trained(
     state = exports.held(job)
     written = exports.exported(job, state, tmp_path)
     assert len(written) > 3, "in several files, with an index"
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+    kind = "CausalLM" if name == "GPT2LMHeadModel" else name.partition("For")[2]
+    model, report = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(
         tmp_path / "model", output_loading_info=True
     )
     assert type(model).__name__ == name
     assert not report["unexpected_keys"]
     assert not report["missing_keys"]
-    ids = exports.tokens()
+    ids, _ = causal.batch(causal.pair(name, **more))
+    ids = ids.float() if ids.is_floating_point() else ids
     expected = exports.logits(state, ids)
     torch.testing.assert_close(model.eval()(ids).logits, expected, rtol=1e-5, atol=1e-5)
 

@@ -191,6 +191,11 @@ def test_dropout_of_adapters_is_found_and_passes_the_check(tmp_path: Path) -> No
         ("embed_tokens", "no linear layer embed_tokens; there are: "),
         ("self_attn", "no linear layer self_attn; there are: "),
         ("proj", "no linear layer proj"),
+        (
+            "all-linear",
+            r"no linear layer all-linear, .*give them by name: \[down_proj, gate_proj, k_proj, "
+            r"o_proj, q_proj, up_proj, v_proj\]",
+        ),
     ],
 )
 def test_what_is_no_linear_layer_is_refused_with_those_that_there_are(
@@ -199,6 +204,13 @@ def test_what_is_no_linear_layer_is_refused_with_those_that_there_are(
     saved("Qwen3ForCausalLM", tmp_path)
     with pytest.raises(JobError, match=f"^model.lora.target_modules: Qwen3ForCausalLM has {why}"):
         job_of(tmp_path, "Qwen3ForCausalLM", target_modules=("q_proj", target))
+
+
+def test_adapters_of_a_classifier_are_refused(tmp_path: Path) -> None:
+    """Its head would stay as it was drawn."""
+    saved("Qwen3ForCausalLM", tmp_path)
+    with pytest.raises(JobError, match="adapts causal language models, and Qwen3ForTokenCl"):
+        job_of(tmp_path, "Qwen3ForTokenClassification", target_modules=("q_proj",))
 
 
 def test_a_router_that_is_a_linear_layer_by_its_class_alone_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ SUPPORT = str(ROOT / "tests" / "support")
 SAMPLES = {
     "pairs": own_models.Pairs(),
     "crossed": own_models.Pairs(),
+    "projected": own_models.Pairs(),
     "sequence": own_models.Points(),
 }
 

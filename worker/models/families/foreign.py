@@ -5,7 +5,6 @@ Importing this imports transformers (two seconds), so only the families' own mod
 
 import json
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from oobleck.planner.job.families import decode_config, family_of
 from oobleck.planner.job.model import ModelSpec
 from oobleck.worker.models.base import Dropout, Layer, draw_parameters, drop, drops
 from oobleck.worker.models.linear import Linear, TransposedLinear
+from oobleck.worker.models.modes import cached
 from oobleck.worker.runtime.errors import JobError
 
 _ATTENTION = "oobleck"
@@ -38,7 +38,7 @@ def options(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-@lru_cache(maxsize=16)
+@cached(maxsize=16)
 def _configuration(kind: Callable[..., Any], text: str) -> Any:
     try:
         # Without the special tokens, which mean nothing to training and draw a warning where they

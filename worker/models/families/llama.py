@@ -1,7 +1,5 @@
 """Llama of transformers, `LlamaForCausalLM`, as layers."""
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from transformers.models.llama.configuration_llama import LlamaConfig
@@ -15,6 +13,7 @@ from oobleck.planner.job.model import ModelSpec
 from oobleck.worker.models.base import Family, Layer
 from oobleck.worker.models.families.foreign import adapt, configuration, draw, table
 from oobleck.worker.models.linear import Linear
+from oobleck.worker.models.modes import cached
 
 
 class Embedding(Layer):
@@ -41,17 +40,15 @@ class _Norm(LlamaRMSNorm):  # type: ignore[misc]  # transformers is not followed
         return out
 
 
-@lru_cache(maxsize=4)
+@cached(maxsize=4)
 def _rotation(
     spec: ModelSpec, length: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines (1, T, width of a head): one pair of tables for all blocks of a worker."""
-    # Also made while a layer is built on the meta device or evaluated without gradients.
-    with torch.device("cpu"), torch.inference_mode(False):
-        rotary = LlamaRotaryEmbedding(configuration(LlamaConfig, spec))
-        like = torch.empty(0, dtype=dtype)
-        cosine, sine = rotary(like, torch.arange(length)[None])
-        return cosine.to(device), sine.to(device)
+    rotary = LlamaRotaryEmbedding(configuration(LlamaConfig, spec))
+    like = torch.empty(0, dtype=dtype)
+    cosine, sine = rotary(like, torch.arange(length)[None])
+    return cosine.to(device), sine.to(device)
 
 
 class Block(Layer):

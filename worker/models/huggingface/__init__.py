@@ -1,1 +1,1 @@
-"""Any causal language model of transformers as a row of layers, by its own classes."""
+"""Models of transformers as a row of layers, by their own classes."""

@@ -8,19 +8,22 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto import modeling_auto
 
 from oobleck.host.command import nearest
 from oobleck.host.system.files import read_regular
-from oobleck.worker.runtime.errors import JobError
+from oobleck.worker.models.modes import cached
+from oobleck.worker.runtime.errors import JobError, NodeError
 
 _MOST_CONFIG_BYTES = 16 << 20
+#: What a config class raises for keys that it does not take.
+_REFUSED = (StrictDataclassError, ValueError, TypeError, KeyError)
 #: Names of keys that have something drawn at random while training.
 _RANDOM = re.compile(r"drop|jitter")
 #: How transformers computes attention and experts; no fields, and in every config.
@@ -28,11 +31,37 @@ _CHOICES = {"attn_implementation", "experts_implementation"}
 #: Keys that are no field of a config class and that transformers still understands: it makes
 #: `rope_parameters` of them.
 _ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+#: Makes `id2label` of it.
+_LABELS = "num_labels"
+
+#: What a model learns: the next token, masked tokens, a label per token, per row, per image.
+Task = Literal["causal", "masked", "token", "sequence", "image"]
+
+
+#: transformers' tables of classes by kind of config.
+_TABLES: Mapping[Task, Mapping[str, str | tuple[str, ...]]] = {
+    "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "token": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "sequence": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+}
+
+
+def _first(found: str | tuple[str, ...]) -> str:
+    """The class of an entry; the first, where one config has several."""
+    return found if isinstance(found, str) else found[0]
+
+
+#: The classes by task; the first task that has a class counts.
+TASKS: Mapping[Task, frozenset[str]] = {
+    task: frozenset(map(_first, table.values())) for task, table in _TABLES.items()
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A causal language model of transformers; small, hashable, and the same in every process."""
+    """A model of transformers; small, hashable, and the same in every process."""
 
     #: The class, such as `Qwen3ForCausalLM`.
     name: str
@@ -45,28 +74,37 @@ class Architecture:
     def model_class(self) -> Any:
         return getattr(transformers, self.name)
 
+    @property
+    def task(self) -> Task:
+        return next(task for task, names in TASKS.items() if self.name in names)
+
+    @property
+    def input_name(self) -> str:
+        """What the model calls its main input."""
+        return "pixel_values" if self.task == "image" else "input_ids"
+
 
 def choose(name: str | None, config: Mapping[str, Any] | None, weights: str | None) -> Architecture:
-    """The model that is meant; `config` has the last word over the directory's. Raises JobError."""
+    """The model that is meant; `config` has the last word over the directory's. Raises JobError,
+    NodeError."""
     saved = {} if weights is None else _saved_config(weights)
     if name is None:
         name = _saved_name(saved, weights)
-    known = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
-    if name not in known:
-        near = _hint(name, known)
-        raise JobError(
-            f"model.architecture: transformers {transformers.__version__} has no causal language "
-            f"model {name}{near}; give a class such as Qwen3ForCausalLM"
-        )
+    if not any(name in names for names in TASKS.values()):
+        raise JobError(f"model.architecture: {_unknown(name)}")
     chosen = Architecture(name, "{}")
-    _check_keys(chosen, config or {})
+    try:
+        _check_keys(chosen, config or {})
+    except ImportError as error:
+        why = " ".join(str(error).split())
+        raise NodeError(f"model.architecture: {name} needs a package more: {why}") from error
     keys = {**_no_dropout(chosen), **saved, **(config or {})}
     chosen = Architecture(name, json.dumps(keys, sort_keys=True), weights)
     configuration(chosen)
     return chosen
 
 
-@lru_cache(maxsize=8)
+@cached(maxsize=8)
 def configuration(architecture: Architecture) -> Any:
     """The config object as models are made of it; not to be changed. Raises JobError."""
     config = fresh_configuration(architecture)
@@ -80,14 +118,11 @@ def fresh_configuration(architecture: Architecture) -> Any:
     kind = architecture.model_class.config_class
     try:
         config = kind.from_dict(keys)
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+    except _REFUSED as error:
         why = " ".join(str(error).split())
         raise JobError(f"model.config: transformers refuses it: {why}; correct it") from error
     if config.is_encoder_decoder:
-        raise JobError(
-            f"model.architecture: {architecture.name} has an encoder; give one that is a decoder "
-            "alone"
-        )
+        raise JobError(f"model.architecture: {architecture.name} {_TWO_LISTS}")
     if getattr(config, "layerdrop", 0.0):
         raise JobError(
             "model.config: layerdrop leaves out whole layers at random, which other workers would "
@@ -107,12 +142,71 @@ def _check_keys(architecture: Architecture, keys: Mapping[str, Any]) -> None:
     kind = architecture.model_class.config_class
     known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map) | _CHOICES
     known |= {key for key in _ROTARY if "rope_parameters" in known}
+    if architecture.task not in ("causal", "masked"):
+        known.add(_LABELS)
     for key in keys:
         if key not in known:
             raise JobError(
                 f"model.config: {kind.__name__} of transformers has no key {key}"
                 f"{_hint(key, sorted(known))}; correct it or leave it out"
             )
+
+
+_TWO_LISTS = (
+    "has an encoder whose result each layer of its decoder takes, and layers here are one list; "
+    "give a class that is an encoder or a decoder alone, such as BertForMaskedLM or "
+    "LlamaForCausalLM, or write the model as layers of your own (oobleck.model)"
+)
+
+
+def _unknown(name: str) -> str:
+    """Why no task has the class `name`, and what to give."""
+    kind = getattr(transformers, name, None)
+    config = getattr(kind, "config_class", None)
+    if config is None:
+        known = sorted(chain.from_iterable(TASKS.values()))
+        return (
+            f"transformers {transformers.__version__} has no model {name}{_hint(name, known)}; "
+            "give a class such as Qwen3ForCausalLM"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{name} {_TWO_LISTS}"
+    if several := senses(kind):
+        return f"{name} {several}"
+    kinds = (table.get(config.model_type) for table in _TABLES.values())
+    alike = sorted({_first(found) for found in kinds if found is not None})
+    if alike:
+        return (
+            f"{name} has no head whose loss is known here; of its kind there are: "
+            f"{', '.join(alike)}"
+        )
+    return (
+        f"{name} is none of transformers' classes for causal or masked language models, "
+        "classification of tokens, of sequences or of images; write it as layers of your own "
+        "(oobleck.model)"
+    )
+
+
+def senses(kind: Any) -> str | None:
+    """Why a class that sees or hears, if it does, is not taken, and what to give."""
+    config = kind.config_class
+    if not {"vision_config", "audio_config"} & set(getattr(config, "sub_configs", {})):
+        return None
+    return (
+        "sees or hears beside what it reads, with layers of several kinds side by side, and layers "
+        f"here are one list; give {_text_model(config) or 'its text model'} to train what it reads "
+        "with alone"
+    )
+
+
+def _text_model(config: Any) -> str | None:
+    """The causal language model within a model that also sees or hears."""
+    try:
+        text = config().get_text_config()
+    except _REFUSED:
+        return None
+    found = _TABLES["causal"].get(text.model_type)
+    return None if found is None else _first(found)
 
 
 def _no_dropout(architecture: Architecture) -> dict[str, float]:

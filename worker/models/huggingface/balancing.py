@@ -8,7 +8,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from oobleck.worker.models.huggingface.architecture import Architecture, configuration
 from oobleck.worker.models.huggingface.unsplit import take_apart
+from oobleck.worker.models.modes import cached
 from oobleck.worker.runtime.errors import JobError
 
 
@@ -47,11 +48,12 @@ class Balance:
     recorders: tuple[OutputRecorder, ...]
 
 
-@lru_cache(maxsize=4)
+@cached(maxsize=4)
 def balance_of(architecture: Architecture) -> Balance | None:
     """None where the loss has no such part. Raises JobError where it has one of another form."""
     config = configuration(architecture)
-    if not getattr(config, "output_router_logits", False):
+    # Other heads leave it out, in transformers too.
+    if architecture.task != "causal" or not getattr(config, "output_router_logits", False):
         return None
     parts = take_apart(architecture, torch.get_default_dtype())
     coefficient = getattr(config, "router_aux_loss_coef", None)

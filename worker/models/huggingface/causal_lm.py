@@ -1,13 +1,14 @@
-"""Any causal language model of transformers whose decoder layers are a chain, as layers.
+"""Any model of transformers whose layers are one chain under a head, as layers.
 
-The family's own classes compute: layer 0 is its base model without decoder layers and final norm,
-then comes each of its decoder layers, and the last layer is its final norm under its own head. Only
-hidden states travel between layers; masks and rotary tables are made anew where they are needed
-(`unsplit`).
+The family's own classes compute: layer 0 is its base model without layers and final norm, then
+comes each of its layers, and the last layer is its final norm under its own head. Only hidden
+states travel between layers, and with them what a head wants of the ids; masks and rotary tables
+are made anew where they are needed (`unsplit`).
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,16 @@ from oobleck.worker.models.huggingface.balancing import (
     routing_sums,
 )
 from oobleck.worker.models.huggingface.lora import adapt, choose_adapters
-from oobleck.worker.models.huggingface.unsplit import fill, front, handed, no_mask, take_apart
+from oobleck.worker.models.huggingface.unsplit import (
+    fill,
+    front,
+    handed,
+    no_mask,
+    take_apart,
+    without_cache,
+)
+from oobleck.worker.models.own import without_draws
+from oobleck.worker.models.tree import shown
 from oobleck.worker.runtime.errors import JobError
 
 #: What a layer calls the part of transformers that it has.
@@ -42,7 +52,7 @@ def causal_lm(
     config: Mapping[str, Any] | None = None,
     weights: str | None = None,
     *,
-    sequence_length: int,
+    sequence_length: int | None = None,
     lora: Mapping[str, Any] | None = None,
 ) -> Model:
     """The model `architecture`, such as `Qwen3ForCausalLM`, as transformers computes it.
@@ -50,13 +60,15 @@ def causal_lm(
     `config` has keys of its config class; what is left out is transformers' default. `weights` is a
     directory as `save_pretrained` writes it: what `config` does not say and the architecture come
     from its config.json, initial weights from its safetensors. Without it, weights are drawn as
-    transformers draws them. Rows are full: there is no padding.
+    transformers draws them. Rows are full: there is no padding mask.
 
-    Layer 0 takes ids (b, T). The loss is the mean cross entropy over all tokens of the global
-    batch, those with target -100 left out. Where the config has `output_router_logits: true`, the
-    load-balancing loss of the experts is added times `router_aux_loss_coef`, of each row by itself:
-    what transformers adds for a batch of that row alone, with the weight of the row's tokens. What
-    it needs travels with the hidden states, as (b, 2, experts).
+    Layer 0 takes ids (b, T), or pixels (b, channels, height, width) where the model classifies
+    images. The loss of language models and of labels per token is the mean cross entropy over all
+    tokens of the global batch, those with target -100 left out. Where the config has
+    `output_router_logits: true`, the load-balancing loss of the experts is added times
+    `router_aux_loss_coef`, of each row by itself: what transformers adds for a batch of that row
+    alone, with the weight of the row's tokens. What it needs travels with the hidden states, as
+    (b, 2, experts). The loss of labels per row is `label_losses`.
 
     With `lora`, keys of peft's LoraConfig, adapters on the linear layers that it names are trained,
     and nothing else.
@@ -65,27 +77,45 @@ def causal_lm(
     """
     chosen = choose(architecture, config, weights)
     found = configuration(chosen)
+    if chosen.task == "image":
+        if sequence_length is not None:
+            raise JobError(
+                f"model.sequence_length: {chosen.name} takes images, whose size is the config's "
+                "image_size; leave it out"
+            )
+    elif sequence_length is None:
+        raise JobError("model.sequence_length: is missing; give the tokens of a row")
     most = getattr(found, "max_position_embeddings", None)
-    if isinstance(most, int) and 0 < most < sequence_length:
+    if sequence_length is not None and isinstance(most, int) and 0 < most < sequence_length:
         raise JobError(
             f"model.sequence_length: {sequence_length} is beyond the config's "
             f"max_position_embeddings {most}; shorten it, or set that key"
         )
     parts = take_apart(chosen, torch.get_default_dtype())
+    if chosen.task == "sequence" and getattr(found, "pad_token_id", None) is None:
+        raise JobError(
+            f"model.config: {chosen.name} looks for the last token of a row that is not "
+            "pad_token_id, which is null; set it to a number that the data pads with"
+        )
     last = len(parts.layers) + 1
     if weights is not None:
         for number in range(last + 1):
             pretrained.check(chosen, foreign_names(chosen, number))
     adapters = None if lora is None else choose_adapters(chosen, lora)
-    balance = balance_of(chosen) or Balance(0.0, 0, ())
     return Model(
         layers=[partial(build, chosen, number, adapters) for number in range(last + 1)],
-        loss=partial(row_losses, coefficient=balance.coefficient, chosen=balance.chosen),
+        loss=_loss(chosen),
         # What is frozen is the same in both anyway.
-        tied=[]
-        if adapters
-        else [(f"0.{_PART}{ours}", f"{last}.{_PART}{theirs}") for ours, theirs in _tied(chosen)],
+        tied=[] if adapters else list(_tied(chosen, last)),
     )
+
+
+def _loss(architecture: Architecture) -> Callable[[Tensors, Tensors], Tensor]:
+    if architecture.task in ("sequence", "image"):
+        config = configuration(architecture)
+        return partial(label_losses, problem=config.problem_type, labels=config.num_labels)
+    balance = balance_of(architecture) or Balance(0.0, 0, ())
+    return partial(row_losses, coefficient=balance.coefficient, chosen=balance.chosen)
 
 
 def build(architecture: Architecture, number: int, lora: LoraSpec | None = None) -> nn.Module:
@@ -104,7 +134,7 @@ def build(architecture: Architecture, number: int, lora: LoraSpec | None = None)
 def foreign_names(architecture: Architecture, number: int) -> dict[str, str]:
     """By the name that layer `number` gives a parameter or a kept buffer: transformers' name in the
     state of the whole model, which is what `from_pretrained` understands."""
-    with torch.device("meta"):
+    with torch.device("meta"), without_draws():
         layer = build(architecture, number)
     prefix = _prefix(architecture, number)
     return {name: prefix + name.removeprefix(_PART) for name in layer.state_dict()}
@@ -118,24 +148,47 @@ def _prefix(architecture: Architecture, number: int) -> str:
 
 
 class Embedding(nn.Module):
-    """Ids (b, T) to what the first decoder layer takes, (b, T, hidden)."""
+    """Ids (b, T) or pixels to what the first layer takes, (b, T, hidden); both, where the head
+    looks for the last token of a row."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
+        self._architecture = architecture
         parts = take_apart(architecture, torch.get_default_dtype())
+        self._masked = parts.masked
+        self._options = without_cache(parts.base)
         # Under its name in the whole model, so that its parameters are called as there.
         self.part = nn.ModuleDict({parts.prefix[:-1]: front(parts)})
         _fill(self, architecture, parts.base, foreign="")
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, x: Tensors) -> Tensors:
+        _check_input(self._architecture, x)
         (base,) = self.part.values()
-        mask = no_mask(ids.device)
-        embedded: Tensor = base(input_ids=ids, attention_mask=mask, use_cache=False)[0]
-        return embedded
+        options = {"attention_mask": no_mask(x.device)} if self._masked else {}
+        named = {self._architecture.input_name: x}
+        embedded: Tensor = base(**named, **self._options, **options)[0]
+        return (embedded, x) if self._architecture.task == "sequence" else embedded
+
+
+def _check_input(architecture: Architecture, x: Tensors) -> None:
+    """Raise JobError where the samples' inputs are not the one tensor that the model takes."""
+    image = architecture.task == "image"
+    what, size = ("pixels", 4) if image else ("ids of tokens", 2)
+    if isinstance(x, Tensor) and x.dim() == size and x.is_floating_point() == image:
+        return
+    where = f" with {', '.join(map(repr, x))}" if isinstance(x, dict) else ""
+    found = f"{shown(x)}" if isinstance(x, Tensor) else f"a {type(x).__name__}{where}"
+    kinds = "floats (channels, height, width)" if image else "integers (tokens,)"
+    raise JobError(
+        f"model.architecture: {architecture.name} takes one tensor of {what} for each sample, "
+        f"{kinds}, and the data gives {found}; give {architecture.input_name} alone as inputs. "
+        "Rows are full, so there is no attention_mask, and labels are the targets"
+    )
 
 
 class Block(Prepared):
-    """One decoder layer: hidden states (b, T, hidden) to the same, or both with routing sums."""
+    """One layer: hidden states (b, T, hidden) to the same, both with what travels beside them:
+    routing sums, or ids."""
 
     def __init__(self, architecture: Architecture, index: int) -> None:
         super().__init__()
@@ -148,60 +201,94 @@ class Block(Prepared):
         _fill(self, architecture, parts.base, foreign=f"{parts.prefix}{parts.name}.{index}.")
 
     def prepare(self, x: Tensors) -> Any:
-        hidden, sums = x if isinstance(x, tuple) else (x, None)
+        hidden, beside = x if isinstance(x, tuple) else (x, None)
         layers = handed(self._architecture, hidden.shape[1], hidden.device, hidden.dtype)
         extra = layers[self._index].to(len(hidden))
-        return hidden, sums, extra.positional, extra.named
+        return hidden, beside, extra.positional, extra.named
 
     def compute(self, prepared: Any) -> Tensors:
-        hidden, sums, positional, named = prepared
+        hidden, beside, positional, named = prepared
         logits: list[Tensor] = []
         with recorded(self.part, self._recorders, logits):
             out = self.part(hidden, *positional, **named)
         out = out[0] if isinstance(out, tuple) else out
         for found in logits:
             added = routing_sums(found.view(len(hidden), -1, found.shape[-1]), self._chosen)
-            sums = added if sums is None else sums + added
-        return out if sums is None else (out, sums)
+            beside = added if beside is None else beside + added
+        return out if beside is None else (out, beside)
 
 
-class _Normed(tuple[Tensor]):
-    """What a base model gives: normed hidden states, and nothing else that a head may pass on."""
+#: Fields of a base model's result that heads are given, in order.
+_GIVEN = ("last_hidden_state", "pooler_output")
+
+
+class _Result(tuple[Tensor, ...]):
+    """What a base model gives: hidden states and, if it has that, one vector per row; nothing else
+    that a head may pass on."""
 
     def __getattr__(self, name: str) -> Tensor | None:
-        return self[0] if name == "last_hidden_state" else None
+        return dict(zip(_GIVEN, self, strict=False)).get(name)
 
 
 class _Tail(nn.Module):
-    """A base model of which only the final norm is left."""
+    """A base model, or a part of one with all its layers in it, of which only what is behind the
+    layers is left, under its names there."""
 
-    def __init__(self, name: str, norm: nn.Module) -> None:
+    def __init__(self, base: nn.Module, layers: str, final: Sequence[str], pooler: str) -> None:
+        """Keep what is behind the list at `layers` in `base`. All places are within `base`."""
         super().__init__()
-        self._name = name
-        self.add_module(name, norm)
+        self._final, self._pooler = final, pooler
+        inner, _, rest = layers.partition(".")
+        if rest:
+            # Some heads call that part by itself.
+            within = [one.removeprefix(f"{inner}.") for one in final if one.startswith(f"{inner}.")]
+            tail = _Tail(base.get_submodule(inner), rest, within, "")
+            self.add_module(inner, tail)
+        for path in filter(None, (*final, pooler)):
+            if not (rest and path.startswith(f"{inner}.")):
+                self.add_module(path, copy.deepcopy(base.get_submodule(path)))
 
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Normed:
-        return _Normed((self.get_submodule(self._name)(inputs_embeds),))
+    def forward(self, *given: Any, **named: Any) -> _Result:
+        hidden = named.get("inputs_embeds")
+        if hidden is None:  # pixels, as which a head hands on what it was given
+            hidden = named["pixel_values"] if "pixel_values" in named else given[0]
+        for path in self._final:
+            hidden = self.get_submodule(path)(hidden)
+        return _Result(
+            (hidden, self.get_submodule(self._pooler)(hidden)) if self._pooler else (hidden,)
+        )
 
 
 class Head(nn.Module):
-    """Hidden states (b, T, hidden) to logits (b, T, vocabulary), beside routing sums if any."""
+    """Hidden states (b, T, hidden) to logits, (b, T, classes) or (b, classes), beside routing sums
+    if any."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
+        self._task = architecture.task
         parts = take_apart(architecture, torch.get_default_dtype())
         base = parts.base
-        tail = _Tail(parts.norm, getattr(base, parts.norm))
+        tail = _Tail(base, parts.name, parts.final, parts.pooler)
         # The whole model with that in the place of its base model, which is not copied.
-        self.part = copy.deepcopy(parts.model, {id(base): copy.deepcopy(tail)})
+        self.part = copy.deepcopy(parts.model, {id(base): tail})
+        self._options = without_cache(self.part)
         _fill(self, architecture, parts.model, foreign="")
 
     def forward(self, x: Tensors) -> Tensors:
-        hidden, sums = x if isinstance(x, tuple) else (x, None)
-        # No logits of routers are asked for: those that are needed came along.
-        options = {} if sums is None else {"output_router_logits": False}
-        logits = self.part(inputs_embeds=hidden, use_cache=False, **options).logits
-        return logits if sums is None else (logits, sums)
+        hidden, beside = x if isinstance(x, tuple) else (x, None)
+        named: dict[str, Any] = dict(self._options)
+        match self._task:
+            case "image":
+                named["pixel_values"] = hidden
+            case "sequence":
+                named |= {"inputs_embeds": hidden, "input_ids": beside}
+            case _:
+                named["inputs_embeds"] = hidden
+                if beside is not None:
+                    # No logits of routers are asked for: those that are needed came along.
+                    named["output_router_logits"] = False
+        logits = self.part(**named).logits
+        return logits if beside is None or self._task == "sequence" else (logits, beside)
 
 
 def row_losses(
@@ -219,11 +306,41 @@ def row_losses(
     return rows, counted
 
 
-def _tied(architecture: Architecture) -> Iterator[tuple[str, str]]:
-    """Names in the whole model: of the parameter in front, and of the one in the head."""
+def label_losses(logits: Tensor, targets: Tensor, *, problem: str | None, labels: int) -> Tensor:
+    """One number per row for logits (b, labels), by transformers' `problem_type`; without it, by
+    what the targets are.
+
+    Cross entropy for one of several labels, targets (b,) of integers; the mean squared error for
+    numbers, as with one label; the mean binary cross entropy for any of several labels, targets
+    (b, labels) of floats.
+    """
+    if problem is None:
+        several = "multi_label" if targets.is_floating_point() else "single_label"
+        problem = "regression" if labels == 1 else f"{several}_classification"
+    single = problem == "single_label_classification"
+    shape = (len(logits),) if single else tuple(logits.shape)
+    if targets.numel() != math.prod(shape) or (single and targets.is_floating_point()):
+        kinds = "one integer" if single else f"{labels} numbers" if labels > 1 else "one number"
+        raise JobError(
+            f"model.architecture: the loss of a {problem} takes {kinds} as the target of each "
+            f"sample, and the data gives {shown(targets)} for {len(logits)} rows; correct the "
+            "data, or the config's problem_type or num_labels"
+        )
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if single:
+        return F.cross_entropy(wide, targets.view(shape).long(), reduction="none")
+    loss = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
+    return loss(wide, targets.view(shape).to(wide.dtype), reduction="none").flatten(1).mean(1)
+
+
+def _tied(architecture: Architecture, last: int) -> Iterator[tuple[str, str]]:
+    """Pairs of a parameter in front and the same one in the head; what the head has twice is one
+    there anyway."""
     parts = take_apart(architecture, torch.get_default_dtype())
+    ahead = set(foreign_names(architecture, 0).values())
     for theirs, ours in parts.model.get_expanded_tied_weights_keys().items():
-        yield ours, theirs
+        if ours in ahead:
+            yield f"0.{_PART}{ours}", f"{last}.{_PART}{theirs}"
 
 
 def _fill(layer: nn.Module, architecture: Architecture, owner: Any, foreign: str) -> None:

@@ -17,6 +17,7 @@ from oobleck.worker.models.huggingface.architecture import Architecture, choose,
 from oobleck.worker.models.huggingface.causal_lm import build, foreign_names
 from oobleck.worker.models.huggingface.lora import adapter_config
 from oobleck.worker.models.huggingface.unsplit import take_apart
+from oobleck.worker.models.own import without_draws
 
 
 def foreign(spec: OwnModelSpec) -> Foreign:
@@ -47,10 +48,11 @@ def _kept(architecture: Architecture, count: int) -> Iterator[tuple[str, str]]:
     """Tensors of an export that are not trained, and their names in the files that the model began
     with, which alone have them. Raises JobError."""
     for number in range(count):
-        with torch.device("meta"):
+        with torch.device("meta"), without_draws():
             layer = build(architecture, number)
         names = foreign_names(architecture, number)
-        trained = {names[name] for name, p in layer.named_parameters() if p.requires_grad}
+        parameters = layer.named_parameters(remove_duplicate=False)
+        trained = {names[name] for name, p in parameters if p.requires_grad}
         kept = [full for full in names.values() if full not in trained]
         # Several may come from the same pieces.
         yield from dict.fromkeys(

@@ -1,4 +1,4 @@
-"""What a decoder layer of transformers is handed beside hidden states: masks, tables, flags.
+"""What a layer of transformers is handed beside hidden states: masks, tables, flags.
 
 Owns how that for one row becomes that for several. Must not know how it is found.
 """
@@ -17,14 +17,15 @@ class Differ(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PerRow:
-    """A tensor that is given once per row of a micro-batch: here for one, (1, ...)."""
+    """A tensor that is given once per row of a micro-batch: here for one, (1, ...), or (n, ...)
+    where rows and what there is n times of each are one dimension."""
 
     one: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """What a decoder layer is given beside the hidden states."""
+    """What a layer is given beside the hidden states."""
 
     positional: tuple[Any, ...]
     named: Mapping[str, Any]
@@ -47,7 +48,7 @@ def _common(one: Any, two: Any) -> Any:
         case Tensor() if isinstance(two, Tensor) and not (one.requires_grad or two.requires_grad):
             if torch.equal(one, two):
                 return one
-            if one.dim() and len(one) == 1 and torch.equal(one.expand(2, *one.shape[1:]), two):
+            if one.dim() and len(two) == 2 * len(one) and torch.equal(torch.cat([one, one]), two):
                 return PerRow(one)
         case tuple() | list() if len(one) == len(two):
             return type(one)(map(_common, one, two))
@@ -87,7 +88,9 @@ def _move(value: Any, device: torch.device, there: dict[int, Tensor]) -> Any:
 def _expand(value: Any, rows: int) -> Any:
     match value:
         case PerRow():
-            return value.one.expand(rows, *value.one.shape[1:])
+            size = value.one.shape
+            each = value.one.expand(rows, *size)
+            return each.reshape(-1, *size[1:]) if size[0] > 1 else each.squeeze(1)
         case tuple() | list():
             return type(value)(_expand(inner, rows) for inner in value)
         case dict():

@@ -25,11 +25,22 @@ _PART = "part."
 
 def choose_adapters(architecture: Architecture, keys: Mapping[str, Any]) -> LoraSpec:
     """Those of `keys`, for a model that has all that they name. Raises JobError, NodeError."""
+    if architecture.task != "causal":
+        raise JobError(
+            f"model.lora: adapts causal language models, and {architecture.name} has a head that "
+            "would stay as it was drawn; leave lora out to train all of it"
+        )
     lora = LoraSpec(**{**keys, "target_modules": tuple(keys.get("target_modules", ()))})
     _peft()
     modules = dict(_modules(architecture))
     linear = sorted({name.rpartition(".")[2] for name, one in modules.items() if _is_linear(one)})
     for target in lora.target_modules:
+        if target == "all-linear":
+            raise JobError(
+                f"model.lora.target_modules: {architecture.name} has no linear layer all-linear, "
+                "peft's word for all; give them by name: "
+                f"[{', '.join(_inner(architecture))}]"
+            )
         meant = {name: one for name, one in modules.items() if _fits(name, target)}
         for name, one in meant.items():
             if isinstance(one, nn.Linear | Conv1D) and not _is_linear(one):
@@ -103,6 +114,13 @@ def _modules(architecture: Architecture) -> Iterator[tuple[str, nn.Module]]:
     yield from parts.model.named_modules()
     for index, layer in enumerate(parts.layers):
         yield from layer.named_modules(prefix=f"{parts.prefix}{parts.name}.{index}")
+
+
+def _inner(architecture: Architecture) -> list[str]:
+    """Ends of the names of all linear layers that peft's word `all-linear` means: not the head."""
+    parts = take_apart(architecture, torch.get_default_dtype())
+    modules = [module for layer in parts.layers for module in layer.named_modules()]
+    return sorted({name.rpartition(".")[2] for name, one in modules if _is_linear(one)})
 
 
 def _fits(name: str, target: str) -> bool:

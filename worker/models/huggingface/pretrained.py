@@ -8,7 +8,6 @@ looked up and run here for the tensors of one layer.
 import copy
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -27,6 +26,7 @@ from oobleck.host.storage.weight_files import WeightFiles
 from oobleck.worker.models.huggingface.architecture import Architecture
 from oobleck.worker.models.huggingface.unsplit import take_apart
 from oobleck.worker.models.initial import check_as_begun, weight_files
+from oobleck.worker.models.modes import cached
 from oobleck.worker.runtime.errors import JobError, NodeError
 
 #: Types that weights are computed with; what others hold means something only with a scale.
@@ -50,6 +50,8 @@ def check(architecture: Architecture, names: Mapping[str, str]) -> None:
     for full in names.values():
         source = sources.get(_stored_name(architecture, full))
         if source is None and full in _parameters(architecture):
+            if _begins_anew(architecture, full):
+                continue
             raise JobError(
                 f"model.weights: {files.directory} has no tensor {full}; give weights of "
                 f"{architecture.name}, or correct the config"
@@ -88,6 +90,15 @@ def stored(
     return [(key, key) for key in keys]
 
 
+def _begins_anew(architecture: Architecture, full: str) -> bool:
+    """Whether a model that was saved for another task may lack the parameter, so that it is drawn:
+    heads of classifiers and what makes one vector of a row, as `from_pretrained` has it."""
+    parts = _whole(architecture)
+    pooler = parts.pooler and full.startswith(f"{parts.prefix}{parts.pooler}.")
+    classifies = architecture.task in ("token", "sequence", "image")
+    return classifies and bool(pooler or not full.startswith(parts.prefix))
+
+
 @torch.no_grad()
 def load(
     layer: nn.Module, architecture: Architecture, names: Mapping[str, str], device: torch.device
@@ -96,18 +107,24 @@ def load(
     them as transformers does. Buffers that the files lack stay. Raises JobError, NodeError."""
     sources = _sources(architecture)
     found: dict[str, Tensor] = {}
+    #: By what was there: the layer may have a parameter under two names.
+    loaded: dict[int, Tensor] = {}
+    state = layer.state_dict(keep_vars=True)
     for name, full in names.items():
         stored = _stored_name(architecture, full)
         if stored not in sources:
             continue
         if stored not in found:
             found.update(_read(architecture, stored, sources[stored]))
-        old = layer.state_dict(keep_vars=True)[name]
+        old = state[name]
         _check_shape(stored, full, tuple(found[stored].shape), tuple(old.shape))
-        new: Tensor = found[stored].to(device, old.dtype, copy=True)
-        if isinstance(old, nn.Parameter):
-            new = nn.Parameter(new, old.requires_grad)
-        new._is_hf_initialized = True  # type: ignore[attr-defined]
+        if id(old) not in loaded:
+            new: Tensor = found[stored].to(device, old.dtype, copy=True)
+            if isinstance(old, nn.Parameter):
+                new = nn.Parameter(new, old.requires_grad)
+            new._is_hf_initialized = True  # type: ignore[attr-defined]
+            loaded[id(old)] = new
+        new = loaded[id(old)]
         owner, _, own = name.rpartition(".")
         kept = layer.get_submodule(owner)
         if isinstance(new, nn.Parameter):
@@ -137,7 +154,7 @@ def _whole(architecture: Architecture) -> Any:
     return take_apart(architecture, torch.float32)
 
 
-@lru_cache(maxsize=2)
+@cached(maxsize=2)
 def _state(architecture: Architecture) -> dict[str, Tensor]:
     """The state of the whole model on the meta device."""
     parts = _whole(architecture)
@@ -147,7 +164,7 @@ def _state(architecture: Architecture) -> dict[str, Tensor]:
     return state
 
 
-@lru_cache(maxsize=2)
+@cached(maxsize=2)
 def _parameters(architecture: Architecture) -> frozenset[str]:
     parts = _whole(architecture)
     names = {name for name, _ in parts.model.named_parameters(remove_duplicate=False)}
@@ -163,7 +180,7 @@ def _stored_name(architecture: Architecture, full: str) -> str:
     return tied.get(full, full)
 
 
-@lru_cache(maxsize=2)
+@cached(maxsize=2)
 def _sources(architecture: Architecture) -> dict[str, _Source]:
     """By parameter or buffer of the whole model, what of the files it comes from."""
     model, state = _whole(architecture).model, _state(architecture)

@@ -1,29 +1,32 @@
 """A model of transformers cut open: its parts without weights, and what its layers are handed.
 
 A base model of transformers computes masks, rotary tables and positions once and hands them to
-each decoder layer. Here its own `forward` runs with stand-ins for the decoder layers, which note
-what they are handed: nothing of it is written anew, so a family's windows, scales and kinds of
-layers come out as they do there.
+each of its layers. Here its own `forward` runs with stand-ins for the layers, which note what they
+are handed: nothing of it is written anew, so a family's windows, scales and kinds of layers come
+out as they do there.
 
 That a chain of layers computes what the whole model does is proved and not assumed, for every
 model that is taken (`prove`): the stand-ins' tensors are followed through `forward`. Each must go
-into the next one and the last into the final norm as it is, and all else that a layer is handed
-must not depend on the tokens.
+into the next one and the last through the final modules, mostly one norm, to the result as it is,
+and all else that a layer is handed must not depend on the tokens.
 """
 
-import contextlib
 import copy
 import dataclasses
+import inspect
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from oobleck.worker.models.huggingface.architecture import Architecture, configuration
+from oobleck.worker.models.huggingface.architecture import Architecture, configuration, senses
 from oobleck.worker.models.huggingface.handed import Differ, Handed, moved
+from oobleck.worker.models.modes import cached
+from oobleck.worker.models.own import without_draws
 from oobleck.worker.runtime.errors import JobError
 
 #: Tokens of the proof: masks and tables are made alike for any number.
@@ -48,24 +51,30 @@ REFUSALS = (
 class Parts:
     """A whole model on the meta device, taken apart. Not to be changed: layers are copies of it."""
 
-    #: The model without its decoder layers.
+    #: The model without its layers.
     model: Any
-    #: What its list of decoder layers is called in the base model.
+    #: What it calls its base model.
+    inner: str
+    #: Where its list of layers is in the base model.
     name: str
     layers: tuple[nn.Module, ...]
-    #: Whether a decoder layer gives a tuple whose first is the hidden states.
+    #: Whether a layer gives a tuple whose first is the hidden states.
     tuples: bool = False
-    #: What the base model calls its final norm.
-    norm: str = ""
+    #: Modules of the base model that hidden states pass behind the layers, in order.
+    final: tuple[str, ...] = ()
+    #: The module that makes one vector of each row of the result; empty: there is none.
+    pooler: str = ""
+    #: Whether the base model takes `no_mask` where it has no layers.
+    masked: bool = True
 
     @property
     def base(self) -> Any:
-        return self.model.base_model
+        return getattr(self.model, self.inner)
 
     @property
     def prefix(self) -> str:
         """What the names of a base model's parameters begin with in the whole model."""
-        return f"{self.model.base_model_prefix}."
+        return f"{self.inner}."
 
 
 class StandIn(nn.Module):
@@ -95,6 +104,10 @@ class StandIn(nn.Module):
         return (self.given,) if self._tuples else self.given
 
 
+class _DoesNotRun(JobError):
+    """The base model fails with stand-ins."""
+
+
 class _Words(nn.Module):
     """In the place of the token embedding: the tensor that it was made with."""
 
@@ -108,36 +121,101 @@ class _Words(nn.Module):
         return self.embedded
 
 
-@lru_cache(maxsize=4)
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Of a module within the base model."""
+
+    name: str
+    taken: Any
+    given: Any
+    #: Of both tensors at that time: a later one has been written to.
+    taken_version: int | None
+    version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    stands: list[StandIn]
+    calls: list[_Call]
+    #: What the base model gave: hidden states, and one vector per row if it has that.
+    out: Any
+    pooled: Any
+
+
+@cached(maxsize=4)
 def take_apart(architecture: Architecture, dtype: torch.dtype) -> Parts:
     """The parts, in that precision; proved to be a chain. Raises JobError."""
     model = _whole(architecture, dtype)
-    base = model.base_model
+    inner = _inner(model)
+    base: Any = getattr(model, inner, None)
     count = getattr(configuration(architecture), "num_hidden_layers", 0)
-    lists = [
-        name
-        for name, child in base.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) == count
-    ]
-    if base is model or len(lists) != 1 or count < 1:
-        raise _unfit(architecture, "its decoder layers are not one list in its base model")
-    layers = tuple(getattr(base, lists[0]))
-    setattr(base, lists[0], nn.ModuleList())
+    lists = [] if base is None else _lists(base, count)
+    if len(lists) != 1 or count < 1:
+        if several := senses(architecture.model_class):
+            raise JobError(f"model.architecture: {architecture.name} {several}")
+        raise _unfit(architecture, "its layers are not one list in its base model")
+    layers = tuple(base.get_submodule(lists[0]))
+    base.set_submodule(lists[0], nn.ModuleList())
     parameters = [id(p) for layer in layers for p in layer.parameters()]
     if len(set(parameters)) != len(parameters):
-        raise _unfit(architecture, "its decoder layers share parameters")
-    if (
-        sum(p.numel() for p in base.parameters()) - base.get_input_embeddings().weight.numel()
-        > _MOST
-    ):
-        raise _unfit(architecture, "its base model has large parts beside its decoder layers")
+        raise _unfit(architecture, "its layers share parameters")
+    if architecture.task == "causal" and _sees_ahead(architecture, layers):
+        raise JobError(
+            f"model.config: {architecture.name} sees the tokens that it has to tell unless it is a "
+            "decoder; set is_decoder to true"
+        )
+    embedding = _embedding_size(architecture, base)
+    if sum(p.numel() for p in base.parameters()) - embedding > _MOST:
+        raise _unfit(architecture, "its base model has large parts beside its layers")
     try:
-        return prove(architecture, Parts(model, lists[0], layers))
+        return prove(architecture, Parts(model, inner, lists[0], layers))
     except JobError as error:
         # Which of both a family's layers give shows in what its base model makes of it.
-        with contextlib.suppress(JobError):
-            return prove(architecture, Parts(model, lists[0], layers, tuples=True))
-        raise error from None
+        try:
+            return prove(architecture, Parts(model, inner, lists[0], layers, tuples=True))
+        except _DoesNotRun:
+            raise error from None
+
+
+def _inner(model: Any) -> str:
+    """What `model` calls its base model; empty where it is none with a head."""
+    if model.base_model is not model:
+        return str(model.base_model_prefix)
+    # A few have another word for it than their class says.
+    bases = [name for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
+    return bases[0] if len(bases) == 1 else ""
+
+
+def _sees_ahead(architecture: Architecture, layers: tuple[nn.Module, ...]) -> bool:
+    """Whether an encoder's layers are used as they are for a causal language model."""
+    if getattr(configuration(architecture), "is_decoder", None) is not False:
+        return False
+    # A few decoders have that key, and their layers do not look at it.
+    parts = (part for layer in layers for part in layer.modules())
+    return any(getattr(part, "is_decoder", None) is False for part in parts)
+
+
+def _embedding_size(architecture: Architecture, base: Any) -> int:
+    """Numbers in the embedding of tokens, or of pieces of an image. Raises JobError."""
+    try:
+        embedding = base.get_input_embeddings()
+        if architecture.task == "image" or isinstance(embedding.embedding_dim, int):
+            return sum(p.numel() for p in embedding.parameters())
+    except (NotImplementedError, AttributeError):
+        pass
+    raise _unfit(architecture, "its base model has no one embedding of what it takes")
+
+
+def _lists(base: nn.Module, count: int) -> list[str]:
+    """Where `base` has lists of so many modules, none within another one; its own ones alone, where
+    it has any."""
+    found: list[str] = []
+    within: list[str] = []
+    for name, child in base.named_modules():
+        if isinstance(child, nn.ModuleList) and not name.startswith(tuple(within)):
+            within.append(f"{name}.")
+            found += [name] if len(child) == count else []
+    return [name for name in found if "." not in name] or found
 
 
 def _whole(architecture: Architecture, dtype: torch.dtype) -> Any:
@@ -146,7 +224,7 @@ def _whole(architecture: Architecture, dtype: torch.dtype) -> Any:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        with torch.device("meta"), without_draws(), torch.random.fork_rng(devices=[]):
             return architecture.model_class(config)
     except REFUSALS as error:
         raise JobError(
@@ -157,30 +235,74 @@ def _whole(architecture: Architecture, dtype: torch.dtype) -> Any:
 
 
 def prove(architecture: Architecture, parts: Parts) -> Parts:
-    """`parts` with the name of the final norm. Raises JobError where they are no chain."""
+    """`parts` with what is behind the layers. Raises JobError where they are no chain."""
     run = _run(architecture, parts, 1, _FEW)
     for before, after in zip(run.stands, run.stands[1:], strict=False):
         if not _is(after.taken, before.given):
-            raise _unfit(architecture, "something happens between two of its decoder layers")
-    norms = [call for call in run.calls if _is(call.taken, run.stands[-1].given)]
-    if len(norms) != 1:
-        raise _unfit(architecture, "its last decoder layer does not go into one final norm")
-    if not _is(run.out, norms[0].given) or run.out._version != norms[0].version:
-        raise _unfit(architecture, "something happens between its final norm and its head")
+            raise _unfit(architecture, "something happens between two of its layers")
+    final = _final(architecture, run)
     _merge(architecture, run.stands, _run(architecture, parts, 2, _FEW).stands)
-    parts = dataclasses.replace(parts, norm=norms[0].name)
-    mask = no_mask(torch.device("cpu"))
-    _, embedded = _call(architecture, parts, front(parts), 1, _FEW, attention_mask=mask)
+    parts = dataclasses.replace(parts, final=final, pooler=_pooler(architecture, run))
     taken = run.stands[0].taken
-    if embedded.shape != taken.shape or not torch.equal(embedded, taken):
-        raise _unfit(architecture, "its final norm is used in front of its decoder layers too")
-    return parts
+    for masked in True, False:
+        found = dataclasses.replace(parts, masked=masked)
+        try:
+            embedded = _call(architecture, found, front(found), 1, _FEW, masked=masked)[1][0]
+        except JobError:
+            if not masked:
+                raise
+            continue  # it takes no mask, or one of another form
+        if _same(embedded, taken):
+            return found
+    raise _unfit(architecture, "its final norm is used in front of its layers too")
+
+
+def _same(embedded: Tensor, taken: Tensor) -> bool:
+    return embedded.shape == taken.shape and torch.equal(embedded, taken)
+
+
+def _final(architecture: Architecture, run: _Run) -> tuple[str, ...]:
+    """The modules on the way from the last layer to the result, in order. Raises JobError."""
+    given: Any = run.stands[-1].given
+    version: int | None = 0
+    names: list[str] = []
+    while not _is(run.out, given):
+        calls = [call for call in _outermost(run.calls, given) if call.name not in names]
+        if len(calls) != 1 or calls[0].taken_version != version:
+            raise _unfit(
+                architecture,
+                "something happens between its final norm and its head"
+                if names
+                else "its last layer does not go into one final norm",
+            )
+        given, version = calls[0].given, calls[0].version
+        names.append(calls[0].name)
+    if run.out._version != version:
+        raise _unfit(architecture, "something happens between its final norm and its head")
+    return tuple(names)
+
+
+def _pooler(architecture: Architecture, run: _Run) -> str:
+    """The module that makes the pooled result, if any. Raises JobError."""
+    if not isinstance(run.pooled, Tensor):
+        return ""
+    calls = [call for call in _outermost(run.calls, run.out) if _is(run.pooled, call.given)]
+    if len(calls) != 1 or calls[0].version != run.pooled._version:
+        raise _unfit(architecture, "its pooled result does not come from one module")
+    return calls[0].name
+
+
+def _outermost(calls: list[_Call], taken: Any) -> list[_Call]:
+    """Those that took that and gave a tensor, without those within another one of them."""
+    found = [call for call in calls if _is(call.taken, taken) and isinstance(call.given, Tensor)]
+    return [c for c in found if not any(c.name.startswith(f"{o.name}.") for o in found)]
 
 
 def front(parts: Parts) -> Any:
-    """A base model that gives what its first decoder layer takes; on the meta device."""
+    """A base model that gives what its first layer takes; on the meta device."""
     base = copy.deepcopy(parts.base)
-    setattr(base, parts.norm, nn.Identity())
+    for name in filter(None, (*parts.final, parts.pooler)):
+        base.set_submodule(name, nn.Identity())
     return base
 
 
@@ -200,34 +322,15 @@ def _is(one: Any, other: Any) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """Of a child of the base model."""
-
-    name: str
-    taken: Any
-    given: Any
-    #: Of what it gave, at that time: a later one has been written to.
-    version: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    stands: list[StandIn]
-    calls: list[_Call]
-    #: What the base model gave.
-    out: Any
-
-
 def _run(architecture: Architecture, parts: Parts, rows: int, length: int) -> _Run:
-    """With stand-ins for the decoder layers. Raises JobError."""
+    """With stand-ins for the layers. Raises JobError."""
     base = copy.deepcopy(parts.base)
     stands = [StandIn(layer, parts.tuples) for layer in parts.layers]
-    setattr(base, parts.name, nn.ModuleList(stands))
+    base.set_submodule(parts.name, nn.ModuleList(stands))
     calls, out = _call(architecture, parts, base, rows, length)
     if any(stand.given is None for stand in stands):
-        raise _unfit(architecture, "not all of its decoder layers are called")
-    return _Run(stands, calls, out)
+        raise _unfit(architecture, "not all of its layers are called")
+    return _Run(stands, calls, out[0], getattr(out, "pooler_output", None))
 
 
 def _call(
@@ -236,39 +339,88 @@ def _call(
     base: Any,
     rows: int,
     length: int,
-    **options: Any,
+    *,
+    masked: bool = False,
 ) -> tuple[list[_Call], Any]:
     """The own forward of `base` on the CPU, with nothing of size in it: calls and result. Other
     `rows`, other tokens and hidden states. Raises JobError."""
-    width = parts.base.get_input_embeddings().embedding_dim
     dtype = next(parts.layers[0].parameters()).dtype
-    with torch.device("cpu"), torch.inference_mode(False), torch.enable_grad():
-        ids = torch.arange(rows * length).view(rows, length) * rows % 7
-        values = torch.linspace(-1.0, rows, width, dtype=dtype).requires_grad_()
-        # Not the leaf itself, in which nothing may be written.
-        embedded = values.expand(rows, length, width) * 1
-        base.set_input_embeddings(_Words(embedded))
+    with torch.device("cpu"):
+        given = (_pixels if architecture.task == "image" else _words)(
+            architecture, base, rows, length, dtype
+        )
         calls: list[_Call] = []
-        for name, child in base.named_children():
-            child.register_forward_hook(partial(_note, calls, name))
+        for name, child in base.named_modules():
+            if name and not f"{name}.".startswith(f"{parts.name}."):
+                child.register_forward_hook(partial(_note, calls, name), with_kwargs=True)
+        options = {"attention_mask": no_mask(torch.device("cpu"))} if masked else {}
         try:
             with torch.random.fork_rng(devices=[]):
                 fill(base, architecture, parts.base, torch.device("cpu"))
+                if rows > 1 and architecture.weights is not None:
+                    _alter_constants(base)
                 # What is dropped is the same in all runs.
                 torch.default_generator.manual_seed(0)
-                return calls, base(input_ids=ids, use_cache=False, **options)[0]
+                named = {architecture.input_name: given}
+                return calls, base(**named, **without_cache(base), **options)
         except JobError:
             raise
         except REFUSALS as error:
             raise _unfit(
                 architecture,
-                f"its base model does not run with layers that give hidden states ({_line(error)})",
+                f"its base model does not run with layers that give hidden states "
+                f"alone ({_line(error)})",
+                _DoesNotRun,
             ) from error
 
 
-def _note(calls: list[_Call], name: str, _: Any, taken: Any, given: Any) -> None:
-    version = given._version if isinstance(given, Tensor) else None
-    calls.append(_Call(name, taken[0] if taken else None, given, version))
+@torch.no_grad()
+def _alter_constants(base: nn.Module) -> None:
+    """Give what files have of `base` and nobody trains other values: a layer must not be handed
+    what comes of them, since here they are as they begin."""
+    for value in base.state_dict(keep_vars=True).values():
+        if value.is_floating_point() and not value.requires_grad:
+            value.add_(1.0)
+
+
+def _words(
+    architecture: Architecture, base: Any, rows: int, length: int, dtype: torch.dtype
+) -> Tensor:
+    """Ids, for which `base` embeds other numbers with other `rows`."""
+    ids = torch.arange(rows * length).view(rows, length) * rows % 7
+    padding = getattr(configuration(architecture), "pad_token_id", None)
+    if rows > 1 and padding is not None:
+        ids[-1, -1] = padding  # a mask that leaves it out depends on the tokens
+    width = base.get_input_embeddings().embedding_dim
+    values = torch.linspace(-1.0, rows, width, dtype=dtype).requires_grad_()
+    # Not the leaf itself, in which nothing may be written.
+    base.set_input_embeddings(_Words(values.expand(rows, length, width) * 1))
+    return ids
+
+
+def _pixels(
+    architecture: Architecture, base: Any, rows: int, length: int, dtype: torch.dtype
+) -> Tensor:
+    """Images of the config's size, others with other `rows`."""
+    config = configuration(architecture)
+    size, channels = config.image_size, config.num_channels
+    high, wide = size if isinstance(size, list | tuple) else (size, size)
+    values = torch.linspace(-1.0, rows, wide, dtype=dtype).requires_grad_()
+    return values.expand(rows, channels, high, wide) * 1
+
+
+def without_cache(module: Any) -> dict[str, bool]:
+    """What tells a model of transformers to keep no keys and values, where it could."""
+    known = inspect.signature(module.forward).parameters
+    return {"use_cache": False} if "use_cache" in known else {}
+
+
+def _note(
+    calls: list[_Call], name: str, _: Any, taken: Any, named: dict[str, Any], given: Any
+) -> None:
+    first = taken[0] if taken else named.get("hidden_states")
+    versions = (one._version if isinstance(one, Tensor) else None for one in (first, given))
+    calls.append(_Call(name, first, given, *versions))
 
 
 @torch.no_grad()
@@ -279,16 +431,22 @@ def materialise(module: nn.Module, owner: Any, device: torch.device) -> list[str
     Values that are there stay: those that were loaded are marked as transformers marks them.
     """
     made: list[tuple[str, Tensor, int]] = []
+    #: What stands twice in the module is one tensor.
+    new: dict[int, Tensor] = {}
     for path, part in module.named_modules():
         for values in (part._parameters, part._buffers):
             for name, value in values.items():
                 if value is None or not value.is_meta:
                     continue
-                new = torch.empty_like(value, device=device)
-                if isinstance(value, nn.Parameter):
-                    new = nn.Parameter(new, value.requires_grad)
-                values[name] = new
-                made.append((f"{path}.{name}", new, new._version))
+                if id(value) not in new:
+                    empty = torch.empty_like(value, device=device)
+                    new[id(value)] = (
+                        nn.Parameter(empty, value.requires_grad)
+                        if isinstance(value, nn.Parameter)
+                        else empty
+                    )
+                    made.append((f"{path}.{name}", new[id(value)], new[id(value)]._version))
+                values[name] = new[id(value)]
     module.apply(owner._init_weights)
     return [name for name, value, version in made if value._version == version]
 
@@ -303,11 +461,11 @@ def fill(module: nn.Module, architecture: Architecture, owner: Any, device: torc
         )
 
 
-@lru_cache(maxsize=8)
+@cached(maxsize=8)
 def handed(
     architecture: Architecture, length: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Handed, ...]:
-    """What the decoder layers are handed for rows of `length` tokens, the first layer's first.
+    """What the layers are handed for rows of `length` tokens, the first layer's first.
 
     For one row, which stands for all: nothing of it depends on the tokens. A tensor that several
     layers share is here once. Raises JobError.
@@ -324,7 +482,7 @@ def _merge(architecture: Architecture, one: list[StandIn], two: list[StandIn]) -
     except Differ as error:
         raise _unfit(
             architecture,
-            "its decoder layers are handed more than hidden states and what follows from positions",
+            "its layers are handed more than hidden states and what follows from positions",
         ) from error
 
 
@@ -332,8 +490,8 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def _unfit(architecture: Architecture, why: str) -> JobError:
-    return JobError(
+def _unfit(architecture: Architecture, why: str, kind: type[JobError] = JobError) -> JobError:
+    return kind(
         f"model.architecture: {architecture.name} cannot be cut into layers: {why}; give another "
         "one, or write the model as layers of your own (oobleck.model)"
     )
