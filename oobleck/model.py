@@ -24,6 +24,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,8 @@ GENERATOR = threading.RLock()
 
 #: Seed and purpose of what the function of a model draws itself, outside what builds its layers.
 FUNCTION = (0, "function")
+#: The step that is computed; threads that compute nothing have none.
+_step: ContextVar[int] = ContextVar("step")
 
 #: What passes between layers: a tensor, or a tuple, list or dict of such, all with rows first.
 Tensors = Any
@@ -147,6 +150,36 @@ def initial(make: Callable[[], Model], seed: int) -> nn.Sequential:
             owner, _, last = f"{other}.{alias}".rpartition(".")
             setattr(whole.get_submodule(owner), last, parameter)
     return whole
+
+
+def step() -> int:
+    """Return the number of the training step that is computed, from 1.
+
+    For a layer's forward, the loss and the metrics: it is the same on every worker and plan, when a
+    layer is computed again for its backward, and after a loss or a restart. An evaluation has the
+    number of the step whose state it evaluates. Raises RuntimeError anywhere else.
+    """
+    if torch.compiler.is_compiling():
+        # Compiled code would keep the number; and an exception may be caught in the layer.
+        torch._dynamo.graph_break("oobleck.model.step()")
+    try:
+        return _step.get()
+    except LookupError:
+        raise RuntimeError(
+            "oobleck.model.step() is known only in a layer's forward, in the loss and in the "
+            "metrics, in the thread that calls them: take it there, and keep the number for a "
+            "backward or a thread; in a loop of your own use it within oobleck.model.at_step(n)"
+        ) from None
+
+
+@contextmanager
+def at_step(number: int) -> Iterator[None]:
+    """Have `step` return `number` within, as in a training loop or a test of your own."""
+    token = _step.set(number)
+    try:
+        yield
+    finally:
+        _step.reset(token)
 
 
 def same_parameters(

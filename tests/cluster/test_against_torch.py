@@ -6,7 +6,7 @@ order of samples.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from bench.support.client import Record, read_lines
 from bench.support.cluster import LocalCluster
 from bench.support.preloaded import Preloaded
+from oobleck.model import Model
 from support import (
     gradient_models,
     labelled_loop,
@@ -23,6 +24,7 @@ from support import (
     own_models,
     plain_loop,
     refused_models,
+    step_models,
     weighted_loop,
     whole_causal_lm,
 )
@@ -37,7 +39,7 @@ SUPPORT = ROOT / "tests" / "support"
 KILL_STEP = 4
 STEPS = 8
 #: Agents learn of faults when they start, by the names of jobs.
-CASES = ("pairs", "files", "hooks", "unused", "weights", "labels", "classes")
+CASES = ("pairs", "files", "hooks", "unused", "weights", "labels", "classes", "warmed")
 FAULTS: list[dict[str, object]] = [
     {
         "worker": {"node": "n3", "slot": 0},
@@ -227,3 +229,37 @@ def test_a_classifier_of_transformers_from_its_config(workers: Workers) -> None:
     )
     expected = labelled_loop.plain_loop(STEPS)
     assert losses(metrics) == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+def test_warm_ups_by_the_step_and_orthogonal_layers(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = own("step_models:Points")
+    metrics = workers.train(
+        "warmed",
+        model=own("step_models:warmed"),
+        data=data,
+        training={"recompute": "layer"},
+        evaluation={"every": 3, "data": own("step_models:Points", size=16)},
+    )
+    step = 1
+    monkeypatch.setattr(step_models, "step", lambda: step)
+
+    def make() -> Model:
+        model = step_models.warmed()
+
+        def loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            nonlocal step
+            found = model.loss(output, targets)
+            step += 1  # a plain loop calls it once in each
+            return found
+
+        return replace(model, loss=loss)
+
+    expected, _ = plain_loop.plain_loop(make, step_models.Points(), torch.float64, steps=STEPS)
+    assert losses(metrics) == pytest.approx(expected, rel=1e-12, abs=0)
+    jobs = workers.cluster.state_dir / "jobs"
+    (path,) = jobs.glob(f"warmed-{workers.count}*/evaluations.jsonl")
+    told = read_lines(path)
+    assert [line["step"] for line in told] == [3, 6, 8]
+    assert all(line["metrics"]["step"] == line["step"] for line in told), told

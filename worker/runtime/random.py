@@ -31,6 +31,13 @@ class RowKeys:
     positions: tuple[int, ...]
     #: Without it there is no dropout.
     training: bool = True
+    #: In an evaluation, the step whose state is evaluated.
+    evaluated: int | None = None
+
+    @property
+    def shown_step(self) -> int:
+        """The step's number as a user's code sees it."""
+        return self.step if self.evaluated is None else self.evaluated
 
 
 def _signed(word: int) -> int:

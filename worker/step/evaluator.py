@@ -152,7 +152,7 @@ class Evaluator:
                 case ops.LoadTokens():
                     with pulse.FILES:
                         rows = self._held_out.rows(m)[own.start : own.stop]
-                    microbatches.load(instruction, rows, self._keys(m, own))
+                    microbatches.load(instruction, rows, self._keys(step, m, own))
                 case ops.ReceiveActivation():
                     microbatches.receive(instruction)
                 case ops.Forward():
@@ -162,7 +162,12 @@ class Evaluator:
                     runner = hops.runner(instruction)
                     with context.stopwatch.running():  # a GPU is not to be queued full
                         output = runner.forward(
-                            m, x, self._keys(m, own), targets, lowest=lowest, metrics=sums.metrics
+                            m,
+                            x,
+                            self._keys(step, m, own),
+                            targets,
+                            lowest=lowest,
+                            metrics=sums.metrics,
                         )
                     if hops.is_last(instruction):
                         sums.losses.append(output)
@@ -176,7 +181,13 @@ class Evaluator:
     def _rows(self, microbatch: int) -> int:
         return len(self._held_out.positions(microbatch))
 
-    def _keys(self, microbatch: int, rows: range) -> RowKeys:
+    def _keys(self, step: int, microbatch: int, rows: range) -> RowKeys:
         positions = self._held_out.positions(microbatch)[rows.start : rows.stop]
         seed = self._context.job.training.seed
-        return RowKeys(seed=seed, step=_NO_STEP, positions=tuple(positions), training=False)
+        return RowKeys(
+            seed=seed,
+            step=_NO_STEP,
+            positions=tuple(positions),
+            training=False,
+            evaluated=step,
+        )

@@ -15,6 +15,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from oobleck.model import at_step
 from oobleck.planner.job.model import ModelSpec
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.data.objective import loss
@@ -175,6 +176,7 @@ class StageRunner:
         with (
             torch.autocast(self.device.type, torch.bfloat16) if self._autocasts else nullcontext(),
             deferring(deferred),
+            at_step(rows.shown_step),
         ):
             module = self._state.module(layer)
             x = module(x, rows)

@@ -80,9 +80,15 @@ class Compilation:
 _ANY = 1 << 20
 
 
+#: What torch is told where it traces that function.
+_STEP = "oobleck.model.step()"
+
+
 def _reason(error: Exception) -> str:
     """One line of torch's many."""
     text = str(error).strip()
+    if _STEP in text:
+        return f"it asks for the step ({_STEP}), another number in each"
     what = text.partition("\n")[0].rstrip(".") or type(error).__name__
     places = _PLACE.findall(text)
     return f"{what} ({places[-1][0]}:{places[-1][1]})" if places else what
