@@ -1,5 +1,6 @@
 """`oobleck check`: whether a job would be taken, and what its model is made of."""
 
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ def check(job_file: Path, overrides: tuple[str, ...], form: "Form") -> int:
 
     found = look_at(read_only(job_file, overrides), always=True)
     if found.job.model.known:
-        check_inputs(found.job)
+        found = replace(found, problems=[*found.problems, *check_inputs(found.job)])
         check_checkpoints(found.job)
         read_profile(found.job)
     layers = _layers(found.job)

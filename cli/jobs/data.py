@@ -100,27 +100,46 @@ def prepare(
 
 @data.command()
 @click.argument("file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--dtype",
+    type=click.Choice(["uint8", "uint16", "uint32"]),
+    help="Type of the ids where no FILE.json says it, as a job's data.dtype.",
+)
 @options.json_option("Print what is known of FILE as JSON.")
-def inspect(file: Path, as_json: bool) -> None:
-    """Show what a token file holds."""
+def inspect(file: Path, dtype: "Dtype | None", as_json: bool) -> None:
+    """Show what a token file holds, and warn where it looks like ids of another type."""
     import msgspec
 
+    from oobleck.cli.jobs.own_model import tell
     from oobleck.cli.output import text
-    from oobleck.host.data.token_file import DataError, read_info, read_tokens
+    from oobleck.host.data.token_file import (
+        DataError,
+        look_through,
+        read_info,
+        read_tokens,
+        type_of,
+    )
 
     if not file.is_file():
         raise CommandFailed(f"{file} is not there; give a token file", options.NO_SUCH_THING)
     try:
         info = read_info(file)
-        if info is None:
+        if info is None and dtype is None:
             raise DataError(
                 f"{file}.json is not there, so nothing says what {file} holds; make both with "
-                "'oobleck data prepare', or say its type in the job: "
+                "'oobleck data prepare', or say its type with --dtype, and in the job: "
                 f"data: {{tokens: {file}, dtype: uint16}}"
             )
-        first = read_tokens(file, info, _SHOWN_TOKENS)
+        kind = type_of(file, info, dtype)
+        first = read_tokens(file, kind, _SHOWN_TOKENS)
+        if doubt := look_through(file, kind):
+            tell(f"warning: {doubt}")
     except DataError as error:
         raise CommandFailed(str(error), options.USAGE) from error
+    begins = f"begins      {' '.join(map(str, first))}"
+    if info is None:
+        _show_alone(file, kind, first, begins, as_json=as_json)
+        return
     if as_json:
         click.echo(text.dump_line(msgspec.to_builtins(info)))
         return
@@ -130,7 +149,23 @@ def inspect(file: Path, as_json: bool) -> None:
     click.echo(inline(f"tokenizer   {info.tokenizer}{digest}, {info.vocabulary:,} tokens"))
     click.echo(f"highest id  {info.highest:,}")
     click.echo(f"separator   {separator}")
-    click.echo(f"begins      {' '.join(map(str, first))}")
+    click.echo(begins)
+
+
+def _show_alone(
+    file: Path, dtype: "Dtype", first: Sequence[int], begins: str, *, as_json: bool
+) -> None:
+    """What is known of a file of that type that nothing stands beside."""
+    from oobleck.cli.output import text
+    from oobleck.planner.units import format_bytes
+
+    size, width = os.path.getsize(file), int(dtype[4:]) // 8
+    if as_json:
+        known = {"dtype": dtype, "tokens": size // width, "begins": list(first)}
+        click.echo(text.dump_line(known))
+        return
+    click.echo(inline(f"{file}: {size // width:,} {dtype} tokens, {format_bytes(size)}"))
+    click.echo(begins)
 
 
 def _summary(path: Path, info: "TokenFileInfo") -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oobleck.cli import options
-from oobleck.cli.jobs.own_model import code_folder, with_description
+from oobleck.cli.jobs.own_model import Problem, code_folder, with_description
 from oobleck.cli.jobs.wheel import read_wheel
 from oobleck.cli.output.text_file import CONFIG_OF_MODEL, JOB_FILE, PROFILE_OF_JOB, read_text
 from oobleck.host.command import CommandFailed
@@ -186,25 +186,29 @@ def check_checkpoints(job: "JobSpec") -> None:
         raise CommandFailed(refusal, options.USAGE)
 
 
-def check_inputs(job: "JobSpec") -> None:
+def check_inputs(job: "JobSpec") -> list[Problem]:
     """For a cluster on this machine: whether data and initial weights are there, and whole files,
-    and the data is enough and fits the model.
+    and the data is enough and fits the model. Returns warnings.
 
     Text that is still to be tokenised is only looked at as far as that takes no time.
     """
-    _check("data", job.data, job)
+    doubts = _check("data", job.data, job)
     if job.evaluation is not None and job.evaluation.data is not None:
-        _check("evaluation.data", job.evaluation.data, job)
+        doubts += _check("evaluation.data", job.evaluation.data, job)
     check_weights(job)
+    return doubts
 
 
-def _check(key: str, data: "DataSpec", job: "JobSpec") -> None:
-    from oobleck.host.data.token_file import DataError
+def _check(key: str, data: "DataSpec", job: "JobSpec") -> list[Problem]:
+    from oobleck.host.data.token_file import DataError, look_through, read_info
 
     model = job.model
     if data.code is not None or not model.reads_tokens:
-        return  # the model's description has looked at the data
+        return []  # the model's description has looked at the data
+    doubt = ""
     try:
+        if data.tokens is not None and data.dtype is not None and read_info(data.tokens) is None:
+            doubt = look_through(data.tokens, data.dtype, model.tokens)
         tokens = _count_tokens(data, _data_files(data, key), model.tokens)
     except DataError as error:
         raise CommandFailed(f"{key}: {error}", options.USAGE) from error
@@ -215,6 +219,7 @@ def _check(key: str, data: "DataSpec", job: "JobSpec") -> None:
             f"for one row of {needed}; give more text or lower model.sequence_length",
             options.USAGE,
         )
+    return [Problem(where=key, sentence=doubt, warning=True)] if doubt else []
 
 
 def check_weights(job: "JobSpec") -> None:

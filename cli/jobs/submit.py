@@ -10,6 +10,7 @@ import click
 from oobleck.cli import options
 from oobleck.cli.completion import job_argument
 from oobleck.cli.jobs.job_file import check_checkpoints, check_inputs, read_job, read_profile
+from oobleck.cli.jobs.own_model import tell
 from oobleck.cli.jobs.wheel import sent_text
 from oobleck.cli.options import master_option, set_option
 from oobleck.host.command import NO_OUTPUT, CommandFailed, OutputFailed
@@ -56,7 +57,8 @@ def send(connection: "MasterClient", job: "JobSpec", profile: str) -> "pb.Submit
     from oobleck.cli.here import all_here
 
     if all_here(connection.nodes()):
-        check_inputs(job)
+        for doubt in check_inputs(job):
+            tell(f"warning: {doubt}")
         check_checkpoints(job)
     return connection.submit(sent_text(connection, job), secrets.token_hex(16), profile=profile)
 

@@ -26,6 +26,13 @@ _MOST_INFO_BYTES = 1 << 20
 
 Dtype = Literal["uint8", "uint16", "uint32"]
 
+#: Ids of each of three parts of a file that are looked at, which begin at a multiple of the period.
+_LOOKED_AT, _PERIOD = 1 << 16, 4
+#: Fewer ids say nothing. The high half of an id is at most this with any vocabulary there is.
+_FEW, _HIGH = 32, 15
+#: More than any vocabulary has.
+_VOCABULARY = 1 << 22
+
 
 class DataError(ValueError):
     """The data cannot be used as it is asked for; the text names the file or key and the fix."""
@@ -132,15 +139,80 @@ def type_of(path: str | Path, info: TokenFileInfo | None, wanted: Dtype | None) 
     return dtype
 
 
-def read_tokens(path: str | Path, info: TokenFileInfo, count: int) -> list[int]:
-    """The first `count` ids of a token file, or all that there are."""
+def read_tokens(path: str | Path, dtype: Dtype, count: int) -> list[int]:
+    """Return the first `count` ids of a token file, or all that there are. Raises DataError."""
+    found: list[int] = _read_ids(path, dtype, 0, count).tolist()
+    return found
+
+
+def _read_ids(
+    path: str | Path, dtype: Dtype, start: int, count: int
+) -> NDArray[np.unsignedinteger]:
+    """Ids from number `start`, as many as there are of `count`."""
+    kind = np.dtype(dtype).newbyteorder("<")
     try:
         with open_regular(path) as file:
-            raw = file.read(min(count, info.tokens) * info.width)
+            file.seek(start * kind.itemsize)
+            raw = file.read(count * kind.itemsize)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-    found: list[int] = np.frombuffer(raw, dtype=f"<u{info.width}").tolist()
-    return found
+    return np.frombuffer(raw[: len(raw) // kind.itemsize * kind.itemsize], dtype=kind)
+
+
+def look_through(path: str | Path, dtype: Dtype, vocabulary: int | None = None) -> str:
+    """Return why ids in `path` do not look like that type, and the fix; empty where they do. Three
+    parts of the file are read. Raises DataError where an id of them is not below `vocabulary`.
+
+    Read in a narrower type than its own, a file has the high halves of its ids as ids of their own,
+    and these are next to nothing. Read in a wider one, two ids make one, which is huge.
+    """
+    width, size = np.dtype(dtype).itemsize, os.stat(path).st_size
+    if size % width:
+        raise DataError(
+            f"{path} has {size} bytes, no whole number of {dtype} ids; set dtype to what it holds"
+        )
+    last = max(0, size // width - _LOOKED_AT) // _PERIOD * _PERIOD
+    starts = sorted({0, last // 2 // _PERIOD * _PERIOD, last})
+    parts = {start: _read_ids(path, dtype, start, _LOOKED_AT) for start in starts}
+    ids = np.concatenate([part[: len(part) // _PERIOD * _PERIOD] for part in parts.values()])
+    for wider in (4, 2):
+        period = wider // width
+        if period < 2 or size % wider or len(ids) < _FEW:
+            continue
+        groups = ids.reshape(-1, period)
+        low, high = groups[:, 0], groups[:, period // 2 :]
+        if high.max() <= _HIGH and len(np.unique(low)) >= 4 * len(np.unique(high)):
+            return (
+                f"{path} does not look like {dtype}: only one id of {period} says something, and "
+                f"the high half of {period} together is {high.max()} at most, as where ids of "
+                f"uint{8 * wider} are read as {dtype}; set dtype to uint{8 * wider}"
+            )
+    doubt = ""
+    if width == 4 and len(ids) >= _FEW and np.median(ids) > _VOCABULARY:
+        doubt = (
+            f"{path} does not look like {dtype}: half of its ids are above {_VOCABULARY:,}, as "
+            "where two ids of uint16 are read as one; set dtype to uint16"
+        )
+    for start, part in parts.items():
+        if vocabulary is not None and part.max(initial=0) >= vocabulary:
+            where = f"position {start + int(part.argmax())} of {path}"
+            raise beyond_vocabulary(where, part, vocabulary)
+    return doubt
+
+
+def beyond_vocabulary(
+    where: str, ids: NDArray[np.unsignedinteger], vocabulary: int, key: str = "dtype"
+) -> DataError:
+    """Return the error for the highest of `ids`, which is `where`; `key`: of their type."""
+    fix = (
+        "set model.vocabulary to more than the highest token, or check that the data's dtype is "
+        f"right (they were read as {ids.dtype.name})"
+    )
+    if ids.itemsize == 4 and int(ids.view("<u2").max()) < vocabulary:
+        fix = f"set {key} to uint16: read as {ids.dtype.name}, two ids of the file make one"
+    return DataError(
+        f"token {int(ids.max())} at {where} is not below model.vocabulary ({vocabulary}); {fix}"
+    )
 
 
 def narrowest(vocabulary: int) -> Dtype:

@@ -17,7 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.host.data.documents import is_plain
-from oobleck.host.data.token_file import DataError, TokenFileInfo, read_info, type_of
+from oobleck.host.data.token_file import (
+    DataError,
+    TokenFileInfo,
+    beyond_vocabulary,
+    read_info,
+    type_of,
+)
 from oobleck.host.data.tokenizer import load_tokenizer
 from oobleck.host.display import inline
 from oobleck.host.system.files import open_regular
@@ -94,11 +100,8 @@ class Corpus:
             if self._info is not None and highest > self._info.highest:
                 self._info.check_token(highest, self._place(start + int(tokens.argmax())))
             if highest >= self._vocabulary:
-                raise DataError(
-                    f"token {highest} at {self._place(start + int(tokens.argmax()))} is not below "
-                    f"model.vocabulary ({self._vocabulary}); set model.vocabulary to more than the "
-                    "highest token, or check that the data's dtype is right"
-                )
+                where = self._place(start + int(tokens.argmax()))
+                raise beyond_vocabulary(where, tokens, self._vocabulary, f"{self._key}.dtype")
         return tokens
 
     def _read(self, start: int, count: int) -> bytes:

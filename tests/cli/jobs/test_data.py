@@ -150,3 +150,36 @@ def test_a_vocabulary_that_is_too_small_is_refused_before_a_worker_starts(folder
     )
     text = refused(run("submit", str(tmp_path / "job.yaml")), 2)
     assert "tokenizer: goes with text" in text
+
+
+def test_ids_of_another_type_than_is_said_are_told(tmp_path):
+    words = np.random.default_rng(1).integers(0, 40_000, 4_000)
+    wide, narrow = tmp_path / "wide.bin", tmp_path / "narrow.bin"
+    words.astype("<u4").tofile(wide)
+    words.astype("<u2").tofile(narrow)
+    told = f"{wide} does not look like uint16: only one id of 2 says something"
+
+    shown = run("data", "inspect", str(wide), "--dtype", "uint16")
+    assert shown.returncode == 0
+    assert f"oobleck: warning: {told}" in shown.stderr
+    assert f"{wide}: 8,000 uint16 tokens, " in shown.stdout
+    right = run("data", "inspect", str(wide), "--dtype", "uint32", "--json")
+    assert right.stderr == ""
+    assert json.loads(right.stdout) == {
+        "dtype": "uint32",
+        "tokens": 4000,
+        "begins": words[:16].tolist(),
+    }
+    assert "say its type with --dtype" in refused(run("data", "inspect", str(wide)), 2)
+
+    def check(file: Path, dtype: str):
+        job = tmp_path / "job.yaml"
+        job.write_text(JOB.format(vocabulary=50_257, data=f"{{tokens: {file}, dtype: {dtype}}}"))
+        return run("check", str(job))
+
+    looked_at = check(wide, "uint16")
+    assert (looked_at.returncode, looked_at.stdout) == (0, "ok\n")
+    assert f"oobleck: warning: data: {told}" in looked_at.stderr
+    assert (check(wide, "uint32").stderr, check(narrow, "uint16").stderr) == ("", "")
+    beyond = refused(check(narrow, "uint32"), 2)
+    assert "is not below model.vocabulary (50257); set dtype to uint16" in beyond
