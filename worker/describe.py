@@ -82,7 +82,7 @@ def _look_at(job: JobSpec, spec: OwnModelSpec, found: Found, always: bool) -> No
         samples = rows.inputs, rows.targets
         form = dataset.form
     inputs, targets = (map_tensors(lambda tensor: tensor[0], side) for side in samples)
-    text = found.descriptions["model"] = describe(job, (inputs, targets))
+    text = found.descriptions["model"] = describe(job, (inputs, targets), found.problems)
     found.problems += _evaluated(job, spec, form)
     found.problems += _not_compiled(read_description(text))
     known = replace(spec, described=text)
@@ -90,7 +90,8 @@ def _look_at(job: JobSpec, spec: OwnModelSpec, found: Found, always: bool) -> No
         samples = _made_up(known, most=known.tokens)
     found.run = always or sum(map(_numbers, known.description.kinds)) <= _LARGE
     if found.run:
-        found.problems += check(known, samples, seed=seed, dtype=dtype)
+        steps = job.training.steps
+        found.problems += check(known, samples, seed=seed, dtype=dtype, steps=steps)
     check_no_decay(known, job.training.optimizer.no_decay)
 
 

@@ -13,20 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oobleck.model import at_step
 from oobleck.planner.job.description import TreeSketch
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.worker.models import own
-from oobleck.worker.models.checks.check_layer import (
-    Batches,
-    LayerCheck,
-    finite,
-    same_row,
-    with_same_row,
-)
+from oobleck.worker.models.checks.check_layer import PER_ROW, LayerCheck
+from oobleck.worker.models.checks.influence import WAYS, Influence, crowded
+from oobleck.worker.models.checks.kept import changed, kept
 from oobleck.worker.models.checks.loss import look_at_loss
 from oobleck.worker.models.checks.placement import misplaced
+from oobleck.worker.models.checks.rows import (
+    Batches,
+    close,
+    finite,
+    leaf,
+    same_row,
+    unlike,
+    with_same_row,
+)
 from oobleck.worker.models.linear import split_linear
-from oobleck.worker.models.tree import Tree, map_tensors, shown, unflatten
+from oobleck.worker.models.tree import Tree, flatten, map_tensors, shown, unflatten
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.problem import Problem, as_problem
@@ -38,10 +44,10 @@ SAMPLES = 2 * ROWS - 1
 
 
 def check(
-    spec: OwnModelSpec, samples: tuple[Any, Any], *, seed: int, dtype: torch.dtype
+    spec: OwnModelSpec, samples: tuple[Any, Any], *, seed: int, dtype: torch.dtype, steps: int
 ) -> list[Problem]:
     """What is wrong with a model that is described. `samples`: inputs and targets, `SAMPLES` rows
-    each; `seed`, `dtype`: of the weights."""
+    each; `seed`, `dtype`: of the weights; `steps`: of the job."""
     try:
         found = _unbuildable(spec)
         if not any(kind.parameters for kind in spec.description.kinds):
@@ -50,53 +56,117 @@ def check(
         if found:
             return found  # what is run would not be what is meant
         with torch.random.fork_rng(devices=[]):
-            return _run(spec, _batches(samples[0]), _batches(samples[1]), seed, dtype)
+            return _Check(spec, samples, seed, dtype, steps).run()
     except JobError as error:
         return [as_problem(error)]
 
 
-def _batches(rows: Tree) -> Batches:
-    """The samples in two batches."""
+def _batches(rows: Tree, row: int = 0) -> Batches:
+    """The samples in two batches that share `row`."""
     one = map_tensors(lambda tensor: tensor[:ROWS], rows)
-    # Its first row is replaced.
-    return with_same_row(one, map_tensors(lambda tensor: tensor[ROWS - 1 :], rows))
+    # Of the other one a row is replaced.
+    return with_same_row(one, map_tensors(lambda tensor: tensor[ROWS - 1 :], rows), row)
 
 
-def _run(
-    spec: OwnModelSpec, inputs: Batches, targets: Batches, seed: int, dtype: torch.dtype
-) -> list[Problem]:
-    found: list[Problem] = []
-    #: By kind.
-    outputs: dict[int, Batches] = {}
-    for layer in spec.examples:
-        given = outputs[spec.order[layer - 1]] if layer else inputs
-        problems, output = _run_layer(spec, layer, given, seed, dtype)
-        found += problems
+class _Check:
+    """The runs of one model: with its initial weights, and with those changed in each of `WAYS`."""
+
+    def __init__(
+        self,
+        spec: OwnModelSpec,
+        samples: tuple[Any, Any],
+        seed: int,
+        dtype: torch.dtype,
+        steps: int,
+    ) -> None:
+        self._spec = spec
+        self._inputs, self._targets = samples
+        self._seed = seed
+        self._dtype = dtype
+        self._steps = steps
+        self._found: list[Problem] = []
+        #: By kind, with the initial weights and with changed ones; the latter are not there where a
+        #: layer takes no others.
+        self._outputs: dict[int, Batches] = {}
+        self._changed: dict[tuple[int, int], Batches] = {}
+
+    def run(self) -> list[Problem]:
+        spec = self._spec
+        for layer in spec.examples:
+            if not self._run_layer(layer):
+                return self._found
+        kind = spec.order[-1]
+        output, targets = self._outputs[kind], _batches(self._targets)
+        problems = _loss(spec, output, targets)
+        with at_step(1):
+            problems += look_at_loss(spec, output.one, targets.one)
+        if not any(not problem.warning for problem in problems):
+            outputs = [(output, 1)]
+            outputs += [
+                (self._changed.get((kind, number), output), self._steps if way.last_step else 1)
+                for number, way in enumerate(WAYS)
+            ]
+            for x, step in outputs:
+                sides = x, _batches(self._targets, x.row)
+                if influence := _influence_in_loss(spec, *sides, step):
+                    problems.append(influence)
+                    break
+        return self._found + problems + _metrics(spec, output, targets)
+
+    def _run_layer(self, layer: int) -> bool:
+        """Look at it; returns whether the next one can be run on what it gives."""
+        spec = self._spec
+        module = own.in_precision(own.build_real(spec, self._seed, layer), self._dtype)
+        split_linear(module)  # as a worker does
+        where, kind = _named(layer, module), spec.order[layer]
+        if any(tensor.is_meta for tensor in (*module.parameters(), *own.constants(module))):
+            self._found.append(_without_numbers(where))
+            return False
+        below = spec.order[layer - 1] if layer else None
+        given = _batches(self._inputs) if below is None else self._outputs[below]
+        looked_at, known = LayerCheck(module, where, self._seed), spec.description.layers[layer]
+        output = looked_at.run(given, draws=known.draws)
+        self._found += looked_at.problems
         if output is None:
-            return found
-        outputs[spec.order[layer]] = output
-    last = outputs[spec.order[-1]]
-    found += _loss(spec, last, targets) + look_at_loss(spec, last.one, targets.one)
-    return found + _metrics(spec, last, targets)
+            return False
+        if problem := _unlike(where, output.one, known.output):
+            self._found.append(problem)
+            return False
+        self._outputs[kind] = output
+        if all(other.warning for other in looked_at.problems):
+            self._found += misplaced(
+                module,
+                given.one,
+                spec,
+                layer,
+                seed=self._seed,
+                dtype=self._dtype,
+                where=where,
+            )
+            influence = Influence(
+                module,
+                self._seed,
+                draws=known.draws,
+                finite=finite(output.one) and finite(output.other),
+                steps=self._steps,
+            )
+            self._look_for_influence(influence, where, below, kind)
+        return True
 
-
-def _run_layer(
-    spec: OwnModelSpec, layer: int, given: Batches, seed: int, dtype: torch.dtype
-) -> tuple[list[Problem], Batches | None]:
-    """What is wrong with it, and what it gives; None where the next one cannot be run on that."""
-    module = own.in_precision(own.build_real(spec, seed, layer), dtype)
-    split_linear(module)  # as a worker does
-    where = _named(layer, module)
-    if any(tensor.is_meta for tensor in (*module.parameters(), *own.constants(module))):
-        return [_without_numbers(where)], None
-    looked_at, known = LayerCheck(module, where, seed), spec.description.layers[layer]
-    output = looked_at.run(given, draws=known.draws)
-    if output is not None and (unlike := _unlike(where, output.one, known.output)):
-        return [*looked_at.problems, unlike], None
-    found = looked_at.problems
-    if all(problem.warning for problem in found):
-        found += misplaced(module, given.one, spec, layer, seed=seed, dtype=dtype, where=where)
-    return found, output
+    def _look_for_influence(
+        self, influence: Influence, where: str, below: int | None, kind: int
+    ) -> None:
+        for number, way in enumerate(WAYS):
+            if below is None:
+                given = _batches(self._inputs, way.row % ROWS)
+            else:
+                given = self._changed.get((below, number), self._outputs[below])
+            what, output = influence.look(given, way, data=below is None)
+            if what:
+                self._found.append(Problem(where=where, sentence=what))
+                return
+            if output is not None:
+                self._changed[kind, number] = output
 
 
 def _unlike(where: str, output: Tree, known: TreeSketch) -> Problem | None:
@@ -180,11 +250,13 @@ def _loss(spec: OwnModelSpec, output: Batches, targets: Batches) -> list[Problem
     def of(output: Tree, targets: Tree, rows: int = ROWS) -> tuple[Tensor, Tensor]:
         # As on a worker it is no leaf, which may not be written to.
         x = map_tensors(lambda tensor: tensor.clone(), output)
-        sums, weights = own.row_losses(spec, x, targets, rows)
+        with at_step(1):
+            sums, weights = own.row_losses(spec, x, targets, rows)
         return sums, torch.ones(rows) if weights is None else weights
 
     torch.manual_seed(0)
-    one, again = (of(output.one, targets.one) for _ in range(2))
+    one, before = of(output.one, targets.one), kept(own.user_model(spec).loss)
+    again, after = of(output.one, targets.one), kept(own.user_model(spec).loss)
     sums, weights = one
     if not sums.is_floating_point():
         return [_of_loss(f"gives {sums.dtype}; give floats")]
@@ -198,25 +270,80 @@ def _loss(spec: OwnModelSpec, output: Batches, targets: Batches) -> list[Problem
             )
         ]
     found = [] if finite(one) else [_of_loss("is not finite with the initial weights", True)]
-    if not same_row(one, again, exact=True):
+    alike = same_row(one, again, exact=True)
+    if names := changed(before, after):
+        sentence = (
+            f"keeps something else after each call ({names[0]}), and workers call it in another "
+            "order on other plans; oobleck.model.step() is the number of the step"
+        )
+        found.append(_of_loss(sentence, alike))
+    elif not alike:
         return [*found, _of_loss("draws random numbers; a layer may, a loss may not")]
+    if not alike:
+        return found
     other, alone = of(output.other, targets.other), of(output.alone(), targets.alone(), 1)
     for what, mine, beside, single in zip(("loss", "weight"), one, other, alone, strict=True):
         if same_row(mine, beside, exact=True) and same_row(mine, single, exact=False):
             continue
-        found.append(
-            _of_loss(
-                f"row 0's {what} changes with the other rows; compute each row's from that row "
-                'alone, as torch\'s losses do with reduction="none" and a mean over the other '
-                "dimensions"
-            )
-        )
+        seen = next(unlike(mine, beside, exact=True), None)
+        seen = seen or next(unlike(mine, single, exact=False))
+        sentence = f"row 0's {what} changes with the other rows ({seen.seen}); {_BY_ROW}"
+        found.append(_of_loss(sentence))
     try:
         with code.running("loss", " cannot be differentiated"):
             sums.mean().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     except Exception as error:  # noqa: BLE001  # a user's loss may raise anything
         found.append(_of_loss(f"its backward fails: {code.described(error)}"))
     return found
+
+
+_BY_ROW = (
+    "compute each row's from that row alone, as torch's losses do with reduction=\"none\" and a "
+    "mean over the other dimensions. That goes for each term, as an auxiliary or balancing loss "
+    f"of means over the batch. {PER_ROW}"
+)
+
+
+def _influence_in_loss(
+    spec: OwnModelSpec, output: Batches, targets: Batches, step: int
+) -> Problem | None:
+    """What changes in the loss of a row with the other rows, of outputs that other weights may
+    give. What raises, or is not finite, is no fault: training may never give such outputs."""
+    row = output.row
+    first = _row_loss(spec, output.one, targets.one, row, step)
+    others = [(output.other, targets.other)]
+    others += [(crowded(output, sign), targets.one) for sign in (1.0, -1.0)]
+    for x, t in others:
+        again = _row_loss(spec, x, t, row, step)
+        if first is None or again is None:
+            continue
+        loss, gradients = first
+        if not close(loss, again[0]):
+            seen = f"{loss.item():.4g} becomes {again[0].item():.4g}"
+            sentence = f"row {row}'s loss changes with the other rows ({seen}) for some outputs"
+            return _of_loss(f"{sentence}; {_BY_ROW}")
+        if any(not close(a, b, exact=False) for a, b in zip(gradients, again[1], strict=True)):
+            sentence = f"the gradient of row {row}'s loss changes with the other rows"
+            return _of_loss(f"{sentence}; {_BY_ROW}")
+    return None
+
+
+def _row_loss(
+    spec: OwnModelSpec, output: Tree, targets: Tree, row: int, step: int
+) -> tuple[Tensor, list[Tensor]] | None:
+    """The loss of `row` at that step, and its gradients in that row of `output`; None: it fails."""
+    given = map_tensors(lambda tensor: leaf(tensor.clone(), tensor.requires_grad), output)
+    x = map_tensors(lambda tensor: tensor.clone(), given)
+    torch.manual_seed(0)
+    try:
+        with at_step(step):
+            losses, _ = own.row_losses(spec, x, targets, ROWS)
+        losses[row].backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    except Exception:  # noqa: BLE001  # of numbers that it may never meet in training
+        return None
+    gradients = [t.grad[row : row + 1] for t in flatten(given) if t.grad is not None]
+    loss = losses[row].detach()
+    return (loss, gradients) if finite([loss, *gradients]) else None
 
 
 def _of_loss(sentence: str, warning: bool = False) -> Problem:
@@ -228,7 +355,7 @@ def _metrics(spec: OwnModelSpec, output: Batches, targets: Batches) -> list[Prob
     if metrics is None:
         return []
     try:
-        with torch.no_grad(), code.running("metrics"):
+        with torch.no_grad(), at_step(1), code.running("metrics"):
             one, other = (metrics(x, t) for x, t in _pairs(output, targets))
     except Exception as error:  # noqa: BLE001  # a user's function may raise anything
         return [Problem(where="metrics", sentence=f"fails: {code.described(error)}")]

@@ -7,75 +7,28 @@ them. Which layers are looked at, and on what, is `check`'s.
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from oobleck.model import at_step
 from oobleck.planner.units import count
-from oobleck.worker.models.tree import Tree, flatten, map_tensors, structure, unflatten
+from oobleck.worker.models.checks.kept import changed, kept
+from oobleck.worker.models.checks.rows import (
+    Batches,
+    Unlike,
+    finite,
+    leaf,
+    same,
+    same_row,
+    unlike,
+    with_same_row,
+)
+from oobleck.worker.models.tree import Tree, flatten, map_tensors, structure
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.problem import Problem
-
-#: What may be between results of the same sums, and of sums in another order: powers of the type's
-#: precision, relative to the largest number. In float32 2e-5 and 3e-4.
-_EXACT, _SUMS = 2 / 3, 1 / 2
-
-
-@dataclass(frozen=True, slots=True)
-class Batches:
-    """Two, whose row 0 is the same."""
-
-    one: Tree
-    other: Tree
-
-    def alone(self) -> Tree:
-        """Row 0."""
-        return map_tensors(lambda tensor: tensor[:1], self.one)
-
-
-def with_same_row(one: Tree, other: Tree) -> Batches:
-    """`other` with row 0 of `one`."""
-    rows = zip(flatten(one), flatten(other), strict=True)
-    mixed = [_leaf(torch.cat([a[:1], b[1:]]).detach(), a.requires_grad) for a, b in rows]
-    return Batches(one, unflatten(structure(other), mixed))
-
-
-def same_row(a: Tree, b: Tree, *, exact: bool) -> bool:
-    """Whether row 0 of both is the same up to rounding: more of it if not `exact`, as between
-    batches of unlike sizes."""
-    if structure(a) != structure(b):
-        return False
-    pairs = zip(flatten(a), flatten(b), strict=True)
-    return all(_close(x[:1], y[:1], _EXACT if exact else _SUMS) for x, y in pairs)
-
-
-def same(a: Tree, b: Tree) -> bool:
-    """Whether all rows are the same up to rounding."""
-    if structure(a) != structure(b):
-        return False
-    return all(_close(x, y, _EXACT) for x, y in zip(flatten(a), flatten(b), strict=True))
-
-
-def _close(a: Tensor, b: Tensor, power: float) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if not (a.is_floating_point() or a.is_complex()):
-        return torch.equal(a, b)
-    tolerance = torch.finfo(a.dtype).eps ** power
-    numbers = a[torch.isfinite(a)].abs()
-    scale = numbers.max().item() if numbers.numel() else 0.0
-    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
-
-
-def finite(tree: Tree) -> bool:
-    return all(bool(torch.isfinite(tensor).all()) for tensor in flatten(tree))
-
-
-def _leaf(tensor: Tensor, gradient: bool) -> Tensor:
-    return tensor.detach().requires_grad_(gradient)
 
 
 class LayerCheck:
@@ -101,12 +54,22 @@ class LayerCheck:
         if finite(given.one) and not finite(one):
             self._say("gives numbers that are not finite with its initial weights", warning=True)
         other = self._rows(given, one, draws=draws)
-        self._evaluation(given.one, one)
+        alike = other is not None and same_row(one, other, exact=True)
+        self._evaluation(given, one, alike=alike)
         return None if other is None else with_same_row(one, other)
 
     def _rows(self, given: Batches, one: Tree, *, draws: bool) -> Tree | None:
         """Whether a row depends on itself alone; what the layer gives for the other batch."""
-        again, other = self._trained(given.one), self._trained(given.other)
+        before = kept(self._module)
+        again = self._trained(given.one)
+        if again is not None and (names := changed(before, kept(self._module))):
+            self._say(
+                f"keeps something else after each forward ({names[0]}), and layers are built anew "
+                "after a loss and a restart, and called in another order on other plans: what a "
+                "layer gives must not depend on it; oobleck.model.step() is the number of the step",
+                warning=True,
+            )
+        other = self._trained(given.other)
         if again is None or other is None:
             return None
         if not same(one, again):
@@ -116,10 +79,7 @@ class LayerCheck:
                 "generator of its own, and keep nothing from run to run"
             )
         elif not same_row(one, other, exact=True):
-            self._say(
-                "row 0 changes with the other rows, as in batch norm; use a norm that works within "
-                "a row (LayerNorm, GroupNorm)"
-            )
+            self._say(_influenced(next(unlike(one, other, exact=True), None)))
         elif not draws:
             single = self._trained(given.alone())
             if single is not None and not same_row(one, single, exact=False):
@@ -129,15 +89,20 @@ class LayerCheck:
                 )
         return other
 
-    def _evaluation(self, x: Tree, trained: Tree) -> None:
-        first, again = (self._run(x, self._seed + n, training=False) for n in (0, 1))
+    def _evaluation(self, given: Batches, trained: Tree, *, alike: bool) -> None:
+        """`alike`: whether rows do not influence each other in training."""
+        first, again = (self._run(given.one, self._seed + n, training=False) for n in (0, 1))
         if first is None or again is None:
             return
+        other = self._run(given.other, self._seed, training=False)
         if not same(first, again):
             self._say(
                 "draws random numbers in evaluation too; draw only while self.training, as in "
                 "F.dropout(x, p, self.training)"
             )
+        elif alike and other is not None and not same_row(first, other, exact=True):
+            found = next(unlike(first, other, exact=True), None)
+            self._say(f"in evaluation {_influenced(found)}")
         forms = [(structure(t), [(x.dtype, x.shape) for x in flatten(t)]) for t in (trained, first)]
         if forms[0] != forms[1]:
             self._say("gives other types or shapes in evaluation than in training; give the same")
@@ -147,14 +112,14 @@ class LayerCheck:
 
     def _run(self, x: Tree, seed: int, *, training: bool) -> Tree | None:
         """One run, with its backward in training; None where it fails."""
-        given = map_tensors(lambda tensor: _leaf(tensor.clone(), tensor.requires_grad), x)
+        given = map_tensors(lambda tensor: leaf(tensor.clone(), tensor.requires_grad), x)
         parts = [(name, tensor, tensor._version) for name, tensor in _own(self._module)]
         buffers = [(b, b.clone()) for b in self._module.buffers()]
         draws = _foreign_draws()
         self._module.train(training)
         torch.manual_seed(seed)
         try:
-            with torch.set_grad_enabled(training), code.running(self._where):
+            with torch.set_grad_enabled(training), at_step(1), code.running(self._where):
                 output: Tree = self._module(given)
             if training:
                 self._backward(given, output)
@@ -173,7 +138,7 @@ class LayerCheck:
             for buffer, before in buffers:
                 buffer.copy_(before)
         self._module.zero_grad(set_to_none=True)
-        return map_tensors(lambda tensor: _leaf(tensor, tensor.requires_grad), output)
+        return map_tensors(lambda tensor: leaf(tensor, tensor.requires_grad), output)
 
     def _backward(self, given: Tree, output: Tree) -> None:
         if any(parameter.grad is not None for parameter in self._module.parameters()):
@@ -206,6 +171,30 @@ class LayerCheck:
 
     def _say(self, sentence: str, *, warning: bool = False) -> None:
         self._found[Problem(where=self._where, sentence=sentence, warning=warning)] = None
+
+
+def _influenced(found: Unlike | None) -> str:
+    """What is wrong where the shared row changes with the others; None: its structure does."""
+    if found is None:
+        return "row 0 changes with the other rows: it has another structure"
+    if found.batch_wide:
+        return (
+            f"row 0 of its output{found.path} changes with the other rows ({found.seen}), and all "
+            "rows of it are the same: a number of the whole micro-batch, as an auxiliary loss is. "
+            f"{PER_ROW}"
+        )
+    return (
+        "row 0 changes with the other rows, as in batch norm; use a norm that works within a row "
+        f"(LayerNorm, GroupNorm). Its output{found.path} was looked at: {found.seen}"
+    )
+
+
+#: How to write a loss that is computed over a batch.
+PER_ROW = (
+    "Which rows are computed together differs from plan to plan, so compute it of each row alone: "
+    "over the row's own tokens, p.mean(1) instead of p.mean(0) or p.mean(), one number per row; "
+    "the mean over all rows is taken of the loss"
+)
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

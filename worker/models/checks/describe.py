@@ -17,7 +17,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from oobleck.model import same_parameters
+from oobleck.model import at_step, same_parameters
 from oobleck.planner.codec import encode
 from oobleck.planner.job.code import Json
 from oobleck.planner.job.description import (
@@ -32,13 +32,15 @@ from oobleck.planner.job.description import (
 from oobleck.planner.job.own import MOST_LAYERS, OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.models import own
-from oobleck.worker.models.checks import hooks
+from oobleck.worker.models.checks import built, hooks
+from oobleck.worker.models.checks.check_layer import PER_ROW
 from oobleck.worker.models.checks.compilation import Compilation
 from oobleck.worker.models.compiled import Prepared
 from oobleck.worker.models.linear import is_hooked
 from oobleck.worker.models.tree import flatten, map_tensors, shown, structure, unflatten
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError
+from oobleck.worker.runtime.problem import Problem
 
 #: Names and shapes of the parameters of a layer.
 _Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -61,9 +63,9 @@ class _Run:
     device: str
 
 
-def describe(job: JobSpec, sample: tuple[Any, Any]) -> Json:
-    """The description of a job's model. `sample`: (inputs, targets) of its data, without rows.
-    Raises JobError with the layer and the fix, NodeError."""
+def describe(job: JobSpec, sample: tuple[Any, Any], warnings: list[Problem] | None = None) -> Json:
+    """The description of a job's model. `sample`: (inputs, targets) of its data, without rows;
+    `warnings` gets what may be meant. Raises JobError with the layer and the fix, NodeError."""
     spec, precision = job.model, job.training.precision
     assert isinstance(spec, OwnModelSpec), "the others are known by their kind"
     dtype = torch.float64 if precision == "fp64" else torch.float32
@@ -102,6 +104,11 @@ def describe(job: JobSpec, sample: tuple[Any, Any]) -> Json:
     _check_alike(tied, [dict(shapes) for _, shapes, _ in found])
     hooks.check_tied(spec, job.training.seed, dtype, tied)
     kinds = list(dict.fromkeys(found))
+    if warnings is not None and not spec.code.ours:
+        for number in sorted({found.index(kind) for kind in kinds}):
+            module = built.build(spec, number, job.training.seed)
+            where = f"layer {number} ({type(module).__name__})"
+            warnings += built.look_at_precision(where, module, precision)
     description = Description(
         kinds=tuple(layer for _, _, layer in kinds),
         order=tuple(map(kinds.index, found)),
@@ -174,8 +181,7 @@ class _Layer:
     ) -> tuple[_Shapes, LayerSketch]:
         """`targets`: of the last layer, whose loss counts with it. `compilation`: of those before,
         where the job wants it."""
-        with torch.device("meta"), own.without_draws():
-            module = own.in_precision(own.build(self.spec, self.number), self.dtype)
+        module = own.in_precision(built.build(self.spec, self.number, self.seed), self.dtype)
         where = f"layer {self.number} ({type(module).__name__})"
         small = sum(parameter.numel() for parameter in module.parameters()) <= _SMALL
         try:
@@ -200,7 +206,8 @@ class _Layer:
         compiled, not_compiled = None, ""
         if compilation is not None:
             x = _made(self.incoming, _FEW, few.device)
-            compiled, not_compiled = compilation.look(module, x, draws=few.draws)
+            with at_step(1):
+                compiled, not_compiled = compilation.look(module, x, draws=few.draws)
         whole = False
         if any(map(is_hooked, trained.values())):
             module = own.in_precision(own.build_real(self.spec, self.seed, self.number), self.dtype)
@@ -264,7 +271,7 @@ class _Layer:
         made = None if targets is None else _made(targets, rows, device)
         flops = FlopCounterMode(display=False)
         packing = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with _Draws() as draws, flops, packing:
+        with _Draws() as draws, flops, packing, at_step(1):
             what = f"model: layer {self.number} ({type(module).__name__})"
             with code.running(what, passing=(Exception,)):
                 output = module(x)
@@ -364,9 +371,10 @@ def _output(few: Any, more: Any, where: str) -> TreeSketch:
     for tensor, other in zip(tensors, others, strict=True):
         shape = tuple(tensor.shape)
         if not shape or (shape[0], *other.shape[:1]) != (_FEW, _MORE):
+            aux = "" if shape else f". Such as an auxiliary loss is given by row, too. {PER_ROW}"
             raise JobError(
                 f"model: {where} gives a tensor of shape {list(shape)} for {_FEW} rows; the first "
-                "dimension must be the rows"
+                f"dimension must be the rows{aux}"
             )
         if shape[1:] != tuple(other.shape[1:]):
             raise JobError(

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from oobleck.model import at_step
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.base import place_parameters
-from oobleck.worker.models.checks.check_layer import same
+from oobleck.worker.models.checks.rows import same
 from oobleck.worker.models.tree import Tree, flatten, map_tensors
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.problem import Problem
@@ -76,7 +77,8 @@ def _run(module: nn.Module, x: Tree, seed: int) -> _Run:
     given = map_tensors(
         lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), x
     )
-    output: Tree = module(given)
+    with at_step(1):
+        output: Tree = module(given)
     roots = [tensor for tensor in flatten(output) if tensor.requires_grad]
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])

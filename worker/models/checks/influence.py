@@ -1,0 +1,316 @@
+"""Whether rows influence each other once a layer's weights are others than the initial ones.
+
+What a gate that begins at zero hides, or a branch on numbers of the batch, shows with other weights
+and other rows. Each layer runs with its weights changed, on what changed layers before it give.
+Compared are the shared row of its output, that row's part in the gradients of the layer's
+parameters, and the gradient of that row's input, with other rows beside it. Numbers that a layer
+cannot bear are no fault of it: what raises, or is not finite, is tried with a smaller change.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from oobleck.model import at_step
+from oobleck.worker.models.checks.rows import (
+    Batches,
+    close,
+    finite,
+    leaf,
+    same_row,
+    tolerance_of,
+    unlike,
+    with_same_row,
+)
+from oobleck.worker.models.tree import Tree, flatten, map_tensors, structure
+from oobleck.worker.runtime import code
+
+#: Numbers of the noise that is added to a parameter; of a larger one it is repeated. A prime, so
+#: that rows of a matrix do not get the same.
+_NOISE = 65521
+#: Of the numbers of other rows, where these are to outweigh the shared one.
+_CROWD = 3.0
+#: Of a parameter that begins at zero and is no matrix, as a gate.
+_GATE = 0.5
+_GATED = (
+    ", once training has changed the weights (others were tried), as behind a gate that begins at "
+    "zero or a branch on numbers of the whole batch; compute each row from that row alone: a norm "
+    "within a row (LayerNorm, GroupNorm), torch.where by row instead of if"
+)
+_BACK = (
+    ", as where a row goes into others (cumsum over rows), or a hook or an autograd function of "
+    "yours takes sums over rows; compute each row, and its gradient, from that row alone"
+)
+#: Noise that is a little more than rounding: a power of the precision of the weights.
+_NUDGE = 0.85
+#: Sum and size of a gradient that is not there, and which share of the largest gradient is none.
+_NOTHING = 0.0, 0.0
+_FLOOR = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A change of all weights."""
+
+    #: The row that both batches share, from the end where negative.
+    row: int
+    #: What each weight is multiplied with, and how much noise is added relative to the size of the
+    #: parameter's numbers; the first that gives finite numbers counts.
+    changes: tuple[tuple[float, float], ...]
+    #: Whether it is the job's last step, rather than its first.
+    last_step: bool
+    #: Whether gradients are compared too, and what becomes of the row alone.
+    thorough: bool
+
+
+#: Signs are turned in the second, so that both sides of a branch are seen.
+WAYS = (
+    Way(row=0, changes=((1.0, 0.5), (1.0, 0.1), (1.0, 0.01)), last_step=False, thorough=True),
+    Way(
+        row=-1,
+        changes=((-1.0, 0.5), (-1.0, 0.05), (1.0, 0.1), (1.0, 0.01)),
+        last_step=True,
+        thorough=False,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A forward, and a backward from the shared row where that is wanted."""
+
+    output: Tree
+    #: Of the shared row's inputs (1, ...).
+    gradients: list[Tensor]
+    #: By parameter: what the shared row adds to its gradient, multiplied with noise and summed,
+    #: and its size; NaN where it is not finite. None: there was no such backward.
+    sums: dict[str, tuple[float, float]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    #: What the layer gives; None where rows influence each other.
+    output: Batches | None
+    #: What of the shared row changes with the others; empty: nothing.
+    what: str
+
+
+class Influence:
+    """One layer in host memory, whose weights are changed for good."""
+
+    def __init__(
+        self, module: nn.Module, seed: int, *, draws: bool, finite: bool, steps: int
+    ) -> None:
+        """`draws`: whether it takes from torch's generator; `finite`: whether its numbers are with
+        its initial weights; `steps`: of the job."""
+        self._module = module
+        self._seed = seed
+        self._draws = draws
+        self._finite = finite
+        self._steps = steps
+        trained = [p for p in module.parameters() if p.requires_grad and p.numel()]
+        self._sizes = [(parameter, _size(parameter)) for parameter in trained]
+
+    def look(self, given: Batches, way: Way, *, data: bool) -> tuple[str, Batches | None]:
+        """Return what changes with the other rows, empty for nothing, and the layer's output with
+        changed weights, None where it has none. `data`: `given` is the job's, and its signs are
+        turned with those of the weights."""
+        step = self._steps if way.last_step else 1
+        for factor, noise in way.changes:
+            self._change(factor, noise)
+            x = _turned(given) if data and factor < 0 else given
+            found = self._look(x, step, thorough=way.thorough)
+            if found is None or (found.what and not self._steady(x, step)):
+                self._change(factor, -noise if factor > 0 else noise)  # undone
+                continue
+            if found.what:
+                # Rounding may turn a choice, as of an expert, once; it does not with other weights.
+                self._change(1.25, noise / 8, other=True)
+                again = self._look(x, step, thorough=way.thorough)
+                if again is None or not again.what:
+                    return "", None
+            return found.what, found.output
+        return "", None
+
+    def _steady(self, x: Batches, step: int) -> bool:
+        """Whether rounding stays small in the layer: in a long recurrence it may grow until a row
+        that is computed beside others, or alone, comes out as another one."""
+        one = self._pass(x.one, x.row, step)
+        if self._sizes:
+            self._change(1.0, torch.finfo(self._sizes[0][0].dtype).eps ** _NUDGE)
+        nudged = self._pass(x.one, x.row, step)
+        return (
+            one is not None
+            and nudged is not None
+            and same_row(one.output, nudged.output, exact=False, row=x.row)
+        )
+
+    @torch.no_grad()
+    def _change(self, factor: float, noise: float, *, other: bool = False) -> None:
+        """Multiply each trained parameter by `factor` and add noise."""
+        draws = torch.Generator(device="cpu").manual_seed(self._seed + other)
+        for parameter, size in self._sizes:
+            parameter.mul_(factor)
+            if parameter.is_contiguous():
+                whole, rest, some = _cut(parameter.detach().view(-1), draws)
+                whole.add_(some, alpha=noise * size)
+                rest.add_(some[: len(rest)], alpha=noise * size)
+            else:
+                parameter.add_(_noise(parameter, draws), alpha=noise * size)
+
+    def _look(self, x: Batches, step: int, *, thorough: bool) -> _Found | None:
+        """None where it fails, or gives numbers that are not finite for finite ones."""
+        row = x.row
+        back = "from the row" if thorough else ""
+        one, other = (self._pass(batch, row, step, back=back) for batch in (x.one, x.other))
+        if one is None or other is None:
+            return None
+        if structure(one.output) != structure(other.output):
+            return None
+        if self._finite and not (finite(one.output) and finite(other.output)):
+            return None
+        what = self._differ(one, other, row)
+        for crowd in _crowds(x):
+            if not what and (run := self._pass(crowd, row, step)) is not None:
+                what = self._differ(one, run, row)
+        if thorough and not what:
+            what = self._differ_thoroughly(x, one, step)
+        return _Found(None if what else with_same_row(one.output, other.output, row), what)
+
+    def _differ(self, one: _Pass, other: _Pass, row: int) -> str:
+        if structure(one.output) != structure(other.output):
+            return f"row {row} has another structure with other rows{_GATED}"
+        for found in unlike(one.output, other.output, exact=True, row=row):
+            where = f"row {row} of its output{found.path}"
+            return f"{where} changes with the other rows ({found.seen}){_GATED}"
+        if one.sums is None or other.sums is None:
+            return ""
+        if what := _differ_in_gradients(one, other, row):
+            return what
+        # A gradient that is rounding alone, as of a key's bias, is compared with the others' size.
+        most = max((size for _, size in one.sums.values() if size == size), default=0.0)
+        for name, parameter in self._module.named_parameters():
+            total, size = one.sums.get(name, _NOTHING)
+            there, size_there = other.sums.get(name, _NOTHING)
+            scale = max(size, size_there, most * _FLOOR)
+            if abs(total - there) > tolerance_of(parameter.dtype, exact=False) * scale:
+                what = f"what row {row} adds to the gradient of {name}"
+                return f"{what} changes with the other rows{_BACK}"
+        return ""
+
+    def _differ_thoroughly(self, x: Batches, one: _Pass, step: int) -> str:
+        """What changes with the gradients of other rows, or without other rows."""
+        row = x.row
+        if (run := self._pass(x.other, row, step, back="from all")) is not None and (
+            what := _differ_in_gradients(one, run, row)
+        ):
+            return what
+        if not self._draws and (run := self._pass(x.alone(), 0, step)) is not None:
+            for found in unlike(one.output, run.output, exact=False, row=row):
+                where = f"row {row} of its output{found.path}"
+                return f"{where} changes when it is alone ({found.seen}){_GATED}"
+        return ""
+
+    def _pass(self, x: Tree, row: int, step: int, *, back: str = "") -> _Pass | None:
+        """Run the layer, and backwards as `back` says: "from the row" alone, "from all" rows, or
+        not at all; None where that fails."""
+        given = map_tensors(lambda tensor: leaf(tensor.clone(), tensor.requires_grad), x)
+        constants = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
+        self._module.train()
+        torch.manual_seed(self._seed)
+        try:
+            with code.running("model"):
+                with at_step(step):
+                    output: Tree = self._module(given)
+                if back:
+                    self._backward(output, row, others=back == "from all")
+            found = _Pass(
+                map_tensors(lambda tensor: leaf(tensor, tensor.requires_grad), output),
+                [t.grad[row : row + 1].clone() for t in flatten(given) if t.grad is not None],
+                dict(self._sums()) if back == "from the row" else None,
+            )
+        except Exception:  # noqa: BLE001  # of numbers that it may never meet in training
+            return None
+        finally:
+            self._module.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for buffer, before in constants:
+                    buffer.copy_(before)
+        return found
+
+    def _backward(self, output: Tree, row: int, *, others: bool) -> None:
+        roots = [tensor for tensor in flatten(output) if tensor.requires_grad]
+        shared, more = (torch.Generator(device="cpu").manual_seed(self._seed + n) for n in (0, 1))
+        gradients = []
+        for root in roots:
+            gradient = _noise(root, more) if others else torch.zeros_like(root)
+            gradient[row : row + 1] = _noise(root[:1], shared)
+            gradients.append(gradient)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+
+    def _sums(self) -> Iterator[tuple[str, tuple[float, float]]]:
+        for name, parameter in self._module.named_parameters():
+            if (gradient := parameter.grad) is not None:
+                draws = torch.Generator(device="cpu").manual_seed(self._seed)
+                whole, rest, some = _cut(gradient.reshape(-1), draws)
+                sums = [*(whole @ some).tolist(), (rest @ some[: len(rest)]).item()]
+                # A part that is moved by a whole number of rows is another one, too.
+                total = sum(part * (1 + number % 7) for number, part in enumerate(sums))
+                yield name, (total, gradient.norm().item())
+
+
+def _size(parameter: Tensor) -> float:
+    """Of its numbers; where all are zero, that of numbers which leave a result's size as it is."""
+    found = parameter.detach().square().mean().sqrt().item()
+    return found or (parameter[0].numel() ** -0.5 if parameter.dim() > 1 else _GATE)
+
+
+def crowded(x: Batches, sign: float) -> Tree:
+    """The first batch with numbers of that sign in the other rows, which outweigh the shared."""
+
+    def fill(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        large = sign * _CROWD * tensor.detach().abs()
+        large[x.row] = tensor.detach()[x.row]
+        return leaf(large, tensor.requires_grad)
+
+    return map_tensors(fill, x.one)
+
+
+def _crowds(x: Batches) -> Iterator[Tree]:
+    if any(tensor.is_floating_point() for tensor in flatten(x.one)):
+        yield from (crowded(x, sign) for sign in (1.0, -1.0))
+
+
+def _differ_in_gradients(one: _Pass, other: _Pass, row: int) -> str:
+    for a, b in zip(one.gradients, other.gradients, strict=False):
+        if finite(a) and finite(b) and not close(a, b, exact=False):
+            return f"the gradient of row {row}'s input changes with the other rows{_BACK}"
+    return ""
+
+
+def _turned(x: Batches) -> Batches:
+    """Floats with the other sign."""
+
+    def turn(tensor: Tensor) -> Tensor:
+        return leaf(-tensor, tensor.requires_grad) if tensor.is_floating_point() else tensor
+
+    return Batches(map_tensors(turn, x.one), map_tensors(turn, x.other), x.row)
+
+
+def _cut(numbers: Tensor, draws: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """`numbers` (n,) as rows that are as long as noise, the rest, and the noise: a view."""
+    some = _noise(numbers[:_NOISE], draws)
+    count = len(numbers) // max(1, len(some))
+    whole = numbers[: count * len(some)].view(count, len(some))
+    return whole, numbers[count * len(some) :], some
+
+
+def _noise(like: Tensor, draws: torch.Generator) -> Tensor:
+    """Numbers from 0.5 to 1.5 of either sign, in the shape of `like`: none leaves a gate closed."""
+    some = 2 * torch.rand(like.shape, generator=draws, dtype=like.dtype, device="cpu") - 1
+    return some + some.sign() / 2

@@ -1,0 +1,140 @@
+"""What a layer keeps from one forward to the next, beside parameters and buffers.
+
+Owns which of it can be compared: numbers, text, tensors and arrays, in lists, dicts and objects of
+the user's, as attributes of modules or at the top of the file that has their class. A cache is kept
+too, and is no fault: a second forward of the same rows leaves it as it is.
+"""
+
+import hashlib
+import itertools
+import sys
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+#: Names that every module has.
+_OF_MODULES = frozenset(vars(nn.Module()))
+_PLAIN = (int, float, complex, str, bytes, type(None))
+#: Of lists in lists, of parts of one, and of all that one name leads to.
+_DEPTH, _MOST, _MOST_OF_NAME = 4, 1000, 5000
+#: Numbers of a tensor that are compared, evenly spaced.
+_MOST_NUMBERS = 1 << 18
+#: Where the code of others lies.
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def kept(root: object) -> dict[str, Hashable]:
+    """Return what `root`, a layer or a loss, keeps: by name, something that is equal for equals."""
+    found: dict[str, Hashable] = {}
+    files: dict[str, ModuleType] = {}
+    parts: Iterable[tuple[str, object]] = _functions(root)
+    if isinstance(root, nn.Module):
+        parts = root.named_modules()
+    for path, part in parts:
+        name = getattr(part, "__module__", None) or ""
+        if _is_users(name):
+            files[name] = sys.modules[name]
+        for key, value in getattr(part, "__dict__", {}).items():
+            if key not in _OF_MODULES and not isinstance(value, nn.Module | nn.Parameter):
+                found.update(_some(value, f"{path}.{key}".lstrip(".")))
+        for value in _closed_over(part):
+            found.update(_some(value, "a variable of the function around it"))
+    for name, file in files.items():
+        for key, value in vars(file).items():
+            if not key.startswith("__"):
+                found.update(_some(value, f"{name}.{key}"))
+    return found
+
+
+def changed(before: Mapping[str, Hashable], after: Mapping[str, Hashable]) -> list[str]:
+    """Return the names of what is another one, for people."""
+    return [
+        f"{name}: {_shown(before.get(name))}, then {_shown(after.get(name))}"
+        if isinstance(after.get(name), _PLAIN)
+        else name
+        for name in sorted({*before, *after})
+        if repr(before.get(name)) != repr(after.get(name))  # NaN is what it was
+    ]
+
+
+def _shown(value: Hashable) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _functions(root: object) -> Iterator[tuple[str, object]]:
+    """`root` and what it calls, where it is a partial or a method."""
+    yield "", root
+    for part in (getattr(root, "func", None), getattr(root, "__self__", None)):
+        if part is not None and not isinstance(part, ModuleType):
+            yield "", part
+
+
+def _closed_over(part: object) -> Iterator[object]:
+    for cell in getattr(part, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # it is empty yet
+            continue
+
+
+def _some(value: object, name: str) -> Iterator[tuple[str, Hashable]]:
+    return itertools.islice(_numbers(value, name, _DEPTH), _MOST_OF_NAME)
+
+
+def _numbers(value: Any, name: str, depth: int) -> Iterator[tuple[str, Hashable]]:
+    """Names and what can be compared, of `value` and its parts."""
+    if isinstance(value, _PLAIN):
+        yield name, value
+    elif isinstance(value, Tensor):
+        yield name, _of_tensor(value)
+    elif isinstance(value, np.ndarray):
+        if value.dtype.kind in "biufc" and value.size:
+            yield name, (value.shape, _digest(value.reshape(-1)))
+    elif isinstance(value, itertools.count):
+        yield name, repr(value)
+    elif not depth or isinstance(value, nn.Module | type | ModuleType):
+        return
+    elif isinstance(value, list | tuple | deque):
+        yield f"len({name})", len(value)
+        for number, part in enumerate(itertools.islice(value, _MOST)):
+            yield from _numbers(part, f"{name}[{number}]", depth - 1)
+    elif isinstance(value, dict):
+        yield f"len({name})", len(value)
+        for key, part in itertools.islice(value.items(), _MOST):
+            yield from _numbers(part, f"{name}[{key!r}]", depth - 1)
+    elif isinstance(value, set | frozenset):
+        yield f"len({name})", len(value)
+    elif _is_users(type(value).__module__):
+        for key, part in getattr(value, "__dict__", {}).items():
+            yield from _numbers(part, f"{name}.{key}", depth - 1)
+
+
+def _of_tensor(tensor: Tensor) -> Hashable:
+    if tensor.is_meta or tensor.layout != torch.strided:
+        return None
+    numbers = tensor.detach().cpu().reshape(-1)
+    spaced = numbers[:: 1 + len(numbers) // _MOST_NUMBERS].contiguous().view(torch.uint8)
+    return str(tensor.dtype), tuple(tensor.shape), _digest(spaced.numpy())
+
+
+def _digest(numbers: NDArray[Any]) -> bytes:
+    spaced = numbers[:: 1 + len(numbers) // (_MOST_NUMBERS * 16)]
+    return hashlib.sha256(np.ascontiguousarray(spaced).tobytes()).digest()
+
+
+def _is_users(module: str) -> bool:
+    """Whether a module is neither installed nor of the standard library."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    first = module.partition(".")[0]
+    return (
+        bool(file)
+        and first not in sys.stdlib_module_names | {"oobleck"}
+        and not any(part in file for part in _INSTALLED)
+    )

@@ -1,0 +1,122 @@
+"""Two batches that share a row, and whether results of that row are the same.
+
+What becomes of the shared row must depend on nothing but that row. Must not know layers or losses.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oobleck.worker.models.tree import Tree, flatten, map_tensors, structure, unflatten
+
+#: What may be between results of the same sums, and of sums in another order: powers of the type's
+#: precision, relative to the largest number. In float32 2e-5 and 3e-4.
+_EXACT, _SUMS = 2 / 3, 1 / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """Two, of which `row` is the same in both."""
+
+    one: Tree
+    other: Tree
+    row: int = 0
+
+    def alone(self) -> Tree:
+        """The shared row (1, ...)."""
+        return map_tensors(lambda tensor: tensor[self.row : self.row + 1], self.one)
+
+
+def with_same_row(one: Tree, other: Tree, row: int = 0) -> Batches:
+    """`other` with that row of `one`."""
+    rows = zip(flatten(one), flatten(other), strict=True)
+    mixed = [
+        leaf(torch.cat([b[:row], a[row : row + 1], b[row + 1 :]]), a.requires_grad) for a, b in rows
+    ]
+    return Batches(one, unflatten(structure(other), mixed), row)
+
+
+def same_row(a: Tree, b: Tree, *, exact: bool, row: int = 0) -> bool:
+    """Return whether `row` of both is the same up to rounding: more of it if not `exact`, as
+    between batches of unlike sizes. A batch of one row has only that."""
+    return structure(a) == structure(b) and next(unlike(a, b, exact=exact, row=row), None) is None
+
+
+def same(a: Tree, b: Tree) -> bool:
+    """Return whether all rows are the same up to rounding."""
+    if structure(a) != structure(b):
+        return False
+    return all(close(x, y) for x, y in zip(flatten(a), flatten(b), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Unlike:
+    """A tensor of two results whose shared row differs."""
+
+    #: Where in the result, as `['aux']`; empty where the result is the tensor.
+    path: str
+    #: The numbers that differ most, for people.
+    seen: str
+    #: Whether each row of it is the same, as a number of the whole batch is.
+    batch_wide: bool
+
+
+def unlike(a: Tree, b: Tree, *, exact: bool, row: int = 0) -> Iterator[Unlike]:
+    """Yield the tensors of `a` and `b`, of one structure, whose `row` differs."""
+    pairs = zip(_paths(a, ""), flatten(a), flatten(b), strict=True)
+    for path, x, y in pairs:
+        one, other = (t[min(row, len(t) - 1) :][:1] if t.dim() else t for t in (x, y))
+        if not close(one, other, exact=exact):
+            wide = len(x) > 1 and bool((x == x[:1]).all())
+            yield Unlike(path, _seen(one, other), wide)
+
+
+def close(a: Tensor, b: Tensor, *, exact: bool = True) -> bool:
+    """Return whether both are the same up to rounding."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    tolerance = tolerance_of(a.dtype, exact=exact)
+    numbers = a[torch.isfinite(a)].abs()
+    scale = numbers.max().item() if numbers.numel() else 0.0
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def tolerance_of(dtype: torch.dtype, *, exact: bool) -> float:
+    """The rounding that is allowed, relative to the largest number."""
+    return float(torch.finfo(dtype).eps ** (_EXACT if exact else _SUMS))
+
+
+def finite(tree: Tree) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in flatten(tree))
+
+
+def leaf(tensor: Tensor, gradient: bool) -> Tensor:
+    """`tensor` without what it was made from."""
+    return tensor.detach().requires_grad_(gradient)
+
+
+def _seen(a: Tensor, b: Tensor) -> str:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{_form(a)} becomes {_form(b)}"
+    x, y = (tensor.detach().flatten().to(torch.float64) for tensor in (a, b))
+    at = int((x - y).abs().nan_to_num(torch.inf).argmax())
+    return f"{x[at].item():.4g} becomes {y[at].item():.4g}"
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _paths(tree: Any, path: str) -> Iterator[str]:
+    """Where each tensor of `tree` is in it, in the order of `flatten`."""
+    if isinstance(tree, Tensor):
+        yield path
+        return
+    parts = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, part in parts:
+        yield from _paths(part, f"{path}[{key!r}]")
