@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from oobleck.planner.job.description import Tie
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.worker.models import own
-from oobleck.worker.models.checks.check_layer import same
+from oobleck.worker.models.checks.rows import same
 from oobleck.worker.models.linear import is_hooked
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError

@@ -110,7 +110,9 @@ def causal_lm(
     )
 
 
-def _loss(architecture: Architecture) -> Callable[[Tensors, Tensors], Tensor]:
+def _loss(
+    architecture: Architecture,
+) -> Callable[[Tensors, Tensors], Tensor | tuple[Tensor, Tensor]]:
     if architecture.task in ("sequence", "image"):
         config = configuration(architecture)
         return partial(label_losses, problem=config.problem_type, labels=config.num_labels)
