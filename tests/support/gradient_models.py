@@ -163,6 +163,16 @@ def hooked() -> Model:
     return Model(layers=layers, loss=of_rows, tied=made.tied)
 
 
+def weighed() -> Model:
+    """Hooks that want the gradient as it is, and a loss whose weight is known later."""
+    made = hooked()
+    return Model(
+        layers=made.layers,
+        loss=lambda output, targets: (of_rows(output, targets), torch.ones(len(output))),
+        tied=made.tied,
+    )
+
+
 class Hooked(nn.Module):
     """A linear layer whose weight has hooks."""
 

@@ -78,6 +78,12 @@ def test_hooks_of_a_tied_parameter_are_alike(first: str, last: str, why: str | N
     assert [why in sentence for sentence in found] == ([] if why is None else [True]), found
 
 
+def test_a_hook_that_wants_the_whole_gradient_takes_no_loss_with_weights() -> None:
+    assert said("hooked") == []
+    (sentence,) = said("weighed")
+    assert "gives weights, and a hook of layer 2" in sentence
+
+
 @pytest.mark.parametrize(
     ("how", "why"),
     [

@@ -247,11 +247,15 @@ def _shared(spec: OwnModelSpec, modules: list[nn.Module]) -> Iterator[Problem]:
 
 
 def _loss(spec: OwnModelSpec, output: Batches, targets: Batches) -> list[Problem]:
+    weighs = False
+
     def of(output: Tree, targets: Tree, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+        nonlocal weighs
         # As on a worker it is no leaf, which may not be written to.
         x = map_tensors(lambda tensor: tensor.clone(), output)
         with at_step(1):
             sums, weights = own.row_losses(spec, x, targets, rows)
+        weighs = weights is not None
         return sums, torch.ones(rows) if weights is None else weights
 
     torch.manual_seed(0)
@@ -270,6 +274,15 @@ def _loss(spec: OwnModelSpec, output: Batches, targets: Batches) -> list[Problem
             )
         ]
     found = [] if finite(one) else [_of_loss("is not finite with the initial weights", True)]
+    whole = [number for number, layer in enumerate(spec.description.layers) if layer.whole]
+    if whole and weighs:
+        # The weight of the batch is known, and divided by, behind the last backward.
+        sentence = (
+            f"gives weights, and a hook of layer {whole[0]} does not give the same for parts of a "
+            "gradient, as one that clamps does not: it would see the gradient before the division "
+            "by the weight of the batch; give one number per row, or leave out the hook"
+        )
+        found.append(_of_loss(sentence))
     alike = same_row(one, again, exact=True)
     if names := changed(before, after):
         sentence = (
