@@ -157,8 +157,8 @@ def install(
         if (target / "whole").exists():
             return {}
         shutil.rmtree(target, ignore_errors=True)
-        _run("python -m venv", [sys.executable, "-I", "-m", "venv", str(target)])
-        pip = [str(target / "bin" / "python"), "-I", "-m", "pip", "install", "--no-input"]
+        _run("python -m venv", [sys.executable, "-P", "-m", "venv", str(target)])
+        pip = [str(target / "bin" / "python"), "-P", "-m", "pip", "install", "--no-input"]
         pip += ["--quiet", "--disable-pip-version-check", *(["--no-index"] if alone else [])]
         for path in paths[1:]:
             pip += ["--find-links", str(path.parent)]
