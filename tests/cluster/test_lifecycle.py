@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -367,7 +368,10 @@ def test_cancel_ends_the_workers_and_leaves_the_cluster(
 def test_failure_of_the_job_itself_ends_it(small_cluster: LocalCluster, tmp_path: Path) -> None:
     cluster = small_cluster
     tokens = tmp_path / "tokens.bin"
-    tokens.write_bytes(b"\xff\xff" * 10_000)  # ids far above the vocabulary of 256
+    ids = np.ones(1_000_000, np.uint16)
+    # Far above the vocabulary of 256, and not where a file is looked at before.
+    ids[100_000:400_000] = 60_000
+    ids.tofile(tokens)
     job_id = cluster.submit({**job("unused"), "data": {"tokens": str(tokens), "dtype": "uint16"}})
     assert cluster.wait_end(job_id) == "failed"
     assert "vocabulary" in cluster.status(job_id)["reason"]

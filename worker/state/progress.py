@@ -55,10 +55,10 @@ class TrainingProgress(Position):
     ballot: torch.Tensor | None = None
 
     def loss_sum(self) -> tuple[float, float]:
-        """Of all losses and of their weights, read from the device at once: waits for what it
-        computes."""
+        """Return the sum of all losses and that of their weights, in one read from the device,
+        which waits for what it computes."""
         known = [*self.losses.values(), *self.loss_parts]
-        loss, weight = torch.stack(known).sum(dim=0).tolist() if known else (0.0, 0.0)
+        loss, weight = torch.stack(known).sum(dim=0).cpu().tolist() if known else (0.0, 0.0)
         return loss, weight
 
     def restart(self, step: int, lineage: int, missed: Missed) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.spec import JobSpec
+from oobleck.worker.models import modes
 from oobleck.worker.models.base import drop, keyed
 from oobleck.worker.runtime.random import RowKeys
 from support import elsewhere, foreign
@@ -33,6 +34,8 @@ class Seen:
 def train(job: JobSpec) -> Seen:
     """In the device's process."""
     computing = elsewhere.Computing()
+    # The device is a mode of torch, which what is kept for all layers is computed outside of.
+    modes._disable_current_modes = lambda: computing
     with computing, training(job, torch.device("elsewhere", 0)) as executor:
         losses = [executor.run_step(step)[0].loss for step in range(1, STEPS)]
         computing.waits.clear()
@@ -84,8 +87,8 @@ def check(beside: Pool, small: JobSpec, large: JobSpec) -> None:
     rounding = {"fp64": 1e-13, "fp32": 1e-5, "bf16": 1e-3}[small.training.precision]
     assert seen.losses == pytest.approx(on_the_host(small), rel=rounding)
     assert more.losses == pytest.approx(on_the_host(large), rel=rounding)
-    # For the losses and for the norm, however many micro-batches there are.
-    assert seen.waits == more.waits == {"_local_scalar_dense": 2}
+    # For the losses, with their weights, and for the norm, however many micro-batches there are.
+    assert seen.waits == more.waits == {"_to_copy": 1, "_local_scalar_dense": 1}
     # Inputs and targets.
     assert seen.given == 2 * small.training.microbatches
     assert more.given == 2 * large.training.microbatches

@@ -152,15 +152,12 @@ def test_ten_failures_and_joins(
         cluster.wait_finished(story.plan)
         cluster.stop()
         redone = {
-            (message.committed_step, message.salvaged_microbatches)
+            message.committed_step
             for live in cluster.workers.values()
             for message in live.said
             if isinstance(message, PhaseReached) and message.redo
         }
         assert redone, "no step was cut off"
-        # Over the fake a step takes longer: all losses may come before there is anything.
-        salvaged = any(count for _, count in redone)
-        assert salvaged or transport == "nccl", "nothing was ever salvaged"
         losses = list(cluster.losses().values())
     reference = train_reference(job).steps
     np.testing.assert_allclose(losses, [step.loss for step in reference], rtol=rtol)

@@ -72,7 +72,7 @@ def test_a_layer_that_is_computed_again_and_the_loss_have_the_step_of_their_rows
             loss = stage.forward(0, points, keys, targets)
             stage.backward(0)
             layer = stage._state.layers[0]
-            gradients.append((loss.item(), layer.gradient.clone()))
+            gradients.append((loss[0].item(), layer.gradient.clone()))
             layer.gradient.zero_()
         found[recompute] = gradients
     for (loss, gradient), (again, same) in zip(found["none"], found["layer"], strict=True):

@@ -99,6 +99,7 @@ def test_a_parameter_is_used_if_anybody_has_a_gradient_of_it() -> None:
         return vote.ballot(
             global_batch=4,
             loss_sum=1.0,
+            weight=2.0,
             squared_norm=0.0,
             pending=None,
             row_digests=digests,
