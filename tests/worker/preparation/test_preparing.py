@@ -214,8 +214,12 @@ CHANGED = {
 }
 #: Of two victims the first comes to the point, and the other dies as soon as it is gone.
 LOSSES = [
-    *[("join", victim, p) for victim in "cd" for p in ("preparing", "feeding", "prepared")],
-    *[("join", victim, "before:take over") for victim in "cde"],
+    *[("join", "d", p) for p in ("preparing", "feeding", "prepared", "before:take over")],
+    *[
+        pytest.param("join", "c", p, marks=pytest.mark.soak)
+        for p in ("preparing", "feeding", "prepared", "before:take over")
+    ],
+    pytest.param("join", "e", "before:take over", marks=pytest.mark.soak),
     *[("join", "e", p) for p in ("preparing", "before:rendezvous", "before:connect")],
     *[("join", "e", p) for p in ("before:agree", "after:transfer", "before:Backward", "voting")],
     *[("join", "c", p) for p in ("before:agree", "before:transfer", "reduced")],

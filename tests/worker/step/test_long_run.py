@@ -113,7 +113,9 @@ class Story:
 @pytest.mark.parametrize(
     ("steps", "precision", "model", "rtol", "transport"),
     [
-        pytest.param(120, "fp32", gpt(tied=True), 1e-6, "links", id="tied"),
+        pytest.param(
+            *(120, "fp32", gpt(tied=True), 1e-6, "links"), id="tied", marks=pytest.mark.soak
+        ),
         pytest.param(110, "fp64", gpt(tied=False), 1e-12, "links", id="untied, float64"),
         pytest.param(120, "fp32", llama(), 1e-6, "links", id="llama"),
         *(

@@ -110,9 +110,9 @@ SPLIT = make_plan(
             {"microbatch": 1},
             "links",
         ),
-        (FOUR, True, {}, "nccl"),
+        pytest.param(FOUR, True, {}, "nccl", marks=pytest.mark.soak),  # 11 workers
         (FOUR, True, {}, "staged"),
-        (FOUR_RESIDENT, True, {}, "nccl"),
+        pytest.param(FOUR_RESIDENT, True, {}, "nccl", marks=pytest.mark.soak),
         (SPLIT, True, {}, "nccl"),
     ],
     ids=[
@@ -170,8 +170,14 @@ MIXED = make_plan(1, [[("a", 2, 1), ("b", 3, 2)], [("c", 5, 1)]], [3, 3])
         (MIXED, "b/1", "before:SyncGradient", [[("a", 4, 3), ("a", 1, 1)], [("c", 5, 1)]], "links"),
         # The others of a have asked for the exchange of a layer, in which it never takes part.
         (FOUR, "a/2", "before:Forward", [[("a", 5, 3)], [("b", 2, 3), ("c", 3, 4)]], "nccl"),
-        (FOUR, "a/2", "before:Backward", [[("a", 5, 3)], [("b", 2, 3), ("c", 3, 4)]], "nccl"),
-        (FOUR_RESIDENT, "c/0", "before:Backward", [[("a", 5, 4)], [("b", 5, 3)]], "nccl"),
+        pytest.param(
+            *(FOUR, "a/2", "before:Backward", [[("a", 5, 3)], [("b", 2, 3), ("c", 3, 4)]], "nccl"),
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            *(FOUR_RESIDENT, "c/0", "before:Backward", [[("a", 5, 4)], [("b", 5, 3)]], "nccl"),
+            marks=pytest.mark.soak,
+        ),
         (FOUR, "c/3", "before:Backward", [[("a", 5, 4)], [("b", 5, 3)]], "staged"),
     ],
     ids=[
