@@ -298,7 +298,7 @@ class Supervisor:
         del self._pool.processes[process.incarnation]
         worker = self._state.workers[process.incarnation]
         if verdict and worker.failure is None and worker.stop_sent_at is None:
-            # It could not say so itself.
+            # The user's code ended the process before it could report.
             self.said(worker.incarnation, Failed(kind="user", message=verdict))
         how = f"killed by {signal_name(signum)}" if signum else f"exit code {exit_code}"
         fields = {"slot": worker.slot, "pid": process.pid, "how": how}

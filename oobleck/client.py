@@ -179,7 +179,7 @@ def _read(job: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> Any:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Return what a job file can hold for `value`, at `key` of the job. Raises InvalidJob."""
+    """Return `value`, at `key` of the job, in the types of a job file. Raises InvalidJob."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
@@ -191,13 +191,13 @@ def _plain(value: Any, key: str) -> Any:
         return [_plain(part, f"{key}[{number}]") for number, part in enumerate(value)]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if isinstance(value, numbers.Number) and hasattr(value, "item"):  # of numpy
+    if isinstance(value, numbers.Number) and hasattr(value, "item"):  # a NumPy scalar
         return _plain(value.item(), key)
     raise InvalidJob(f"the job: {_no_value(value, key)}")
 
 
 def _no_value(value: object, key: str) -> str:
-    """Say what is wrong with what no job file can hold, and the fix."""
+    """Return why no job file can hold `value`, and the fix."""
     name, module = getattr(value, "__qualname__", None), getattr(value, "__module__", None)
     if name is None or not callable(value):
         return (

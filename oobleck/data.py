@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 #: One name, or several, whose values come as a dict.
 Names = str | Sequence[str]
-#: A target that is not learned, as in transformers.
+#: The target of a token that is not learned, as in transformers.
 IGNORED = -100
 
 
@@ -50,9 +50,11 @@ class _Columns:
 
 
 def shifted(labels: Any) -> Any:
-    """Return the targets (T,) of labels (T,) as data sets for transformers have them, where a
-    token's label is the token itself: at each place the label of the next one, and -100 at the
-    end. Its models shift inside; `architecture` learns targets as they are. Raises ValueError."""
+    """Return targets (T,) for labels (T,): the label of the next token, and -100 at the end.
+
+    In data sets for transformers a token's label is the token itself, since those models shift
+    inside. A model by `architecture` does not shift. Raises ValueError.
+    """
     found = np.asarray(labels)
     if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
         raise ValueError(
@@ -63,7 +65,7 @@ def shifted(labels: Any) -> Any:
 
 
 class _Shifted:
-    """Samples whose targets are labels."""
+    """Samples whose targets are `shifted` labels."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -79,9 +81,11 @@ class _Shifted:
 def arrays(
     path: str, inputs: Names = "inputs", targets: Names | None = None, labels: str | None = None
 ) -> Rows:
-    """Rows of the arrays NAME.npy in the directory `path`, or of a .safetensors file there or at
-    `path`; memory-mapped, so that they may be larger than memory. `targets`: "targets" unless
-    `labels` are given, which are `shifted`."""
+    """Return rows of the arrays NAME.npy in the directory `path`, or of a .safetensors file there
+    or at `path`. They are memory-mapped, so they may be larger than memory.
+
+    `targets`: the names to learn, "targets" by default. `labels`: a name to give `shifted` instead.
+    """
     aims = _aims(targets, labels, "targets")
     names = _all(inputs, aims)
     folder = Path(path)
@@ -122,9 +126,12 @@ class _Slice:
 def huggingface(
     path: str, inputs: Names = "input_ids", targets: Names | None = None, labels: str | None = None
 ) -> Rows:
-    """Rows of a data set of Hugging Face's `datasets` that was saved to the directory `path` by
-    `save_to_disk`. Rows must be of one length: cut and pad them before. `targets`: "labels", as
-    they are, unless `labels` are given, which are `shifted`."""
+    """Return rows of a Hugging Face data set that `save_to_disk` wrote to the directory `path`.
+    Rows must be of one length: cut and pad them before.
+
+    `targets`: the columns to learn, "labels" by default, unshifted. `labels`: a column to give
+    `shifted` instead.
+    """
     from datasets import load_from_disk
 
     found = load_from_disk(path).with_format("numpy")
@@ -160,7 +167,7 @@ def _of(row: dict[str, Any], names: Names) -> Any:
 
 
 def _aims(targets: Names | None, labels: str | None, usual: str) -> Names:
-    """Return what targets are made of. Raises ValueError where both are given."""
+    """Return the names to read targets from. Raises ValueError if both are given."""
     if targets is not None and labels is not None:
         raise ValueError(
             "targets and labels are both given; give labels where a token's label is the token "

@@ -37,9 +37,9 @@ from oobleck.planner.purpose import derive
 #: Held by whoever seeds torch's generator and draws from it: threads share it.
 GENERATOR = threading.RLock()
 
-#: Seed and purpose of what the function of a model draws itself, outside what builds its layers.
+#: Seed and purpose of the draws of a model's function itself, outside its layer builders.
 FUNCTION = (0, "function")
-#: The step that is computed; threads that compute nothing have none.
+#: The step being computed; unset in threads that compute none.
 _step: ContextVar[int] = ContextVar("step")
 
 #: What passes between layers: a tensor, or a tuple, list or dict of such, all with rows first.
@@ -53,10 +53,11 @@ class Model:
     #: Each builds one layer when it is called. Of an `nn.Sequential`, which is built whole wherever
     #: it is needed, each child is a layer.
     layers: Sequence[Callable[[], nn.Module]] | nn.Sequential
-    #: (output of the last layer, targets) to one number per row, (rows,). Their mean over the
-    #: global batch is what is trained. Or to a pair (sums, weights) of such, as the sum of the
-    #: losses of a row's tokens and how many there are: what is trained is then the sum of all sums
-    #: over the global batch by that of all weights, which have no gradient and are at least 0.
+    #: Function of (output of the last layer, targets). It returns one number per row, (rows,), and
+    #: training lowers their mean over the global batch. Or it returns a pair (sums, weights) of
+    #: such, as the sum of a row's token losses and the number of tokens. Training then lowers the
+    #: global batch's sum of sums divided by its sum of weights. Weights are at least 0, without
+    #: a gradient.
     loss: Callable[[Tensors, Tensors], Tensor | tuple[Tensor, Tensor]]
     #: Pairs of parameters that are one and the same, each by layer and name, such as
     #: ("0.weight", "5.projection.weight"), of any two layers. All that are one are trained
@@ -68,7 +69,7 @@ class Model:
     metrics: Callable[[Tensors, Tensors], Mapping[str, Tensor]] | None = field(default=None)
 
     def __post_init__(self) -> None:
-        """Raise ValueError where layers, loss or metrics are not what they must be."""
+        """Raise ValueError if layers, loss or metrics are of the wrong kind."""
         if isinstance(self.layers, nn.Sequential):
             _check_sequential(self.layers)
         else:
@@ -86,7 +87,7 @@ class Model:
 
 
 def _check_sequential(layers: nn.Sequential) -> None:
-    """Raise ValueError where it does more than to call one child after the other."""
+    """Raise ValueError if `layers` does more than call its children in order."""
     kind = type(layers)
     if kind.forward is not nn.Sequential.forward or kind.__call__ is not nn.Module.__call__:
         raise ValueError(
@@ -103,7 +104,7 @@ def _check_sequential(layers: nn.Sequential) -> None:
 
 
 def _builders(layers: Any) -> list[Callable[[], nn.Module]]:
-    """Return what builds each layer. Raises ValueError with the first that builds none."""
+    """Return the layer builders. Raises ValueError for the first entry that is none."""
     if isinstance(layers, Mapping | str | nn.ModuleDict) or not isinstance(layers, Iterable):
         raise ValueError(f"layers is {_class(type(layers))}; give a list of what builds each layer")
     found = list(layers)
@@ -124,14 +125,16 @@ def _builders(layers: Any) -> list[Callable[[], nn.Module]]:
 
 
 def _class(kind: type) -> str:
-    """Its name as people write it."""
+    """Return the class name as users write it."""
     return f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__name__
 
 
 def initial(make: Callable[[], Model], seed: int) -> nn.Sequential:
-    """All layers in one process, with the weights that a job of that `seed` begins with: to compare
-    with, or to load what was trained into. `make`: what the job names, with its arguments; what it
-    draws itself, outside what builds a layer, is the same for every seed."""
+    """Return all layers in one process, with the initial weights of a job of that `seed`.
+
+    Use them to compare with, or to load trained weights into. `make`: the function that the job
+    names, with its arguments. Its own draws, outside layer builders, are the same for every seed.
+    """
     with drawing(*FUNCTION):
         model = make()
     if isinstance(model.layers, nn.Sequential):
@@ -153,14 +156,15 @@ def initial(make: Callable[[], Model], seed: int) -> nn.Sequential:
 
 
 def step() -> int:
-    """Return the number of the training step that is computed, from 1.
+    """Return the number, from 1, of the training step being computed.
 
-    For a layer's forward, the loss and the metrics: it is the same on every worker and plan, when a
-    layer is computed again for its backward, and after a loss or a restart. An evaluation has the
-    number of the step whose state it evaluates. Raises RuntimeError anywhere else.
+    Call it in a layer's forward, the loss or the metrics; anywhere else it raises RuntimeError. The
+    number is the same on every worker and plan. It stays the same when a layer is recomputed for
+    its backward, and after a loss or a restart. An evaluation has the number of the step whose
+    state it evaluates.
     """
     if torch.compiler.is_compiling():
-        # Compiled code would keep the number; and an exception may be caught in the layer.
+        # Compiled code would keep the number, and the layer might catch an exception.
         torch._dynamo.graph_break("oobleck.model.step()")
     try:
         return _step.get()
@@ -174,7 +178,7 @@ def step() -> int:
 
 @contextmanager
 def at_step(number: int) -> Iterator[None]:
-    """Have `step` return `number` within, as in a training loop or a test of your own."""
+    """Make `step` return `number` inside the block, for your own training loop or test."""
     token = _step.set(number)
     try:
         yield

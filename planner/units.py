@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 #: A line that people read names no more.
 _MOST_LISTED = 10
 
-#: Of a reason that people read: its place and its cause come first.
+#: Longest reason that people read; it begins with the place and the cause.
 MOST_REASON_BYTES = 1024
 _CUT = "…"
 
@@ -35,9 +35,8 @@ def comma_separated(names: Iterable[str]) -> str:
 
 
 def head(text: str, most_bytes: int = MOST_REASON_BYTES) -> str:
-    """Return the beginning of `text`, as much as `most_bytes` of UTF-8 hold; a cut one ends in
-    `…`."""
-    data = text[: most_bytes + 1].encode(errors="replace")  # no character takes less than a byte
+    """Return `text` cut to `most_bytes` of UTF-8; a cut text ends in `…`."""
+    data = text[: most_bytes + 1].encode(errors="replace")  # a character takes at least one byte
     if len(data) <= most_bytes:
         return text
     return data[: most_bytes - len(_CUT.encode())].decode(errors="ignore") + _CUT

@@ -76,5 +76,5 @@ def check_slot(slot: int, slots: int) -> None:
 
 
 def ending(text: str) -> str:
-    """Return as much of it as a message may carry, the end where it is too long."""
+    """Return the last characters of `text`, as many as a message may carry."""
     return text[-MOST_CHARACTERS:]

@@ -16,8 +16,7 @@ MOST_REPORT_BYTES = 1 << 20
 
 
 def report_bytes(report: WorkerReport) -> bytes:
-    """Return the report as JSON: of a reason that is too long its beginning, of what a worker
-    printed the end."""
+    """Return the report as JSON; long reasons keep their beginning, a worker's output its end."""
     return encode(_shortened(msgspec.to_builtins(report)))
 
 

@@ -73,7 +73,7 @@ class WorkerProcess:
         self.incarnation = incarnation
         self.pid: int | None = None
         self.tail = Tail()
-        #: Which code of the job's it runs.
+        #: The user's code that the worker runs; readable after its end.
         self.marker = Marker()
         #: Set once all that the worker said before its end has been heard.
         self.silent = asyncio.Event()

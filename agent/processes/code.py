@@ -97,7 +97,7 @@ class CodeCache:
 
 
 def _default() -> Path:
-    """Raises NoCode."""
+    """Return the cache folder below the home. Raises NoCode if this user has none."""
     try:
         return below_home(FOLDER)
     except ValueError as error:

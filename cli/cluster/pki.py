@@ -371,7 +371,7 @@ def _check_name(name: str, role: str) -> None:
 
 
 def _below_home(folder: Path) -> Path:
-    """Raises CommandFailed where this user has no home."""
+    """Return `folder` with ~ expanded. Raises CommandFailed if this user has no home."""
     try:
         return below_home(folder)
     except ValueError as error:

@@ -155,7 +155,7 @@ def inspect(file: Path, dtype: "Dtype | None", as_json: bool) -> None:
 def _show_alone(
     file: Path, dtype: "Dtype", first: Sequence[int], begins: str, *, as_json: bool
 ) -> None:
-    """What is known of a file of that type that nothing stands beside."""
+    """Print the size, type and first ids of a token file without a FILE.json."""
     from oobleck.cli.output import text
     from oobleck.planner.units import format_bytes
 

@@ -187,10 +187,11 @@ def check_checkpoints(job: "JobSpec") -> None:
 
 
 def check_inputs(job: "JobSpec") -> list[Problem]:
-    """For a cluster on this machine: whether data and initial weights are there, and whole files,
-    and the data is enough and fits the model. Returns warnings.
+    """Check the inputs of a job for a cluster on this machine. Returns warnings; raises
+    CommandFailed.
 
-    Text that is still to be tokenised is only looked at as far as that takes no time.
+    Data and initial weights must be complete, and the data must suffice and fit the model. Text
+    that is not yet tokenised gets only quick checks.
     """
     doubts = _check("data", job.data, job)
     if job.evaluation is not None and job.evaluation.data is not None:
@@ -204,7 +205,7 @@ def _check(key: str, data: "DataSpec", job: "JobSpec") -> list[Problem]:
 
     model = job.model
     if data.code is not None or not model.reads_tokens:
-        return []  # the model's description has looked at the data
+        return []  # checked when the model was described
     doubt = ""
     try:
         if data.tokens is not None and data.dtype is not None and read_info(data.tokens) is None:

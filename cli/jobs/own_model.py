@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from oobleck.planner.job.spec import JobSpec
 
 _MODULE = "oobleck.worker.describe"
-#: What imports the modules that a job names.
+#: The module that imports the user's modules.
 _LOADER = "oobleck.worker.runtime.code"
 #: What of a job may be the user's, and is described.
 _OWN = ("model", "optimizer")
@@ -105,7 +105,7 @@ def look_at(job: "JobSpec", *, always: bool = False) -> Found:
     if verdict:
         raise CommandFailed(verdict, options.USAGE)
     if ended.returncode or not ended.stdout:
-        # Something else ended the process: of what that raises, there is one line at the end.
+        # The cause is unknown; the last line of stderr usually names it.
         lines = ended.stderr.strip().splitlines() or ["it printed nothing"]
         text = f"model: its code ended the process that looked at it ({lines[-1]})"
         raise CommandFailed(text, options.USAGE)

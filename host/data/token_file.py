@@ -26,11 +26,12 @@ _MOST_INFO_BYTES = 1 << 20
 
 Dtype = Literal["uint8", "uint16", "uint32"]
 
-#: Ids of each of three parts of a file that are looked at, which begin at a multiple of the period.
+#: Ids per part that `look_through` reads, and the alignment of each part's start, in ids.
 _LOOKED_AT, _PERIOD = 1 << 16, 4
-#: Fewer ids say nothing. The high half of an id is at most this with any vocabulary there is.
+#: Fewest ids that allow a verdict. Highest byte or word in the high half of a wider id: enough for
+#: uint32 ids below 2**20 and uint16 ids below 2**12.
 _FEW, _HIGH = 32, 15
-#: More than any vocabulary has.
+#: Larger than any vocabulary.
 _VOCABULARY = 1 << 22
 
 
@@ -140,7 +141,7 @@ def type_of(path: str | Path, info: TokenFileInfo | None, wanted: Dtype | None) 
 
 
 def read_tokens(path: str | Path, dtype: Dtype, count: int) -> list[int]:
-    """Return the first `count` ids of a token file, or all that there are. Raises DataError."""
+    """Return up to `count` ids from the beginning of a token file. Raises DataError."""
     found: list[int] = _read_ids(path, dtype, 0, count).tolist()
     return found
 
@@ -148,7 +149,7 @@ def read_tokens(path: str | Path, dtype: Dtype, count: int) -> list[int]:
 def _read_ids(
     path: str | Path, dtype: Dtype, start: int, count: int
 ) -> NDArray[np.unsignedinteger]:
-    """Ids from number `start`, as many as there are of `count`."""
+    """Return up to `count` ids from position `start`. Raises DataError."""
     kind = np.dtype(dtype).newbyteorder("<")
     try:
         with open_regular(path) as file:
@@ -160,11 +161,11 @@ def _read_ids(
 
 
 def look_through(path: str | Path, dtype: Dtype, vocabulary: int | None = None) -> str:
-    """Return why ids in `path` do not look like that type, and the fix; empty where they do. Three
-    parts of the file are read. Raises DataError where an id of them is not below `vocabulary`.
+    """Return why the ids in `path` look like another type, and the fix; empty if they do not.
 
-    Read in a narrower type than its own, a file has the high halves of its ids as ids of their own,
-    and these are next to nothing. Read in a wider one, two ids make one, which is huge.
+    Reads three parts of the file. In too narrow a type the high half of each id is an id of its
+    own, near zero. In too wide a type two ids make one huge id. Raises DataError for a partial id
+    at the end, and for an id not below `vocabulary` unless a wider type is found.
     """
     width, size = np.dtype(dtype).itemsize, os.stat(path).st_size
     if size % width:
@@ -203,7 +204,8 @@ def look_through(path: str | Path, dtype: Dtype, vocabulary: int | None = None) 
 def beyond_vocabulary(
     where: str, ids: NDArray[np.unsignedinteger], vocabulary: int, key: str = "dtype"
 ) -> DataError:
-    """Return the error for the highest of `ids`, which is `where`; `key`: of their type."""
+    """Return the error for the highest of `ids`. `where`: its place; `key`: the job key of the
+    ids' type."""
     fix = (
         "set model.vocabulary to more than the highest token, or check that the data's dtype is "
         f"right (they were read as {ids.dtype.name})"

@@ -1,7 +1,7 @@
-"""What of a user's code a process runs, where another one can read it, however the first one ends.
+"""Shared record of the user's code that a process runs, readable after that process ends.
 
-A page of shared memory behind a descriptor, which one process writes. An `os._exit` in a user's
-code leaves nothing else to tell of it.
+The record is one page of shared memory behind a descriptor; only one process writes it. After
+`os._exit` in a user's code it is the only evidence of the cause.
 """
 
 import mmap
@@ -14,10 +14,10 @@ _LENGTH_BYTES = 2
 
 
 class Marker:
-    """One end of a page; both ends are alike."""
+    """Reader or writer of a shared page; both ends are alike."""
 
     def __init__(self, fd: int | None = None) -> None:
-        """Map the page behind `fd`, which is closed with it; None: make a new one."""
+        """Map the page behind `fd` and own `fd`; None: create a page."""
         if fd is None:
             fd = os.memfd_create("marker")
             os.truncate(fd, _BYTES)
@@ -25,27 +25,27 @@ class Marker:
         self._page = mmap.mmap(fd, _BYTES)
 
     def write(self, running: str) -> None:
-        """Keep what runs, or as much of it as there is room for; empty: nothing does."""
+        """Record what runs, cut to the page's size; empty: nothing runs."""
         data = running.encode(errors="replace")[: _BYTES - _LENGTH_BYTES]
-        self._page[:_LENGTH_BYTES] = bytes(_LENGTH_BYTES)  # the process may end at any moment
+        self._page[:_LENGTH_BYTES] = bytes(_LENGTH_BYTES)  # valid if the process ends here
         self._page[_LENGTH_BYTES : _LENGTH_BYTES + len(data)] = data
         self._page[:_LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "big")
 
     def read(self) -> str:
-        """Return what runs; empty: nothing does. The writer may be anybody's code."""
+        """Return what runs; empty: nothing runs. Do not trust the text: user code can write it."""
         size = int.from_bytes(self._page[:_LENGTH_BYTES], "big")
         return self._page[_LENGTH_BYTES : _LENGTH_BYTES + size].decode(errors="replace")
 
     def verdict(self, status: int | None) -> str:
-        """Return the sentence for a process that has ended while a user's code ran in it, which
-        nothing of ours does; empty: none ran, or a signal ended it. `status`: as of subprocess, or
-        None for a signal."""
+        """Return the error if the process exited while user code ran in it; empty: none ran, or a
+        signal ended it. Our own code clears the record before it exits. `status`: a subprocess
+        return code, None for a signal."""
         running = self.read()
         if not running or status is None or status < 0:
             return ""
         return f"{inline(running)}: the user's code ended the process with status {status}"
 
     def close(self) -> None:
-        """Unmap the page, which is kept as long as the other end has it."""
+        """Close this end; the page lives on while the other end is open."""
         self._page.close()
         os.close(self.fd)

@@ -397,8 +397,8 @@ class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint
 
 
 class SaveFailed(msgspec.Struct, frozen=True, kw_only=True, tag="save_failed"):
-    """A checkpoint, or the final output, could not be written. Training goes on; writing the state
-    after the last step is tried for a minute, and then the job fails."""
+    """A failed write of a checkpoint or of the final output. Training goes on. After the last
+    step the write is retried for a minute, then the job fails."""
 
     what: Literal["checkpoint", "output"]
     step: int

@@ -1,10 +1,10 @@
-"""The home directory of this process's user, which a user of a container may lack."""
+"""The home directory of this process's user; in a container there may be none."""
 
 from pathlib import Path
 
 
 def below_home(place: str | Path) -> Path:
-    """Return `place` with its ~ as the home. Raises ValueError with the fix where there is none."""
+    """Return `place` with ~ expanded. Raises ValueError, with the fix, if there is no home."""
     try:
         return Path(place).expanduser()
     except RuntimeError as error:

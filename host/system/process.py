@@ -25,8 +25,8 @@ def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) ->
 
 
 def python(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of ours. The current folder is no place to import from:
-    it may be a job's, whose `queue.py` is not for us."""
+    """Return the command that runs one of our modules. It does not import from the current folder:
+    a job's folder may have a `queue.py`."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 

@@ -89,7 +89,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         message.last_step_age_s = age_s
     if rate > 0 and moving:
         recent = tuple(seen.steps.recent)
-        # Where labels say which tokens are learned, each step has another number of them.
+        # Use the mean: if labels choose the learned tokens, their number differs by step.
         step_tokens = fmean(record.tokens for record in recent[1:] or recent)
         message.eta_s = (training.steps - seen.steps.committed_step) * step_tokens / rate
     return message

@@ -147,5 +147,5 @@ def describe_exit(exited: WorkerExited) -> str:
 
 
 def last_words(exited: WorkerExited) -> str:
-    """Return the last line that a process printed, which of a traceback says what was raised."""
+    """Return the last line that a process printed; in a traceback it names the exception."""
     return head(exited.log_tail.strip().rpartition("\n")[2]) or "no output"

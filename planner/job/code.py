@@ -23,7 +23,7 @@ TORCH_OPTIM = "torch.optim"
 _NOT_THE_USERS = frozenset({"oobleck", "pip", "setuptools", "pytest", "click", "fsspec"})
 
 
-#: What a program that runs is called, whatever its file is.
+#: Names of the running program's own module, which workers cannot import.
 _NO_MODULES = ("__main__", "__mp_main__")
 
 
@@ -73,7 +73,7 @@ def check_code(*, plugin: str | None, python: str | None, path: str | None) -> N
 
 
 def _why_no_function(python: str) -> str:
-    """What is wrong with a text that is no package.module:name, and the fix."""
+    """Return why a text is no package.module:name, and the fix."""
     module, colon, name = python.partition(":")
     if "<" in python:
         return (

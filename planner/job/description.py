@@ -107,7 +107,7 @@ class LayerSketch:
     output: TreeSketch
     #: Whether it draws from torch's generator in training, as dropout does.
     draws: bool
-    #: Whether hooks of its parameters must see the gradients of whole micro-batches.
+    #: True if hooks of its parameters need the gradients of whole micro-batches.
     whole: bool = False
     #: Which of the model's compiled codes the layer runs, where the job wants them; None: it runs
     #: as it is.

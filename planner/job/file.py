@@ -127,12 +127,12 @@ def _build(kind: type[T], value: Value, path: str) -> T:
         guilty = "name" if message.startswith("job name") else message.partition(":")[0]
         key = FILE_KEYS.get(guilty, guilty)
         place, full = _find(value, key, path)
-        if f".{full}".endswith(f".{key}"):  # a key that does not stand there is told by the message
+        if f".{full}".endswith(f".{key}"):  # else the message still names the key
             message = message.removeprefix(f"{guilty}: ")
         raise InvalidJob(f"{place}: {full}: {message}") from error
 
 
-#: What others call a key.
+#: Our keys by the words of other frameworks.
 _OTHER_WORDS = {
     "args": "arguments",
     "kwargs": "arguments",
@@ -144,14 +144,14 @@ _OTHER_WORDS = {
     "max_steps": "steps",
     "num_workers": "workers",
 }
-#: Keys that no person writes.
+#: Keys that only programs write.
 _MADE = ("described",)
 
 
 def _hint(key: str, kind: type, fields: Iterable[str], path: str) -> str:
-    """What was meant by a key that `kind`, at `path` of the file, does not have."""
+    """Return a hint for a key that `kind`, at `path` of the file, does not have."""
     known = [field for field in fields if field not in _MADE]
-    # A model without the key that makes it the user's is taken for one of the others.
+    # A user's model without its python, plugin or architecture is read as a ModelSpec.
     possible = [*known, *OWN_KEYS] if kind is ModelSpec else known
     word = _OTHER_WORDS.get(key.lower())
     near = [word] if word in possible else difflib.get_close_matches(key.lower(), possible, n=1)
@@ -167,7 +167,7 @@ def _hint(key: str, kind: type, fields: Iterable[str], path: str) -> str:
 
 
 def _places(kind: type, key: str, path: str) -> Iterator[str]:
-    """The sections below `kind` that have the key."""
+    """Yield the sections below `kind` that have the key."""
     for field, hint in get_type_hints(kind).items():
         for section in get_args(hint) or (hint,):
             if isinstance(section, type) and dataclasses.is_dataclass(section):

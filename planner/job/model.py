@@ -54,7 +54,7 @@ class AnyModel:
 
     @property
     def weighs_tokens(self) -> bool:
-        """Whether the loss weighs each sample by its tokens that are learned."""
+        """True if the loss weighs each sample by the number of its learned tokens."""
         return False
 
     @property
@@ -88,7 +88,7 @@ class AnyModel:
 
     @property
     def labelled(self) -> bool:
-        """Whether it learns from labels that the data set gives, which text alone has not."""
+        """True if the model learns from labels of a data set, which plain text lacks."""
         return False
 
     @property

@@ -58,7 +58,7 @@ class OptimizerSketch:
     counters: tuple[str, ...]
     #: Other single numbers; they follow from the number of steps alone.
     series: tuple[str, ...]
-    #: Those of `series` that follow from the learning rates, too.
+    #: The names in `series` that also depend on the learning rates.
     rated: tuple[str, ...] = ()
     #: Fingerprint of the code that this was found by.
     code: str

@@ -18,23 +18,23 @@ from oobleck.planner.ties import Ties
 MOST_LAYERS = 514
 #: Keys that no model has but one of the user's.
 OWN_KEYS = ("plugin", "python", "architecture")
-#: Ends of the names of transformers' classes that learn from labels, not the next token.
+#: Name suffixes of transformers' classes that learn from labels, not the next token.
 _LABELLED = (
     "ForMaskedLM",
     "ForTokenClassification",
     "ForSequenceClassification",
     "ForImageClassification",
 )
-#: Of these, the ones with one label per row.
+#: The suffixes in `_LABELLED` with one label per row.
 _BY_ROW = ("ForSequenceClassification", "ForImageClassification")
-#: What takes a model of transformers apart into layers.
+#: The function that splits a model of transformers into layers.
 _TRANSFORMERS = "oobleck.worker.models.huggingface.causal_lm:causal_lm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnModelSpec(AnyModel):
-    """What a function returns, an `oobleck.model.Model`: one of the user's, or the one that takes
-    models of transformers apart."""
+    """A model made by a function that returns an `oobleck.model.Model`: the user's function, or
+    ours that splits a model of transformers into layers."""
 
     #: An entry point of the group oobleck.models, or a function (package.module:function).
     plugin: str | None = None
@@ -147,8 +147,7 @@ class OwnModelSpec(AnyModel):
         return self.description.order
 
     def may_share(self, layer: int) -> bool:
-        # What it draws follows from its micro-batch as a whole, as what its hooks do may, and it is
-        # compiled for that one's rows.
+        # Draws and some hooks depend on the whole micro-batch; compiled code is for its row count.
         sketch = self.description.layers[layer]
         return not (sketch.draws or sketch.whole) and sketch.compiled is None
 

@@ -167,7 +167,7 @@ class EvaluationSpec:
     fraction: float | None = None
     #: Or data of its own.
     data: DataSpec | None = None
-    #: Samples of each evaluation at most, always the same.
+    #: Most samples per evaluation; every evaluation uses the same ones.
     samples: int = 1024
     LIMITS: ClassVar[Mapping[str, Limits]] = {
         "every": Limits(at_least=1),

@@ -84,8 +84,8 @@ class Manifest:
     data: str
     #: And of the initial weights, where a part of the model is in these alone; empty: it is not.
     base: str = ""
-    #: How many of the steps left out each parameter that any did, since it had no gradient: by
-    #: `LAYER.NAME`.
+    #: Number of steps that left a parameter out for want of a gradient, by `LAYER.NAME`; without
+    #: parameters that no step left out.
     missed: Mapping[str, int] = field(default_factory=dict)
     #: In layer order.
     files: tuple[LayerFile, ...]

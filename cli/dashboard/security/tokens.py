@@ -41,7 +41,8 @@ class Token:
 
 
 def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Of the user's own state, as the XDG base directories have it. Raises ValueError."""
+    """Return the dashboard's folder in the user's XDG state directory. Raises ValueError if this
+    user has no home."""
     base = environment.get("XDG_STATE_HOME") or below_home("~/.local/state")
     return Path(base) / "oobleck" / "dashboard"
 
