@@ -1,14 +1,13 @@
-"""Describes the model and the optimizer of a job where they are the user's, and looks for what is
-wrong with them, for the command line: a short process, since that has no torch, and a user's code
-may do anything.
+"""Describes and checks a job's model and optimizer, if they are the user's, for the command line.
+
+It is a process of its own, since the command line has no torch and user code may do anything.
 
     python -P -m oobleck.host.system.die_with_parent PARENT_PID oobleck.worker.describe \
         [--always] MARKER < JOB.json > FOUND.json
 
-FOUND has the `descriptions` by what is described (`model`, `optimizer`), without those that could
-not be made; the `problems`; and whether the model was `run` for real, which a large one is only
-with --always. What the user's code prints goes to standard error. MARKER is the number of an open
-file, the page of a `Marker`.
+FOUND has the `descriptions` that could be made, by `model` and `optimizer`, the `problems`, and
+whether the model was `run` for real. A large model is run only with --always. Output of the user's
+code goes to standard error. MARKER is the descriptor of a `Marker`'s page.
 """
 
 import json
@@ -140,7 +139,7 @@ def main() -> NoReturn:
     result = os.dup(1)
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
-    # A Ctrl-C ends it; a KeyboardInterrupt that the user's code raises is an error like others.
+    # Ctrl-C must end the process; a KeyboardInterrupt of user code is an error like any other.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code.mark_in(Marker(int(sys.argv[-1])))
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
 """Final weights on disk: one safetensors file per layer, and a manifest that names them.
 
-Each layer is written by one of its holders, and the manifest after that, so it stands for a
-complete set. A write that failed is tried for a minute, since the result may be nowhere else.
-`read_output` is for users and tests.
+One holder of each layer writes it. The manifest follows, so it proves a complete set. A failed
+write is retried for a minute, since the result may exist nowhere else. `read_output` is for users
+and tests.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 _PROBE_BYTES = 65_536
 _MOST_MANIFEST_BYTES = 1 << 20
-#: Between two attempts to write to a disk that did not take it, and how long there are some.
+#: Pause between two attempts to write, and the time after which no attempt follows.
 _RETRY_S, _LONGEST_S = 5.0, 60.0
 
 
@@ -95,9 +95,11 @@ def write_result(
     context: WorkerContext, output: str, plan: Plan, transport: Transport, *, saved: bool
 ) -> None:
     """Write the committed state to the directory `output`: each layer by its first owner, then the
-    manifest. Every worker of `plan` calls it. `saved`: a checkpoint has that state. Raises JobError
-    when it cannot be written, TransportError when a worker is lost, Superseded when a newer
-    generation is wanted."""
+    manifest. Every worker of `plan` calls it. `saved`: a checkpoint has that state.
+
+    Raises JobError when it cannot be written, TransportError when a worker is lost, Superseded when
+    a newer generation is wanted.
+    """
     job, worker, step = context.job, context.worker, context.progress.committed
     kept = "; its checkpoint has them: make room, and submit the job again" if saved else ""
     lost = f"the weights of step {step} are not saved{kept}"
@@ -118,8 +120,7 @@ def write_result(
 def _insist(
     control: Control, generation: Generation, step: int, lost: str, write: Callable[[], None]
 ) -> None:
-    """Write until it has worked. Raises JobError, which says what is `lost`, when it has not for
-    `_LONGEST_S`."""
+    """Retry `write` for `_LONGEST_S`. Then raises JobError, which says what is `lost`."""
     until = time.monotonic() + _LONGEST_S
     while True:
         try:

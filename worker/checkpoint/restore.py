@@ -49,12 +49,13 @@ def restore(
     resume: bool,
     needed: bool,
 ) -> tuple[Restored | None, Missed]:
-    """Hold the plan's layers as the newest checkpoint that is whole for all workers has them.
-    Return which one that is, None: there is none, and what its steps missed. `resume`: for a job
-    that has not trained yet, by its `checkpoint.resume`. `needed`: there must be one.
+    """Load the plan's layers from the newest checkpoint that is complete for all workers.
 
-    Raises JobError where none can be used; where the others go on without this node, NodeError here
-    and TransportError there; Superseded.
+    Return that checkpoint (None: there is none) and its `missed` counts. `resume`: the job has not
+    trained yet, and `checkpoint.resume` decides. `needed`: there must be one.
+
+    Raises JobError if none can be used, and Superseded. If the others go on without this node, it
+    raises NodeError here and TransportError there.
     """
     location = CheckpointLocation(context, spec, assign, transport)
     candidates = (

@@ -32,7 +32,7 @@ from oobleck.worker.transport.transport import Transport
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-#: Between two attempts at the last checkpoint, which must not be lost, and how many there are.
+#: Pause between two attempts at the last checkpoint, which must not be lost, and their number.
 _RETRY_S, _ATTEMPTS = 10.0, 7
 
 
@@ -61,7 +61,7 @@ class Saver:
         self._at_risk = False
         #: Made with the first checkpoint: pinned memory is taken once.
         self._ring: Ring | None = None
-        #: Newest wish that was answered, and newest step that this worker knows to be saved.
+        #: Newest wish that was answered, and newest saved step that this worker knows of.
         self._served = 0
         self.saved_step = 0
 
@@ -189,11 +189,11 @@ class Saver:
         return found
 
     def finish(self, transport: Transport, step: int, *, needed: bool) -> None:
-        """After the last step: see the save under way to its end, and have the last state saved;
-        if it is `needed`, in several attempts.
+        """Finish the save under way and save the state after the last step.
 
-        There are no more votes; gathers stand for them. Raises JobError where this worker could not
-        write its part in any attempt, TransportError, Superseded.
+        If that is `needed`, there are `_ATTEMPTS` attempts. Gathers replace the votes,
+        since there are no more steps. Raises JobError if this worker could not write its part in
+        the last attempt, TransportError, Superseded.
         """
         if self._spec is None:
             return
@@ -208,7 +208,7 @@ class Saver:
             if self._newest_saved(transport) >= step:
                 return
             attempts += 1
-            # Without a reason of its own it meets the others again, and hears that one has ended.
+            # A worker without a problem goes on, until it learns that another one has failed.
             if attempts >= _ATTEMPTS and self._last is not None and self._last.problem:
                 raise JobError(
                     f"checkpoint: {self._last.problem}; make room there or make it writable, and "
@@ -217,7 +217,7 @@ class Saver:
             self._control.pause(self._assign.plan.generation, _RETRY_S)
 
     def _rest(self) -> str:
-        """What is saved."""
+        """Return the end of an error sentence: which state is saved."""
         return f"that of step {self.saved_step} is" if self.saved_step else "nor is an earlier one"
 
     def _newest_saved(self, transport: Transport) -> int:

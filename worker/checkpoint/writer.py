@@ -61,7 +61,7 @@ class Order:
     #: Fingerprints of the data, and of initial weights that the state rests on; hexadecimal.
     data: str
     base: str
-    #: See `Manifest`.
+    #: As `Manifest.missed`.
     missed: Missed = field(default_factory=dict)
     #: Wish that this answers; 0: none.
     wish: int
@@ -96,7 +96,7 @@ class CheckpointWriter:
         """`folder`: of all checkpoints; `snapshots`: of the layers that this worker writes, made
         here and freed as they are written; `reached`: called before each is written."""
         self.order = order
-        #: This worker could not write them; and why, where it was the one that could not.
+        #: The write failed or was abandoned; and the reason, if the disk or service refused it.
         self.failed = False
         self.problem = ""
         self._folder = folder

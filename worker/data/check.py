@@ -1,7 +1,6 @@
-"""Whether a data set of the user's gives the same samples whoever asks, in whichever order, and
-targets that can be meant.
+"""Checks that a user's data set gives the same samples in any order, with plausible targets.
 
-What a sample may be, and that all are alike, `oobleck.worker.data.samples` checks at every read.
+`oobleck.worker.data.samples` checks at every read that each sample is valid and all are alike.
 """
 
 from collections.abc import Iterable
@@ -23,8 +22,8 @@ _READ_TWICE = 16
 def check_data(
     dataset: OwnDataset, key: str = "data", *, next_tokens: bool = False
 ) -> list[Problem]:
-    """What is wrong with it; `key`: of the job file; `next_tokens`: targets are the tokens that
-    follow inputs. Raises DataError."""
+    """Return problems of the data set. `key`: its key in the job file; `next_tokens`: targets are
+    the tokens that follow inputs. Raises DataError."""
     size = dataset.order.samples
     count = min(size, _READ_TWICE)
     numbers = sorted({i * (size - 1) // max(1, count - 1) for i in range(count)})
@@ -60,8 +59,8 @@ _COPIES = (
 
 
 def _copy(samples: Iterable[tuple[Any, Any]]) -> bool:
-    """Return whether every target that counts is the token at its own place, and some is not the
-    next token as well, as all are in a row of one token repeated."""
+    """Return whether all learned targets repeat the input at their place. If each one is the next
+    token too, as in a row of one repeated token, the answer is no."""
     unlike = False
     for inputs, targets in samples:
         if not (isinstance(inputs, Tensor) and isinstance(targets, Tensor)):

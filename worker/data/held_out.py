@@ -24,8 +24,8 @@ class HeldOut:
         training: Dataset | OwnDataset,
         loaders: Mapping[str, Loaders],
     ) -> None:
-        """`training`: the job's data; `loaders`: that were started. Raises DataError, JobError,
-        NodeError."""
+        """Open the data of evaluations. `training`: the job's data; `loaders`: the started ones, by
+        key. Raises DataError, JobError, NodeError."""
         self._dataset = training
         if evaluation.data is not None:
             self._dataset = open_dataset(
@@ -34,8 +34,7 @@ class HeldOut:
         self._spec = evaluation
         self._steps = job.training.steps
         self._microbatch = job.training.microbatch
-        #: Samples of an evaluation, and the micro-batches that they make, of which the last one may
-        #: be shorter.
+        #: Numbers of samples and of micro-batches in an evaluation; the last one may be shorter.
         self.samples = min(evaluation.samples, self._dataset.order.held_out)
         self.microbatches = -(-self.samples // self._microbatch)
         #: 32 bytes, equal on nodes with equal data for training and evaluation.
@@ -54,5 +53,5 @@ class HeldOut:
         return range(start, min(start + self._microbatch, self.samples))
 
     def rows(self, microbatch: int) -> Tokens | Samples:
-        """Token rows (n, sequence_length + 1), or samples. Raises DataError, JobError."""
+        """Return token rows (n, sequence_length + 1), or samples. Raises DataError, JobError."""
         return self._dataset.held_out_rows(self.positions(microbatch))

@@ -114,7 +114,7 @@ class Loaders:
 class _Child:
     process: ForkProcess
     pipe: "Connection[Any, Any]"
-    #: Which code of the user's it runs.
+    #: The user's code that the process runs.
     marker: Marker
 
 

@@ -19,8 +19,8 @@ from oobleck.worker.data.samples import Reader, Samples
 _FINGERPRINTED = 16
 
 
-#: Held by whoever reads in this process, of any data set: it may move in a file that is open, and
-#: an evaluation reads while the next step is read ahead.
+#: Lock of all reads in this process, of any data set. An evaluation reads while the next step is
+#: read ahead, and both may move the position of one open file.
 _READING = threading.Lock()
 
 

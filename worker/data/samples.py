@@ -59,7 +59,7 @@ def _over(join: Any, trees: Sequence[Any]) -> Any:
 
 
 def as_tensors(value: Any, where: str) -> Any:
-    """Return `value` with numbers and arrays as tensors. `where`: it is in the sample, such as
+    """Return `value` with numbers and arrays as tensors. `where`: its place in the sample, such as
     inputs['mask']. Raises TypeError with that place and the fix."""
     if type(value) in (tuple, list):
         return type(value)(as_tensors(item, f"{where}[{n}]") for n, item in enumerate(value))
@@ -75,7 +75,7 @@ def as_tensors(value: Any, where: str) -> Any:
     return tensor
 
 
-#: Types that torch can hold and hardly compute with, and what has all their values.
+#: Types that torch can hold but hardly compute with, and the type to give instead.
 _OTHER_TYPES = {
     "uint16": "int32, as x.astype(numpy.int32)",
     "uint32": "int64, as x.astype(numpy.int64)",
@@ -98,7 +98,7 @@ def _tensor(value: Any, where: str) -> Tensor:
         )
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "US":
         try:
-            # torch takes no other order of bytes than the machine's.
+            # torch takes arrays in the machine's byte order only.
             return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
         except TypeError as error:
             raise TypeError(
@@ -114,8 +114,8 @@ def _tensor(value: Any, where: str) -> Tensor:
 
 
 def _plain(tensor: Tensor, where: str) -> Tensor:
-    """Return the tensor without its history. Raises TypeError where it is no array of numbers in
-    host memory."""
+    """Return a copy of the tensor without its history. Raises TypeError unless it is a plain,
+    strided tensor in host memory."""
     if tensor.is_nested:
         raise TypeError(f"{where} is a nested tensor; pad it to one length")
     if tensor.layout is not torch.strided:
@@ -127,13 +127,13 @@ def _plain(tensor: Tensor, where: str) -> Tensor:
         )
     if type(tensor) not in (Tensor, nn.Parameter):
         tensor = _stripped(tensor, where)
-    # A copy: a data set may use the memory again for the next sample.
+    # Copy: a data set may reuse the memory for the next sample.
     return tensor.detach().resolve_conj().resolve_neg().clone()
 
 
 def _stripped(tensor: Tensor, where: str) -> Tensor:
-    """Return a tensor of a subclass as a plain one, if that is what a DataLoader makes of it, as of
-    those of torchvision. Raises TypeError."""
+    """Return a tensor of a subclass as a plain one. Raises TypeError unless a DataLoader would make
+    it plain too, as it does with torchvision's."""
     refused = TypeError(
         f"{where} is {type(tensor).__name__}, a subclass of torch.Tensor, which another worker "
         "would get as a plain one; give x.as_subclass(torch.Tensor)"
@@ -152,11 +152,11 @@ def _name_of(layout: torch.layout) -> str:
 
 
 def _described(value: Any) -> str:
-    """What is no number, and what to give for it."""
+    """Return what `value` is, and what to give instead of it."""
     kind = type(value).__name__
     if value is None:
         return "None; give a number where there is nothing, such as 0"
-    if isinstance(value, str | bytes | np.ndarray):  # an array of texts, here
+    if isinstance(value, str | bytes | np.ndarray):  # arrays of text come here
         return "text; give numbers for it, such as its tokens or the number of its class"
     if isinstance(value, tuple | list):
         return f"{kind}, and not a plain tuple or list; give tuple(x), or a dict"
@@ -179,7 +179,7 @@ def digest(sample: tuple[Any, Any]) -> bytes:
 
 
 def _what(sample: object) -> str:
-    """A sample that is no pair, for people to read."""
+    """Return a short description, for people, of a sample that is no pair."""
     if isinstance(sample, tuple | list):
         return f"a {type(sample).__name__} of {len(sample)}"
     if isinstance(sample, Mapping):
@@ -188,7 +188,7 @@ def _what(sample: object) -> str:
 
 
 def _why_no_data_set(items: Any) -> str:
-    """What is wrong with what a job's function returned, and the fix; empty: nothing is."""
+    """Return why a job function's result is no data set, and the fix; empty if it is one."""
     kind = type(items)
     if isinstance(items, DataLoader):
         return (
@@ -217,7 +217,7 @@ class Reader:
         DataError, JobError, NodeError."""
         self._key = key
         self._wide = wide
-        # A split that is drawn is the same in all processes that read.
+        # A random split must be the same in all processes that read.
         with drawing(0, "data"):
             self._items = code.call(source, key)
         if why := _why_no_data_set(self._items):

@@ -16,7 +16,7 @@ from oobleck.planner.job.model import ModelSpec
 from oobleck.worker.models.tree import Tree
 from oobleck.worker.runtime.random import RowKeys, Site, generator, keep_mask
 
-#: A loss and a weight for each row, (rows,) each; weights None: 1 each.
+#: Losses and weights of rows, (rows,) each; weights None: every row weighs 1.
 RowLosses = tuple[Tensor, Tensor | None]
 
 #: The samples that are computed: modules of transformers do not pass them on to their dropout.
@@ -55,7 +55,7 @@ class Layer(nn.Module):
         yield from self.named_parameters()
 
     def row_losses(self, output: Tree, targets: Tree) -> RowLosses | None:
-        """In the last layer: of each row, from what it gave; None: as of token models."""
+        """Return losses by row from the last layer's `output`; None: use the token loss."""
         return None
 
     def metric_sums(self, output: Tree, targets: Tree) -> dict[str, float]:
@@ -79,10 +79,11 @@ class Family:
 
 
 def place_parameters(module: nn.Module, memory: Mapping[str, Tensor]) -> None:
-    """Have the parameters of those names in `memory`, each in its place under all of its names.
+    """Move the parameters named in `memory` to the tensors given there.
 
-    One stays the object that it is, for hooks and whoever else refers to it, where torch can give
-    it such memory, as in nn.Module.to. Otherwise, as from the meta device, a new one replaces it.
+    As in nn.Module.to, a parameter stays the same object if torch can give it that memory, so hooks
+    and other references keep working. Otherwise, as from the meta device, a new parameter replaces
+    it under all of its names.
     """
     aliases: defaultdict[int, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -90,7 +91,7 @@ def place_parameters(module: nn.Module, memory: Mapping[str, Tensor]) -> None:
     for name, place in memory.items():
         parameter = module.get_parameter(name)
         if torch._has_compatible_shallow_copy_type(parameter, place):
-            parameter.grad = None  # it may be of another type
+            parameter.grad = None  # its type may differ from the new memory's
             parameter.data = place
             continue
         made = nn.Parameter(place)

@@ -104,7 +104,7 @@ class Linear(Deferring):
 
 
 def is_hooked(parameter: Tensor) -> bool:
-    """Return whether hooks see, or change, the gradient of `parameter`."""
+    """Return whether `parameter` has hooks, which see or change its gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
@@ -118,7 +118,7 @@ class _SplitLinear(Deferring, nn.Linear):
     """torch's own, which stays one for whoever asks."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # Autograd alone calls hooks.
+        # Only autograd calls hooks, so do not leave the gradient for later.
         plain = is_hooked(self.weight) or _computed_again()
         return nn.Linear.forward(self, x) if plain else super().forward(x)
 

@@ -1,7 +1,7 @@
-"""What a process keeps for all layers, made as if nothing around the caller changed torch.
+"""Caches that are computed outside torch's modes, whatever modes the caller is in.
 
-Layers are built on the meta device and without draws, run under autocast and without gradients, and
-whichever of these comes first asks for what is kept. Owns that none of it gets into the value.
+Layers are built on the meta device and without draws, and run under autocast or without gradients.
+Any of these may be first to fill a cache. Owns that no mode affects a cached value.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,8 +19,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """Compute within as at the top of a program: on the CPU unless a device is named, with draws,
-    gradients and the types of the operands, whatever the caller is within."""
+    """Run the block as if at the top of a program, without the caller's modes. Tensors are on the
+    CPU by default, draws and gradients work, and operands keep their types."""
     with ExitStack() as stack:
         for _ in range(_len_torch_function_stack()):
             stack.enter_context(_pop_mode_temporarily())

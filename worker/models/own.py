@@ -3,8 +3,8 @@
 A layer is built on torch's meta device where its shapes alone are wanted. What it has besides
 parameters that are trained (buffers, tables, frozen weights) is a constant of the job: whoever
 holds the layer builds it for real, from the same draws, and it is never sent or saved. A layer that
-holds on to its parameters, by hooks or in a closure, is built for real too: those parameters stay
-the objects that they are, and get other memory.
+refers to its parameters by hooks or in a closure is built for real too: these parameters stay the
+same objects and get other memory.
 """
 
 import sys
@@ -78,7 +78,7 @@ class OwnLayer(Layer):
             if not (self._draws and rows.training and rows.positions):
                 return self._called(x)
             with GENERATOR:
-                # By micro-batch, which is never cut where layers draw: the same on any plan.
+                # Seed by micro-batch, which is never split where layers draw: equal on any plan.
                 seed_all(rows.seed, "forward", rows.step, rows.positions[0], self.layer)
                 return self._called(x)
 
@@ -97,8 +97,10 @@ class OwnLayer(Layer):
 
 @cached(maxsize=2)
 def user_model(spec: OwnModelSpec) -> Model:
-    """What the job's function returns, without layers that are built already: the same in every
-    process, whichever layer is built first. Raises JobError, NodeError."""
+    """Return the result of the job's function, without layers that are built already.
+
+    It is the same in every process, whichever layer is built first. Raises JobError, NodeError.
+    """
     with drawing(*FUNCTION):
         made = code.call(spec.code, "model")
     if not isinstance(made, Model):
@@ -170,7 +172,7 @@ class without_draws(TorchFunctionMode):  # it is used like a function
 
 
 class _Watch(without_draws):
-    """The same, and remembers the tensors that are made within."""
+    """A `without_draws` that also records the tensors made within."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,14 +191,14 @@ class _Watch(without_draws):
         return found
 
     def outlived_by(self, known: Iterable[Tensor]) -> bool:
-        """Return whether a tensor besides `known` is still there, as a closure may keep one."""
+        """Return whether a recorded tensor besides `known` is alive, e.g. in a closure."""
         ids = {id(tensor) for tensor in known}
         return any(made is not None and id(made) not in ids for made in (r() for r in self._made))
 
 
 def build(spec: OwnModelSpec, layer: int) -> nn.Module:
     """The module of `layer` on the device of the context. Raises JobError."""
-    # What passes is of the node, such as files of weights that are gone here alone.
+    # A NodeError passes, for instance if only this node lost its files of weights.
     with code.running(f"model: layer {layer}", " cannot be built"):
         made = builders(spec)[layer]()
     if not isinstance(made, nn.Module):
@@ -242,14 +244,14 @@ def _refers_to_parameters(module: nn.Module) -> bool:
     places = Counter(
         id(parameter) for part in module.modules() for parameter in part._parameters.values()
     )
-    # What the calls themselves hold is counted on a module that nobody else knows.
+    # Measure the references of these calls themselves on a module of our own.
     alone = max(_references(nn.LayerNorm(1, bias=False, device="meta")).values())
     counts = _references(module)
     return any(count - alone > places[number] - 1 for number, count in counts.items())
 
 
 def _references(module: nn.Module) -> dict[int, int]:
-    """By the id of each parameter, how many references there are to it."""
+    """Return the reference count of each parameter, by its id."""
     return {id(parameter): sys.getrefcount(parameter) for parameter in module.parameters()}
 
 
@@ -313,8 +315,8 @@ def initialise(
 
 
 def row_losses(spec: OwnModelSpec, output: Tree, targets: Tree, rows: int) -> RowLosses:
-    """What the user's loss gives: one number per row (rows,), or a pair of sums and weights of
-    rows. Raises JobError otherwise."""
+    """Return the user's losses and weights, (rows,) each; weights None: the loss gives none. Raises
+    JobError if it gives anything else."""
     with code.running(
         "model: the loss", lambda: f" failed on {shown(output)} and {shown(targets)}"
     ):

@@ -58,7 +58,7 @@ class Applied(msgspec.Struct, frozen=True, kw_only=True, tag="applied"):
     step: int
     #: Of the gradients; None: the step was skipped.
     scale: float | None
-    #: Of `Omissions`: the parameters that it left out, and that those before it did.
+    #: As in `Omissions`: the parameters that the step left out, and the earlier counts.
     unused: frozenset[str] = frozenset()
     missed: Mapping[str, int] = {}
 
@@ -77,7 +77,7 @@ class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
     lineage: int
     skipped: int
     generation: Generation
-    #: See `Position`.
+    #: As `Position.missed`.
     missed: Mapping[str, int] = {}
     #: What the vote on the step says, as bytes, and when it was held; none: the taker has it, or
     #: the source has not.

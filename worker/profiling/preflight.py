@@ -71,7 +71,7 @@ def on_this_node(job: JobSpec, control: Control, ready_by: float | None) -> Iter
     except JobError as error:
         cause = error.__cause__
         if cause is not None and not isinstance(cause, Exception):
-            raise  # as sys.exit: it would do so on any node
+            raise  # such as sys.exit, which would happen on any node
         if cause is None:  # it says what to do
             raise NodeError(str(error)) from error
         log.exception("the job's code failed on this node")

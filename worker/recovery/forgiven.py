@@ -2,10 +2,10 @@
 
 A step that fails for want of memory is done once more, and so is a worker's way into a generation.
 Where it fails again, the job is at fault, but its node where others hold memory of the GPU.
-Memory of another process that cannot be mapped may be that of one that has ended. A device that
-fails as a worker of the same node is lost may have failed for that: NCCL writes into such a one's
-memory. The failure may be seen before the loss is, so the verdict waits for word of one. Owns what
-is known for these, over all generations of one worker; must not know how a generation is left.
+Memory of another process that cannot be mapped may be that of one that has ended. The loss of a
+worker can make the device of another worker on its node fail, since NCCL writes into the lost one's
+memory. The failure may be seen first, so the verdict waits for news of a loss. Owns the evidence
+for these cases, over all generations of one worker; must not know how a generation is left.
 """
 
 import time
@@ -32,8 +32,9 @@ from oobleck.worker.state.progress import TrainingProgress
 _MOST_SHORT = 3
 _SHORT_WITHIN = 100
 
-#: A worker hears of the end of another one on its node within this: the kernel frees a process's
-#: memory before it closes the links, and a busy machine is slow to tell. A sick GPU waits for it.
+#: Longest time until a worker learns that another one on its node has ended. The kernel frees a
+#: process's memory before it closes its links, and a busy machine is slow. A sick GPU is reported
+#: only after this wait.
 _LOSS_TOLD_S = 5.0
 _POLL_S = 0.05
 
@@ -57,10 +58,9 @@ class Forgiven:
         self.recorded = 0
         #: The processes of the meeting in which one's memory could not be mapped; None: it could.
         self._unmapped_with: tuple[str, ...] | None = None
-        #: The newest generation that this worker has been in, if other workers of its node were in
-        #: it too.
+        #: The newest generation that this worker entered, if it has other workers of its node.
         self._beside: Membership | None = None
-        #: The step committed last when such a generation ended with a loss.
+        #: The step committed last when a generation in `_beside` ended with a loss.
         self._lost_after: int | None = None
 
     def enter(self, membership: Membership) -> None:
@@ -68,8 +68,8 @@ class Forgiven:
         self._beside = membership if neighbours else None
 
     def leave(self, *, after_a_loss: bool) -> None:
-        """Note how the generation ended: with a loss that this worker saw or that the master did,
-        whose abrupt change may come before the links tell of it."""
+        """Record the end of the generation. `after_a_loss`: this worker saw a loss, or the master
+        pushed an abrupt change, which may arrive before the links close."""
         if self._beside is not None and after_a_loss:
             self._lost_after = self._progress.committed
 
@@ -128,11 +128,10 @@ class Forgiven:
         self._unmapped_with = present
 
     def follows_a_loss(self, error: torch.AcceleratorError, overruled: Callable[[], bool]) -> bool:
-        """Return whether a worker of this node may have been lost since the step committed last:
-        then the device's failure may come of that, and says nothing of the device.
+        """Return whether the device's failure may come from the loss of a worker on this node.
 
-        `overruled`: whether an abrupt change has been pushed, which follows a loss that the master
-        knows of. Waits up to `_LOSS_TOLD_S` for either.
+        That is so if a loss was seen since the step committed last, or is seen within
+        `_LOSS_TOLD_S`. `overruled`: the master has pushed an abrupt change, as after a loss.
         """
         if whose_fault(error) != "node":
             return False

@@ -64,8 +64,8 @@ class Agreement:
     held: ShardTable
     #: Steps in a row up to `step` that were skipped, as far as those know who have committed it.
     skipped: int
-    #: How many steps left out each parameter that any did (see `usage`), and up to which: `step`,
-    #: or the one before where nobody has applied that yet.
+    #: Number of steps that left out each parameter (see `usage`), and the last step counted: `step`
+    #: or, if nobody has applied that yet, the one before.
     missed: Missed
     missed_step: int
     #: Workers that have begun the step after `step`, which is done again: they may have some of it.

@@ -1,8 +1,7 @@
-"""Loads the functions of the user that a job names, where this node allows that, and runs them.
+"""Loads and runs the user's functions that a job names, where this node allows them.
 
-Owns the sentences for what can go wrong with them, `running`, which every call of a user's code
-goes through, and the fingerprint of their sources. Which names no job may have at all is
-`oobleck.planner.job.code`'s.
+Owns the error sentences of user code, the fingerprint of its sources, and `running`, which wraps
+every call of it. Names that no job may use are refused by `oobleck.planner.job.code`.
 """
 
 import ast
@@ -31,7 +30,7 @@ ANY = "*"
 #: Packages whose lines say nothing of where the user's code is wrong.
 _NOT_THE_USERS = sys.stdlib_module_names | {"oobleck", "torch", "numpy"}
 
-#: Of an exception's text: what is looked at, and what is told, in bytes.
+#: Limits on an exception's text: characters read, and bytes shown.
 _MOST_READ, _MOST_TEXT_BYTES = 64 << 10, MOST_REASON_BYTES // 2
 
 _allowed: tuple[str, ...] = ()
@@ -59,13 +58,13 @@ def call(code: Code, key: str, *given: Any, **more: Any) -> Any:
         raise NodeError(f"{what} failed: {described(error)}") from error
 
 
-class running:  # it is used like a function
-    """Run what stands within as the user's code: what it raises is the job's error alone.
+class running:  # used like a function
+    """A context manager that runs its block as user code, so that errors are the job's alone.
 
-    Raises UserCodeError that names `what` ran, `how` it failed, and the user's line, also for
-    `SystemExit`, `KeyboardInterrupt` and `GeneratorExit`. Our own JobError and NodeError pass, and
-    so does what says something of the device, or is one of `passing`. Meanwhile the process's
-    marker says what runs, for whoever sees the process end.
+    Any error, also `SystemExit`, `KeyboardInterrupt` and `GeneratorExit`, becomes a UserCodeError.
+    It names `what` ran, `how` it failed, and the user's line. JobError, NodeError, device errors
+    and errors of `passing` are raised unchanged. Meanwhile the process's marker names what runs,
+    in case the process ends.
     """
 
     def __init__(
@@ -91,20 +90,20 @@ class running:  # it is used like a function
 
 
 class UserCodeError(JobError):
-    """The user's code has raised something, which is the cause."""
+    """An error raised by the user's code, with the original as its cause."""
 
 
 class _Marked:
-    """What of the user's code runs in this process, in all its threads."""
+    """The user's code that runs in this process, in all threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._marker: Marker | None = None
-        #: The newest last.
+        #: What runs, the newest last.
         self._running: list[str] = []
 
     def begin(self, marker: Marker | None) -> None:
-        self._lock = threading.Lock()  # a fork may have been made while another thread had it
+        self._lock = threading.Lock()  # another thread may have held it at the fork
         self._marker, self._running = marker, []
 
     def enter(self, what: str) -> None:
@@ -130,18 +129,17 @@ class _Marked:
 
 
 _marked = _Marked()
-# Neither a loader nor what a user's code forks is the process whose end is looked at.
+# The end of a forked process, such as a data loader, is no verdict on the worker.
 os.register_at_fork(after_in_child=lambda: mark_in(None))
 
 
 def mark_in(marker: Marker | None) -> None:
-    """Have `marker` say from now on which code of the user's runs in this process; None: nobody
-    looks at its end."""
+    """Record in `marker`, from now on, the user's code that this process runs; None: stop that."""
     _marked.begin(marker)
 
 
 def end_process(status: int) -> NoReturn:
-    """End this process by our own wish, at once, whatever runs in it."""
+    """End this process at once, and clear the marker, so that user code gets no blame."""
     _marked.end()
     os._exit(status)
 
@@ -158,10 +156,10 @@ def described(error: BaseException) -> str:
     ]
     try:
         text = str(error)[:_MOST_READ].strip().partition("\n")[0]
-    except BaseException:  # noqa: BLE001  # it is theirs too, and may raise anything
+    except BaseException:  # noqa: BLE001  # the user's __str__ may raise anything
         text = ""
     what = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    # Some libraries put a whole batch into the text; the line comes behind it.
+    # Some libraries put a whole batch into the text; cut it before the line number.
     return head(inline(what), _MOST_TEXT_BYTES) + inline(places[-1] if places else "")
 
 

@@ -1,7 +1,7 @@
-"""An end to the wait for extensions that torch compiles in users' code (`load_inline`, `load`).
+"""Bounded waits for extensions that torch compiles in users' code (`load_inline`, `load`).
 
-torch locks the folder of an extension by a file, and waits for ever for the file of a process that
-was killed. A process that compiles keeps it open, which others of its host can see.
+torch locks an extension's folder by a file. If the process that compiles is killed, the file stays
+and torch waits for ever. A live one keeps the file open, which other processes of its host can see.
 """
 
 import os
@@ -12,15 +12,15 @@ from torch.utils.file_baton import FileBaton
 
 from oobleck.worker.runtime.errors import NodeError
 
-#: How long nothing may change in a folder that no process of this host has locked: one of another
-#: host may be at work there.
+#: Longest time without a change in a folder that no process of this host has locked. A process of
+#: another host may be compiling there.
 STALE_S = 60.0
 _LOOK_S = 0.5
 
 
 def bound_waits() -> None:
-    """Have torch's waits raise NodeError where the lock is a killed process's."""
-    FileBaton.wait = _wait  # type: ignore[method-assign, assignment]  # it has no limit of its own
+    """Make torch's waits raise NodeError if the lock is of a killed process."""
+    FileBaton.wait = _wait  # type: ignore[method-assign, assignment]  # torch's has no limit
 
 
 def _wait(baton: FileBaton) -> None:
@@ -38,22 +38,22 @@ def _wait(baton: FileBaton) -> None:
 
 
 def _changed(lock: Path) -> float:
-    """When the folder of the lock, or a file in it, was last changed."""
+    """Return the time of the last change of the lock's folder or a file in it."""
     try:
         with os.scandir(lock.parent) as entries:
             times = [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
         return max([lock.parent.stat().st_mtime, *times])
-    except FileNotFoundError:  # it was removed just now
+    except FileNotFoundError:  # just removed
         return 0.0
 
 
 def _is_open(lock: Path) -> bool:
-    """Whether a process of this user has it open."""
+    """Return whether a process of this user has the lock open."""
     place = str(lock.resolve())
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             if os.readlink(descriptor) == place:
                 return True
-        except OSError:  # of another user, or closed by now
+        except OSError:  # another user's, or just closed
             continue
     return False

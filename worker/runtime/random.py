@@ -31,12 +31,12 @@ class RowKeys:
     positions: tuple[int, ...]
     #: Without it there is no dropout.
     training: bool = True
-    #: In an evaluation, the step whose state is evaluated.
+    #: The step whose state is evaluated; None: in training.
     evaluated: int | None = None
 
     @property
     def shown_step(self) -> int:
-        """The step's number as a user's code sees it."""
+        """The step number that user code sees."""
         return self.step if self.evaluated is None else self.evaluated
 
 

@@ -33,7 +33,7 @@ _CUTS = (7, 1)
 _TOLERANCE = 1e-11
 
 
-#: Classes of torch, whose own errors do not say it.
+#: torch's classes that cannot be used, and why; their own errors do not say it.
 _NOT_BY_NUMBER = {
     "torch.optim:LBFGS": "computes the loss several times in each step, by a closure",
     "torch.optim:Muon": "updates each matrix as a whole",
@@ -84,7 +84,7 @@ class _Check:
     training: TrainingSpec
 
     def known(self, name: str) -> None:
-        """Refuse what torch has and what cannot be an update of each number by itself."""
+        """Raise JobError for a class of torch that cannot be used here."""
         if name in _NOT_BY_NUMBER:
             self._refuse(f"{_NOT_BY_NUMBER[name]}; choose one as Adam, RAdam, Adagrad or SGD")
 
@@ -115,7 +115,7 @@ class _Check:
         return not flag and float(first) == 1 and float(last) == _STEPS
 
     def rated(self, series: Sequence[str]) -> tuple[str, ...]:
-        """Those of `series` that are others at another learning rate."""
+        """Return the names in `series` whose numbers depend on the learning rate."""
         if not series:
             return ()
         one, other = (

@@ -35,10 +35,9 @@ class LayerState:
     gradient: Tensor
     #: The micro-batches of the step that are wholly in `gradient`.
     added: set[int] = field(default_factory=set)
-    #: The parameters' views of `gradient`, where a step may leave some out; none of a share.
+    #: Views of `gradient` by parameter, if a step may leave some out; empty for a share.
     gradients: tuple[Tensor, ...] = ()
-    #: Parameters that have got a gradient in the step, by their places in the layout, as far as
-    #: that is not seen by `gradients`.
+    #: Layout places of parameters that got a gradient in the step which `gradients` do not show.
     noted: set[int] = field(default_factory=set)
     #: What the update applies; scaled in place by it. What is missing here is that of `gradient`.
     reduced: dict[LayerPart, Tensor] = field(default_factory=dict)
@@ -48,7 +47,7 @@ class LayerState:
     numbers: Numbers = field(init=False)
     #: The version that `narrow` is of; None: it has not been made.
     _narrowed: int | None = field(init=False, default=None)
-    #: The versions of `gradients` when the step began.
+    #: Versions of `gradients` at the step's beginning.
     _versions: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -72,14 +71,14 @@ class LayerState:
         return self.narrow
 
     def clear_gradient(self) -> None:
-        """Have no micro-batch of a step."""
+        """Zero the gradient and forget the micro-batches added to it."""
         self.gradient.zero_()
         self.added.clear()
         self.noted.clear()
         self._versions = [one._version for one in self.gradients]
 
     def used(self) -> set[int]:
-        """Return the places in the layout of the parameters that have got a gradient."""
+        """Return the layout places of parameters that got a gradient in the step."""
         versions = zip(self.gradients, self._versions, strict=True)
         return self.noted | {n for n, (one, was) in enumerate(versions) if one._version != was}
 
@@ -132,7 +131,7 @@ class LayerState:
                 yield rest, self.gradient[self.columns(rest)]
 
     def slices(self, apart: Sequence[Apart] = ()) -> Iterator[Slice]:
-        """What the optimizer updates, tensor by tensor. `apart`: numbers of the layer.
+        """Yield what the optimizer updates, tensor by tensor. `apart`: in numbers of the layer.
 
         Each part, and each piece of it that others hold in other cuts, is a tensor of its own:
         vectorised kernels round the ends of a tensor unlike its middle, and all copies of a weight

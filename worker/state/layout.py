@@ -172,8 +172,8 @@ def point_parameters(
 ) -> tuple[Tensor, ...]:
     """Make the parameters of `module`, and their gradients, views into flat tensors.
 
-    Return the gradients, if there are any, in the order of the layout. Their versions are their
-    own, above 0 once autograd has added something.
+    Return the gradients, if any, in the layout's order. Each has a version of its own, which rises
+    when autograd adds to it.
     """
     memory = {s.name: weights[s.offset : s.end].view(s.shape) for s in flat.parameters}
     place_parameters(module, memory)
@@ -184,7 +184,7 @@ def point_parameters(
 
 
 def point_gradients(module: Layer, flat: Layout, gradient: Tensor) -> tuple[Tensor, ...]:
-    """Make the gradients of the parameters of `module` views into `gradient`; else as above."""
+    """Make the gradients of `module` views into `gradient`. Returns as `point_parameters`."""
     views = []
     for span in flat.parameters:
         view = gradient[span.offset : span.end].view(span.shape).data

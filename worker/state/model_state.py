@@ -284,8 +284,8 @@ class ModelState:
                 state.clear_gradient()
 
     def used(self) -> list[bool]:
-        """Whether each parameter that a step may leave out has got a gradient here in the step, in
-        the order of its votes."""
+        """Return whether each parameter that a step may leave out got a gradient here, in the order
+        of votes."""
         keys = self._parameters
         found = {
             keys.by_layer[layer][place]
@@ -295,7 +295,7 @@ class ModelState:
         return [key in found for key in keys.keys]
 
     def apart(self, layer: int, omitted: Omissions) -> list[Apart]:
-        """Return the numbers of `layer` that an update with these omissions takes apart."""
+        """Return the numbers of `layer` that an update with `omitted` treats separately."""
         found: list[Apart] = []
         if not (omitted.unused or omitted.missed):
             return found
@@ -337,8 +337,8 @@ class ModelState:
 
     def apply(self, step: int, *, scale: float, omitted: Omissions = NO_OMISSIONS) -> None:
         """Take every held layer from version `step` - 1 to `step` with its reduced gradient times
-        `scale`, 1 where nothing is clipped; one that is at `step` already stays as it is. So do
-        parameters that are `omitted`."""
+        `scale`. Layers at `step` already, and parameters that `omitted` calls unused, stay as they
+        are."""
         due = self._due(step)
         while self._readers:
             self._readers.pop()()

@@ -53,11 +53,11 @@ def clip_scale(grad_norm: float, clip: float | None) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apart:
-    """Numbers that an update leaves as they are, or that earlier updates did."""
+    """Numbers of a parameter that this update, or an earlier one, leaves out."""
 
     numbers: range
     unused: bool
-    #: How many updates before left them out.
+    #: Number of earlier updates that left them out.
     missed: int
 
 
@@ -71,16 +71,16 @@ class Slice:
     gradient: Tensor
     #: Whether weight decay acts on it.
     decayed: bool
-    #: Which of its numbers, counted from its first one, are not updated like the others.
+    #: Numbers to treat separately, counted from the slice's first one.
     apart: Sequence[Apart] = ()
 
 
 def update(slices: Iterable[Slice], training: TrainingSpec, step: int) -> None:
     """Take step `step` (from 1) of the job's optimizer on all slices.
 
-    What is `apart` is updated by itself, or not at all, and put into its place behind the rest. It
-    is taken with its neighbours up to whole cuts, since an update rounds by the place in a tensor
-    (see `CUT_NUMBERS`).
+    Numbers that are `apart` are copied first, and updated by themselves or not at all. After the
+    update of the rest they are written back. A copy has whole cuts, since rounding depends on the
+    place in a tensor (see `CUT_NUMBERS`).
     """
     pieces = list(slices)
     aside = [(piece, one, *_cover(piece, one)) for piece in pieces for one in piece.apart]
@@ -97,7 +97,7 @@ def update(slices: Iterable[Slice], training: TrainingSpec, step: int) -> None:
 
 
 def _cover(piece: Slice, one: Apart) -> tuple[int, Slice]:
-    """Return a copy of the whole cuts of `piece` that have those numbers, and their first one."""
+    """Return the first number of the whole cuts around those numbers, and a copy of the cuts."""
     first = one.numbers.start // CUT_NUMBERS * CUT_NUMBERS
     columns = slice(first, -(-one.numbers.stop // CUT_NUMBERS) * CUT_NUMBERS)
     copied = piece.storage[:, columns].clone()
@@ -107,9 +107,9 @@ def _cover(piece: Slice, one: Apart) -> tuple[int, Slice]:
 def _update(slices: Iterable[Slice], training: TrainingSpec, step: int, taken: int) -> None:
     """Take the step on slices that have taken `taken` steps before.
 
-    By torch.optim's functions: the first object of its classes loads the compiler (torch._dynamo),
-    a second and 100 MB of every process. A momentum of zeros before the first step gives what
-    torch's SGD does there. A class that the job names is `own_optimizer`'s.
+    It calls torch.optim's functions: the first object of its classes loads the compiler
+    (torch._dynamo), which costs each process a second and 100 MB. A momentum of zeros gives what
+    torch's SGD does in its first step. `own_optimizer` updates by a class that the job names.
     """
     spec = training.optimizer
     if spec.code is not None:

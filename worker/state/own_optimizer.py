@@ -42,8 +42,8 @@ def load() -> bool:
 def update(
     slices: "Iterable[Slice]", spec: OptimizerSpec, step: int, rates: Rates, taken: int
 ) -> None:
-    """Take step `step` (from 1) of the job's class on all slices, in place; these have taken
-    `taken` steps before. Raises JobError where the class cannot do that."""
+    """Take step `step` (from 1) of the job's class on all slices, in place. `taken`: the steps that
+    these have taken before. Raises JobError if the class cannot do that."""
     pieces = list(slices)
     if not pieces:
         return
@@ -147,9 +147,9 @@ def _dummy(dtype: torch.dtype, device: torch.device) -> nn.Parameter:
 class _Series:
     """The single numbers that the class keeps of every parameter, by the number of the step.
 
-    They are those of a parameter of one number that takes all steps. Where all of them are counters
-    it takes the first one only. Others, such as the product of NAdam's momenta, are taken step by
-    step, once in a process, and all kept: a parameter may have taken far fewer steps than another.
+    A parameter of one number yields them. If all are counters, it takes the first step only.
+    Others, such as the product of NAdam's momenta, need every step, once in a process. All values
+    are kept, since some parameters may have taken far fewer steps than others.
     """
 
     def __init__(
@@ -161,10 +161,10 @@ class _Series:
         self._parameter = _dummy(dtype, device)
         self._optimizer = make(spec, [self._parameter])
         self._steps = 0
-        #: All that `_parameter` has before its first step, and after it.
+        #: The state of `_parameter` before its first step, and after it.
         self._begun = self._numbers()
         self._first: dict[str, Any] = {}
-        #: After each step.
+        #: The numbers of `sketch.series` after each step.
         self._series = {name: array("d") for name in self._sketch.series}
 
     def before(self, step: int) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def _copy(value: Any) -> Any:
 
 
 def _numbered(like: Any, number: float) -> Any:
-    """`number` as what `like` is."""
+    """Return `number` in the type of `like`; a tensor is filled in place."""
     return like.fill_(number) if isinstance(like, Tensor) else type(like)(number)
 
 

@@ -31,7 +31,7 @@ class Position:
     voted_generation: Generation = _NO_GENERATION
     #: Steps in a row up to `committed` that were skipped: their gradients were not finite.
     skipped: int = 0
-    #: How many steps up to `committed` left out each parameter that any did (see `usage`).
+    #: Number of steps up to `committed` that left out each parameter (see `usage`).
     missed: Missed = field(default_factory=dict)
     #: Newest generation in which all went back to the checkpoint that this state comes of.
     lineage: int = 0
@@ -45,9 +45,9 @@ class TrainingProgress(Position):
 
     #: When `begun` was (monotonic seconds).
     begun_at: float = 0.0
-    #: What this worker has of that step: losses by micro-batch, each with its weight (2,), what it
-    #: has of losses that it knows in part, and digests of token rows by position. Losses stay on
-    #: the device until the vote.
+    #: This worker's share of step `begun`: whole losses by micro-batch and parts of losses, each
+    #: with its weight, (2,), and digests of token rows by position. Losses stay on the device until
+    #: the vote.
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     loss_parts: list[torch.Tensor] = field(default_factory=list)
     row_digests: dict[int, bytes] = field(default_factory=dict)
@@ -72,8 +72,8 @@ class TrainingProgress(Position):
         self.missed = missed
 
     def join(self, step: int, lineage: int, skipped: int, missed: Missed, generation: int) -> None:
-        """Go on from the agreed `step`, the last of `skipped` ones as far as others know; up to
-        there `missed` holds."""
+        """Go on from the agreed `step`. `skipped`: steps in a row up to it that others know as
+        skipped; `missed`: as of `step`."""
         stands_there = (self.committed, self.lineage) == (step, lineage)
         self.skipped = max(skipped, self.skipped if stands_there else 0)
         self.committed, self.lineage, self.joined = step, lineage, generation

@@ -1,9 +1,9 @@
-"""The parameters that a step leaves out of its update: as in torch, those without a gradient.
+"""Parameters that a step's update leaves out because, as in torch, they have no gradient.
 
 A parameter is used in a step if any micro-batch gave it a gradient, on any worker, in any of the
-layers that share it. The vote on the step says which are, so all workers that know the step as
-committed know that too. How many steps each parameter was left out of is part of what training has
-come to: optimizers count the updates of each. Only a model of the user's can leave one out.
+layers that share it. The vote on the step names the used ones, so every worker that commits the
+step knows them. The number of steps that left out each parameter is training state, since
+optimizers count the updates of each. Only a user's model can leave one out.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,27 +16,27 @@ from oobleck.planner.job.own import OwnModelSpec
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.state.layout import layout
 
-#: How many committed steps left out each parameter that any did, by its key.
+#: Number of committed steps that left a parameter out, by key; without those never left out.
 Missed = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Omissions:
-    """The parameters that an update leaves as they are, and those that earlier ones did."""
+    """The parameters that an update leaves out, and the counts of earlier omissions."""
 
     unused: frozenset[str] = frozenset()
-    #: Before this update.
+    #: The counts before this update.
     missed: Missed = field(default_factory=dict)
 
     def after(self) -> Missed:
-        """Return what is missed after the update."""
+        """Return the counts after the update."""
         if not self.unused:
             return self.missed
         counted = {key: self.missed.get(key, 0) + 1 for key in self.unused}
         return dict(sorted({**self.missed, **counted}.items()))
 
     def of(self, key: str) -> tuple[bool, int]:
-        """Return whether the update leaves the parameter out, and how many before it did."""
+        """Return whether the update leaves the parameter out, and how many earlier ones did."""
         return key in self.unused, self.missed.get(key, 0)
 
 
@@ -45,11 +45,11 @@ NO_OMISSIONS = Omissions()
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The keys of a model's parameters: `LAYER.NAME`, of a shared one in its first layer."""
+    """The keys of a model's parameters: `LAYER.NAME`; a shared one has its first layer's."""
 
-    #: In the order of each layer's layout.
+    #: The keys of each layer, in its layout's order.
     by_layer: tuple[tuple[str, ...], ...]
-    #: Each once, in the order in which votes have them.
+    #: Every key once, in the order of votes.
     keys: tuple[str, ...]
 
     def unused(self, used: Iterable[bool]) -> frozenset[str]:
@@ -58,7 +58,7 @@ class Parameters:
 
 
 def parameters_of(job: JobSpec) -> Parameters:
-    """Return the parameters that a step of `job` may leave out: none of a built-in model."""
+    """Return the parameters that a step of `job` may leave out; a built-in model has none."""
     return _parameters(job.model, job.training.optimizer.no_decay)
 
 

@@ -21,8 +21,8 @@ from oobleck.worker.step import vote
 def commit(
     state: ModelState, job: JobSpec, progress: TrainingProgress, result: vote.Result, step: int
 ) -> Omissions:
-    """Apply step `step` to the layers whose gradients are reduced; all others are out of date.
-    Return what the update left out."""
+    """Apply step `step` to the layers with reduced gradients, and drop all others, which are out of
+    date. Return what the update left out."""
     for layer in sorted(state.held()):
         if layer not in progress.reduced_layers:
             state.drop(layer)
@@ -40,7 +40,7 @@ def commit(
 
 
 def scale_of(result: vote.Result, training: TrainingSpec) -> float | None:
-    """What makes the summed gradients the clipped ones of the loss; None: nobody applies them."""
+    """Return the factor from summed gradients to clipped ones of the loss; None: skip the step."""
     if not result.finite:
         return None
     return clip_scale(result.grad_norm, training.clip) * result.factor
@@ -76,7 +76,7 @@ def make_record(
 
 
 def _tokens(job: JobSpec, result: vote.Result) -> int:
-    """Of the step; those alone that are learned, where the loss weighs rows by them."""
+    """Return the step's tokens; only learned ones if the loss weighs rows by them."""
     if job.model.weighs_tokens:
         return round(result.weight) if math.isfinite(result.weight) else 0
     return job.training.global_batch * job.model.row_tokens

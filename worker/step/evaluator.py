@@ -36,8 +36,7 @@ _NO_STEP = 0
 
 @dataclass(slots=True)
 class _Sums:
-    """Of one worker: the losses of its micro-batches, each with its weight (2,), and the model's
-    metrics over its rows."""
+    """A worker's losses by micro-batch, each with its weight, (2,), and metrics summed by name."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     metrics: Counter[str] = field(default_factory=Counter)
@@ -115,7 +114,7 @@ class Evaluator:
             losses += _number(told.loss)
             weight += _number(told.weight)
             metrics.update({name: _number(value) for name, value in told.metrics.items()})
-        # A stage's unit of a loss is a row of a whole micro-batch.
+        # Stages divide losses by the rows of a whole micro-batch.
         losses *= self._context.job.training.microbatch
         loss = losses / weight if weight else math.nan
         return EvaluationRecord(

@@ -189,7 +189,7 @@ class _SharedLayer:
         # has its own count of changes, for autograd to see none.
         self._weights = weights.data
         self._gradient: Tensor | None = None
-        #: Of each parameter.
+        #: The parameters' views of `_gradient`.
         self._views: tuple[Tensor, ...] = ()
         self._gathered = False
         self._gathering: list[Pending] = []

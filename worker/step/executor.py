@@ -227,7 +227,7 @@ class Executor:
         return RowKeys(seed=self._training.seed, step=step.number, positions=positions)
 
     def _rows(self, action: Action) -> range:
-        """Which rows of the micro-batch are this worker's there."""
+        """Return this worker's rows of the action's micro-batch."""
         return self.hops.rows(action, self._training.microbatch)
 
     def _forward(self, step: _Step, instruction: ops.Forward) -> None:

@@ -90,7 +90,7 @@ class Hops:
         self._share.update(dict.fromkeys(layers, Share(part, part + 1, parts)))
 
     def rows(self, action: Action, count: int) -> range:
-        """Which of the micro-batch's `count` rows are this worker's there."""
+        """Return this worker's rows of the action's micro-batch, which has `count`."""
         return self._share[action.first_layer].of_rows(count)
 
     def runner(self, action: Action) -> StageRunner:
@@ -123,7 +123,7 @@ class Hops:
             runner.settle()
 
     def mailbox(self, own: OwnProgram, rows: Callable[[int], int]) -> Mailbox:
-        """For the messages of this worker's program; `rows`: how many each micro-batch has."""
+        """Return a mailbox for this worker's program. `rows`: the row count of a micro-batch."""
         context = self._context
         return Mailbox(
             own,

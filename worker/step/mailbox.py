@@ -43,9 +43,12 @@ class Mailbox:
         shares: Mapping[int, Share],
         device: torch.device,
     ) -> None:
-        """`layers`: of the model; `rows`: how many a micro-batch has; `wire`: what passes after a
-        layer; `shares`: which rows of a micro-batch this worker has, by layer; `device`: of what is
-        received. Messages without a row are neither sent nor received."""
+        """Find the messages to receive. Messages without a row are neither sent nor received.
+
+        `layers`: number of layers in the model; `rows`: row count of a micro-batch; `wire`: what
+        passes after a layer; `shares`: this worker's rows of a micro-batch, by layer; `device`: the
+        device of received tensors.
+        """
         self._layers = layers
         self._shares = shares
         self._transport = transport

@@ -84,21 +84,21 @@ class StageRunner:
         by_layer: bool = True,
         metrics: Counter[str] | None = None,
     ) -> Tensor:
-        """The stage's output for `x`, as it travels; on the last stage, which needs `targets`,
-        these rows' part of the micro-batch's loss, whose unit is a row of it, and the sum of their
-        weights, (2,) in float64.
+        """Return the stage's output for `x`, as it travels. The last stage needs `targets` and
+        returns (2,) in float64: the sum of its rows' losses divided by the micro-batch's row count,
+        and the sum of their weights.
 
-        `x` is what the data has on the first stage, as int64 tokens (b, T), and the previous
-        stage's output elsewhere; b may be less than a micro-batch, or 0, where several workers
-        share the stage. Inputs of the data and targets may still lie in host memory.
-        The result is cut off from autograd: it may be sent as it is.
+        `x` is the data's input on the first stage, such as int64 tokens (b, T), and the previous
+        stage's output elsewhere. Its row count may be less than a micro-batch, or 0, if several
+        workers share the stage. Inputs and targets may still be in host memory. The result is cut
+        off from autograd: it may be sent as it is.
 
         `split`: its backward will come as `backward_input` and `backward_weight`.
         `adding`: the layers whose gradients get the micro-batch's; None: all.
         `lowest`: the lowest of those in the whole model; below it there is no backward.
-        `by_layer`: a layer is told of right after its own backward. Otherwise all are after that of
-        the stage, which saves what autograd spends between layers.
-        `metrics`: on the last stage gets what the model tells of these rows beside the loss.
+        `by_layer`: report each layer right after its own backward. Otherwise report all after the
+        stage's backward, which saves autograd's overhead between layers.
+        `metrics`: on the last stage receives the model's metrics of these rows.
         """
         if self.last and targets is None:
             raise ValueError("the last stage needs targets")

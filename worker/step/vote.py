@@ -1,9 +1,9 @@
 """The commit vote: one small all-reduce that ends a step for all workers or for none.
 
-The vector sums the loss and its weight, the squared gradient norm, what each worker knows of a
-pending change of the plan, of checkpoints and of its transport, the ledger of samples, and which
-parameters have a gradient. For every position of the global batch the ledger has a count and the
-digest of the token row, put in by the one worker that loaded it: so all workers know that every
+The vector sums the loss, its weight and the squared gradient norm. It also sums each worker's view
+of a pending plan change, of checkpoints and of its transport, and flags of parameters with a
+gradient. The ledger in it has, for every position of the global batch, a count and the digest of
+the token row. Only the worker that loaded the row fills them in. So all workers know that every
 sample was used once, and make the same record of the step.
 """
 
@@ -72,14 +72,13 @@ class Checkpoints(Protocol):
 class Result:
     """What the vote on a step says, the same on every worker."""
 
-    #: Mean over the global batch: the sum of its rows' losses by the sum of their weights; 0 where
-    #: no row weighs anything.
+    #: Sum of the global batch's losses divided by the sum of its weights; 0 if all weights are 0.
     loss: float
-    #: Sum of the weights of the rows; their number where each weighs 1.
+    #: Sum of the rows' weights; their number if each weighs 1.
     weight: float
-    #: What makes the summed gradients, which are of the mean over rows, those of the loss.
+    #: Factor from the summed gradients, of the mean over rows, to those of `loss`.
     factor: float
-    #: Norm of the gradient of the loss, before clipping.
+    #: Norm of the gradient of `loss`, before clipping.
     grad_norm: float
     samples_digest: str
     #: The boundary change that every worker is ready to enter after this step.
@@ -87,7 +86,7 @@ class Result:
     saving: SaveVerdict
     #: Every worker's transport is (`Transport.connected`).
     connected: bool
-    #: Whether a worker has a gradient of each parameter that the step may leave out.
+    #: For each parameter that the step may leave out: True if any worker has a gradient of it.
     used: tuple[bool, ...] = ()
 
     @property
@@ -96,7 +95,7 @@ class Result:
 
 
 def ballot_length(global_batch: int, parameters: int = 0) -> int:
-    """How many numbers a ballot has. `parameters`: that the step may leave out."""
+    """Return the length of a ballot. `parameters`: how many the step may leave out."""
     return _LEDGER + global_batch * (1 + _WORDS) + parameters
 
 
@@ -112,11 +111,11 @@ def ballot(
     connected: bool = True,
     used: Sequence[bool] = (),
 ) -> torch.Tensor:
-    """One worker's share of the vote, float64.
+    """Return one worker's share of the vote, in float64.
 
     loss_sum, weight: over the micro-batches whose loss it computed; row_digests: SHA-256 of each
     token row that it loaded as input, by position in the global batch; connected: its transport is;
-    used: whether it has a gradient of each parameter that the step may leave out.
+    used: for each parameter that the step may leave out, True if the worker has a gradient of it.
     """
     vector = np.zeros(ballot_length(global_batch, len(used)))
     vector[_LOSS] = loss_sum
@@ -174,8 +173,8 @@ def count(vector: torch.Tensor, training: TrainingSpec, *, workers: int) -> Resu
 
 
 def _factor(mean_weight: float) -> float:
-    """1 / the mean weight of a row. Where none weighs anything there is nothing to learn: 0. A sum
-    below 0, or none that is finite, gives NaN, so that nobody applies the step."""
+    """Return 1 / the mean weight of a row; 0 if all weights are 0, since there is nothing to learn.
+    A mean below 0 or not finite gives NaN, so that all workers skip the step."""
     if mean_weight == 0:
         return 0.0
     return 1 / mean_weight if 0 < mean_weight < math.inf else math.nan

@@ -1,6 +1,6 @@
-"""What shows in a layer as soon as it is built: kinds that cannot be trained, and its precision.
+"""Checks of a layer that has just been built: kinds that cannot be trained, and precision.
 
-Owns the names of torch's own modules that are refused, each with the fix.
+Owns the names of torch's modules that are refused, each with the fix.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from oobleck.worker.models import own
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.problem import Problem
 
-#: Modules of torch.ao whose weights are integers; others of it note ranges in each forward.
+#: Modules of torch.ao with integer weights; its other modules record ranges in each forward.
 _QUANTISED = "torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.ao.nn.sparse"
-#: Where torch keeps what its parametrizations.orthogonal makes.
+#: Module and class of the part that torch's parametrizations.orthogonal adds.
 _ORTHOGONAL = "torch.nn.utils.parametrizations", "_Orthogonal"
 
 
 def build(spec: OwnModelSpec, layer: int, seed: int) -> nn.Module:
-    """Build `layer` on the meta device. Raises JobError, also where its kind cannot be trained."""
+    """Build `layer` on the meta device. Raises JobError if that fails or it cannot be trained."""
     try:
         with torch.device("meta"), own.without_draws():
             module = own.build(spec, layer)
@@ -34,7 +34,7 @@ def build(spec: OwnModelSpec, layer: int, seed: int) -> nn.Module:
 
 
 def look_at_precision(where: str, module: nn.Module, precision: Precision) -> Iterator[Problem]:
-    """Yield a warning where `module`, as it was built, has floats of another type than the job."""
+    """Yield a warning if `module` was built with floats that the job's precision would change."""
     trained = torch.float64 if precision == "fp64" else torch.float32
     odd = {
         name: tensor.dtype
@@ -61,7 +61,7 @@ def look_at_precision(where: str, module: nn.Module, precision: Precision) -> It
 
 
 def _refused(module: nn.Module) -> Iterator[str]:
-    """What is wrong with parts of `module`, and the fix."""
+    """Yield why a part of `module` cannot be trained, and the fix."""
     for path, part in module.named_modules():
         kind, origin = type(part).__name__, type(part).__module__
         what = f"has {path} ({kind})" if path else f"is {kind}"
@@ -96,7 +96,8 @@ def _refused(module: nn.Module) -> Iterator[str]:
 
 
 def _why_not_built(spec: OwnModelSpec, layer: int, seed: int) -> str | None:
-    """What is wrong with a layer that is not built on the meta device, though it is in memory."""
+    """Return why a layer builds in memory but not on the meta device, and the fix; None if the
+    reason is unknown."""
     try:
         module = own.build_real(spec, seed, layer)
     except JobError:

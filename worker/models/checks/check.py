@@ -1,8 +1,8 @@
-"""What only real runs show of a model of the user's: one micro-batch through it in host memory.
+"""Checks of a user's model that need real runs: small batches in host memory.
 
-A layer of each kind is run, and is alone in memory meanwhile: layers of a kind take and give the
-same shapes, so what one gives is passed on where another one's output would be. Owns what is looked
-at in a whole model, its loss and its metrics; a single layer is `check_layer`'s.
+One layer of each kind runs, alone in memory. Layers of a kind have the same shapes, so one's output
+stands for another's. Owns the checks of a whole model, its loss and its metrics; `check_layer` owns
+those of a single layer.
 """
 
 from collections import defaultdict
@@ -37,24 +37,24 @@ from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.problem import Problem, as_problem
 
-#: Of each of the two batches. That a layer takes any number, its description has shown.
+#: Rows per batch. The description has shown that layers take any number.
 ROWS = 3
-#: Samples that a check wants: both batches have the first one.
+#: Samples that a check needs: its two batches share one.
 SAMPLES = 2 * ROWS - 1
 
 
 def check(
     spec: OwnModelSpec, samples: tuple[Any, Any], *, seed: int, dtype: torch.dtype, steps: int
 ) -> list[Problem]:
-    """What is wrong with a model that is described. `samples`: inputs and targets, `SAMPLES` rows
-    each; `seed`, `dtype`: of the weights; `steps`: of the job."""
+    """Return problems of a described model. `samples`: inputs and targets, `SAMPLES` rows each;
+    `seed`, `dtype`: of the weights; `steps`: of the job."""
     try:
         found = _unbuildable(spec)
         if not any(kind.parameters for kind in spec.description.kinds):
             sentence = "no layer has a parameter that is trained; leave requires_grad at True"
             found.append(Problem(where="model", sentence=sentence))
         if found:
-            return found  # what is run would not be what is meant
+            return found  # the runs would not compute the intended model
         with torch.random.fork_rng(devices=[]):
             return _Check(spec, samples, seed, dtype, steps).run()
     except JobError as error:
@@ -62,14 +62,14 @@ def check(
 
 
 def _batches(rows: Tree, row: int = 0) -> Batches:
-    """The samples in two batches that share `row`."""
+    """Return the samples as two batches that share `row`."""
     one = map_tensors(lambda tensor: tensor[:ROWS], rows)
-    # Of the other one a row is replaced.
+    # `row` of the other batch is replaced.
     return with_same_row(one, map_tensors(lambda tensor: tensor[ROWS - 1 :], rows), row)
 
 
 class _Check:
-    """The runs of one model: with its initial weights, and with those changed in each of `WAYS`."""
+    """The runs of one model: with its initial weights, and changed in each of `WAYS`."""
 
     def __init__(
         self,
@@ -85,8 +85,8 @@ class _Check:
         self._dtype = dtype
         self._steps = steps
         self._found: list[Problem] = []
-        #: By kind, with the initial weights and with changed ones; the latter are not there where a
-        #: layer takes no others.
+        #: Outputs by kind with the initial weights, and by (kind, way) with changed ones. A pair is
+        #: missing if no change gave a usable output.
         self._outputs: dict[int, Batches] = {}
         self._changed: dict[tuple[int, int], Batches] = {}
 
@@ -114,7 +114,7 @@ class _Check:
         return self._found + problems + _metrics(spec, output, targets)
 
     def _run_layer(self, layer: int) -> bool:
-        """Look at it; returns whether the next one can be run on what it gives."""
+        """Check a layer. Returns whether the next one can run on its output."""
         spec = self._spec
         module = own.in_precision(own.build_real(spec, self._seed, layer), self._dtype)
         split_linear(module)  # as a worker does
@@ -170,7 +170,7 @@ class _Check:
 
 
 def _unlike(where: str, output: Tree, known: TreeSketch) -> Problem | None:
-    """A layer's output for the data, where it is not what made-up numbers gave."""
+    """Return a problem if the output for data has another form than for made-up numbers."""
     made = (
         torch.empty((ROWS, *t.shape), dtype=getattr(torch, t.dtype), device="meta")
         for t in known.tensors
@@ -198,7 +198,7 @@ def _without_numbers(where: str) -> Problem:
 
 
 def _unbuildable(spec: OwnModelSpec) -> list[Problem]:
-    """Parameters that two layers have, or two calls of a builder."""
+    """Return problems of parameters that two layers, or two calls of a builder, have in common."""
     whole = own.built_whole(spec)
     if whole is not None:
         return list(_shared(spec, whole))
@@ -224,8 +224,8 @@ def _ids(module: nn.Module) -> set[int]:
 
 
 def _shared(spec: OwnModelSpec, modules: list[nn.Module]) -> Iterator[Problem]:
-    """A line for each pair of layers with a parameter that both have and no word says so."""
-    #: By its memory, which parameters have in common too that were made so by their `data`.
+    """Yield a problem for each pair of layers with a common parameter that `tied` lacks."""
+    #: Parameters by their memory, which `data` can make two parameters share.
     owners: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for layer, module in enumerate(modules):
         for name, parameter in module.named_parameters():
@@ -320,8 +320,8 @@ _BY_ROW = (
 def _influence_in_loss(
     spec: OwnModelSpec, output: Batches, targets: Batches, step: int
 ) -> Problem | None:
-    """What changes in the loss of a row with the other rows, of outputs that other weights may
-    give. What raises, or is not finite, is no fault: training may never give such outputs."""
+    """Return a problem if a row's loss changes with the other rows, for outputs of other weights.
+    Errors and infinite numbers are no problem: training may never give such outputs."""
     row = output.row
     first = _row_loss(spec, output.one, targets.one, row, step)
     others = [(output.other, targets.other)]
@@ -344,7 +344,8 @@ def _influence_in_loss(
 def _row_loss(
     spec: OwnModelSpec, output: Tree, targets: Tree, row: int, step: int
 ) -> tuple[Tensor, list[Tensor]] | None:
-    """The loss of `row` at that step, and its gradients in that row of `output`; None: it fails."""
+    """Return the loss of `row` and its gradients in that row of `output`; None if it fails or is
+    not finite."""
     given = map_tensors(lambda tensor: leaf(tensor.clone(), tensor.requires_grad), output)
     x = map_tensors(lambda tensor: tensor.clone(), given)
     torch.manual_seed(0)
@@ -352,7 +353,7 @@ def _row_loss(
         with at_step(step):
             losses, _ = own.row_losses(spec, x, targets, ROWS)
         losses[row].backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    except Exception:  # noqa: BLE001  # of numbers that it may never meet in training
+    except Exception:  # noqa: BLE001  # training may never give such numbers
         return None
     gradients = [t.grad[row : row + 1] for t in flatten(given) if t.grad is not None]
     loss = losses[row].detach()

@@ -90,7 +90,7 @@ class LayerCheck:
         return other
 
     def _evaluation(self, given: Batches, trained: Tree, *, alike: bool) -> None:
-        """`alike`: whether rows do not influence each other in training."""
+        """Check runs in evaluation. `alike`: rows do not influence each other in training."""
         first, again = (self._run(given.one, self._seed + n, training=False) for n in (0, 1))
         if first is None or again is None:
             return
@@ -174,7 +174,7 @@ class LayerCheck:
 
 
 def _influenced(found: Unlike | None) -> str:
-    """What is wrong where the shared row changes with the others; None: its structure does."""
+    """Return the error for a shared row that changes with the others. None: its structure does."""
     if found is None:
         return "row 0 changes with the other rows: it has another structure"
     if found.batch_wide:
@@ -189,7 +189,7 @@ def _influenced(found: Unlike | None) -> str:
     )
 
 
-#: How to write a loss that is computed over a batch.
+#: Advice for a loss that is computed over a batch.
 PER_ROW = (
     "Which rows are computed together differs from plan to plan, so compute it of each row alone: "
     "over the row's own tokens, p.mean(1) instead of p.mean(0) or p.mean(), one number per row; "

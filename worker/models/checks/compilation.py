@@ -80,7 +80,7 @@ class Compilation:
 _ANY = 1 << 20
 
 
-#: What torch is told where it traces that function.
+#: The reason in torch's error when it traces a call of `oobleck.model.step`.
 _STEP = "oobleck.model.step()"
 
 

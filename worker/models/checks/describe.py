@@ -64,8 +64,9 @@ class _Run:
 
 
 def describe(job: JobSpec, sample: tuple[Any, Any], warnings: list[Problem] | None = None) -> Json:
-    """The description of a job's model. `sample`: (inputs, targets) of its data, without rows;
-    `warnings` gets what may be meant. Raises JobError with the layer and the fix, NodeError."""
+    """Return the description of a job's model. `sample`: (inputs, targets) of its data, without
+    rows; `warnings`: a list that receives warnings. Raises JobError with the layer and the fix,
+    NodeError."""
     spec, precision = job.model, job.training.precision
     assert isinstance(spec, OwnModelSpec), "the others are known by their kind"
     dtype = torch.float64 if precision == "fp64" else torch.float32
@@ -122,7 +123,7 @@ def describe(job: JobSpec, sample: tuple[Any, Any], warnings: list[Problem] | No
 
 
 def _settings() -> dict[str, object]:
-    """What of torch holds for all layers of a process, by the function that sets it."""
+    """Return torch's process-wide settings, by the function that sets each."""
     return {
         "torch.set_default_dtype": torch.get_default_dtype(),
         "torch.set_grad_enabled": torch.is_grad_enabled(),

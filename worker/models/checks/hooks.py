@@ -1,9 +1,9 @@
-"""Hooks of a layer's parameters: which a job honours, and which want a micro-batch as a whole.
+"""Hooks of a layer's parameters: whether a job can honour them, or needs whole micro-batches.
 
-One of `register_hook` is given the gradient of one micro-batch, as in a plain loop that accumulates
-gradients. Where several workers share a stage it is given that of some rows, so there it must give
-the same for parts as for their sum. One of `register_post_accumulate_grad_hook` finds the sum so
-far, which on several workers is a part of it everywhere.
+A hook by `register_hook` gets the gradient of one micro-batch, as in a plain loop that accumulates
+gradients. If several workers share a stage, it gets the gradient of some rows only. There its
+results for parts must add up to its result for their sum. A hook by
+`register_post_accumulate_grad_hook` sees the sum so far, which several workers have only in parts.
 """
 
 from collections.abc import Sequence
@@ -21,21 +21,21 @@ from oobleck.worker.models.linear import is_hooked
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError
 
-#: Of the gradients that a hook is tried on: it may clamp at any number.
+#: Scales of the gradients that a hook is tried on; it may clamp at any of them.
 _SCALES = (1e-6, 1e-3, 1.0, 1e3)
 
 
 def are_wanted_whole(module: nn.Module, where: str) -> bool:
-    """Return whether a hook of `module`, in host memory, must be given whole micro-batches. Raises
-    JobError where one cannot be honoured."""
-    # All of them are looked at, since any may be one to refuse.
+    """Return whether a hook of `module`, in host memory, needs whole micro-batches. Raises JobError
+    if one cannot be honoured."""
+    # Check all, without a short cut: any may raise.
     additive = [_Hooks(name, parameter, where).check() for name, parameter in _hooked(module)]
     return not all(additive)
 
 
 def check_tied(spec: OwnModelSpec, seed: int, dtype: torch.dtype, tied: Sequence[Tie]) -> None:
-    """Raise JobError where a hook sees the gradients of some layers that share a parameter, and
-    others have another hook, or where their sum is not theirs."""
+    """Raise JobError if layers that share a parameter have unlike hooks on it. A hook there must
+    also give results for two gradients that add up to its result for their sum."""
     for tie in tied:
         with torch.device("meta"), own.without_draws():
             modules = [own.build(spec, layer) for layer in tie.layers]
@@ -79,15 +79,15 @@ def _hooked(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 @dataclass(frozen=True, slots=True)
 class _Hooks:
-    """The hooks of one parameter, if it has any."""
+    """The hooks of one parameter, if any."""
 
     name: str
     parameter: nn.Parameter
     where: str
 
     def check(self) -> bool:
-        """Return whether they give the same for parts of a gradient as for all of it. Raises
-        JobError where they cannot be honoured."""
+        """Return whether results for parts of a gradient add up to the result for their sum.
+        Raises JobError if the hooks cannot be honoured."""
         additive = True
         for scale in _SCALES:
             one, other = self._drawn(scale)
@@ -108,7 +108,7 @@ class _Hooks:
         return additive
 
     def result(self) -> Tensor:
-        """Return what becomes of a gradient, the same for all parameters of a shape."""
+        """Return the hooks' result for a fixed gradient, the same for all parameters of a shape."""
         return self._after(self._drawn(1.0)[0])
 
     def _drawn(self, scale: float) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ class _Hooks:
         return one * scale, other * scale
 
     def _after(self, *gradients: Tensor) -> Tensor:
-        """The sum of these gradients, which come one after the other."""
+        """Return the accumulated gradient after backwards with these gradients in turn."""
         parameter = self.parameter
         weights, total = parameter.detach().clone(), torch.zeros_like(parameter)
         before = torch.get_rng_state()

@@ -1,10 +1,10 @@
-"""Whether rows influence each other once a layer's weights are others than the initial ones.
+"""Checks that rows do not influence each other with weights other than the initial ones.
 
-What a gate that begins at zero hides, or a branch on numbers of the batch, shows with other weights
-and other rows. Each layer runs with its weights changed, on what changed layers before it give.
-Compared are the shared row of its output, that row's part in the gradients of the layer's
-parameters, and the gradient of that row's input, with other rows beside it. Numbers that a layer
-cannot bear are no fault of it: what raises, or is not finite, is tried with a smaller change.
+A gate that begins at zero, or a branch on numbers of the batch, can hide an influence at first.
+Each layer runs with changed weights, on the outputs of changed layers before it. With other rows
+beside the shared row, three things are compared: the row's output, its part in the gradients of the
+layer's parameters, and the gradient of its input. If a run raises or is not finite, a smaller
+change is tried: the numbers are to blame, not the layer.
 """
 
 from collections.abc import Iterator
@@ -27,12 +27,12 @@ from oobleck.worker.models.checks.rows import (
 from oobleck.worker.models.tree import Tree, flatten, map_tensors, structure
 from oobleck.worker.runtime import code
 
-#: Numbers of the noise that is added to a parameter; of a larger one it is repeated. A prime, so
-#: that rows of a matrix do not get the same.
+#: Length of the noise added to a parameter; for a larger one it repeats. It is a prime, so that
+#: rows of a matrix get different noise.
 _NOISE = 65521
-#: Of the numbers of other rows, where these are to outweigh the shared one.
+#: Factor on the numbers of other rows, so that they outweigh the shared row.
 _CROWD = 3.0
-#: Of a parameter that begins at zero and is no matrix, as a gate.
+#: Size assumed for a parameter of zeros that is no matrix, such as a gate.
 _GATE = 0.5
 _GATED = (
     ", once training has changed the weights (others were tried), as behind a gate that begins at "
@@ -43,29 +43,29 @@ _BACK = (
     ", as where a row goes into others (cumsum over rows), or a hook or an autograd function of "
     "yours takes sums over rows; compute each row, and its gradient, from that row alone"
 )
-#: Noise that is a little more than rounding: a power of the precision of the weights.
+#: Noise slightly above rounding, as a power of the weights' precision.
 _NUDGE = 0.85
-#: Sum and size of a gradient that is not there, and which share of the largest gradient is none.
+#: Sum and size of a missing gradient; the share of the largest gradient that counts as zero.
 _NOTHING = 0.0, 0.0
 _FLOOR = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A change of all weights."""
+    """A change of all weights, and the comparisons made with it."""
 
-    #: The row that both batches share, from the end where negative.
+    #: The row that both batches share; negative: counted from the end.
     row: int
-    #: What each weight is multiplied with, and how much noise is added relative to the size of the
-    #: parameter's numbers; the first that gives finite numbers counts.
+    #: Pairs of a factor on each weight and noise relative to the parameter's size; the first pair
+    #: with a usable result counts.
     changes: tuple[tuple[float, float], ...]
-    #: Whether it is the job's last step, rather than its first.
+    #: True: run as the job's last step; False: as its first.
     last_step: bool
-    #: Whether gradients are compared too, and what becomes of the row alone.
+    #: True: also compare gradients, and the row computed alone.
     thorough: bool
 
 
-#: Signs are turned in the second, so that both sides of a branch are seen.
+#: The second way flips signs, so that both sides of a branch run.
 WAYS = (
     Way(row=0, changes=((1.0, 0.5), (1.0, 0.1), (1.0, 0.01)), last_step=False, thorough=True),
     Way(
@@ -79,32 +79,32 @@ WAYS = (
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """A forward, and a backward from the shared row where that is wanted."""
+    """The results of a forward, and of a backward if one was asked for."""
 
     output: Tree
-    #: Of the shared row's inputs (1, ...).
+    #: Gradients of the shared row's inputs, (1, ...) each.
     gradients: list[Tensor]
-    #: By parameter: what the shared row adds to its gradient, multiplied with noise and summed,
-    #: and its size; NaN where it is not finite. None: there was no such backward.
+    #: By parameter, the shared row's part of its gradient: the sum weighted by noise, and the size;
+    #: NaN if not finite. None: there was no backward from the shared row alone.
     sums: dict[str, tuple[float, float]] | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    #: What the layer gives; None where rows influence each other.
+    #: The layer's output; None if rows influence each other.
     output: Batches | None
-    #: What of the shared row changes with the others; empty: nothing.
+    #: The sentence on what of the shared row changes with the others; empty: nothing.
     what: str
 
 
 class Influence:
-    """One layer in host memory, whose weights are changed for good."""
+    """The checks of one layer in host memory; they change its weights for good."""
 
     def __init__(
         self, module: nn.Module, seed: int, *, draws: bool, finite: bool, steps: int
     ) -> None:
-        """`draws`: whether it takes from torch's generator; `finite`: whether its numbers are with
-        its initial weights; `steps`: of the job."""
+        """Note the sizes of the trained parameters. `draws`: the layer draws from torch's
+        generator; `finite`: its output is finite with its initial weights; `steps`: of the job."""
         self._module = module
         self._seed = seed
         self._draws = draws
@@ -114,19 +114,19 @@ class Influence:
         self._sizes = [(parameter, _size(parameter)) for parameter in trained]
 
     def look(self, given: Batches, way: Way, *, data: bool) -> tuple[str, Batches | None]:
-        """Return what changes with the other rows, empty for nothing, and the layer's output with
-        changed weights, None where it has none. `data`: `given` is the job's, and its signs are
-        turned with those of the weights."""
+        """Return what changes with the other rows (empty: nothing) and the output with changed
+        weights (None: no usable one). `data`: `given` is the job's data, whose signs flip with
+        those of the weights."""
         step = self._steps if way.last_step else 1
         for factor, noise in way.changes:
             self._change(factor, noise)
             x = _turned(given) if data and factor < 0 else given
             found = self._look(x, step, thorough=way.thorough)
             if found is None or (found.what and not self._steady(x, step)):
-                self._change(factor, -noise if factor > 0 else noise)  # undone
+                self._change(factor, -noise if factor > 0 else noise)  # undo
                 continue
             if found.what:
-                # Rounding may turn a choice, as of an expert, once; it does not with other weights.
+                # Rounding may flip a choice, as of an expert, but hardly again with other noise.
                 self._change(1.25, noise / 8, other=True)
                 again = self._look(x, step, thorough=way.thorough)
                 if again is None or not again.what:
@@ -135,8 +135,8 @@ class Influence:
         return "", None
 
     def _steady(self, x: Batches, step: int) -> bool:
-        """Whether rounding stays small in the layer: in a long recurrence it may grow until a row
-        that is computed beside others, or alone, comes out as another one."""
+        """Return whether rounding stays small in the layer. In a long recurrence it may grow until
+        a row changes with the size of its batch."""
         one = self._pass(x.one, x.row, step)
         if self._sizes:
             self._change(1.0, torch.finfo(self._sizes[0][0].dtype).eps ** _NUDGE)
@@ -161,7 +161,7 @@ class Influence:
                 parameter.add_(_noise(parameter, draws), alpha=noise * size)
 
     def _look(self, x: Batches, step: int, *, thorough: bool) -> _Found | None:
-        """None where it fails, or gives numbers that are not finite for finite ones."""
+        """Return the comparison of both batches; None if a run fails or loses finiteness."""
         row = x.row
         back = "from the row" if thorough else ""
         one, other = (self._pass(batch, row, step, back=back) for batch in (x.one, x.other))
@@ -189,7 +189,7 @@ class Influence:
             return ""
         if what := _differ_in_gradients(one, other, row):
             return what
-        # A gradient that is rounding alone, as of a key's bias, is compared with the others' size.
+        # A gradient of rounding alone, as of a key's bias, is measured by the others' size.
         most = max((size for _, size in one.sums.values() if size == size), default=0.0)
         for name, parameter in self._module.named_parameters():
             total, size = one.sums.get(name, _NOTHING)
@@ -201,7 +201,7 @@ class Influence:
         return ""
 
     def _differ_thoroughly(self, x: Batches, one: _Pass, step: int) -> str:
-        """What changes with the gradients of other rows, or without other rows."""
+        """Return what changes with the gradients of other rows, or without other rows."""
         row = x.row
         if (run := self._pass(x.other, row, step, back="from all")) is not None and (
             what := _differ_in_gradients(one, run, row)
@@ -214,8 +214,8 @@ class Influence:
         return ""
 
     def _pass(self, x: Tree, row: int, step: int, *, back: str = "") -> _Pass | None:
-        """Run the layer, and backwards as `back` says: "from the row" alone, "from all" rows, or
-        not at all; None where that fails."""
+        """Run the layer; None if that fails. `back`: run a backward "from the row", "from all"
+        rows, or none if empty."""
         given = map_tensors(lambda tensor: leaf(tensor.clone(), tensor.requires_grad), x)
         constants = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
         self._module.train()
@@ -231,7 +231,7 @@ class Influence:
                 [t.grad[row : row + 1].clone() for t in flatten(given) if t.grad is not None],
                 dict(self._sums()) if back == "from the row" else None,
             )
-        except Exception:  # noqa: BLE001  # of numbers that it may never meet in training
+        except Exception:  # noqa: BLE001  # training may never give such numbers
             return None
         finally:
             self._module.zero_grad(set_to_none=True)
@@ -257,19 +257,20 @@ class Influence:
                 draws = torch.Generator(device="cpu").manual_seed(self._seed)
                 whole, rest, some = _cut(gradient.reshape(-1), draws)
                 sums = [*(whole @ some).tolist(), (rest @ some[: len(rest)]).item()]
-                # A part that is moved by a whole number of rows is another one, too.
+                # Factors by part reveal a gradient moved by a whole number of parts.
                 total = sum(part * (1 + number % 7) for number, part in enumerate(sums))
                 yield name, (total, gradient.norm().item())
 
 
 def _size(parameter: Tensor) -> float:
-    """Of its numbers; where all are zero, that of numbers which leave a result's size as it is."""
+    """Return the root mean square of the numbers. If all are zero, return a size that leaves a
+    matrix product's size unchanged, or `_GATE`."""
     found = parameter.detach().square().mean().sqrt().item()
     return found or (parameter[0].numel() ** -0.5 if parameter.dim() > 1 else _GATE)
 
 
 def crowded(x: Batches, sign: float) -> Tree:
-    """The first batch with numbers of that sign in the other rows, which outweigh the shared."""
+    """Return the first batch with large numbers of that sign in the other rows."""
 
     def fill(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
@@ -294,7 +295,7 @@ def _differ_in_gradients(one: _Pass, other: _Pass, row: int) -> str:
 
 
 def _turned(x: Batches) -> Batches:
-    """Floats with the other sign."""
+    """Return the batches with the signs of floats flipped."""
 
     def turn(tensor: Tensor) -> Tensor:
         return leaf(-tensor, tensor.requires_grad) if tensor.is_floating_point() else tensor
@@ -303,7 +304,7 @@ def _turned(x: Batches) -> Batches:
 
 
 def _cut(numbers: Tensor, draws: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """`numbers` (n,) as rows that are as long as noise, the rest, and the noise: a view."""
+    """Return views of `numbers` (n,) as rows of the noise's length and a rest, and the noise."""
     some = _noise(numbers[:_NOISE], draws)
     count = len(numbers) // max(1, len(some))
     whole = numbers[: count * len(some)].view(count, len(some))
@@ -311,6 +312,7 @@ def _cut(numbers: Tensor, draws: torch.Generator) -> tuple[Tensor, Tensor, Tenso
 
 
 def _noise(like: Tensor, draws: torch.Generator) -> Tensor:
-    """Numbers from 0.5 to 1.5 of either sign, in the shape of `like`: none leaves a gate closed."""
+    """Return numbers from 0.5 to 1.5 of either sign, in the shape of `like`. None is near zero, so
+    that every gate opens."""
     some = 2 * torch.rand(like.shape, generator=draws, dtype=like.dtype, device="cpu") - 1
     return some + some.sign() / 2

@@ -1,8 +1,8 @@
-"""What a layer keeps from one forward to the next, beside parameters and buffers.
+"""State that a layer keeps from one forward to the next, beside parameters and buffers.
 
-Owns which of it can be compared: numbers, text, tensors and arrays, in lists, dicts and objects of
-the user's, as attributes of modules or at the top of the file that has their class. A cache is kept
-too, and is no fault: a second forward of the same rows leaves it as it is.
+Owns which state is compared: numbers, text, tensors and arrays, also in lists, dicts and the user's
+objects. It is looked for in attributes of modules, in closures, and at the top of the file with the
+class. A cache is state too but harmless: a second forward of the same rows does not change it.
 """
 
 import hashlib
@@ -18,19 +18,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-#: Names that every module has.
+#: Attributes of every nn.Module.
 _OF_MODULES = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, complex, str, bytes, type(None))
-#: Of lists in lists, of parts of one, and of all that one name leads to.
+#: Bounds: nesting depth, parts of one list or dict, and values below one name.
 _DEPTH, _MOST, _MOST_OF_NAME = 4, 1000, 5000
-#: Numbers of a tensor that are compared, evenly spaced.
+#: Most numbers of a tensor that are compared; they are evenly spaced.
 _MOST_NUMBERS = 1 << 18
-#: Where the code of others lies.
+#: Folders of installed packages.
 _INSTALLED = ("site-packages", "dist-packages")
 
 
 def kept(root: object) -> dict[str, Hashable]:
-    """Return what `root`, a layer or a loss, keeps: by name, something that is equal for equals."""
+    """Return the state of `root`, a layer or a loss: a comparable value by name."""
     found: dict[str, Hashable] = {}
     files: dict[str, ModuleType] = {}
     parts: Iterable[tuple[str, object]] = _functions(root)
@@ -53,13 +53,13 @@ def kept(root: object) -> dict[str, Hashable]:
 
 
 def changed(before: Mapping[str, Hashable], after: Mapping[str, Hashable]) -> list[str]:
-    """Return the names of what is another one, for people."""
+    """Return the names, for people, of state that changed."""
     return [
         f"{name}: {_shown(before.get(name))}, then {_shown(after.get(name))}"
         if isinstance(after.get(name), _PLAIN)
         else name
         for name in sorted({*before, *after})
-        if repr(before.get(name)) != repr(after.get(name))  # NaN is what it was
+        if repr(before.get(name)) != repr(after.get(name))  # NaN equals itself in repr
     ]
 
 
@@ -69,7 +69,7 @@ def _shown(value: Hashable) -> str:
 
 
 def _functions(root: object) -> Iterator[tuple[str, object]]:
-    """`root` and what it calls, where it is a partial or a method."""
+    """Yield `root`, and the function of a partial or the object of a method."""
     yield "", root
     for part in (getattr(root, "func", None), getattr(root, "__self__", None)):
         if part is not None and not isinstance(part, ModuleType):
@@ -80,7 +80,7 @@ def _closed_over(part: object) -> Iterator[object]:
     for cell in getattr(part, "__closure__", None) or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # it is empty yet
+        except ValueError:  # an empty cell
             continue
 
 
@@ -89,7 +89,7 @@ def _some(value: object, name: str) -> Iterator[tuple[str, Hashable]]:
 
 
 def _numbers(value: Any, name: str, depth: int) -> Iterator[tuple[str, Hashable]]:
-    """Names and what can be compared, of `value` and its parts."""
+    """Yield a name and a comparable value for `value` and each of its parts."""
     if isinstance(value, _PLAIN):
         yield name, value
     elif isinstance(value, Tensor):
@@ -130,7 +130,7 @@ def _digest(numbers: NDArray[Any]) -> bytes:
 
 
 def _is_users(module: str) -> bool:
-    """Whether a module is neither installed nor of the standard library."""
+    """Return whether a module is the user's: not installed, not ours, not the standard library."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     first = module.partition(".")[0]
     return (

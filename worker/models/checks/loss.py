@@ -1,5 +1,4 @@
-"""What a user's loss may not do besides giving a number per row: train what no layer has, or write
-into what it is given."""
+"""Checks of a user's loss: it may not train parameters of its own, or write into its targets."""
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from oobleck.worker.runtime.problem import Problem
 
 
 def look_at_loss(spec: OwnModelSpec, output: Tree, targets: Tree) -> list[Problem]:
-    """Return what is wrong. `output`: leaves, with a gradient where the last layer's have one."""
+    """Return problems of the loss. `output`: leaves that require gradients as the last layer's."""
     given = map_tensors(lambda tensor: tensor.clone(), output)
     told = map_tensors(lambda tensor: tensor.clone(), targets)
     versions = [tensor._version for tensor in flatten(told)]
@@ -20,7 +19,7 @@ def look_at_loss(spec: OwnModelSpec, output: Tree, targets: Tree) -> list[Proble
         with torch.random.fork_rng(devices=[]), code.running("model: the loss"):
             found = own.user_model(spec).loss(given, told)
             tensors = flatten(found)
-    except Exception:  # noqa: BLE001  # a user's loss may raise anything; it was told before
+    except Exception:  # noqa: BLE001  # a user's loss may raise anything; `_loss` reports it
         return []
     if versions != [tensor._version for tensor in flatten(told)]:
         return [_problem("writes into its targets; make new tensors, as y = y * 2 for y *= 2")]
@@ -40,7 +39,7 @@ def _problem(sentence: str) -> Problem:
 
 
 def _other_leaf(tensors: list[Tensor], given: set[int]) -> Tensor | None:
-    """Something that `tensors` have a gradient for, and that is not one of those `given`."""
+    """Return a leaf in the graph of `tensors` that is not one of `given`; None if there is none."""
     left = [tensor.grad_fn for tensor in tensors]
     seen = set()
     while left:

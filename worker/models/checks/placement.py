@@ -1,8 +1,8 @@
-"""A layer with its weights where it was built, against the same with weights put elsewhere.
+"""Checks that a layer computes the same after a worker moves its weights to other memory.
 
-A worker builds a layer, has other memory for its trained parameters, and changes what is in there.
-A layer that keeps a tensor made from a weight, such as a view or a copy, or a parameter that no
-module has, would go on with what it was built with.
+A worker builds a layer, moves its trained parameters to other memory, and updates them there. A
+layer would miss the updates if it kept a tensor made from a weight, such as a view or a copy. So
+would one with a parameter that no module has.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def misplaced(
     dtype: torch.dtype,
     where: str,
 ) -> list[Problem]:
-    """Return what is wrong with a layer whose `module` runs well on `x` where it was built."""
+    """Return problems of a layer whose `module` runs on `x` with its weights as built."""
     if beside := next(_unregistered(module), None):
         sentence = (
             f"keeps a parameter in {beside}, where no optimizer sees it; make it an attribute of "
@@ -66,12 +66,12 @@ _WORKERS = "workers put its weights"
 @dataclass(frozen=True, slots=True)
 class _Run:
     output: Tree
-    #: Of the parameters that have one.
+    #: By parameter name; without parameters that got no gradient.
     gradients: dict[str, Tensor]
 
 
 def _run(module: nn.Module, x: Tree, seed: int) -> _Run:
-    """A forward and a backward in training."""
+    """Run a forward and a backward in training mode."""
     module.train()
     torch.manual_seed(seed)
     given = map_tensors(
@@ -91,8 +91,8 @@ def _run(module: nn.Module, x: Tree, seed: int) -> _Run:
 def _placed(
     spec: OwnModelSpec, layer: int, built: nn.Module, seed: int, dtype: torch.dtype
 ) -> nn.Module:
-    """The layer as a worker has it, with the weights of `built`. Nothing of use is left where its
-    weights were when it was built."""
+    """Return the layer as a worker has it, with the weights of `built`. The memory of its weights
+    when it was built is filled with NaN."""
     made = own.empty_layer(spec, seed, layer)
     before = [p.data for _, p in made.trained() if not p.is_meta]
     values = {f"module.{name}": p.detach().clone() for name, p in built.named_parameters()}
@@ -103,7 +103,7 @@ def _placed(
 
 
 def _unregistered(module: nn.Module) -> Iterator[str]:
-    """The names of attributes with a parameter that no module has."""
+    """Yield the names of attributes that hold a parameter which no module has."""
     known = {id(parameter) for parameter in module.parameters()}
     for prefix, part in module.named_modules():
         for name, value in vars(part).items():

@@ -1,6 +1,6 @@
-"""Two batches that share a row, and whether results of that row are the same.
+"""Two batches that share a row, and comparisons of that row's results.
 
-What becomes of the shared row must depend on nothing but that row. Must not know layers or losses.
+The result of the shared row must depend on that row alone. Must not know layers or losses.
 """
 
 from collections.abc import Iterator
@@ -12,26 +12,26 @@ from torch import Tensor
 
 from oobleck.worker.models.tree import Tree, flatten, map_tensors, structure, unflatten
 
-#: What may be between results of the same sums, and of sums in another order: powers of the type's
-#: precision, relative to the largest number. In float32 2e-5 and 3e-4.
+#: Tolerances for equal sums, and for sums in another order: powers of the type's precision,
+#: relative to the largest number. In float32 they are 2e-5 and 3e-4.
 _EXACT, _SUMS = 2 / 3, 1 / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Two, of which `row` is the same in both."""
+    """Two batches with the same `row`."""
 
     one: Tree
     other: Tree
     row: int = 0
 
     def alone(self) -> Tree:
-        """The shared row (1, ...)."""
+        """Return the shared row as a batch of one, (1, ...)."""
         return map_tensors(lambda tensor: tensor[self.row : self.row + 1], self.one)
 
 
 def with_same_row(one: Tree, other: Tree, row: int = 0) -> Batches:
-    """`other` with that row of `one`."""
+    """Return `one`, and `other` with its `row` replaced by that of `one`."""
     rows = zip(flatten(one), flatten(other), strict=True)
     mixed = [
         leaf(torch.cat([b[:row], a[row : row + 1], b[row + 1 :]]), a.requires_grad) for a, b in rows
@@ -40,8 +40,8 @@ def with_same_row(one: Tree, other: Tree, row: int = 0) -> Batches:
 
 
 def same_row(a: Tree, b: Tree, *, exact: bool, row: int = 0) -> bool:
-    """Return whether `row` of both is the same up to rounding: more of it if not `exact`, as
-    between batches of unlike sizes. A batch of one row has only that."""
+    """Return whether `row` of both is the same up to rounding. Without `exact` more rounding is
+    allowed, as between batches of unlike sizes. A batch of one row is compared by that row."""
     return structure(a) == structure(b) and next(unlike(a, b, exact=exact, row=row), None) is None
 
 
@@ -54,18 +54,18 @@ def same(a: Tree, b: Tree) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Unlike:
-    """A tensor of two results whose shared row differs."""
+    """A difference of two results in one tensor's shared row."""
 
-    #: Where in the result, as `['aux']`; empty where the result is the tensor.
+    #: Place in the result, such as `['aux']`; empty if the result is the tensor itself.
     path: str
-    #: The numbers that differ most, for people.
+    #: The two most different numbers, for people.
     seen: str
-    #: Whether each row of it is the same, as a number of the whole batch is.
+    #: True if all rows of the tensor are equal, as with a number of the whole batch.
     batch_wide: bool
 
 
 def unlike(a: Tree, b: Tree, *, exact: bool, row: int = 0) -> Iterator[Unlike]:
-    """Yield the tensors of `a` and `b`, of one structure, whose `row` differs."""
+    """Yield differences of `row` between the tensors of `a` and `b`, which share a structure."""
     pairs = zip(_paths(a, ""), flatten(a), flatten(b), strict=True)
     for path, x, y in pairs:
         one, other = (t[min(row, len(t) - 1) :][:1] if t.dim() else t for t in (x, y))
@@ -75,7 +75,7 @@ def unlike(a: Tree, b: Tree, *, exact: bool, row: int = 0) -> Iterator[Unlike]:
 
 
 def close(a: Tensor, b: Tensor, *, exact: bool = True) -> bool:
-    """Return whether both are the same up to rounding."""
+    """Return whether two tensors are the same up to rounding."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not (a.is_floating_point() or a.is_complex()):
@@ -87,7 +87,7 @@ def close(a: Tensor, b: Tensor, *, exact: bool = True) -> bool:
 
 
 def tolerance_of(dtype: torch.dtype, *, exact: bool) -> float:
-    """The rounding that is allowed, relative to the largest number."""
+    """Return the rounding allowed, relative to the largest number."""
     return float(torch.finfo(dtype).eps ** (_EXACT if exact else _SUMS))
 
 
@@ -96,7 +96,7 @@ def finite(tree: Tree) -> bool:
 
 
 def leaf(tensor: Tensor, gradient: bool) -> Tensor:
-    """`tensor` without what it was made from."""
+    """Return `tensor` as a leaf, without its history."""
     return tensor.detach().requires_grad_(gradient)
 
 
@@ -113,7 +113,7 @@ def _form(tensor: Tensor) -> str:
 
 
 def _paths(tree: Any, path: str) -> Iterator[str]:
-    """Where each tensor of `tree` is in it, in the order of `flatten`."""
+    """Yield the path of each tensor in `tree`, in the order of `flatten`."""
     if isinstance(tree, Tensor):
         yield path
         return

@@ -1,1 +1,1 @@
-"""Models of transformers as a row of layers, by their own classes."""
+"""Models of transformers as a list of layers, computed by their own classes."""

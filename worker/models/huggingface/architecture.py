@@ -22,7 +22,7 @@ from oobleck.worker.models.modes import cached
 from oobleck.worker.runtime.errors import JobError, NodeError
 
 _MOST_CONFIG_BYTES = 16 << 20
-#: What a config class raises for keys that it does not take.
+#: Errors of a config class for keys or values that it does not take.
 _REFUSED = (StrictDataclassError, ValueError, TypeError, KeyError)
 #: Names of keys that have something drawn at random while training.
 _RANDOM = re.compile(r"drop|jitter")
@@ -31,14 +31,14 @@ _CHOICES = {"attn_implementation", "experts_implementation"}
 #: Keys that are no field of a config class and that transformers still understands: it makes
 #: `rope_parameters` of them.
 _ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor")
-#: Makes `id2label` of it.
+#: A key that is no field: transformers makes `id2label` of it.
 _LABELS = "num_labels"
 
-#: What a model learns: the next token, masked tokens, a label per token, per row, per image.
+#: The targets of a model: next tokens, masked tokens, or labels per token, row or image.
 Task = Literal["causal", "masked", "token", "sequence", "image"]
 
 
-#: transformers' tables of classes by kind of config.
+#: transformers' tables of class names by model type, for each task.
 _TABLES: Mapping[Task, Mapping[str, str | tuple[str, ...]]] = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -49,11 +49,11 @@ _TABLES: Mapping[Task, Mapping[str, str | tuple[str, ...]]] = {
 
 
 def _first(found: str | tuple[str, ...]) -> str:
-    """The class of an entry; the first, where one config has several."""
+    """Return the class name of a table's entry, the first of several."""
     return found if isinstance(found, str) else found[0]
 
 
-#: The classes by task; the first task that has a class counts.
+#: Class names by task; the first task with a class is that class's task.
 TASKS: Mapping[Task, frozenset[str]] = {
     task: frozenset(map(_first, table.values())) for task, table in _TABLES.items()
 }
@@ -80,12 +80,12 @@ class Architecture:
 
     @property
     def input_name(self) -> str:
-        """What the model calls its main input."""
+        """The name of the model's main input."""
         return "pixel_values" if self.task == "image" else "input_ids"
 
 
 def choose(name: str | None, config: Mapping[str, Any] | None, weights: str | None) -> Architecture:
-    """The model that is meant; `config` has the last word over the directory's. Raises JobError,
+    """Return the model to use; keys of `config` override those of the directory. Raises JobError,
     NodeError."""
     saved = {} if weights is None else _saved_config(weights)
     if name is None:
@@ -160,7 +160,7 @@ _TWO_LISTS = (
 
 
 def _unknown(name: str) -> str:
-    """Why no task has the class `name`, and what to give."""
+    """Return why the class `name` has no task, and what to give."""
     kind = getattr(transformers, name, None)
     config = getattr(kind, "config_class", None)
     if config is None:
@@ -188,7 +188,7 @@ def _unknown(name: str) -> str:
 
 
 def senses(kind: Any) -> str | None:
-    """Why a class that sees or hears, if it does, is not taken, and what to give."""
+    """Return why a class that sees or hears is refused, and the fix; None if it does neither."""
     config = kind.config_class
     if not {"vision_config", "audio_config"} & set(getattr(config, "sub_configs", {})):
         return None
@@ -200,7 +200,7 @@ def senses(kind: Any) -> str | None:
 
 
 def _text_model(config: Any) -> str | None:
-    """The causal language model within a model that also sees or hears."""
+    """Return the causal language model's class within a model that also sees or hears."""
     try:
         text = config().get_text_config()
     except _REFUSED:

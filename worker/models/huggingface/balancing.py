@@ -52,7 +52,7 @@ class Balance:
 def balance_of(architecture: Architecture) -> Balance | None:
     """None where the loss has no such part. Raises JobError where it has one of another form."""
     config = configuration(architecture)
-    # Other heads leave it out, in transformers too.
+    # As in transformers, other heads have no balancing loss.
     if architecture.task != "causal" or not getattr(config, "output_router_logits", False):
         return None
     parts = take_apart(architecture, torch.get_default_dtype())

@@ -1,9 +1,9 @@
-"""Any model of transformers whose layers are one chain under a head, as layers.
+"""Models of transformers as layers, if their layers form one chain under a head.
 
-The family's own classes compute: layer 0 is its base model without layers and final norm, then
-comes each of its layers, and the last layer is its final norm under its own head. Only hidden
-states travel between layers, and with them what a head wants of the ids; masks and rotary tables
-are made anew where they are needed (`unsplit`).
+The family's own classes compute. Layer 0 is the base model without layers and final norm; each of
+its layers follows; the last layer is the final norm and the head. Between layers travel hidden
+states, and ids if the head needs them. Masks and rotary tables are made anew where they are needed
+(`unsplit`).
 """
 
 import copy
@@ -55,23 +55,24 @@ def causal_lm(
     sequence_length: int | None = None,
     lora: Mapping[str, Any] | None = None,
 ) -> Model:
-    """The model `architecture`, such as `Qwen3ForCausalLM`, as transformers computes it.
+    """Return the model `architecture`, such as `Qwen3ForCausalLM`, as transformers computes it.
 
-    `config` has keys of its config class; what is left out is transformers' default. `weights` is a
-    directory as `save_pretrained` writes it: what `config` does not say and the architecture come
-    from its config.json, initial weights from its safetensors. Without it, weights are drawn as
-    transformers draws them. Rows are full: there is no padding mask.
+    `config` has keys of its config class; missing keys have transformers' defaults. `weights` is a
+    directory as `save_pretrained` writes it. Its config.json gives the architecture and the keys
+    that `config` lacks; its safetensors give the initial weights. Without `weights`, transformers'
+    initialisation draws them. Rows are full: there is no padding mask.
 
-    Layer 0 takes ids (b, T), or pixels (b, channels, height, width) where the model classifies
-    images. The loss of language models and of labels per token is the mean cross entropy over all
-    tokens of the global batch, those with target -100 left out. Where the config has
-    `output_router_logits: true`, the load-balancing loss of the experts is added times
-    `router_aux_loss_coef`, of each row by itself: what transformers adds for a batch of that row
-    alone, with the weight of the row's tokens. What it needs travels with the hidden states, as
-    (b, 2, experts). The loss of labels per row is `label_losses`.
+    Layer 0 takes ids (b, T), or pixels (b, channels, height, width) if the model classifies images.
+    The loss of language models and of labels per token is the mean cross entropy over the global
+    batch's tokens, except those with target -100. The loss of labels per row is `label_losses`.
 
-    With `lora`, keys of peft's LoraConfig, adapters on the linear layers that it names are trained,
-    and nothing else.
+    With `output_router_logits: true` in the config, a causal model adds the experts' load-balancing
+    loss times `router_aux_loss_coef`. It is computed for each row alone, as transformers does for a
+    batch of that row, and weighted by the row's tokens. Its sums, (b, 2, experts), travel with the
+    hidden states.
+
+    `lora` has keys of peft's LoraConfig. With it, only adapters on the named linear layers are
+    trained.
 
     Raises JobError, a ValueError, with the key at fault and the fix.
     """
@@ -150,8 +151,8 @@ def _prefix(architecture: Architecture, number: int) -> str:
 
 
 class Embedding(nn.Module):
-    """Ids (b, T) or pixels to what the first layer takes, (b, T, hidden); both, where the head
-    looks for the last token of a row."""
+    """The layer from ids (b, T) or pixels to hidden states (b, T, hidden). It passes ids on if the
+    head looks for a row's last token."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
@@ -173,7 +174,7 @@ class Embedding(nn.Module):
 
 
 def _check_input(architecture: Architecture, x: Tensors) -> None:
-    """Raise JobError where the samples' inputs are not the one tensor that the model takes."""
+    """Raise JobError unless the inputs are the one tensor that the model takes."""
     image = architecture.task == "image"
     what, size = ("pixels", 4) if image else ("ids of tokens", 2)
     if isinstance(x, Tensor) and x.dim() == size and x.is_floating_point() == image:
@@ -189,8 +190,10 @@ def _check_input(architecture: Architecture, x: Tensors) -> None:
 
 
 class Block(Prepared):
-    """One layer: hidden states (b, T, hidden) to the same, both with what travels beside them:
-    routing sums, or ids."""
+    """A layer of the model, from hidden states (b, T, hidden) to hidden states.
+
+    Routing sums or ids may travel beside them.
+    """
 
     def __init__(self, architecture: Architecture, index: int) -> None:
         super().__init__()
@@ -220,29 +223,31 @@ class Block(Prepared):
         return out if beside is None else (out, beside)
 
 
-#: Fields of a base model's result that heads are given, in order.
+#: Fields of a base model's result that heads get, in order.
 _GIVEN = ("last_hidden_state", "pooler_output")
 
 
 class _Result(tuple[Tensor, ...]):
-    """What a base model gives: hidden states and, if it has that, one vector per row; nothing else
-    that a head may pass on."""
+    """A base model's result: hidden states and, if it pools, one vector per row.
+
+    All other fields are None.
+    """
 
     def __getattr__(self, name: str) -> Tensor | None:
         return dict(zip(_GIVEN, self, strict=False)).get(name)
 
 
 class _Tail(nn.Module):
-    """A base model, or a part of one with all its layers in it, of which only what is behind the
-    layers is left, under its names there."""
+    """A base model reduced to its modules after the layers, under their own names. It can also be
+    the part of a base model that has all the layers."""
 
     def __init__(self, base: nn.Module, layers: str, final: Sequence[str], pooler: str) -> None:
-        """Keep what is behind the list at `layers` in `base`. All places are within `base`."""
+        """Copy the modules at `final` and `pooler`. All paths, `layers` too, are within `base`."""
         super().__init__()
         self._final, self._pooler = final, pooler
         inner, _, rest = layers.partition(".")
         if rest:
-            # Some heads call that part by itself.
+            # Some heads call the part with the layers directly.
             within = [one.removeprefix(f"{inner}.") for one in final if one.startswith(f"{inner}.")]
             tail = _Tail(base.get_submodule(inner), rest, within, "")
             self.add_module(inner, tail)
@@ -252,7 +257,7 @@ class _Tail(nn.Module):
 
     def forward(self, *given: Any, **named: Any) -> _Result:
         hidden = named.get("inputs_embeds")
-        if hidden is None:  # pixels, as which a head hands on what it was given
+        if hidden is None:  # the head of an image model hands its input on as pixels
             hidden = named["pixel_values"] if "pixel_values" in named else given[0]
         for path in self._final:
             hidden = self.get_submodule(path)(hidden)
@@ -262,8 +267,8 @@ class _Tail(nn.Module):
 
 
 class Head(nn.Module):
-    """Hidden states (b, T, hidden) to logits, (b, T, classes) or (b, classes), beside routing sums
-    if any."""
+    """The last layer, from hidden states (b, T, hidden) to logits, (b, T, classes) or (b, classes).
+    Routing sums travel beside them, if any."""
 
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
@@ -287,7 +292,7 @@ class Head(nn.Module):
             case _:
                 named["inputs_embeds"] = hidden
                 if beside is not None:
-                    # No logits of routers are asked for: those that are needed came along.
+                    # The routers' sums came with the hidden states; ask for no logits.
                     named["output_router_logits"] = False
         logits = self.part(**named).logits
         return logits if beside is None or self._task == "sequence" else (logits, beside)
@@ -296,7 +301,7 @@ class Head(nn.Module):
 def row_losses(
     output: Tensors, targets: Tensor, *, coefficient: float = 0.0, chosen: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Sums over the tokens of each row, and how many are counted: see `causal_lm`."""
+    """Return each row's sum of token losses and its number of learned tokens; see `causal_lm`."""
     logits, sums = output if isinstance(output, tuple) else (output, None)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = F.cross_entropy(
@@ -309,12 +314,12 @@ def row_losses(
 
 
 def label_losses(logits: Tensor, targets: Tensor, *, problem: str | None, labels: int) -> Tensor:
-    """One number per row for logits (b, labels), by transformers' `problem_type`; without it, by
-    what the targets are.
+    """Return one loss per row for logits (b, labels), by transformers' `problem_type`. If that is
+    None, `labels` and the targets' type decide.
 
-    Cross entropy for one of several labels, targets (b,) of integers; the mean squared error for
-    numbers, as with one label; the mean binary cross entropy for any of several labels, targets
-    (b, labels) of floats.
+    - single_label_classification: cross entropy; targets (b,) of integers
+    - regression, also chosen for one label: mean squared error
+    - multi_label_classification: mean binary cross entropy; targets (b, labels) of floats
     """
     if problem is None:
         several = "multi_label" if targets.is_floating_point() else "single_label"
@@ -336,8 +341,8 @@ def label_losses(logits: Tensor, targets: Tensor, *, problem: str | None, labels
 
 
 def _tied(architecture: Architecture, last: int) -> Iterator[tuple[str, str]]:
-    """Pairs of a parameter in front and the same one in the head; what the head has twice is one
-    there anyway."""
+    """Yield pairs of a parameter of layer 0 and its tied one in the head. Ties within the head need
+    no pair."""
     parts = take_apart(architecture, torch.get_default_dtype())
     ahead = set(foreign_names(architecture, 0).values())
     for theirs, ours in parts.model.get_expanded_tied_weights_keys().items():

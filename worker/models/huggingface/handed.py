@@ -1,6 +1,6 @@
-"""What a layer of transformers is handed beside hidden states: masks, tables, flags.
+"""Arguments of a transformers layer beside hidden states: masks, tables, flags.
 
-Owns how that for one row becomes that for several. Must not know how it is found.
+Owns how the arguments for one row become those for several. Must not know how they are found.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,15 +17,17 @@ class Differ(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PerRow:
-    """A tensor that is given once per row of a micro-batch: here for one, (1, ...), or (n, ...)
-    where rows and what there is n times of each are one dimension."""
+    """A tensor that repeats for each row of a micro-batch; here for one row, (1, ...).
+
+    It is (n, ...) if a row has n entries in the first dimension.
+    """
 
     one: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """What a layer is given beside the hidden states."""
+    """The arguments of a layer beside the hidden states."""
 
     positional: tuple[Any, ...]
     named: Mapping[str, Any]

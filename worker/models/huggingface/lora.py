@@ -117,7 +117,7 @@ def _modules(architecture: Architecture) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _inner(architecture: Architecture) -> list[str]:
-    """Ends of the names of all linear layers that peft's word `all-linear` means: not the head."""
+    """Return the last name parts of linear layers that peft's `all-linear` means: not the head."""
     parts = take_apart(architecture, torch.get_default_dtype())
     modules = [module for layer in parts.layers for module in layer.named_modules()]
     return sorted({name.rpartition(".")[2] for name, one in modules if _is_linear(one)})

@@ -91,8 +91,8 @@ def stored(
 
 
 def _begins_anew(architecture: Architecture, full: str) -> bool:
-    """Whether a model that was saved for another task may lack the parameter, so that it is drawn:
-    heads of classifiers and what makes one vector of a row, as `from_pretrained` has it."""
+    """Return whether weights saved for another task may lack the parameter, so that it is drawn. As
+    in `from_pretrained`, these are a classifier's head and its pooler."""
     parts = _whole(architecture)
     pooler = parts.pooler and full.startswith(f"{parts.prefix}{parts.pooler}.")
     classifies = architecture.task in ("token", "sequence", "image")
@@ -107,7 +107,7 @@ def load(
     them as transformers does. Buffers that the files lack stay. Raises JobError, NodeError."""
     sources = _sources(architecture)
     found: dict[str, Tensor] = {}
-    #: By what was there: the layer may have a parameter under two names.
+    #: New tensors by the old one's id: the layer may have a parameter under two names.
     loaded: dict[int, Tensor] = {}
     state = layer.state_dict(keep_vars=True)
     for name, full in names.items():

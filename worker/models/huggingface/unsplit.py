@@ -1,14 +1,14 @@
-"""A model of transformers cut open: its parts without weights, and what its layers are handed.
+"""Parts of a transformers model, without weights, and the arguments of its layers.
 
 A base model of transformers computes masks, rotary tables and positions once and hands them to
-each of its layers. Here its own `forward` runs with stand-ins for the layers, which note what they
-are handed: nothing of it is written anew, so a family's windows, scales and kinds of layers come
-out as they do there.
+each of its layers. Here its own `forward` runs with stand-ins for the layers, which record their
+arguments. Nothing is reimplemented, so a family's windows, scales and kinds of layers come out as
+in transformers.
 
-That a chain of layers computes what the whole model does is proved and not assumed, for every
-model that is taken (`prove`): the stand-ins' tensors are followed through `forward`. Each must go
-into the next one and the last through the final modules, mostly one norm, to the result as it is,
-and all else that a layer is handed must not depend on the tokens.
+`prove` checks for every model that a chain of layers computes what the whole model does. It follows
+the stand-ins' tensors through `forward`. Each must reach the next stand-in unchanged. The last must
+pass through the final modules, mostly one norm, and become the result. Other arguments of a layer
+must not depend on the tokens.
 """
 
 import copy
@@ -49,22 +49,22 @@ REFUSALS = (
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A whole model on the meta device, taken apart. Not to be changed: layers are copies of it."""
+    """The parts of a whole model on the meta device. Do not change them: layers are copies."""
 
     #: The model without its layers.
     model: Any
-    #: What it calls its base model.
+    #: The attribute of the base model in `model`.
     inner: str
-    #: Where its list of layers is in the base model.
+    #: The path of the list of layers in the base model.
     name: str
     layers: tuple[nn.Module, ...]
-    #: Whether a layer gives a tuple whose first is the hidden states.
+    #: True if a layer returns a tuple that begins with the hidden states.
     tuples: bool = False
-    #: Modules of the base model that hidden states pass behind the layers, in order.
+    #: Modules of the base model after the layers, in order.
     final: tuple[str, ...] = ()
-    #: The module that makes one vector of each row of the result; empty: there is none.
+    #: The module that pools each row of the result to one vector; empty: none.
     pooler: str = ""
-    #: Whether the base model takes `no_mask` where it has no layers.
+    #: True if the base model without layers accepts `no_mask`.
     masked: bool = True
 
     @property
@@ -78,7 +78,7 @@ class Parts:
 
 
 class StandIn(nn.Module):
-    """In the place of a decoder layer: notes what it is handed and gives a tensor of its own."""
+    """A stand-in for a layer: records its arguments and returns a tensor of its own."""
 
     def __init__(self, layer: nn.Module, tuples: bool) -> None:
         super().__init__()
@@ -105,11 +105,11 @@ class StandIn(nn.Module):
 
 
 class _DoesNotRun(JobError):
-    """The base model fails with stand-ins."""
+    """An error of a base model that fails with stand-ins."""
 
 
 class _Words(nn.Module):
-    """In the place of the token embedding: the tensor that it was made with."""
+    """A stand-in for the token embedding: returns the tensor that it was made with."""
 
     def __init__(self, embedded: Tensor) -> None:
         super().__init__()
@@ -123,12 +123,12 @@ class _Words(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Of a module within the base model."""
+    """A call of a module in the base model: its first argument and its result."""
 
     name: str
     taken: Any
     given: Any
-    #: Of both tensors at that time: a later one has been written to.
+    #: Versions of both tensors at the call; a later version means an in-place write since.
     taken_version: int | None
     version: int | None
 
@@ -137,7 +137,7 @@ class _Call:
 class _Run:
     stands: list[StandIn]
     calls: list[_Call]
-    #: What the base model gave: hidden states, and one vector per row if it has that.
+    #: The base model's result: hidden states, and one vector per row if it pools.
     out: Any
     pooled: Any
 
@@ -178,25 +178,25 @@ def take_apart(architecture: Architecture, dtype: torch.dtype) -> Parts:
 
 
 def _inner(model: Any) -> str:
-    """What `model` calls its base model; empty where it is none with a head."""
+    """Return the attribute of the base model in `model`; empty if none is found."""
     if model.base_model is not model:
         return str(model.base_model_prefix)
-    # A few have another word for it than their class says.
+    # In a few models the attribute is not `base_model_prefix`.
     bases = [name for name, child in model.named_children() if isinstance(child, PreTrainedModel)]
     return bases[0] if len(bases) == 1 else ""
 
 
 def _sees_ahead(architecture: Architecture, layers: tuple[nn.Module, ...]) -> bool:
-    """Whether an encoder's layers are used as they are for a causal language model."""
+    """Return whether a causal language model uses an encoder's layers, which see later tokens."""
     if getattr(configuration(architecture), "is_decoder", None) is not False:
         return False
-    # A few decoders have that key, and their layers do not look at it.
+    # The layers of a few decoders ignore that key.
     parts = (part for layer in layers for part in layer.modules())
     return any(getattr(part, "is_decoder", None) is False for part in parts)
 
 
 def _embedding_size(architecture: Architecture, base: Any) -> int:
-    """Numbers in the embedding of tokens, or of pieces of an image. Raises JobError."""
+    """Return the parameter count of the embedding of tokens or image patches. Raises JobError."""
     try:
         embedding = base.get_input_embeddings()
         if architecture.task == "image" or isinstance(embedding.embedding_dim, int):
@@ -207,8 +207,8 @@ def _embedding_size(architecture: Architecture, base: Any) -> int:
 
 
 def _lists(base: nn.Module, count: int) -> list[str]:
-    """Where `base` has lists of so many modules, none within another one; its own ones alone, where
-    it has any."""
+    """Return the paths in `base` of lists of `count` modules, none within another list. If `base`
+    itself has such lists, return only these."""
     found: list[str] = []
     within: list[str] = []
     for name, child in base.named_modules():
@@ -235,7 +235,7 @@ def _whole(architecture: Architecture, dtype: torch.dtype) -> Any:
 
 
 def prove(architecture: Architecture, parts: Parts) -> Parts:
-    """`parts` with what is behind the layers. Raises JobError where they are no chain."""
+    """Return `parts` with the modules after the layers. Raises JobError if they are no chain."""
     run = _run(architecture, parts, 1, _FEW)
     for before, after in zip(run.stands, run.stands[1:], strict=False):
         if not _is(after.taken, before.given):
@@ -251,7 +251,7 @@ def prove(architecture: Architecture, parts: Parts) -> Parts:
         except JobError:
             if not masked:
                 raise
-            continue  # it takes no mask, or one of another form
+            continue  # no mask, or one of another form
         if _same(embedded, taken):
             return found
     raise _unfit(architecture, "its final norm is used in front of its layers too")
@@ -262,7 +262,7 @@ def _same(embedded: Tensor, taken: Tensor) -> bool:
 
 
 def _final(architecture: Architecture, run: _Run) -> tuple[str, ...]:
-    """The modules on the way from the last layer to the result, in order. Raises JobError."""
+    """Return the modules between the last layer and the result, in order. Raises JobError."""
     given: Any = run.stands[-1].given
     version: int | None = 0
     names: list[str] = []
@@ -283,7 +283,7 @@ def _final(architecture: Architecture, run: _Run) -> tuple[str, ...]:
 
 
 def _pooler(architecture: Architecture, run: _Run) -> str:
-    """The module that makes the pooled result, if any. Raises JobError."""
+    """Return the module that makes the pooled result; empty if none does. Raises JobError."""
     if not isinstance(run.pooled, Tensor):
         return ""
     calls = [call for call in _outermost(run.calls, run.out) if _is(run.pooled, call.given)]
@@ -293,13 +293,13 @@ def _pooler(architecture: Architecture, run: _Run) -> str:
 
 
 def _outermost(calls: list[_Call], taken: Any) -> list[_Call]:
-    """Those that took that and gave a tensor, without those within another one of them."""
+    """Return the outermost calls that took `taken` and gave a tensor."""
     found = [call for call in calls if _is(call.taken, taken) and isinstance(call.given, Tensor)]
     return [c for c in found if not any(c.name.startswith(f"{o.name}.") for o in found)]
 
 
 def front(parts: Parts) -> Any:
-    """A base model that gives what its first layer takes; on the meta device."""
+    """Return a base model whose result is its first layer's input; on the meta device."""
     base = copy.deepcopy(parts.base)
     for name in filter(None, (*parts.final, parts.pooler)):
         base.set_submodule(name, nn.Identity())
@@ -323,7 +323,7 @@ def _is(one: Any, other: Any) -> bool:
 
 
 def _run(architecture: Architecture, parts: Parts, rows: int, length: int) -> _Run:
-    """With stand-ins for the layers. Raises JobError."""
+    """Run the base model with stand-ins for the layers. Raises JobError."""
     base = copy.deepcopy(parts.base)
     stands = [StandIn(layer, parts.tuples) for layer in parts.layers]
     base.set_submodule(parts.name, nn.ModuleList(stands))
@@ -376,8 +376,8 @@ def _call(
 
 @torch.no_grad()
 def _alter_constants(base: nn.Module) -> None:
-    """Give what files have of `base` and nobody trains other values: a layer must not be handed
-    what comes of them, since here they are as they begin."""
+    """Change constants of `base` that files of weights have. Arguments of layers must not depend on
+    them, since here they have their initial values, not those of the files."""
     for value in base.state_dict(keep_vars=True).values():
         if value.is_floating_point() and not value.requires_grad:
             value.add_(1.0)
@@ -386,14 +386,14 @@ def _alter_constants(base: nn.Module) -> None:
 def _words(
     architecture: Architecture, base: Any, rows: int, length: int, dtype: torch.dtype
 ) -> Tensor:
-    """Ids, for which `base` embeds other numbers with other `rows`."""
+    """Return ids, and make `base` embed other numbers for other `rows`."""
     ids = torch.arange(rows * length).view(rows, length) * rows % 7
     padding = getattr(configuration(architecture), "pad_token_id", None)
     if rows > 1 and padding is not None:
-        ids[-1, -1] = padding  # a mask that leaves it out depends on the tokens
+        ids[-1, -1] = padding  # a mask that leaves out padding would depend on the tokens
     width = base.get_input_embeddings().embedding_dim
     values = torch.linspace(-1.0, rows, width, dtype=dtype).requires_grad_()
-    # Not the leaf itself, in which nothing may be written.
+    # Not the leaf itself, so that in-place writes are allowed.
     base.set_input_embeddings(_Words(values.expand(rows, length, width) * 1))
     return ids
 
@@ -401,7 +401,7 @@ def _words(
 def _pixels(
     architecture: Architecture, base: Any, rows: int, length: int, dtype: torch.dtype
 ) -> Tensor:
-    """Images of the config's size, others with other `rows`."""
+    """Return images of the config's size, with other numbers for other `rows`."""
     config = configuration(architecture)
     size, channels = config.image_size, config.num_channels
     high, wide = size if isinstance(size, list | tuple) else (size, size)
@@ -410,7 +410,7 @@ def _pixels(
 
 
 def without_cache(module: Any) -> dict[str, bool]:
-    """What tells a model of transformers to keep no keys and values, where it could."""
+    """Return arguments that make a transformers model keep no keys and values."""
     known = inspect.signature(module.forward).parameters
     return {"use_cache": False} if "use_cache" in known else {}
 
@@ -431,7 +431,7 @@ def materialise(module: nn.Module, owner: Any, device: torch.device) -> list[str
     Values that are there stay: those that were loaded are marked as transformers marks them.
     """
     made: list[tuple[str, Tensor, int]] = []
-    #: What stands twice in the module is one tensor.
+    #: New tensors by the old one's id, since a tensor may have two names.
     new: dict[int, Tensor] = {}
     for path, part in module.named_modules():
         for values in (part._parameters, part._buffers):
@@ -465,10 +465,10 @@ def fill(module: nn.Module, architecture: Architecture, owner: Any, device: torc
 def handed(
     architecture: Architecture, length: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Handed, ...]:
-    """What the layers are handed for rows of `length` tokens, the first layer's first.
+    """Return the arguments of each layer, in order, for rows of `length` tokens.
 
-    For one row, which stands for all: nothing of it depends on the tokens. A tensor that several
-    layers share is here once. Raises JobError.
+    They are for one row, and serve for all since none depends on the tokens. Layers that share a
+    tensor share it here too. Raises JobError.
     """
     parts = take_apart(architecture, dtype)
     one, two = (_run(architecture, parts, rows, length).stands for rows in (1, 2))
@@ -476,7 +476,7 @@ def handed(
 
 
 def _merge(architecture: Architecture, one: list[StandIn], two: list[StandIn]) -> list[Handed]:
-    """What the layers are handed for one row, from runs with one and with two other ones."""
+    """Return the layers' arguments for one row, from runs with one row and with two other rows."""
     try:
         return [ours.handed.common(others.handed) for ours, others in zip(one, two, strict=True)]
     except Differ as error:
