@@ -169,12 +169,14 @@ def _read(job: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> Any:
     if not isinstance(job, Mapping):
         if not isinstance(job, str | os.PathLike):
             what = type(job).__name__
-            raise InvalidJob(f"the job is {what}; give a job file's path, or what would be in one")
+            raise InvalidJob(
+                f"the job is {what}; give a job file's path, or its content as a mapping"
+            )
         return job_file.read_job(Path(job), overrides)
     try:
         text = json.dumps(_plain(job, ""))  # JSON is YAML
     except RecursionError:
-        raise InvalidJob("the job: a part of it holds itself; give it as a text") from None
+        raise InvalidJob("the job: a part of it contains itself; remove that reference") from None
     return job_file.job_of_text(text, overrides, source="the job", base=Path.cwd())
 
 
@@ -202,7 +204,7 @@ def _no_value(value: object, key: str) -> str:
     if name is None or not callable(value):
         return (
             f"{key} is a {type(value).__name__}; give numbers, texts, lists and mappings, and name "
-            "what makes a model or data: {'python': 'module:function', 'arguments': {...}}"
+            "the function of a model or data: {'python': 'module:function', 'arguments': {...}}"
         )
     if "<" in name:
         fix = "define it at the top of a file, such as my_job.py, and give 'my_job:NAME'"

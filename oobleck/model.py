@@ -77,7 +77,7 @@ class Model:
         for name, function in (("loss", self.loss), ("metrics", self.metrics)):
             if isinstance(function, type) and issubclass(function, nn.Module):
                 raise ValueError(
-                    f"{name} is the class {_class(function)}; give what it computes, as "
+                    f"{name} is the class {_class(function)}; give an instance, as "
                     f'{_class(function)}(reduction="none")'
                 )
             if not callable(function) and (name == "loss" or function is not None):
@@ -106,19 +106,21 @@ def _check_sequential(layers: nn.Sequential) -> None:
 def _builders(layers: Any) -> list[Callable[[], nn.Module]]:
     """Return the layer builders. Raises ValueError for the first entry that is none."""
     if isinstance(layers, Mapping | str | nn.ModuleDict) or not isinstance(layers, Iterable):
-        raise ValueError(f"layers is {_class(type(layers))}; give a list of what builds each layer")
+        raise ValueError(
+            f"layers is {_class(type(layers))}; give a list with a builder for each layer"
+        )
     found = list(layers)
     for number, build in enumerate(found):
         if isinstance(build, nn.Module):
             name = _class(type(build))
             whole = all(isinstance(one, nn.Module) for one in found)
             raise ValueError(
-                f"layers[{number}] is a {name} that was built already; give what builds it, as "
+                f"layers[{number}] is a {name} that was built already; give a builder, as "
                 f"partial({name}, ...){', or nn.Sequential(*layers) for all' if whole else ''}"
             )
         if not callable(build):
             raise ValueError(
-                f"layers[{number}] is {type(build).__name__}; give what builds a layer, as "
+                f"layers[{number}] is {type(build).__name__}; give a builder of a layer, as "
                 "partial(nn.Linear, ...)"
             )
     return found

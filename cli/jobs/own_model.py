@@ -86,7 +86,7 @@ def look_at(job: "JobSpec", *, always: bool = False) -> Found:
     if any(frame.f_globals.get("__name__") == _LOADER for frame, _ in traceback.walk_stack(None)):
         text = (
             "the module that a job names submits a job when it is imported, and every worker "
-            'imports it; put what submits below if __name__ == "__main__"'
+            'imports it; move the call that submits below if __name__ == "__main__"'
         )
         raise CommandFailed(text, options.USAGE)
     evaluation = job.evaluation

@@ -184,15 +184,15 @@ def look_through(path: str | Path, dtype: Dtype, vocabulary: int | None = None) 
         low, high = groups[:, 0], groups[:, period // 2 :]
         if high.max() <= _HIGH and len(np.unique(low)) >= 4 * len(np.unique(high)):
             return (
-                f"{path} does not look like {dtype}: only one id of {period} says something, and "
-                f"the high half of {period} together is {high.max()} at most, as where ids of "
-                f"uint{8 * wider} are read as {dtype}; set dtype to uint{8 * wider}"
+                f"{path} does not look like {dtype}: in groups of {period} ids the high half "
+                f"is at most {high.max()}, as if ids of uint{8 * wider} were read as {dtype}; set "
+                f"dtype to uint{8 * wider}"
             )
     doubt = ""
     if width == 4 and len(ids) >= _FEW and np.median(ids) > _VOCABULARY:
         doubt = (
             f"{path} does not look like {dtype}: half of its ids are above {_VOCABULARY:,}, as "
-            "where two ids of uint16 are read as one; set dtype to uint16"
+            "if two ids of uint16 were read as one; set dtype to uint16"
         )
     for start, part in parts.items():
         if vocabulary is not None and part.max(initial=0) >= vocabulary:

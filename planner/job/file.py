@@ -162,7 +162,7 @@ def _hint(key: str, kind: type, fields: Iterable[str], path: str) -> str:
     places = sorted(_places(JobSpec, key, ""))
     if places := [one for one in places if one.startswith(f"{path}.")] or places:
         return f"it goes into {' or '.join(places)}"
-    more = "; what your function takes goes into arguments" if kind is OwnModelSpec else ""
+    more = "; put arguments of your function into arguments" if kind is OwnModelSpec else ""
     return f"known keys: {', '.join(known)}{more}"
 
 
@@ -246,7 +246,7 @@ def _choose(choices: tuple[Any, ...], value: Value, path: str) -> object:
     near = difflib.get_close_matches(str(value.content).lower(), choices, n=1)
     hint = f"; did you mean '{near[0]}'?" if near else ""
     if path == "training.optimizer.name":
-        hint = "; another one goes by its class: python: torch.optim:Adam in place of name"
+        hint = "; for another one name its class, as python: torch.optim:Adam, instead of name"
     raise InvalidJob(
         f"{value.place}: {path} must be {' or '.join(choices)}, not {value.describe()}{hint}"
     )

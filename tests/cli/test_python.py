@@ -188,7 +188,8 @@ def test_what_a_notebook_hands_over_in_place_of_a_name_is_refused(
     with oobleck.Client("127.0.0.1:1") as client, pytest.raises(oobleck.InvalidJob) as caught:
         client.submit(make)  # type: ignore[arg-type]
     assert (
-        str(caught.value) == "the job is function; give a job file's path, or what would be in one"
+        str(caught.value)
+        == "the job is function; give a job file's path, or its content as a mapping"
     )
 
 
@@ -226,4 +227,4 @@ def test_a_module_that_submits_the_job_that_imports_it_is_refused(tmp_path: Path
     )
     last = done.stderr.splitlines()[-1]
     assert "the module that a job names submits a job when it is imported" in last
-    assert 'put what submits below if __name__ == "__main__"' in last
+    assert 'move the call that submits below if __name__ == "__main__"' in last

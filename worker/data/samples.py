@@ -198,7 +198,7 @@ def _why_no_data_set(items: Any) -> str:
     if isinstance(items, IterableDataset):
         return (
             "an iterable data set; samples are read by number, so give a map-style one, with "
-            "__len__ and __getitem__, such as the list of what it yields"
+            "__len__ and __getitem__, such as a list of its samples"
         )
     if isinstance(items, Mapping):
         return f"a mapping of {', '.join(map(str, items))}; give the data set that one of them is"
@@ -257,7 +257,7 @@ class Reader:
             if not flatten(tree):
                 raise JobError(
                     f"{self._key}: sample {number}: {side} have no tensor; give at least one, "
-                    "such as the number 0 where there is nothing to tell"
+                    "such as the number 0 if there is nothing to give"
                 )
         form = " -> ".join(map(shown, (inputs, targets)))
         if self.form and form != self.form:

@@ -336,8 +336,8 @@ def row_losses(spec: OwnModelSpec, output: Tree, targets: Tree, rows: int) -> Ro
     sums, weights = pair
     if weights.requires_grad or weights.is_complex():
         raise JobError(
-            "model: the loss gave weights with a gradient, or complex ones; what a row weighs "
-            "divides the loss and is not trained, so give weights.detach(), real numbers"
+            "model: the loss gave weights with a gradient, or complex ones; the "
+            "weights divide the loss and are not trained, so give weights.detach(), real numbers"
         )
     return sums, weights
 

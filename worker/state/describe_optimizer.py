@@ -86,7 +86,9 @@ class _Check:
     def known(self, name: str) -> None:
         """Raise JobError for a class of torch that cannot be used here."""
         if name in _NOT_BY_NUMBER:
-            self._refuse(f"{_NOT_BY_NUMBER[name]}; choose one as Adam, RAdam, Adagrad or SGD")
+            self._refuse(
+                f"{_NOT_BY_NUMBER[name]}; choose another, such as Adam, RAdam, Adagrad or SGD"
+            )
 
     def whole_run(self) -> _Run:
         """Its steps; and what can be seen by taking them again, from the same and other numbers."""

@@ -157,7 +157,7 @@ def test_ids_of_another_type_than_is_said_are_told(tmp_path):
     wide, narrow = tmp_path / "wide.bin", tmp_path / "narrow.bin"
     words.astype("<u4").tofile(wide)
     words.astype("<u2").tofile(narrow)
-    told = f"{wide} does not look like uint16: only one id of 2 says something"
+    told = f"{wide} does not look like uint16: in groups of 2 ids the high half"
 
     shown = run("data", "inspect", str(wide), "--dtype", "uint16")
     assert shown.returncode == 0

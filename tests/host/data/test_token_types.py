@@ -30,7 +30,7 @@ def test_ids_of_32_bits_read_as_narrower_ones_are_told(
 ) -> None:
     path = write(tmp_path / "t", ids(vocabulary, count), "uint32")
     doubt = look_through(path, "uint16")
-    assert doubt.startswith(f"{path} does not look like uint16: only one id of 2 says something")
+    assert doubt.startswith(f"{path} does not look like uint16: in groups of 2 ids the high half")
     assert doubt.endswith("set dtype to uint32")
     assert look_through(path, "uint8").endswith("set dtype to uint32")
     assert look_through(path, "uint32") == ""

@@ -575,8 +575,8 @@ training: {steps: 1, global_batch: 4, optimizer: {name: adamw}}
         (
             "name: adamw",
             "name: adam",
-            '4: training.optimizer.name must be adamw or sgd, not the text "adam"; another one '
-            "goes by its class: python: torch.optim:Adam in place of name",
+            '4: training.optimizer.name must be adamw or sgd, not the text "adam"; for another '
+            "one name its class, as python: torch.optim:Adam, instead of name",
         ),
         (
             "training:",

@@ -20,15 +20,15 @@ training: {{steps: 1, global_batch: 4, optimizer: {{no_decay: [{no_decay}]}}}}
 """
 #: What is said of each, and the line of the user's code that it is of.
 REFUSED = {
-    "built": "layers[0] is a nn.Linear that was built already; give what builds it, as "
+    "built": "layers[0] is a nn.Linear that was built already; give a builder, as "
     "partial(nn.Linear, ...), or nn.Sequential(*layers) for all",
-    "one_built": "layers[1] is a Block that was built already; give what builds it, as "
+    "one_built": "layers[1] is a Block that was built already; give a builder, as "
     "partial(Block, ...)",
-    "module_list": "layers[0] is a nn.Linear that was built already; give what builds it",
-    "missing": "layers[1] is NoneType; give what builds a layer, as partial(nn.Linear, ...)",
-    "no_list": "layers is nn.Linear; give a list of what builds each layer",
-    "mapping": "layers is dict; give a list of what builds each layer",
-    "class_of_loss": "loss is the class nn.CrossEntropyLoss; give what it computes, as "
+    "module_list": "layers[0] is a nn.Linear that was built already; give a builder",
+    "missing": "layers[1] is NoneType; give a builder of a layer, as partial(nn.Linear, ...)",
+    "no_list": "layers is nn.Linear; give a list with a builder for each layer",
+    "mapping": "layers is dict; give a list with a builder for each layer",
+    "class_of_loss": "loss is the class nn.CrossEntropyLoss; give an instance, as "
     'nn.CrossEntropyLoss(reduction="none")',
     "name_of_loss": "loss is str; give a function of (output, targets)",
     "doubled": "layers is Doubled, whose forward is its own, and only its children are called",

@@ -219,7 +219,7 @@ def test_copies_of_the_tied_weight_stay_equal_to_the_last_bit(make_job, spec):
 REFUSED = {
     "torch.optim:LBFGS": "cannot be used: it computes the loss several times in each step",
     "torch.optim:Adafactor": r"keeps row_var of shape \[3, 1\] of a parameter of shape \[3, 5\]",
-    "torch.optim:Muon": "cannot be used: it updates each matrix as a whole; choose one as Adam",
+    "torch.optim:Muon": "cannot be used: it updates each matrix as a whole; choose another",
     "torch.optim:SparseAdam": "cannot be used: it takes sparse gradients alone",
     "torch.optim:lr_scheduler": "is module; name a class or function that gives it",
     "Lamb": "does not update each number by itself",

@@ -89,7 +89,7 @@ def _refused(module: nn.Module) -> Iterator[str]:
             )
         elif origin.startswith("torch.ao."):
             yield (
-                f"{what} of torch.ao, which notes ranges of what it has met in each forward: they "
+                f"{what} of torch.ao, which records ranges of its inputs in each forward: they "
                 "would differ from worker to worker; train the float layer, and quantise what "
                 "'oobleck checkpoint export' gives"
             )

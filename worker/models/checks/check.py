@@ -265,7 +265,7 @@ def _loss(spec: OwnModelSpec, output: Batches, targets: Batches) -> list[Problem
     if not sums.is_floating_point():
         return [_of_loss(f"gives {sums.dtype}; give floats")]
     if bool((weights < 0).any()):
-        return [_of_loss("gives a weight below 0; a row weighs 0 where nothing of it is learned")]
+        return [_of_loss("gives a weight below 0; give 0 to a row without anything to learn")]
     if not sums.requires_grad:
         return [
             _of_loss(

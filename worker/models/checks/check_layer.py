@@ -144,7 +144,7 @@ class LayerCheck:
         if any(parameter.grad is not None for parameter in self._module.parameters()):
             self._say(
                 "adds to its parameters' gradients in forward, once for each micro-batch; take a "
-                "gradient by torch.autograd.grad, or give what it is of to the loss"
+                "gradient by torch.autograd.grad, or add what you differentiate to the loss"
             )
         roots = [tensor for tensor in flatten(output) if tensor.requires_grad]
         if not roots:
@@ -185,15 +185,15 @@ def _influenced(found: Unlike | None) -> str:
         )
     return (
         "row 0 changes with the other rows, as in batch norm; use a norm that works within a row "
-        f"(LayerNorm, GroupNorm). Its output{found.path} was looked at: {found.seen}"
+        f"(LayerNorm, GroupNorm). In its output{found.path}, {found.seen}"
     )
 
 
 #: Advice for a loss that is computed over a batch.
 PER_ROW = (
-    "Which rows are computed together differs from plan to plan, so compute it of each row alone: "
+    "Which rows are computed together differs from plan to plan, so compute it for each row alone: "
     "over the row's own tokens, p.mean(1) instead of p.mean(0) or p.mean(), one number per row; "
-    "the mean over all rows is taken of the loss"
+    "training takes the mean over all rows"
 )
 
 

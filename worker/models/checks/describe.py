@@ -372,7 +372,7 @@ def _output(few: Any, more: Any, where: str) -> TreeSketch:
     for tensor, other in zip(tensors, others, strict=True):
         shape = tuple(tensor.shape)
         if not shape or (shape[0], *other.shape[:1]) != (_FEW, _MORE):
-            aux = "" if shape else f". Such as an auxiliary loss is given by row, too. {PER_ROW}"
+            aux = "" if shape else f". Give an auxiliary loss by row, too. {PER_ROW}"
             raise JobError(
                 f"model: {where} gives a tensor of shape {list(shape)} for {_FEW} rows; the first "
                 f"dimension must be the rows{aux}"

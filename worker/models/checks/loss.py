@@ -29,7 +29,7 @@ def look_at_loss(spec: OwnModelSpec, output: Tree, targets: Tree) -> list[Proble
     return [
         _problem(
             f"has a parameter of its own, of shape {list(leaf.shape)}, which would not be trained; "
-            "make it one of the last layer, which gives it with its output"
+            "make it a parameter of the last layer, and return it with that layer's output"
         )
     ]
 

@@ -161,8 +161,8 @@ def take_apart(architecture: Architecture, dtype: torch.dtype) -> Parts:
         raise _unfit(architecture, "its layers share parameters")
     if architecture.task == "causal" and _sees_ahead(architecture, layers):
         raise JobError(
-            f"model.config: {architecture.name} sees the tokens that it has to tell unless it is a "
-            "decoder; set is_decoder to true"
+            f"model.config: {architecture.name} sees the tokens that it has to predict unless it "
+            "is a decoder; set is_decoder to true"
         )
     embedding = _embedding_size(architecture, base)
     if sum(p.numel() for p in base.parameters()) - embedding > _MOST:
