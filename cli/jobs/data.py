@@ -107,7 +107,7 @@ def prepare(
 )
 @options.json_option("Print what is known of FILE as JSON.")
 def inspect(file: Path, dtype: "Dtype | None", as_json: bool) -> None:
-    """Show what a token file holds, and warn where it looks like ids of another type."""
+    """Show what a token file holds, and warn if it looks like ids of another type."""
     import msgspec
 
     from oobleck.cli.jobs.own_model import tell

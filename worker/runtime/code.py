@@ -129,7 +129,7 @@ class _Marked:
 
 
 _marked = _Marked()
-# The end of a forked process, such as a data loader, is no verdict on the worker.
+# A forked process, such as a data loader, must not write to this process's marker.
 os.register_at_fork(after_in_child=lambda: mark_in(None))
 
 

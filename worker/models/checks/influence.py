@@ -2,9 +2,9 @@
 
 A gate that begins at zero, or a branch on numbers of the batch, can hide an influence at first.
 Each layer runs with changed weights, on the outputs of changed layers before it. With other rows
-beside the shared row, three things are compared: the row's output, its part in the gradients of the
-layer's parameters, and the gradient of its input. If a run raises or is not finite, a smaller
-change is tried: the numbers are to blame, not the layer.
+beside the shared row, that row's output is compared. In thorough ways its part in the gradients of
+the parameters, and the gradient of its input, are compared too. If a run raises or is not finite, a
+smaller change is tried: the numbers are to blame, not the layer.
 """
 
 from collections.abc import Iterator
@@ -161,7 +161,7 @@ class Influence:
                 parameter.add_(_noise(parameter, draws), alpha=noise * size)
 
     def _look(self, x: Batches, step: int, *, thorough: bool) -> _Found | None:
-        """Return the comparison of both batches; None if a run fails or loses finiteness."""
+        """Return the comparison of both batches; None if a run fails or is not finite."""
         row = x.row
         back = "from the row" if thorough else ""
         one, other = (self._pass(batch, row, step, back=back) for batch in (x.one, x.other))

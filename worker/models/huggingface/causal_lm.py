@@ -2,8 +2,8 @@
 
 The family's own classes compute. Layer 0 is the base model without layers and final norm; each of
 its layers follows; the last layer is the final norm and the head. Between layers travel hidden
-states, and ids if the head needs them. Masks and rotary tables are made anew where they are needed
-(`unsplit`).
+states, and with them routing sums or ids if the loss or the head needs them. Masks and rotary
+tables are made anew for each layer (`unsplit`).
 """
 
 import copy
