@@ -535,8 +535,8 @@ training: {steps: 1, global_batch: 4, optimizer: {name: adamw}}
             '"m:f"',
             '"m:f", blocks: 3',
             "2: unknown key 'blocks' in model; known keys: plugin, python, path, arguments, "
-            "architecture, config, weights, lora, sequence_length, vocabulary; what your function "
-            "takes goes into arguments",
+            "architecture, config, weights, lora, sequence_length, vocabulary; put arguments of "
+            "your function into arguments",
         ),
         (
             '{python: "m:f"}',

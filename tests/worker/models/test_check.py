@@ -91,9 +91,9 @@ BAD = {
     "mean_loss": ["model: the loss gave [] for 2 rows, and must give one number per row"],
     "contrastive": ["loss: row 0's loss changes with the other rows ("],
     "trained_weights": [
-        "model: the loss gave weights with a gradient, or complex ones; what a row"
+        "model: the loss gave weights with a gradient, or complex ones; the weights"
     ],
-    "negative_weights": ["loss: gives a weight below 0; a row weighs 0 where nothing of it is"],
+    "negative_weights": ["loss: gives a weight below 0; give 0 to a row without anything"],
     "common_weights": ["loss: row 0's weight changes with the other rows ("],
     "one_weight": ["model: the loss gave [2], [] for 2 rows, and must give one number per row"],
     "counts_as_loss": ["loss: has no gradient, so that nothing would be trained"],
