@@ -147,7 +147,7 @@ def test_a_branch_in_the_loss_is_found_in_outputs_that_other_weights_give() -> N
         ("orthogonal", {}, "has an orthogonal parametrization of weight", "use_trivialization=Fal"),
         ("quantised", {}, "is Linear, whose weights are quantised", "train the float layer"),
         ("quantised_dynamically", {}, "has 0 (Linear), whose weights", "train the float layer"),
-        ("quantisation_aware", {}, "is Linear of torch.ao, which notes", "train the float layer"),
+        ("quantisation_aware", {}, "is Linear of torch.ao, which records", "train the float layer"),
         ("prepared_for_quantisation", {}, "has 0 (Linear) of torch.ao", "train the float layer"),
     ],
 )
