@@ -29,7 +29,7 @@ from support.plain_loop import BATCH, MICROBATCH, RATE, SEED, plain_loop
 SUPPORT = str(ROOT / "tests" / "support")
 STEPS = 8
 #: A plan for a step boundary is prepared while so many go on.
-MANY = 60
+MANY = 24
 
 
 def make_job(
