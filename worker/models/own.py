@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -211,9 +212,15 @@ def build(spec: OwnModelSpec, layer: int) -> nn.Module:
 def build_real(spec: OwnModelSpec, seed: int, layer: int) -> nn.Module:
     """The module of `layer` in host memory with its initial weights, a function of (spec, seed,
     layer) alone."""
-    whole = isinstance(builders(spec)[layer], _Child)
-    with drawing(seed, "model" if whole else layer), torch.device("cpu"):
+    with _seeded(spec, seed, layer), torch.device("cpu"):
         return build(spec, layer)
+
+
+def _seeded(spec: OwnModelSpec, seed: int, layer: int) -> AbstractContextManager[None]:
+    """Return a context in which `layer` draws its initial values: those of an nn.Sequential are
+    drawn one after the other."""
+    whole = isinstance(builders(spec)[layer], _Child)
+    return drawing(seed, "model" if whole else layer)
 
 
 def build_layer(spec: OwnModelSpec, layer: int) -> OwnLayer:
@@ -224,12 +231,12 @@ def build_layer(spec: OwnModelSpec, layer: int) -> OwnLayer:
 
 def empty_layer(spec: OwnModelSpec, seed: int, layer: int) -> OwnLayer:
     """Its parameters have no memory yet, or are still to be replaced; all else is there."""
-    with drawing(seed, layer), torch.device("meta"), _Watch() as made:
+    with _seeded(spec, seed, layer), torch.device("meta"), _Watch() as watch:
         module = build(spec, layer)
     kept = (
         next(constants(module), None) is not None
         or any(map(is_hooked, module.parameters()))
-        or made.outlived_by(module.parameters())
+        or watch.outlived_by(module.parameters())
         or _refers_to_parameters(module)
     )
     if not kept:
