@@ -223,6 +223,43 @@ class _Twice:
         return gradient / self.calls
 
 
+class HookedLate(nn.Module):
+    """Has its weight's gradient clamped, from its first forward on."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.how = how
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        weight = self.linear.weight
+        if self.how == "before":
+            weight.register_hook(lambda gradient: gradient.clamp(-MOST, MOST))
+        elif self.how == "after":
+            weight.register_post_accumulate_grad_hook(_clipped)
+        return x[0] + self.linear(x[0]), x[1]
+
+
+def hooked_late(how: str) -> Model:
+    return Model(layers=[Words, partial(HookedLate, how), Sum], loss=of_rows)
+
+
+class Given(nn.Module):
+    """Gives a module its weight, as one of learned positions does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return x[0] + self.norm(self.positions), x[1]
+
+
+def given() -> Model:
+    return Model(layers=[Words, Given, Sum], loss=of_rows)
+
+
 #: By name: hooks, and whether they are given whole micro-batches; None: they are refused.
 HOOKS: dict[str, tuple[Callable[[], nn.Module], bool | None]] = {
     "scaled": (lambda: Hooked(lambda gradient: gradient * 0.5), False),

@@ -47,7 +47,7 @@ def described(model: str, **arguments: str) -> OwnModelSpec:
     return replace(job.model, described=found.descriptions["model"])
 
 
-@pytest.mark.parametrize("model", ["branches", "masked", "hooked"])
+@pytest.mark.parametrize("model", ["branches", "masked", "hooked", "given"])
 def test_nothing_is_said_of_good_ones(model: str) -> None:
     assert said(model) == []
 
@@ -62,6 +62,15 @@ def test_a_hook_is_given_rows_or_whole_micro_batches_or_refused(name: str) -> No
     spec = described("with_hooks", name=name)
     assert [layer.whole for layer in spec.description.layers] == [False, whole, False]
     assert spec.may_share(1) == (not whole)
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_a_hook_that_is_registered_in_forward_is_refused(how: str) -> None:
+    (sentence,) = said("hooked_late", how=how)
+    assert sentence.startswith(
+        "model: layer 1 (HookedLate) registers a hook of linear.weight in forward"
+    )
+    assert sentence.endswith("do so in __init__")
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ class _Layer:
         # A leaf cannot be written to, and torch's error would not say what to do.
         x = map_tensors(lambda tensor: tensor.clone(), leaves)
         versions = [tensor._version for tensor in flatten(x)]
-        trained = _trained(module)
+        trained, hooked = _trained(module), _hooks(module)
         if isinstance(module, Prepared):
             module.prepare(x)  # what it makes once, for all that are alike, is not its own cost
         made = None if targets is None else _made(targets, rows, device)
@@ -289,6 +289,12 @@ class _Layer:
                 )
             if made is not None:
                 own.row_losses(self.spec, output, made, rows)
+        # Behind the counter, which has hooks of its own meanwhile.
+        if registered := sorted(name for name, _ in hooked ^ _hooks(module)):
+            raise JobError(
+                f"model: layer {self.number} ({type(module).__name__}) registers a hook of "
+                f"{registered[0]} in forward, or removes one there; do so in __init__"
+            )
         if self.autocasts:
             output = map_tensors(_float_again, output)
         return _Run(
@@ -302,6 +308,16 @@ class _Layer:
 
 def _trained(module: nn.Module) -> set[str]:
     return {name for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _hooks(module: nn.Module) -> set[tuple[str, int]]:
+    """Return the hooks of parameters, as names and torch's numbers of hooks."""
+    return {
+        (name, number)
+        for name, p in module.named_parameters()
+        for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)
+        for number in hooks or ()
+    }
 
 
 def _float_again(tensor: Tensor) -> Tensor:
