@@ -18,15 +18,12 @@ from oobleck.planner.ties import Ties
 MOST_LAYERS = 514
 #: Keys that no model has but one of the user's.
 OWN_KEYS = ("plugin", "python", "architecture")
-#: Name suffixes of transformers' classes that learn from labels, not the next token.
-_LABELLED = (
-    "ForMaskedLM",
-    "ForTokenClassification",
-    "ForSequenceClassification",
-    "ForImageClassification",
-)
-#: The suffixes in `_LABELLED` with one label per row.
-_BY_ROW = ("ForSequenceClassification", "ForImageClassification")
+#: Name suffixes of transformers' classes that take images.
+_IMAGES = ("ForImageClassification", "ForImageClassificationLearned")
+#: Name suffixes of classes with one label per row.
+_BY_ROW = ("ForSequenceClassification", *_IMAGES)
+#: Name suffixes of classes that learn from labels, not the next token.
+_LABELLED = ("ForMaskedLM", "FlaubertWithLMHeadModel", "ForTokenClassification", *_BY_ROW)
 #: The function that splits a model of transformers into layers.
 _TRANSFORMERS = "oobleck.worker.models.huggingface.causal_lm:causal_lm"
 
@@ -91,8 +88,7 @@ class OwnModelSpec(AnyModel):
             )
         if self.arguments != NO_ARGUMENTS:
             raise ValueError("arguments: architecture takes none; put them into config")
-        images = self.architecture.endswith("ForImageClassification")
-        if self.sequence_length is None and not images:
+        if self.sequence_length is None and not self.architecture.endswith(_IMAGES):
             raise ValueError("sequence_length: is missing; give the tokens of a row")
 
     @property

@@ -172,7 +172,7 @@ def compare(name: str, *, tolerance: float = 1e-9, **more: object) -> None:
     logits = both.whole(ids).logits
     close(output[0] if isinstance(output, tuple) else output, logits, tolerance)
     found = both.model.loss(output, targets)
-    # Labels of rows have no weights.
+    # Of labels of rows, numbers have no weights.
     mine = found[0] / found[1] if isinstance(found, tuple) else found
     rows = zip(ids, targets, logits, strict=True)
     expected = torch.stack([_their_loss(both, *row) for row in rows])

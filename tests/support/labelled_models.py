@@ -1,4 +1,4 @@
-"""Sentences with a label each, and the classifier of transformers that learns them."""
+"""Sentences, most of them with a label, and the classifier of transformers that learns them."""
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ class Sentences:
         draws = torch.Generator().manual_seed(3)
         self.words = torch.randint(24, (size, LENGTH), generator=draws)
         self.labels = torch.randint(LABELS, (size,), generator=draws)
+        self.labels[::5] = -100
 
     def __len__(self) -> int:
         return len(self.words)

@@ -16,8 +16,14 @@ from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.models.llama import modeling_llama
 
 from oobleck.data import shifted
+from oobleck.planner.job.own import OwnModelSpec
 from oobleck.worker.models.huggingface import balancing, pretrained
-from oobleck.worker.models.huggingface.architecture import TASKS, Task, configuration
+from oobleck.worker.models.huggingface.architecture import (
+    TASKS,
+    Architecture,
+    Task,
+    configuration,
+)
 from oobleck.worker.models.huggingface.balancing import balancing_losses
 from oobleck.worker.models.huggingface.causal_lm import (
     build,
@@ -103,10 +109,13 @@ def test_labels_of_rows_are_learnt_as_transformers_does() -> None:
     """One of several, numbers, any of several: by the config, or by what the targets are."""
     draws = torch.Generator().manual_seed(1)
     classes, yes_or_no = torch.tensor([2, 0, 1]), torch.rand(3, 3, generator=draws).round()
+    ignored = torch.tensor([2, -100, 1])
     numbers = torch.randn(3, generator=draws)
     for labels, problem, targets in [
         (3, None, classes),
         (3, "single_label_classification", classes.int()),
+        (3, None, ignored),
+        (3, "single_label_classification", ignored[:, None]),
         (3, None, yes_or_no),
         (3, "multi_label_classification", yes_or_no),
         (3, "regression", torch.randn(3, 3, generator=draws)),
@@ -118,8 +127,26 @@ def test_labels_of_rows_are_learnt_as_transformers_does() -> None:
         given = targets if targets.is_floating_point() else targets.long()
         theirs = ForSequenceClassificationLoss(given, logits, config)
         mine = label_losses(logits, targets, problem=problem, labels=labels)
-        assert mine.shape == (3,)
-        torch.testing.assert_close(mine.mean(), theirs)
+        sums, weights = mine if isinstance(mine, tuple) else (mine, torch.ones(3))
+        assert sums.shape == weights.shape == (3,)
+        torch.testing.assert_close(sums.sum() / weights.sum(), theirs)
+
+
+def test_the_name_of_a_class_says_what_it_learns() -> None:
+    """The planner has no transformers, and goes by the end of the name."""
+    for name in sorted(frozenset().union(*TASKS.values())):
+        kind = getattr(transformers, name)
+        if name.endswith("ForConditionalGeneration") and kind.config_class().is_encoder_decoder:
+            continue  # it is refused
+        task = Architecture(name, "{}").task
+        spec = OwnModelSpec(architecture=name, sequence_length=8)
+        assert spec.labelled == (task != "causal"), name
+        assert spec.weighs_tokens == (task not in ("sequence", "image")), name
+        if task == "image":
+            OwnModelSpec(architecture=name)
+        else:
+            with pytest.raises(ValueError, match="sequence_length: is missing"):
+                OwnModelSpec(architecture=name)
 
 
 @pytest.mark.parametrize(

@@ -313,11 +313,14 @@ def row_losses(
     return rows, counted
 
 
-def label_losses(logits: Tensor, targets: Tensor, *, problem: str | None, labels: int) -> Tensor:
+def label_losses(
+    logits: Tensor, targets: Tensor, *, problem: str | None, labels: int
+) -> Tensor | tuple[Tensor, Tensor]:
     """Return one loss per row for logits (b, labels), by transformers' `problem_type`. If that is
     None, `labels` and the targets' type decide.
 
-    - single_label_classification: cross entropy; targets (b,) of integers
+    - single_label_classification: cross entropy; targets (b,) of integers. It comes with weights
+      (b,), which are 0 for rows with label -100 and 1 for others.
     - regression, also chosen for one label: mean squared error
     - multi_label_classification: mean binary cross entropy; targets (b, labels) of floats
     """
@@ -335,7 +338,9 @@ def label_losses(logits: Tensor, targets: Tensor, *, problem: str | None, labels
         )
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if single:
-        return F.cross_entropy(wide, targets.view(shape).long(), reduction="none")
+        wanted = targets.view(shape).long()
+        losses = F.cross_entropy(wide, wanted, ignore_index=_IGNORED, reduction="none")
+        return losses, (wanted != _IGNORED).long()
     loss = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
     return loss(wide, targets.view(shape).to(wide.dtype), reduction="none").flatten(1).mean(1)
 
