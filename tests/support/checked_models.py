@@ -4,6 +4,7 @@ their calls, or that torch builds in a way of its own; and good ones that look a
 What `oobleck check` says of each is in tests/worker/models/test_influence.py.
 """
 
+import random
 from functools import partial
 from typing import Any
 
@@ -200,6 +201,18 @@ def warmed_loss() -> Model:
     return around(loss=of)
 
 
+def weights_of_rows(how: str) -> Model:
+    """Rows weigh what the batch says: behind a branch, or in later steps."""
+
+    def of(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        sizes = scores.detach().abs()
+        shared = sizes.max() > 1.5 if how == "branch" else step() > 5
+        weights = labels + 1.0
+        return loss(scores, labels), weights + sizes.mean() if shared else weights
+
+    return around(loss=of)
+
+
 # Layers that keep something from call to call.
 
 
@@ -211,6 +224,18 @@ class CountsCalls(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return x * 2 if self.calls > 7 else x
+
+
+class CountsCallsOfAView(CountsCalls):
+    """And goes on with the weight that it was built with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.kept = self.scale.data
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale * self.kept
 
 
 class KeepsMean(nn.Module):
@@ -451,6 +476,76 @@ class WarmedBackwards(nn.Module):
         if x.requires_grad:
             x.register_hook(lambda gradient: gradient * step())
         return x
+
+
+class Parts(nn.Module):
+    """Its weights are rows, and columns, of one tensor each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows, columns = torch.randn(2 * WIDTH, WIDTH), torch.randn(WIDTH, 2 * WIDTH)
+        self.query, self.key = nn.Parameter(rows[:WIDTH]), nn.Parameter(rows[WIDTH:])
+        self.up, self.down = nn.Parameter(columns[:, :WIDTH]), nn.Parameter(columns[:, WIDTH:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x @ self.query).tanh() @ self.key + (x @ self.up).tanh() @ self.down
+
+
+class Scale(nn.Module):
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x * self.scale
+        return out
+
+
+def parts_of_layers(overlap: int = 0) -> Model:
+    """The scales of two layers are parts of one tensor."""
+    scales = torch.ones(2 * WIDTH - overlap)
+    ends = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, CLASSES)
+    middle = Scale(scales[:WIDTH]), Scale(scales[-WIDTH:])
+    return Model(layers=nn.Sequential(ends[0], *middle, ends[1]), loss=loss)
+
+
+class Draws(nn.Module):
+    """Has a number of Python's own generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = random.random()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.number
+
+
+def drawn_in_sequence() -> Model:
+    ends = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, CLASSES)
+    return Model(layers=nn.Sequential(Draws(), ends[0], Draws(), ends[1]), loss=loss)
+
+
+# Weights in the memory of others.
+
+
+class Aliased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.b.weight.data = self.a.weight.data
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(self.a(x).tanh())
+
+
+class Overlapping(Parts):
+    """Some columns are in both of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        columns = torch.randn(WIDTH, 2 * WIDTH)
+        self.up = nn.Parameter(columns[:, :WIDTH])
+        self.down = nn.Parameter(columns[:, WIDTH - 1 : -1])
 
 
 # As torch builds them.

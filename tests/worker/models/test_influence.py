@@ -35,7 +35,7 @@ KEEPS = {
     "Remembers": "len(seen): 1, then 2",
     "CountsInFile": "support.checked_models._calls['all']: ",
 }
-GOOD = ("Rotary", "Shares", "Steep", "Recurrent", "Picky", "WarmedUp")
+GOOD = ("Rotary", "Shares", "Steep", "Recurrent", "Picky", "WarmedUp", "Parts", "Draws")
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +103,52 @@ def test_what_a_layer_keeps_from_call_to_call_is_a_warning(layer: str) -> None:
     start = f"warning: layer 1 ({layer}): keeps something else after each forward ({KEEPS[layer]}"
     assert line.startswith(start)
     assert "oobleck.model.step()" in line
+
+
+def test_a_layer_that_counts_calls_and_keeps_a_view_is_refused_as_others_that_keep_one() -> None:
+    warning, line = said("named_layer", name="CountsCallsOfAView")
+    assert warning.startswith("warning: layer 1 (CountsCallsOfAView): keeps something else after")
+    assert line.startswith("layer 1 (CountsCallsOfAView): gives something else where workers put")
+
+
+@pytest.mark.parametrize(
+    ("layer", "what"),
+    [
+        (
+            "Aliased",
+            "has a.weight and b.weight in the same memory, and an optimizer would change it twice; "
+            "make them one parameter: b.weight = a.weight",
+        ),
+        (
+            "Overlapping",
+            "has up, whose memory is in part that of down of this layer, and an optimizer would "
+            "change it twice; give each memory of its own, as nn.Parameter(w[:8].clone()) does",
+        ),
+    ],
+)
+def test_weights_of_a_layer_in_the_same_memory_are_refused_with_the_fix(
+    layer: str, what: str
+) -> None:
+    assert said("named_layer", name=layer) == [f"layer 1 ({layer}): {what}"]
+
+
+def test_layers_of_a_sequence_may_have_parts_of_a_tensor_and_not_the_same_parts() -> None:
+    assert said("parts_of_layers") == []
+    (line,) = said("parts_of_layers", overlap=3)
+    assert line.startswith(
+        "layer 1 (Scale): has scale, whose memory is in part that of scale of layer 2 (Scale), and"
+    )
+
+
+def test_layers_of_a_sequence_draw_from_pythons_generator_as_they_are_built() -> None:
+    assert said("drawn_in_sequence") == []
+
+
+@pytest.mark.parametrize("how", ["branch", "step"])
+def test_weights_that_the_batch_changes_for_some_outputs_or_steps_are_refused(how: str) -> None:
+    (line,) = said("weights_of_rows", how=how)
+    assert line.startswith("loss: row ")
+    assert "'s weight changes with the other rows (" in line
 
 
 def test_a_loss_that_counts_its_calls_is_refused_where_that_changes_it() -> None:

@@ -1,8 +1,8 @@
 """Checks of a user's model that need real runs: small batches in host memory.
 
 One layer of each kind runs, alone in memory. Layers of a kind have the same shapes, so one's output
-stands for another's. Owns the checks of a whole model, its loss and its metrics; `check_layer` owns
-those of a single layer.
+stands for another's. Owns the checks of a whole model and its metrics; `check_layer` owns those of
+a single layer, `loss` those of the loss.
 """
 
 from collections import defaultdict
@@ -17,22 +17,18 @@ from oobleck.model import at_step
 from oobleck.planner.job.description import TreeSketch
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.worker.models import own
-from oobleck.worker.models.checks.check_layer import PER_ROW, LayerCheck
-from oobleck.worker.models.checks.influence import WAYS, Influence, crowded
-from oobleck.worker.models.checks.kept import changed, kept
-from oobleck.worker.models.checks.loss import look_at_loss
+from oobleck.worker.models.checks.check_layer import LayerCheck
+from oobleck.worker.models.checks.influence import WAYS, Influence
+from oobleck.worker.models.checks.loss import check_loss, influence_in_loss
 from oobleck.worker.models.checks.placement import misplaced
 from oobleck.worker.models.checks.rows import (
     Batches,
-    close,
     finite,
-    leaf,
     same_row,
-    unlike,
     with_same_row,
 )
 from oobleck.worker.models.linear import split_linear
-from oobleck.worker.models.tree import Tree, flatten, map_tensors, shown, unflatten
+from oobleck.worker.models.tree import Tree, map_tensors, shown, unflatten
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.problem import Problem, as_problem
@@ -97,9 +93,7 @@ class _Check:
                 return self._found
         kind = spec.order[-1]
         output, targets = self._outputs[kind], _batches(self._targets)
-        problems = _loss(spec, output, targets)
-        with at_step(1):
-            problems += look_at_loss(spec, output.one, targets.one)
+        problems = check_loss(spec, output, targets)
         if not any(not problem.warning for problem in problems):
             outputs = [(output, 1)]
             outputs += [
@@ -108,7 +102,7 @@ class _Check:
             ]
             for x, step in outputs:
                 sides = x, _batches(self._targets, x.row)
-                if influence := _influence_in_loss(spec, *sides, step):
+                if influence := influence_in_loss(spec, *sides, step):
                     problems.append(influence)
                     break
         return self._found + problems + _metrics(spec, output, targets)
@@ -142,6 +136,7 @@ class _Check:
                 seed=self._seed,
                 dtype=self._dtype,
                 where=where,
+                keeps=looked_at.keeps,
             )
             influence = Influence(
                 module,
@@ -224,144 +219,76 @@ def _ids(module: nn.Module) -> set[int]:
 
 
 def _shared(spec: OwnModelSpec, modules: list[nn.Module]) -> Iterator[Problem]:
-    """Yield a problem for each pair of layers with a common parameter that `tied` lacks."""
+    """Yield a problem for each pair of layers with common memory that `tied` does not name."""
     #: Parameters by their memory, which `data` can make two parameters share.
-    owners: dict[int, list[tuple[int, str]]] = defaultdict(list)
+    owners: dict[int, list[tuple[int, str, Tensor]]] = defaultdict(list)
     for layer, module in enumerate(modules):
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                owners[parameter.untyped_storage()._cdata].append((layer, name))
+                owners[parameter.untyped_storage()._cdata].append((layer, name, parameter))
     told = set()
     for places in owners.values():
-        for (low, first), (high, second) in combinations(places, 2):
+        for (low, first, one), (high, second, other) in combinations(places, 2):
             known = spec.description.shared(low).get(first, low)
-            if (low, high) in told or known == spec.description.shared(high).get(second):
+            tied = low != high and known == spec.description.shared(high).get(second)
+            if (low, high) in told or tied or not _overlap(one, other):
                 continue
             told.add((low, high))
-            sentence = (
-                f"has {first}, and so has {_named(high, modules[high])} as {second}, but layers "
-                f'may be on different workers; tied=[("{low}.{first}", "{high}.{second}")] has '
-                "both trained as one"
-            )
+            if _geometry(one) != _geometry(other):
+                sentence = (
+                    f"has {first}, whose memory is in part that of {second} of "
+                    f"{'this layer' if low == high else _named(high, modules[high])}, and an "
+                    "optimizer would change it twice; give each memory of its own, as "
+                    "nn.Parameter(w[:8].clone()) does"
+                )
+            elif low == high:
+                sentence = (
+                    f"has {first} and {second} in the same memory, and an optimizer would change "
+                    f"it twice; make them one parameter: {second} = {first}"
+                )
+            else:
+                sentence = (
+                    f"has {first}, and so has {_named(high, modules[high])} as {second}, but "
+                    f'layers may be on different workers; tied=[("{low}.{first}", '
+                    f'"{high}.{second}")] has both trained as one'
+                )
             yield Problem(where=_named(low, modules[low]), sentence=sentence)
 
 
-def _loss(spec: OwnModelSpec, output: Batches, targets: Batches) -> list[Problem]:
-    weighs = False
-
-    def of(output: Tree, targets: Tree, rows: int = ROWS) -> tuple[Tensor, Tensor]:
-        nonlocal weighs
-        # As on a worker it is no leaf, which may not be written to.
-        x = map_tensors(lambda tensor: tensor.clone(), output)
-        with at_step(1):
-            sums, weights = own.row_losses(spec, x, targets, rows)
-        weighs = weights is not None
-        return sums, torch.ones(rows) if weights is None else weights
-
-    torch.manual_seed(0)
-    one, before = of(output.one, targets.one), kept(own.user_model(spec).loss)
-    again, after = of(output.one, targets.one), kept(own.user_model(spec).loss)
-    sums, weights = one
-    if not sums.is_floating_point():
-        return [_of_loss(f"gives {sums.dtype}; give floats")]
-    if bool((weights < 0).any()):
-        return [_of_loss("gives a weight below 0; give 0 to a row without anything to learn")]
-    if not sums.requires_grad:
-        return [
-            _of_loss(
-                "has no gradient, so that nothing would be trained; compute it from what the last "
-                "layer gives, without detach, argmax or item"
-            )
-        ]
-    found = [] if finite(one) else [_of_loss("is not finite with the initial weights", True)]
-    whole = [number for number, layer in enumerate(spec.description.layers) if layer.whole]
-    if whole and weighs:
-        # The weight of the batch is known, and divided by, behind the last backward.
-        sentence = (
-            f"gives weights, and a hook of layer {whole[0]} does not give the same for parts of a "
-            "gradient, as one that clamps does not: it would see the gradient before the division "
-            "by the weight of the batch; give one number per row, or leave out the hook"
-        )
-        found.append(_of_loss(sentence))
-    alike = same_row(one, again, exact=True)
-    if names := changed(before, after):
-        sentence = (
-            f"keeps something else after each call ({names[0]}), and workers call it in another "
-            "order on other plans; oobleck.model.step() is the number of the step"
-        )
-        found.append(_of_loss(sentence, alike))
-    elif not alike:
-        return [*found, _of_loss("draws random numbers; a layer may, a loss may not")]
-    if not alike:
-        return found
-    other, alone = of(output.other, targets.other), of(output.alone(), targets.alone(), 1)
-    for what, mine, beside, single in zip(("loss", "weight"), one, other, alone, strict=True):
-        if same_row(mine, beside, exact=True) and same_row(mine, single, exact=False):
-            continue
-        seen = next(unlike(mine, beside, exact=True), None)
-        seen = seen or next(unlike(mine, single, exact=False))
-        sentence = f"row 0's {what} changes with the other rows ({seen.seen}); {_BY_ROW}"
-        found.append(_of_loss(sentence))
-    try:
-        with code.running("loss", " cannot be differentiated"):
-            sums.mean().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    except Exception as error:  # noqa: BLE001  # a user's loss may raise anything
-        found.append(_of_loss(f"its backward fails: {code.described(error)}"))
-    return found
+def _geometry(parameter: Tensor) -> tuple[object, ...]:
+    """Return which numbers of its storage `parameter` has, as which."""
+    return parameter.dtype, parameter.storage_offset(), parameter.shape, parameter.stride()
 
 
-_BY_ROW = (
-    "compute each row's from that row alone, as torch's losses do with reduction=\"none\" and a "
-    "mean over the other dimensions. That goes for each term, as an auxiliary or balancing loss "
-    f"of means over the batch. {PER_ROW}"
-)
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two parameters of one storage have bytes in common."""
+    if _geometry(one) == _geometry(other):
+        return True
+    (begin, end), (start, stop) = _span(one), _span(other)
+    if end <= start or stop <= begin:
+        return False
+    # Columns of a matrix interleave, so each byte counts.
+    taken = torch.zeros(one.untyped_storage().nbytes(), dtype=torch.bool, device="cpu")
+    _bytes_of(one, taken).fill_(True)
+    return bool(_bytes_of(other, taken).any())
 
 
-def _influence_in_loss(
-    spec: OwnModelSpec, output: Batches, targets: Batches, step: int
-) -> Problem | None:
-    """Return a problem if a row's loss changes with the other rows, for outputs of other weights.
-    Errors and infinite numbers are no problem: training may never give such outputs."""
-    row = output.row
-    first = _row_loss(spec, output.one, targets.one, row, step)
-    others = [(output.other, targets.other)]
-    others += [(crowded(output, sign), targets.one) for sign in (1.0, -1.0)]
-    for x, t in others:
-        again = _row_loss(spec, x, t, row, step)
-        if first is None or again is None:
-            continue
-        loss, gradients = first
-        if not close(loss, again[0]):
-            seen = f"{loss.item():.4g} becomes {again[0].item():.4g}"
-            sentence = f"row {row}'s loss changes with the other rows ({seen}) for some outputs"
-            return _of_loss(f"{sentence}; {_BY_ROW}")
-        if any(not close(a, b, exact=False) for a, b in zip(gradients, again[1], strict=True)):
-            sentence = f"the gradient of row {row}'s loss changes with the other rows"
-            return _of_loss(f"{sentence}; {_BY_ROW}")
-    return None
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of its storage that `tensor` has, and the one after its last."""
+    first, size = int(tensor.storage_offset()), tensor.element_size()
+    if not tensor.numel():
+        return first * size, first * size
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * size, (first + last + 1) * size
 
 
-def _row_loss(
-    spec: OwnModelSpec, output: Tree, targets: Tree, row: int, step: int
-) -> tuple[Tensor, list[Tensor]] | None:
-    """Return the loss of `row` and its gradients in that row of `output`; None if it fails or is
-    not finite."""
-    given = map_tensors(lambda tensor: leaf(tensor.clone(), tensor.requires_grad), output)
-    x = map_tensors(lambda tensor: tensor.clone(), given)
-    torch.manual_seed(0)
-    try:
-        with at_step(step):
-            losses, _ = own.row_losses(spec, x, targets, ROWS)
-        losses[row].backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    except Exception:  # noqa: BLE001  # training may never give such numbers
-        return None
-    gradients = [t.grad[row : row + 1] for t in flatten(given) if t.grad is not None]
-    loss = losses[row].detach()
-    return (loss, gradients) if finite([loss, *gradients]) else None
-
-
-def _of_loss(sentence: str, warning: bool = False) -> Problem:
-    return Problem(where="loss", sentence=sentence, warning=warning)
+def _bytes_of(tensor: Tensor, storage: Tensor) -> Tensor:
+    """Return the view of `storage`, of one number per byte, that `tensor` has of its own."""
+    size = tensor.element_size()
+    # An expanded dimension has the same bytes at each place, and cannot be written to as a whole.
+    shape = [n if stride else 1 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    strides = [stride * size for stride in tensor.stride()]
+    return storage.as_strided((*shape, size), (*strides, 1), tensor.storage_offset() * size)
 
 
 def _metrics(spec: OwnModelSpec, output: Batches, targets: Batches) -> list[Problem]:

@@ -38,6 +38,8 @@ class LayerCheck:
         self._module = module
         self._where = where
         self._seed = seed
+        #: Whether a forward leaves something in it that the next one finds.
+        self.keeps = False
         #: Keys alone, in the order in which they were found.
         self._found: dict[Problem, None] = {}
 
@@ -63,6 +65,7 @@ class LayerCheck:
         before = kept(self._module)
         again = self._trained(given.one)
         if again is not None and (names := changed(before, kept(self._module))):
+            self.keeps = True
             self._say(
                 f"keeps something else after each forward ({names[0]}), and layers are built anew "
                 "after a loss and a restart, and called in another order on other plans: what a "

@@ -1,17 +1,150 @@
-"""Checks of a user's loss: it may not train parameters of its own, or write into its targets."""
+"""Checks of a user's loss: it gives a number and a weight per row, each of that row alone. It may
+not train parameters of its own, or write into its targets."""
 
 import torch
 from torch import Tensor
 
+from oobleck.model import at_step
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.worker.models import own
+from oobleck.worker.models.checks.check_layer import PER_ROW
+from oobleck.worker.models.checks.influence import crowded
+from oobleck.worker.models.checks.kept import changed, kept
+from oobleck.worker.models.checks.rows import Batches, close, finite, leaf, same_row, unlike
 from oobleck.worker.models.tree import Tree, flatten, map_tensors
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.problem import Problem
 
 
-def look_at_loss(spec: OwnModelSpec, output: Tree, targets: Tree) -> list[Problem]:
-    """Return problems of the loss. `output`: leaves that require gradients as the last layer's."""
+def check_loss(spec: OwnModelSpec, output: Batches, targets: Batches) -> list[Problem]:
+    """Return problems of the loss at the job's first step. `output`: leaves that require gradients
+    as the last layer's."""
+    found = _look_at_rows(spec, output, targets)
+    with at_step(1):
+        return found + _look_at_tensors(spec, output.one, targets.one)
+
+
+def _look_at_rows(spec: OwnModelSpec, output: Batches, targets: Batches) -> list[Problem]:
+    """Return problems of the numbers per row."""
+    weighs = False
+
+    def of(output: Tree, targets: Tree) -> tuple[Tensor, Tensor]:
+        nonlocal weighs
+        rows = len(flatten(targets)[0])
+        # No leaf, as on a worker: in-place writes fail on a leaf.
+        x = map_tensors(lambda tensor: tensor.clone(), output)
+        with at_step(1):
+            sums, weights = own.row_losses(spec, x, targets, rows)
+        weighs = weights is not None
+        return sums, torch.ones(rows) if weights is None else weights
+
+    torch.manual_seed(0)
+    one, before = of(output.one, targets.one), kept(own.user_model(spec).loss)
+    again, after = of(output.one, targets.one), kept(own.user_model(spec).loss)
+    sums, weights = one
+    if not sums.is_floating_point():
+        return [_problem(f"gives {sums.dtype}; give floats")]
+    if bool((weights < 0).any()):
+        return [_problem("gives a weight below 0; give 0 to a row without anything to learn")]
+    if not sums.requires_grad:
+        return [
+            _problem(
+                "has no gradient, so that nothing would be trained; compute it from what the last "
+                "layer gives, without detach, argmax or item"
+            )
+        ]
+    found = [] if finite(one) else [_problem("is not finite with the initial weights", True)]
+    whole = [number for number, layer in enumerate(spec.description.layers) if layer.whole]
+    if whole and weighs:
+        # The weight of the batch is known, and divided by, behind the last backward.
+        sentence = (
+            f"gives weights, and a hook of layer {whole[0]} does not give the same for parts of a "
+            "gradient, as one that clamps does not: it would see the gradient before the division "
+            "by the weight of the batch; give one number per row, or leave out the hook"
+        )
+        found.append(_problem(sentence))
+    alike = same_row(one, again, exact=True)
+    if names := changed(before, after):
+        sentence = (
+            f"keeps something else after each call ({names[0]}), and workers call it in another "
+            "order on other plans; oobleck.model.step() is the number of the step"
+        )
+        found.append(_problem(sentence, alike))
+    elif not alike:
+        return [*found, _problem("draws random numbers; a layer may, a loss may not")]
+    if not alike:
+        return found
+    other, alone = of(output.other, targets.other), of(output.alone(), targets.alone())
+    for what, mine, beside, single in zip(("loss", "weight"), one, other, alone, strict=True):
+        if same_row(mine, beside, exact=True) and same_row(mine, single, exact=False):
+            continue
+        seen = next(unlike(mine, beside, exact=True), None)
+        seen = seen or next(unlike(mine, single, exact=False))
+        sentence = f"row 0's {what} changes with the other rows ({seen.seen}); {_BY_ROW}"
+        found.append(_problem(sentence))
+    try:
+        with code.running("loss", " cannot be differentiated"):
+            sums.mean().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    except Exception as error:  # noqa: BLE001  # a user's loss may raise anything
+        found.append(_problem(f"its backward fails: {code.described(error)}"))
+    return found
+
+
+_BY_ROW = (
+    "compute each row's from that row alone, as torch's losses do with reduction=\"none\" and a "
+    "mean over the other dimensions. That goes for each term, as an auxiliary or balancing loss "
+    f"of means over the batch. {PER_ROW}"
+)
+
+
+def influence_in_loss(
+    spec: OwnModelSpec, output: Batches, targets: Batches, step: int
+) -> Problem | None:
+    """Return a problem if a row's loss or weight changes with the other rows, for outputs of other
+    weights. Errors and infinite numbers are no problem: training may never give such outputs."""
+    row = output.row
+    first = _row_loss(spec, output.one, targets.one, row, step)
+    others = [(output.other, targets.other)]
+    others += [(crowded(output, sign), targets.one) for sign in (1.0, -1.0)]
+    for x, t in others:
+        again = _row_loss(spec, x, t, row, step)
+        if first is None or again is None:
+            continue
+        for what, mine, beside in zip(("loss", "weight"), first[:2], again[:2], strict=True):
+            if close(mine, beside):
+                continue
+            seen = f"{mine.item():.4g} becomes {beside.item():.4g}"
+            sentence = f"row {row}'s {what} changes with the other rows ({seen}) for some outputs"
+            return _problem(f"{sentence}; {_BY_ROW}")
+        pairs = zip(first[2], again[2], strict=True)
+        if any(not close(a, b, exact=False) for a, b in pairs):
+            sentence = f"the gradient of row {row}'s loss changes with the other rows"
+            return _problem(f"{sentence}; {_BY_ROW}")
+    return None
+
+
+def _row_loss(
+    spec: OwnModelSpec, output: Tree, targets: Tree, row: int, step: int
+) -> tuple[Tensor, Tensor, list[Tensor]] | None:
+    """Return the loss of `row`, its weight, and the gradients of its loss in that row of `output`;
+    None if it fails or is not finite."""
+    given = map_tensors(lambda tensor: leaf(tensor.clone(), tensor.requires_grad), output)
+    x = map_tensors(lambda tensor: tensor.clone(), given)
+    torch.manual_seed(0)
+    try:
+        with at_step(step):
+            losses, weights = own.row_losses(spec, x, targets, len(flatten(targets)[0]))
+        losses[row].backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    except Exception:  # noqa: BLE001  # training may never give such numbers
+        return None
+    gradients = [t.grad[row : row + 1] for t in flatten(given) if t.grad is not None]
+    loss = losses[row].detach()
+    weight = torch.ones(()) if weights is None else weights[row]
+    return (loss, weight, gradients) if finite([loss, weight, *gradients]) else None
+
+
+def _look_at_tensors(spec: OwnModelSpec, output: Tree, targets: Tree) -> list[Problem]:
+    """Return problems of what the loss writes into, and trains. `output`: leaves."""
     given = map_tensors(lambda tensor: tensor.clone(), output)
     told = map_tensors(lambda tensor: tensor.clone(), targets)
     versions = [tensor._version for tensor in flatten(told)]
@@ -19,23 +152,23 @@ def look_at_loss(spec: OwnModelSpec, output: Tree, targets: Tree) -> list[Proble
         with torch.random.fork_rng(devices=[]), code.running("model: the loss"):
             found = own.user_model(spec).loss(given, told)
             tensors = flatten(found)
-    except Exception:  # noqa: BLE001  # a user's loss may raise anything; `_loss` reports it
+    except Exception:  # noqa: BLE001  # a user's loss may raise anything; `_look_at_rows` tells it
         return []
     if versions != [tensor._version for tensor in flatten(told)]:
         return [_problem("writes into its targets; make new tensors, as y = y * 2 for y *= 2")]
-    leaf = _other_leaf(tensors, {id(tensor) for tensor in flatten(output)})
-    if leaf is None:
+    own_one = _other_leaf(tensors, {id(tensor) for tensor in flatten(output)})
+    if own_one is None:
         return []
     return [
         _problem(
-            f"has a parameter of its own, of shape {list(leaf.shape)}, which would not be trained; "
-            "make it a parameter of the last layer, and return it with that layer's output"
+            f"has a parameter of its own, of shape {list(own_one.shape)}, which would not be "
+            "trained; make it a parameter of the last layer, and return it with that layer's output"
         )
     ]
 
 
-def _problem(sentence: str) -> Problem:
-    return Problem(where="loss", sentence=sentence)
+def _problem(sentence: str, warning: bool = False) -> Problem:
+    return Problem(where="loss", sentence=sentence, warning=warning)
 
 
 def _other_leaf(tensors: list[Tensor], given: set[int]) -> Tensor | None:
@@ -47,8 +180,8 @@ def _other_leaf(tensors: list[Tensor], given: set[int]) -> Tensor | None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor) and id(leaf) not in given:
-            return leaf
+        found = getattr(node, "variable", None)
+        if isinstance(found, Tensor) and id(found) not in given:
+            return found
         left += [before for before, _ in node.next_functions]
     return None

@@ -16,6 +16,7 @@ from oobleck.planner.job.own import OwnModelSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.base import place_parameters
 from oobleck.worker.models.checks.rows import same
+from oobleck.worker.models.linear import split_linear
 from oobleck.worker.models.tree import Tree, flatten, map_tensors
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.problem import Problem
@@ -35,15 +36,17 @@ def misplaced(
     seed: int,
     dtype: torch.dtype,
     where: str,
+    keeps: bool,
 ) -> list[Problem]:
-    """Return problems of a layer whose `module` runs on `x` with its weights as built."""
+    """Return problems of a layer whose `module` runs on `x` with its weights as built. `keeps`:
+    whether its output may depend on the number of calls."""
     if beside := next(_unregistered(module), None):
         sentence = (
             f"keeps a parameter in {beside}, where no optimizer sees it; make it an attribute of "
             "the module, or use nn.ParameterList or nn.ParameterDict"
         )
         return [Problem(where=where, sentence=sentence)]
-    expected = _run(module, x, seed)
+    expected = _run(_built(spec, layer, seed, dtype) if keeps else module, x, seed)
     try:
         with code.running(where):
             found = _run(_placed(spec, layer, module, seed, dtype), x, seed)
@@ -86,6 +89,13 @@ def _run(module: nn.Module, x: Tree, seed: int) -> _Run:
     gradients = {name: p.grad for name, p in named if p.grad is not None}
     module.zero_grad(set_to_none=True)
     return _Run(map_tensors(lambda tensor: tensor.detach(), output), gradients)
+
+
+def _built(spec: OwnModelSpec, layer: int, seed: int, dtype: torch.dtype) -> nn.Module:
+    """Return the layer with its initial weights, which nobody has called yet."""
+    module = own.in_precision(own.build_real(spec, seed, layer), dtype)
+    split_linear(module)
+    return module
 
 
 def _placed(
