@@ -1,6 +1,7 @@
 """A model, a data set and an optimizer that want more of a node than their own code, for tests."""
 
 import os
+import sys
 import time
 from functools import partial
 from typing import Any
@@ -29,6 +30,10 @@ class Points:
         return 64
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if is_wrong("sys.exit"):
+            sys.exit("I leave")
+        if is_wrong("os._exit"):
+            os._exit(0)
         point = self.points[index]
         return point, point.square().sum()
 

@@ -32,7 +32,7 @@ from oobleck.host.system.process import die_with_parent, leave_ending_to_agent
 from oobleck.planner.job.code import Code
 from oobleck.worker.data.samples import Reader, Samples, joined
 from oobleck.worker.models.tree import flatten, structure, unflatten
-from oobleck.worker.runtime.code import mark_in
+from oobleck.worker.runtime.code import Ended, mark_in
 from oobleck.worker.runtime.errors import HelperLost, JobError
 
 #: Between two looks at whether all processes live, while a result is waited for.
@@ -92,10 +92,10 @@ class Loaders:
         assert isinstance(found, _Packed), "there are two kinds of result"
         return found
 
-    def _lost(self, child: "_Child") -> HelperLost | JobError:
+    def _lost(self, child: "_Child") -> HelperLost | Ended:
         child.process.join(_LOOK_S)
         if verdict := child.marker.verdict(child.process.exitcode):
-            return JobError(verdict)
+            return Ended(verdict)
         return HelperLost(
             f"{self._key}: a process that loads samples was killed on this node, or ended by "
             "itself; where it was for want of memory, lower data.workers"

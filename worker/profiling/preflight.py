@@ -34,7 +34,7 @@ from oobleck.worker.models.own import is_compiled
 from oobleck.worker.models.tree import Tree, map_tensors
 from oobleck.worker.profiling.measure_layers import pass_once
 from oobleck.worker.runtime import heap
-from oobleck.worker.runtime.code import end_process
+from oobleck.worker.runtime.code import Ended, end_process
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import JobError, NodeError, for_want_of_memory
 from oobleck.worker.state.layout import layer_sizes
@@ -56,7 +56,7 @@ def has_own_code(job: JobSpec) -> bool:
 def on_this_node(job: JobSpec, control: Control, ready_by: float | None) -> Iterator[None]:
     """Of a job with code of its user's: what is wrong with that within is this node's fault, and so
     is code that has not ended `MARGIN_S` before `ready_by` (on the monotonic clock): the agent is
-    told so, and the process ends. Raises NodeError."""
+    told so, and the process ends. Raises NodeError; Ended, as that is the job's fault."""
     if not has_own_code(job):
         yield
         return
@@ -68,10 +68,10 @@ def on_this_node(job: JobSpec, control: Control, ready_by: float | None) -> Iter
         timer.start()
     try:
         yield
+    except Ended:
+        raise
     except JobError as error:
         cause = error.__cause__
-        if cause is not None and not isinstance(cause, Exception):
-            raise  # such as sys.exit, which would happen on any node
         if cause is None:  # it says what to do
             raise NodeError(str(error)) from error
         log.exception("the job's code failed on this node")

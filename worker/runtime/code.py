@@ -61,10 +61,10 @@ def call(code: Code, key: str, *given: Any, **more: Any) -> Any:
 class running:  # used like a function
     """A context manager that runs its block as user code, so that errors are the job's alone.
 
-    Any error, also `SystemExit`, `KeyboardInterrupt` and `GeneratorExit`, becomes a UserCodeError.
-    It names `what` ran, `how` it failed, and the user's line. JobError, NodeError, device errors
-    and errors of `passing` are raised unchanged. Meanwhile the process's marker names what runs,
-    in case the process ends.
+    Any error becomes a UserCodeError; `SystemExit`, `KeyboardInterrupt` and `GeneratorExit` become
+    Ended. It names `what` ran, `how` it failed, and the user's line. JobError, NodeError, device
+    errors and errors of `passing` are raised unchanged. Meanwhile the process's marker names what
+    runs, in case the process ends.
     """
 
     def __init__(
@@ -80,17 +80,22 @@ class running:  # used like a function
         _marked.enter(self._what)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        _marked.leave(self._what)
+        _marked.leave()
         if error is None or isinstance(error, (JobError, NodeError, *self._passing)):
             return
         if of_the_device(error):
             return
         how = self._how if isinstance(self._how, str) else self._how()
-        raise UserCodeError(f"{self._what}{how}: {described(error)}") from error
+        raised = UserCodeError if isinstance(error, Exception) else Ended
+        raise raised(f"{self._what}{how}: {described(error)}") from error
 
 
 class UserCodeError(JobError):
     """An error raised by the user's code, with the original as its cause."""
+
+
+class Ended(UserCodeError):
+    """The user's code has ended its process, or tried to. It would do so on any node."""
 
 
 class _Marked:
@@ -99,22 +104,25 @@ class _Marked:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._marker: Marker | None = None
-        #: What runs, the newest last.
-        self._running: list[str] = []
+        #: By thread (`threading.get_ident`), the innermost last; only threads that run some.
+        self._running: dict[int, list[str]] = {}
 
     def begin(self, marker: Marker | None) -> None:
         self._lock = threading.Lock()  # another thread may have held it at the fork
-        self._marker, self._running = marker, []
+        self._marker, self._running = marker, {}
 
     def enter(self, what: str) -> None:
         with self._lock:
-            self._running.append(what)
+            self._running.setdefault(threading.get_ident(), []).append(what)
             self._write()
 
-    def leave(self, what: str) -> None:
+    def leave(self) -> None:
+        thread = threading.get_ident()
         with self._lock:
-            if what in self._running:
-                self._running.remove(what)
+            if thread in self._running:  # it was entered since `begin`
+                self._running[thread].pop()
+                if not self._running[thread]:
+                    del self._running[thread]
             self._write()
 
     def end(self) -> None:
@@ -125,7 +133,9 @@ class _Marked:
 
     def _write(self) -> None:
         if self._marker is not None:
-            self._marker.write(self._running[-1] if self._running else "")
+            # Any of the threads may end the process.
+            innermost = [entered[-1] for entered in self._running.values()]
+            self._marker.write(" or ".join(dict.fromkeys(innermost)))
 
 
 _marked = _Marked()

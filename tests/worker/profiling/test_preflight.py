@@ -19,6 +19,7 @@ from oobleck.host.ipc.channel import Channel
 from oobleck.host.ipc.messages import Failed, FromWorker, ToWorker
 from oobleck.planner.job.file import parse_job
 from oobleck.planner.job.spec import JobSpec
+from oobleck.worker.data.loaders import Loaders
 from oobleck.worker.data.opening import open_dataset
 from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.describe import look_at
@@ -130,6 +131,28 @@ def test_it_is_the_nodes_fault_and_says_what_to_do(
     with pytest.raises(NodeError) as raised:
         begin(job, ends[0])
     assert re.fullmatch(said, str(raised.value)), raised.value
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("sys.exit", rf"data: sample 0: SystemExit: I leave {LINE}"),
+        ("os._exit", "data: sample 0: the user's code ended the process with status 0"),
+    ],
+)
+def test_a_sample_that_ends_the_process_that_reads_it_is_the_jobs_fault(
+    wrong: str, said: str, ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = described()
+    monkeypatch.setenv(WRONG, wrong)
+    assert job.data.code is not None
+    loaders = Loaders(job.data.code, wide=False, key="data", processes=1)
+    monkeypatch.delenv(WRONG)  # it is there alone
+    try:
+        with pytest.raises(JobError, match=f"^{said}$"), on_this_node(job, ends[0], None):
+            OwnDataset(job.data.code, wide=False, loaders=loaders)
+    finally:
+        loaders.close()
 
 
 def test_what_says_its_fix_itself_is_told_as_it_is(ends) -> None:

@@ -192,7 +192,7 @@ def leave_amid_code() -> None:
     code.end_process(3)
 
 
-def test_of_code_in_several_threads_what_still_runs_is_named(marker: Marker) -> None:
+def test_of_code_in_several_threads_all_that_still_runs_is_named(marker: Marker) -> None:
     first, second = Barrier(2), Barrier(2)
 
     def run() -> None:
@@ -204,7 +204,9 @@ def test_of_code_in_several_threads_what_still_runs_is_named(marker: Marker) -> 
     thread.start()
     first.wait()
     with code.running("model: layer 1"):
-        assert marker.read() == "model: layer 1"
+        assert marker.read() == "data: sample 1 or model: layer 1"
+        with code.running("model: the loss"):
+            assert marker.read() == "data: sample 1 or model: the loss"
     assert marker.read() == "data: sample 1"
     second.wait()
     thread.join()
@@ -235,5 +237,7 @@ def test_a_check_shows_it_as_a_problem(
     monkeypatch.setattr(ending_models, "_calls", 1000)
     points = ending_models.Points()
     samples = [torch.stack([points[n][side] for n in range(5)]) for side in (0, 1)]
-    found = check(wanted.model, tuple(samples), seed=0, dtype=torch.float32)  # type: ignore[arg-type]
+    samples_of = (samples[0], samples[1])
+    assert isinstance(wanted.model, OwnModelSpec)
+    found = check(wanted.model, samples_of, seed=0, dtype=torch.float32, steps=1)
     assert any(f"{how}" in str(one) and "(ending_models.py:" in str(one) for one in found), found
