@@ -46,6 +46,7 @@ from oobleck.agent.reconcile import decide
 from oobleck.agent.state import NodeState
 from oobleck.host.detection import Detection
 from oobleck.host.gpu.sample import Sample
+from oobleck.host.ipc.marker import with_last_line
 from oobleck.host.ipc.messages import (
     Alive,
     Committed,
@@ -299,7 +300,8 @@ class Supervisor:
         worker = self._state.workers[process.incarnation]
         if verdict and worker.failure is None and worker.stop_sent_at is None:
             # The user's code ended the process before it could report.
-            self.said(worker.incarnation, Failed(kind="user", message=verdict))
+            message = with_last_line(verdict, process.tail.last_line())
+            self.said(worker.incarnation, Failed(kind="user", message=message))
         how = f"killed by {signal_name(signum)}" if signum else f"exit code {exit_code}"
         fields = {"slot": worker.slot, "pid": process.pid, "how": how}
         expected = worker.stop_sent_at is not None

@@ -18,7 +18,7 @@ from oobleck.cli import options
 from oobleck.cli.jobs.wheel import unpacked
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
-from oobleck.host.ipc.marker import Marker
+from oobleck.host.ipc.marker import Marker, with_last_line
 from oobleck.host.system.process import with_parent
 
 if TYPE_CHECKING:
@@ -102,12 +102,13 @@ def look_at(job: "JobSpec", *, always: bool = False) -> Found:
             pass_fds=[marker.fd],
         )
         verdict = marker.verdict(ended.returncode)
+    lines = ended.stderr.strip().splitlines()
     if verdict:
-        raise CommandFailed(verdict, options.USAGE)
+        raise CommandFailed(with_last_line(verdict, lines[-1] if lines else ""), options.USAGE)
     if ended.returncode or not ended.stdout:
         # The cause is unknown; the last line of stderr usually names it.
-        lines = ended.stderr.strip().splitlines() or ["it printed nothing"]
-        text = f"model: its code ended the process that looked at it ({lines[-1]})"
+        last = lines[-1] if lines else "it printed nothing"
+        text = f"model: its code ended the process that looked at it ({last})"
         raise CommandFailed(text, options.USAGE)
     found = json.loads(ended.stdout)
     problems = [Problem(**fields) for fields in found["problems"]]

@@ -8,9 +8,12 @@ import mmap
 import os
 
 from oobleck.host.display import inline
+from oobleck.planner.units import MOST_REASON_BYTES, head
 
 _BYTES = 1024
 _LENGTH_BYTES = 2
+#: Less of a line says nothing.
+_LEAST_LINE_BYTES = 16
 
 
 class Marker:
@@ -49,3 +52,14 @@ class Marker:
         """Close this end; the page lives on while the other end is open."""
         self._page.close()
         os.close(self.fd)
+
+
+def with_last_line(verdict: str, line: str) -> str:
+    """Return the verdict with what the process printed last, cut to `MOST_REASON_BYTES`.
+
+    A library that ends the process by itself, as OpenMP's without a thread, says why there.
+    """
+    room = MOST_REASON_BYTES - len(f"{verdict} (its last line: )".encode())
+    if not line.strip() or room < _LEAST_LINE_BYTES:
+        return verdict
+    return f"{verdict} (its last line: {head(inline(line.strip()), room)})"

@@ -201,7 +201,8 @@ async def test_a_worker_that_exits_amid_the_users_code_is_the_jobs_failure() -> 
         (failed,) = stream.reports(Failed)
         assert (failed.what.kind, failed.what.message) == (
             "user",
-            "model: layer 1 (Net): the user's code ended the process with status 5",
+            "model: layer 1 (Net): the user's code ended the process with status 5 (its last line: "
+            "libgomp: Thread creation failed)",
         )
         before = len(stream.heard)
         await stream.until(lambda m: sum(m.HasField("status") for m in stream.heard[before:]) >= 3)

@@ -5,7 +5,7 @@ job's seed says (milliseconds per step). What they do beyond that is set by the 
 
 - `fails`, `ails`: says Failed(user), or Failed(node), after Launch, and exits with 3.
 - `deaf`: ignores Stop and SIGTERM.
-- `exits`: exits with code 5 amid code of the user's.
+- `exits`: exits with code 5 amid code of the user's, and says why.
 - `quits`: exits with code 7 right after Launch, having printed 30 lines.
 - `loses`: reports PeerLost after entering a plan.
 - `mute`: gives no sign of life once it is ready.
@@ -90,6 +90,7 @@ def work(channel: Channel[ToWorker], marker: Marker) -> int:
         return 3
     if name == "exits":
         marker.write("model: layer 1 (Net)")
+        say("libgomp: Thread creation failed")
         return 5
     if name == "quits":
         say("\n".join(f"line {n}" for n in range(30)))

@@ -174,7 +174,12 @@ def test_a_pattern_that_spares_no_parameter_is_refused_for_models_by_their_kind_
             "os._exit",
             "model: layer 1 (Layer): the user's code ended the process with status 0",
         ),
-        ("sample", "exit", "data: sample 0: the user's code ended the process with status 9"),
+        (
+            "sample",
+            "exit",
+            "data: sample 0: the user's code ended the process with status 9 (its last line: no "
+            "thread is left)",
+        ),
         ("loss", "KeyboardInterrupt", r"KeyboardInterrupt (ending_models.py:"),
         ("optimizer", "GeneratorExit", r"GeneratorExit (ending_models.py:"),
     ],
