@@ -10,6 +10,8 @@ from oobleck.proto.bounds import check_bounds
 from oobleck.proto.checks import ending, in_field, read_incarnation, read_job_id, read_slot
 from oobleck.proto.types import WorkerReport
 
+#: Texts for people, of which the beginning says most. A path that is cut names another place.
+_CUT = frozenset({"message", "reason", "detail", "problem", "passed_over"})
 #: Of a report. The master reads reports in its loop; as many as this of a list of workers were
 #: measured to take it 30 ms.
 MOST_REPORT_BYTES = 1 << 20
@@ -23,11 +25,13 @@ def report_bytes(report: WorkerReport) -> bytes:
 def _shortened(value: Any, field: str = "") -> Any:
     match value:
         case str():
-            return ending(value) if field == "log_tail" else head(value)
+            if field == "log_tail":
+                return ending(value)
+            return head(value) if field in _CUT else value
         case dict():
             return {key: _shortened(item, key) for key, item in value.items()}
         case list() | tuple():
-            return [_shortened(item) for item in value]
+            return [_shortened(item, field) for item in value]
         case _:
             return value
 
