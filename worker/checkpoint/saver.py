@@ -199,7 +199,7 @@ class Saver:
             return
         self._conclude(transport)
         attempts = 0
-        while self._spec.at_end and self._newest_saved(transport) < step:
+        while self._newest_saved(transport) < step and self._spec.at_end:
             assert self._assign is not None, "steps are run in a generation"
             self._begin(step, self._control.save_wish)
             self._conclude(transport)
@@ -221,9 +221,11 @@ class Saver:
         return f"that of step {self.saved_step} is" if self.saved_step else "nor is an earlier one"
 
     def _newest_saved(self, transport: Transport) -> int:
-        """A worker that joined late does not know of earlier saves; others do."""
+        """Learn from all workers which step is saved: one that joined late knows of no earlier
+        save."""
         told = transport.all_gather(torch.tensor([self.saved_step]))
-        return max(int(row[0]) for row in told)
+        self.saved_step = max(int(row[0]) for row in told)
+        return self.saved_step
 
     def _conclude(self, transport: Transport) -> None:
         """Wait until the last save has come to its end on all workers."""

@@ -313,9 +313,12 @@ def test_checkpoints_that_cannot_be_read_for_a_moment_are_waited_for(warm, tmp_p
     check(cluster, 6, STEPS)
 
 
-def limit_files(cluster: Director, bytes_: int) -> None:
-    """No file of a worker may become larger: what a full disk does to it."""
+def limit_files(cluster: Director, bytes_: int, *nodes: str) -> None:
+    """No file of a worker may become larger: what a full disk does to it. `nodes`: of these alone;
+    none: of all."""
     for live in cluster.workers.values():
+        if nodes and live.worker.node not in nodes:
+            continue
         resource.prlimit(live.pid, resource.RLIMIT_FSIZE, (bytes_, resource.RLIM_INFINITY))
 
 
@@ -406,6 +409,25 @@ def test_a_disk_that_stays_full_at_the_end_ends_the_job_and_says_what_is_not_sav
                 (failed,) = all_said(cluster, Failed)
                 assert failed.kind == "user"
             (small_disk / "filler").unlink()
+
+
+def test_one_that_joined_late_knows_what_was_saved_before(tmp_path):
+    after = make_plan(2, [[("a", 2), ("d", 3)], [("c", 5)]], [2, 2])
+    # One copy of each layer is as many as the job wants: only what is saved last is saved.
+    spec = replace(job(tmp_path / "saved", every=1000), fault_tolerance=0)
+    with WarmWorkers(before=IMPATIENT) as warm:
+        train(warm, replace(spec, training=replace(spec.training, steps=3)), THREE)
+        with Director(warm, spec, [fault("b", "before:Backward", 5)]) as cluster:
+            cluster.start(*THREE.nodes)
+            cluster.assign(THREE)
+            wait_lost(cluster, THREE, "b")
+            cluster.start("d")
+            limit_files(cluster, 16 << 10, "d")
+            cluster.assign(after)
+            told = rf"the state of step {STEPS} is not saved, that of step 3 is"
+            with pytest.raises(AssertionError, match=rf"^d/0 failed: checkpoint: .*: {told}$"):
+                cluster.wait_finished(after)
+    assert saved_steps(tmp_path / "saved") == [3]
 
 
 def test_the_last_state_is_saved_before_an_output_that_cannot_be_written(warm, tmp_path):
