@@ -41,6 +41,14 @@ if TYPE_CHECKING:
 _SIGKILL = 9
 
 
+class NoMarker:
+    """`oobleck.host.ipc.marker.Marker` of a process that runs no code of a user's. It has no
+    descriptor: thousands are made."""
+
+    def verdict(self, status: int | None) -> str:
+        return ""
+
+
 class WorkerHandle:
     """An agent's ends of a worker: what `oobleck.agent.processes.children.WorkerProcess` is."""
 
@@ -51,6 +59,7 @@ class WorkerHandle:
         self.incarnation = incarnation
         self.pid: int | None = None
         self.tail = Tail()
+        self.marker = NoMarker()
         self.silent = asyncio.Event()
         self.buried = False
         self.trainer: Trainer | None = None

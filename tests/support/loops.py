@@ -17,16 +17,27 @@ atexit.register(_RUNNER.close)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` as asyncio.run does, but leave the loop open; its tasks end with it."""
+    """Run `main` as asyncio.run does, but leave the loop open; its tasks end with it. Raise what
+    one of them raises then, unless `main` raises."""
     return _RUNNER.run(_alone(main), context=contextvars.copy_context())
 
 
 async def _alone(main: Coroutine[Any, Any, T]) -> T:
     before = asyncio.all_tasks()
     try:
-        return await main
-    finally:
-        left = asyncio.all_tasks() - before
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        result = await main
+    except BaseException:
+        await _end_all_but(before)
+        raise
+    for error in await _end_all_but(before):
+        if isinstance(error, Exception):
+            raise error
+    return result
+
+
+async def _end_all_but(before: set[asyncio.Task[Any]]) -> list[Any]:
+    """Cancel the other tasks, and return what each returned or raised."""
+    left = asyncio.all_tasks() - before
+    for task in left:
+        task.cancel()
+    return await asyncio.gather(*left, return_exceptions=True)
