@@ -297,7 +297,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     #: Step after which the state was evaluated.
     step: int
-    #: Mean over all tokens of the samples; None: not finite.
+    #: Mean over all samples, weighed as in training; None: not finite.
     loss: float | None
     samples: int
     generation: Generation
@@ -436,8 +436,8 @@ FromWorker = Report | Ready | Alive | Committed | Finished | Recorded
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):
-    """Carries two descriptors (SCM_RIGHTS): the worker's end of its channel, and the pipe that
-    becomes its standard output and error."""
+    """Carries three descriptors (SCM_RIGHTS): the worker's end of its channel, the pipe that
+    becomes its output, and the page of its `Marker`."""
 
     slot: int
     incarnation: Incarnation

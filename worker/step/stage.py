@@ -64,7 +64,7 @@ class StageRunner:
         #: A model of the user's says itself of what type a layer's results are.
         self._own = not isinstance(job.model, ModelSpec)
         self._autocasts = autocasts(job)
-        #: Of what passes between the layers of a built-in model, and of a loss.
+        #: Of what passes between the layers of a built-in model.
         self.activation_dtype = stream_dtype(job)
         #: By micro-batch, lowest layer first.
         self._in_flight: dict[int, list[Segment]] = {}
