@@ -213,24 +213,31 @@ CHANGED = {
     ),
 }
 #: Of two victims the first comes to the point, and the other dies as soon as it is gone.
+#: Each moment of a change once; the other workers' are soaks.
 LOSSES = [
-    *[("join", "d", p) for p in ("preparing", "feeding", "prepared", "before:take over")],
-    *[
-        pytest.param("join", "c", p, marks=pytest.mark.soak)
-        for p in ("preparing", "feeding", "prepared", "before:take over")
-    ],
-    pytest.param("join", "e", "before:take over", marks=pytest.mark.soak),
+    *[("join", "d", p) for p in ("prepared", "before:take over")],
     *[("join", "e", p) for p in ("preparing", "before:rendezvous", "before:connect")],
-    *[("join", "e", p) for p in ("before:agree", "after:transfer", "before:Backward", "voting")],
+    *[("join", "e", p) for p in ("before:agree", "after:transfer", "before:Backward")],
     *[("join", "c", p) for p in ("before:agree", "before:transfer", "reduced")],
-    *[("join", "a", p) for p in ("prepared", "voting")],
-    *[("join", "a d", p) for p in ("prepared", "before:agree")],
-    ("drain", "a", "before:agree"),
+    ("join", "a", "voting"),
+    ("join", "a d", "before:agree"),
     ("drain", "b", "prepared"),
     *[("drain", "d", p) for p in ("feeding", "before:take over")],
     *[("handover", "d", p) for p in ("feeding", "before:take over")],
     ("handover", "c", "before:rendezvous"),
     ("shared stage", "a/1", "before:agree"),
+    *[
+        pytest.param("join", victims, p, marks=pytest.mark.soak)
+        for victims, points in {
+            "a": ("prepared",),
+            "a d": ("prepared",),
+            "c": ("preparing", "feeding", "prepared", "before:take over"),
+            "d": ("preparing", "feeding"),
+            "e": ("before:take over", "voting"),
+        }.items()
+        for p in points
+    ],
+    pytest.param("drain", "a", "before:agree", marks=pytest.mark.soak),
 ]
 
 
