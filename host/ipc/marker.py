@@ -6,6 +6,7 @@ The record is one page of shared memory behind a descriptor; only one process wr
 
 import mmap
 import os
+import re
 
 from oobleck.host.display import inline
 from oobleck.planner.units import MOST_REASON_BYTES, head
@@ -14,6 +15,8 @@ _BYTES = 1024
 _LENGTH_BYTES = 2
 #: Less of a line says nothing.
 _LEAST_LINE_BYTES = 16
+#: The beginning of a line of our own log.
+_OUR_LOG = re.compile(r"\d{4}-\d\d-\d\dT\S+ (DEBUG|INFO|WARNING|ERROR) ")
 
 
 class Marker:
@@ -57,8 +60,11 @@ class Marker:
 def with_last_line(verdict: str, line: str) -> str:
     """Return the verdict with what the process printed last, cut to `MOST_REASON_BYTES`.
 
-    A library that ends the process by itself, as OpenMP's without a thread, says why there.
+    A library that ends the process by itself, as OpenMP's without a thread, says why there. A line
+    of our own log says nothing of that.
     """
+    if _OUR_LOG.match(line):
+        return verdict
     room = MOST_REASON_BYTES - len(f"{verdict} (its last line: )".encode())
     if not line.strip() or room < _LEAST_LINE_BYTES:
         return verdict
