@@ -128,6 +128,68 @@ class CentredInEvaluation(nn.Module):
         return x if self.training else x - x.mean(0)
 
 
+class ByPlace(nn.Module):
+    """Adds numbers by the row's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(64, WIDTH).cumsum(0) / 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table[: len(x)]
+
+
+class ByPlaceLater(ByPlace):
+    """Its numbers are zero at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.table)
+
+
+class ByPlaceAndDraws(ByPlaceLater):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+class CentredIfMany(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0) if len(x) >= 4 else x
+
+
+class Averaged(torch.autograd.Function):
+    """Its forward is right, and its backward divides by the number of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / len(gradient)
+
+
+class Averages(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Averaged.apply(x)
+        return out
+
+
+class AveragesAndDraws(Averages):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+class CountsInEvaluation(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training else x / len(x)
+
+
+class GatedInEvaluation(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * (x if self.training else x - x.mean(0))
+
+
 class Warmed(nn.Module):
     """Takes the batch's mean away in later steps."""
 
@@ -155,6 +217,63 @@ class Scores(nn.Linear):
 def named_layer(name: str) -> Model:
     """One of the classes here in the middle."""
     return around(globals()[name])
+
+
+def named_loss(name: str) -> Model:
+    """The loss, by the place or the number of rows."""
+
+    def place(scores: Tensor, labels: Tensor) -> Tensor:
+        return loss(scores, labels) * (1 + 0.1 * torch.arange(len(scores)))
+
+    def many(scores: Tensor, labels: Tensor) -> Tensor:
+        return loss(scores, labels) * (2 if len(scores) >= 4 else 1)
+
+    def weight(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return loss(scores, labels), 1 + torch.arange(len(scores))
+
+    def warmed(scores: Tensor, labels: Tensor) -> Tensor:
+        places = torch.arange(len(scores)) * (step() > 5)
+        return loss(scores, labels) * (1 + 0.1 * places)
+
+    return around(loss={"place": place, "many": many, "weight": weight, "warmed": warmed}[name])
+
+
+class Signed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.sign()
+
+
+class Signs(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Signed.apply(x)
+        return out
+
+
+class Hooked(nn.Linear):
+    """A hook of its output, which is not a parameter."""
+
+    def __init__(self, limit: float | None = 0.05) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.limit = limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        if h.requires_grad:
+            limit = self.limit
+            h.register_hook(lambda g: g * 0.5 if limit is None else g.clamp(-limit, limit))
+        return h
+
+
+def hooked(layer: str, *, weighed: bool, **arguments: Any) -> Model:
+    def of(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return loss(scores, labels), labels + 1.0
+
+    return around(partial(globals()[layer], **arguments), loss=of if weighed else loss)
 
 
 def summed_ids() -> Model:

@@ -23,11 +23,22 @@ INFLUENCES = {
     "Modulated": "row 0 of its output changes with the other rows (",
     "Branch": "row 0 of its output changes with the other rows (",
     "GatedByCount": "row 0 of its output changes when it is alone (",
-    "Summed": "the gradient of row 0's input changes with the other rows",
+    "Summed": "row 0 changes as row 3 of more rows",
     "Backwards": "the gradient of row 0's input changes with the other rows",
     "Leaning": "what row 0 adds to the gradient of weight changes with the other rows",
     "CentredInEvaluation": "in evaluation row 0 changes with the other rows",
     "Warmed": "row 2 of its output changes with the other rows (",
+}
+#: As `INFLUENCES`, of layers in which a row's place or the number of rows matters.
+ANYWHERE = {
+    "ByPlace": "row 0 changes as row 3 of more rows",
+    "ByPlaceLater": "row 0 of its output changes as row 3 of more rows (",
+    "ByPlaceAndDraws": "in evaluation row 0 of its output changes as row 3 of more rows (",
+    "CentredIfMany": "row 0 changes as row 0 of more rows",
+    "Averages": "the gradient of row 0's input changes as row 3 of more rows",
+    "AveragesAndDraws": "in evaluation the gradient of row 0's input changes as row 3 of more",
+    "CountsInEvaluation": "in evaluation row 0 changes when it is alone",
+    "GatedInEvaluation": "in evaluation row 0 of its output changes with the other rows (",
 }
 KEEPS = {
     "CountsCalls": "calls: 1, then 2",
@@ -70,9 +81,42 @@ def test_rows_that_influence_each_other_with_other_weights_are_refused(
     assert "row alone" in line or "within a row" in line, "the fix"
 
 
-def test_a_row_of_integers_that_goes_into_others_is_found_from_the_other_end() -> None:
+@pytest.mark.parametrize("layer", ANYWHERE)
+def test_rows_that_depend_on_their_place_or_number_are_refused(layer: str) -> None:
+    (line,) = said("named_layer", name=layer)
+    assert line.startswith(f"layer 1 ({layer}): {ANYWHERE[layer]}")
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("place", "row 0's loss changes as row 3 of more rows ("),
+        ("many", "row 0's loss changes as row 0 of more rows ("),
+        ("weight", "row 0's weight changes as row 3 of more rows ("),
+        ("warmed", "row "),
+    ],
+)
+def test_losses_that_depend_on_the_place_or_number_of_rows_are_refused(
+    name: str, what: str
+) -> None:
+    (line,) = said("named_loss", name=name)
+    assert line.startswith(f"loss: {what}")
+    assert "as row " in line
+    assert "its place in the batch" in line
+
+
+@pytest.mark.parametrize("layer", ["Signs", "Hooked"])
+def test_a_gradient_that_is_not_scaled_is_refused_where_the_loss_gives_weights(layer: str) -> None:
+    assert said("hooked", layer=layer, weighed=False) == []
+    (line,) = said("hooked", layer=layer, weighed=True)
+    assert line.startswith(f"layer 1 ({layer}): ")
+    assert " changes by another factor than the gradient of the output" in line
+    assert said("hooked", layer="Hooked", weighed=True, limit=None) == []
+
+
+def test_a_row_of_integers_that_goes_into_others_is_found_at_another_place() -> None:
     (line,) = said("summed_ids", SENTENCES)
-    assert line.startswith("layer 0 (SummedIds): row 2 of its output changes with the other rows (")
+    assert line.startswith("layer 0 (SummedIds): row 0 changes as row 3 of more rows")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])

@@ -19,7 +19,7 @@ from oobleck.planner.job.own import OwnModelSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.checks.check_layer import LayerCheck
 from oobleck.worker.models.checks.influence import WAYS, Influence
-from oobleck.worker.models.checks.loss import check_loss, influence_in_loss
+from oobleck.worker.models.checks.loss import check_loss, influence_in_loss, weighs
 from oobleck.worker.models.checks.placement import misplaced
 from oobleck.worker.models.checks.rows import (
     Batches,
@@ -80,6 +80,7 @@ class _Check:
         self._seed = seed
         self._dtype = dtype
         self._steps = steps
+        self._weighs = weighs(spec, map_tensors(lambda tensor: tensor[:ROWS], samples[1]))
         self._found: list[Problem] = []
         #: Outputs by kind with the initial weights, and by (kind, way) with changed ones. A pair is
         #: missing if no change gave a usable output.
@@ -144,6 +145,7 @@ class _Check:
                 draws=known.draws,
                 finite=finite(output.one) and finite(output.other),
                 steps=self._steps,
+                weighed=self._weighs and not known.whole,
             )
             self._look_for_influence(influence, where, below, kind)
         return True

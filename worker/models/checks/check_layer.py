@@ -84,13 +84,26 @@ class LayerCheck:
         elif not same_row(one, other, exact=True):
             self._say(_influenced(next(unlike(one, other, exact=True), None)))
         elif not draws:
-            single = self._trained(given.alone())
-            if single is not None and not same_row(one, single, exact=False):
-                self._say(
-                    "row 0 changes when it is alone; what becomes of a row must not depend on how "
-                    "many there are"
-                )
+            self._elsewhere(given, one, "", training=True)
         return other
+
+    def _elsewhere(self, given: Batches, one: Tree, how: str, *, training: bool) -> None:
+        """Compare the shared row with that of other numbers of rows, and at another place. `how`:
+        begins a sentence on a difference."""
+        single = self._run(given.alone(), self._seed, training=training)
+        if single is not None and not same_row(one, single, exact=False):
+            self._say(
+                f"{how}row 0 changes when it is alone; what becomes of a row must not depend on "
+                "how many there are"
+            )
+            return
+        if self.keeps:
+            return  # one more call might change it; `Influence` compares the place too
+        more = self._run(given.both(), self._seed, training=training)
+        for there in (0, given.later):
+            if more is not None and not same_row(one, more, exact=False, there=there):
+                self._say(f"{how}row 0 changes as row {there} of more rows; {ANYWHERE}")
+                return
 
     def _evaluation(self, given: Batches, trained: Tree, *, alike: bool) -> None:
         """Check runs in evaluation. `alike`: rows do not influence each other in training."""
@@ -106,6 +119,8 @@ class LayerCheck:
         elif alike and other is not None and not same_row(first, other, exact=True):
             found = next(unlike(first, other, exact=True), None)
             self._say(f"in evaluation {_influenced(found)}")
+        elif alike and not self.keeps and not any(not problem.warning for problem in self._found):
+            self._elsewhere(given, first, "in evaluation ", training=False)
         forms = [(structure(t), [(x.dtype, x.shape) for x in flatten(t)]) for t in (trained, first)]
         if forms[0] != forms[1]:
             self._say("gives other types or shapes in evaluation than in training; give the same")
@@ -192,6 +207,12 @@ def _influenced(found: Unlike | None) -> str:
     )
 
 
+#: Advice where a row's place or the number of rows matters.
+ANYWHERE = (
+    "workers that share a stage compute some rows each, so what becomes of a row must not depend "
+    "on its place in the batch, nor on how many rows there are; compute it from that row alone, "
+    "without len(x) or numbers by row"
+)
 #: Advice for a loss that is computed over a batch.
 PER_ROW = (
     "Which rows are computed together differs from plan to plan, so compute it for each row alone: "

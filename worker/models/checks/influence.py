@@ -8,12 +8,13 @@ smaller change is tried: the numbers are to blame, not the layer.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from oobleck.model import at_step
+from oobleck.worker.models.checks.check_layer import ANYWHERE
 from oobleck.worker.models.checks.rows import (
     Batches,
     close,
@@ -42,6 +43,13 @@ _GATED = (
 _BACK = (
     ", as where a row goes into others (cumsum over rows), or a hook or an autograd function of "
     "yours takes sums over rows; compute each row, and its gradient, from that row alone"
+)
+#: Factors on a gradient that must be factors on what a backward makes of it.
+_SCALES = 2.0**8, 2.0**-8
+_SCALED = (
+    "by another factor than the gradient of the output, as where a hook or an autograd function "
+    "clamps it or takes its sign; the loss gives weights, and gradients are divided by the batch's "
+    "weight only afterwards: give one number per row, or leave that out"
 )
 #: Noise slightly above rounding, as a power of the weights' precision.
 _NUDGE = 0.85
@@ -101,15 +109,24 @@ class Influence:
     """The checks of one layer in host memory; they change its weights for good."""
 
     def __init__(
-        self, module: nn.Module, seed: int, *, draws: bool, finite: bool, steps: int
+        self,
+        module: nn.Module,
+        seed: int,
+        *,
+        draws: bool,
+        finite: bool,
+        steps: int,
+        weighed: bool,
     ) -> None:
         """Note the sizes of the trained parameters. `draws`: the layer draws from torch's
-        generator; `finite`: its output is finite with its initial weights; `steps`: of the job."""
+        generator; `finite`: its output is finite with its initial weights; `steps`: of the job;
+        `weighed`: gradients are divided by the batch's weight only after the backward."""
         self._module = module
         self._seed = seed
         self._draws = draws
         self._finite = finite
         self._steps = steps
+        self._weighed = weighed
         trained = [p for p in module.parameters() if p.requires_grad and p.numel()]
         self._sizes = [(parameter, _size(parameter)) for parameter in trained]
 
@@ -177,7 +194,53 @@ class Influence:
                 what = self._differ(one, run, row)
         if thorough and not what:
             what = self._differ_thoroughly(x, one, step)
+        if not self._draws and not what:
+            run = self._pass(x.both(), x.later, step, back=back)
+            what = self._differ_elsewhere(x, one, run)
+        if thorough and not what:
+            what = self._differ_in_evaluation(x, step)
+        if thorough and not what and self._weighed:
+            what = self._differ_in_scale(x, one, step)
         return _Found(None if what else with_same_row(one.output, other.output, row), what)
+
+    def _differ_elsewhere(self, x: Batches, one: _Pass, run: _Pass | None) -> str:
+        """Return what changes with place or number. `run`: of both batches as one."""
+        if run is None:
+            return ""
+        for there in (x.row, x.later):
+            for found in unlike(one.output, run.output, exact=False, row=x.row, there=there):
+                where = f"row {x.row} of its output{found.path}"
+                return f"{where} changes as row {there} of more rows ({found.seen}); {ANYWHERE}"
+        how = f"as row {x.later} of more rows; {ANYWHERE}"
+        return self._differ_in_back(one, run, x.row, how)
+
+    def _differ_in_evaluation(self, x: Batches, step: int) -> str:
+        """Return what changes in evaluation. It stands for the training of a layer that draws, so
+        gradients are compared too there."""
+        row, back = x.row, "from the row" if self._draws else ""
+        one, other = (
+            self._pass(batch, row, step, back=back, training=False) for batch in (x.one, x.other)
+        )
+        if one is None or other is None:
+            return ""
+        if not (what := self._differ(one, other, row)):
+            run = self._pass(x.both(), x.later, step, back=back, training=False)
+            what = self._differ_elsewhere(x, one, run)
+        if not what and (run := self._pass(x.alone(), 0, step, training=False)) is not None:
+            what = _differ_alone(one, run, row)
+        return what and f"in evaluation {what}"
+
+    def _differ_in_scale(self, x: Batches, one: _Pass, step: int) -> str:
+        """Return what does not grow with the gradient of the output."""
+        for scale in _SCALES:
+            run = self._pass(x.one, x.row, step, back="from the row", scale=scale)
+            if run is None or run.sums is None:
+                continue
+            sums = {name: (a / scale, b / scale) for name, (a, b) in run.sums.items()}
+            unscaled = replace(run, gradients=[g / scale for g in run.gradients], sums=sums)
+            if what := self._differ_in_back(one, unscaled, x.row, _SCALED):
+                return what
+        return ""
 
     def _differ(self, one: _Pass, other: _Pass, row: int) -> str:
         if structure(one.output) != structure(other.output):
@@ -185,9 +248,13 @@ class Influence:
         for found in unlike(one.output, other.output, exact=True, row=row):
             where = f"row {row} of its output{found.path}"
             return f"{where} changes with the other rows ({found.seen}){_GATED}"
+        return self._differ_in_back(one, other, row, f"with the other rows{_BACK}")
+
+    def _differ_in_back(self, one: _Pass, other: _Pass, row: int, how: str) -> str:
+        """Return what of the backwards differs; empty where one has none."""
         if one.sums is None or other.sums is None:
             return ""
-        if what := _differ_in_gradients(one, other, row):
+        if what := _differ_in_gradients(one, other, row, how):
             return what
         # A gradient of rounding alone, as of a key's bias, is measured by the others' size.
         most = max((size for _, size in one.sums.values() if size == size), default=0.0)
@@ -197,35 +264,42 @@ class Influence:
             scale = max(size, size_there, most * _FLOOR)
             if abs(total - there) > tolerance_of(parameter.dtype, exact=False) * scale:
                 what = f"what row {row} adds to the gradient of {name}"
-                return f"{what} changes with the other rows{_BACK}"
+                return f"{what} changes {how}"
         return ""
 
     def _differ_thoroughly(self, x: Batches, one: _Pass, step: int) -> str:
         """Return what changes with the gradients of other rows, or without other rows."""
         row = x.row
         if (run := self._pass(x.other, row, step, back="from all")) is not None and (
-            what := _differ_in_gradients(one, run, row)
+            what := _differ_in_gradients(one, run, row, f"with the other rows{_BACK}")
         ):
             return what
         if not self._draws and (run := self._pass(x.alone(), 0, step)) is not None:
-            for found in unlike(one.output, run.output, exact=False, row=row):
-                where = f"row {row} of its output{found.path}"
-                return f"{where} changes when it is alone ({found.seen}){_GATED}"
+            return _differ_alone(one, run, row)
         return ""
 
-    def _pass(self, x: Tree, row: int, step: int, *, back: str = "") -> _Pass | None:
+    def _pass(
+        self,
+        x: Tree,
+        row: int,
+        step: int,
+        *,
+        back: str = "",
+        training: bool = True,
+        scale: float = 1.0,
+    ) -> _Pass | None:
         """Run the layer; None if that fails. `back`: run a backward "from the row", "from all"
-        rows, or none if empty."""
+        rows, or none if empty, with gradients times `scale`."""
         given = map_tensors(lambda tensor: leaf(tensor.clone(), tensor.requires_grad), x)
         constants = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
-        self._module.train()
+        self._module.train(training)
         torch.manual_seed(self._seed)
         try:
             with code.running("model"):
                 with at_step(step):
                     output: Tree = self._module(given)
                 if back:
-                    self._backward(output, row, others=back == "from all")
+                    self._backward(output, row, others=back == "from all", scale=scale)
             found = _Pass(
                 map_tensors(lambda tensor: leaf(tensor, tensor.requires_grad), output),
                 [t.grad[row : row + 1].clone() for t in flatten(given) if t.grad is not None],
@@ -240,14 +314,14 @@ class Influence:
                     buffer.copy_(before)
         return found
 
-    def _backward(self, output: Tree, row: int, *, others: bool) -> None:
+    def _backward(self, output: Tree, row: int, *, others: bool, scale: float) -> None:
         roots = [tensor for tensor in flatten(output) if tensor.requires_grad]
         shared, more = (torch.Generator(device="cpu").manual_seed(self._seed + n) for n in (0, 1))
         gradients = []
         for root in roots:
             gradient = _noise(root, more) if others else torch.zeros_like(root)
             gradient[row : row + 1] = _noise(root[:1], shared)
-            gradients.append(gradient)
+            gradients.append(gradient * scale)
         if roots:
             torch.autograd.backward(roots, gradients)
 
@@ -287,10 +361,17 @@ def _crowds(x: Batches) -> Iterator[Tree]:
         yield from (crowded(x, sign) for sign in (1.0, -1.0))
 
 
-def _differ_in_gradients(one: _Pass, other: _Pass, row: int) -> str:
+def _differ_alone(one: _Pass, run: _Pass, row: int) -> str:
+    for found in unlike(one.output, run.output, exact=False, row=row):
+        where = f"row {row} of its output{found.path}"
+        return f"{where} changes when it is alone ({found.seen}){_GATED}"
+    return ""
+
+
+def _differ_in_gradients(one: _Pass, other: _Pass, row: int, how: str) -> str:
     for a, b in zip(one.gradients, other.gradients, strict=False):
         if finite(a) and finite(b) and not close(a, b, exact=False):
-            return f"the gradient of row {row}'s input changes with the other rows{_BACK}"
+            return f"the gradient of row {row}'s input changes {how}"
     return ""
 
 

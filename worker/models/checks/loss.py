@@ -7,11 +7,11 @@ from torch import Tensor
 from oobleck.model import at_step
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.worker.models import own
-from oobleck.worker.models.checks.check_layer import PER_ROW
+from oobleck.worker.models.checks.check_layer import ANYWHERE, PER_ROW
 from oobleck.worker.models.checks.influence import crowded
 from oobleck.worker.models.checks.kept import changed, kept
 from oobleck.worker.models.checks.rows import Batches, close, finite, leaf, same_row, unlike
-from oobleck.worker.models.tree import Tree, flatten, map_tensors
+from oobleck.worker.models.tree import Tree, flatten, map_tensors, unflatten
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.problem import Problem
 
@@ -22,6 +22,20 @@ def check_loss(spec: OwnModelSpec, output: Batches, targets: Batches) -> list[Pr
     found = _look_at_rows(spec, output, targets)
     with at_step(1):
         return found + _look_at_tensors(spec, output.one, targets.one)
+
+
+def weighs(spec: OwnModelSpec, targets: Tree) -> bool:
+    """Return whether the loss gives weights, by its result for made-up outputs; False if it fails
+    on them. `targets`: of some rows."""
+    rows, sketch = len(flatten(targets)[0]), spec.description.layers[-1].output
+    made = (torch.ones((rows, *t.shape), dtype=getattr(torch, t.dtype)) for t in sketch.tensors)
+    try:
+        with torch.no_grad(), at_step(1):
+            output = unflatten(sketch.structure, made)
+            told = map_tensors(lambda tensor: tensor.clone(), targets)
+            return own.row_losses(spec, output, told, rows)[1] is not None
+    except Exception:  # noqa: BLE001  # `check_loss` tells what the loss raises on real outputs
+        return False
 
 
 def _look_at_rows(spec: OwnModelSpec, output: Batches, targets: Batches) -> list[Problem]:
@@ -75,13 +89,21 @@ def _look_at_rows(spec: OwnModelSpec, output: Batches, targets: Batches) -> list
     if not alike:
         return found
     other, alone = of(output.other, targets.other), of(output.alone(), targets.alone())
-    for what, mine, beside, single in zip(("loss", "weight"), one, other, alone, strict=True):
-        if same_row(mine, beside, exact=True) and same_row(mine, single, exact=False):
+    more = of(output.both(), targets.both())
+    for number, what in enumerate(("loss", "weight")):
+        mine = one[number]
+        seen = next(unlike(mine, other[number], exact=True), None)
+        seen = seen or next(unlike(mine, alone[number], exact=False), None)
+        if seen is not None:
+            sentence = f"row 0's {what} changes with the other rows ({seen.seen}); {_BY_ROW}"
+            found.append(_problem(sentence))
             continue
-        seen = next(unlike(mine, beside, exact=True), None)
-        seen = seen or next(unlike(mine, single, exact=False))
-        sentence = f"row 0's {what} changes with the other rows ({seen.seen}); {_BY_ROW}"
-        found.append(_problem(sentence))
+        for there in (0, output.later):
+            seen = next(unlike(mine, more[number], exact=False, there=there), None)
+            if seen is not None:
+                sentence = f"row 0's {what} changes as row {there} of more rows ({seen.seen})"
+                found.append(_problem(f"{sentence}; {ANYWHERE}"))
+                break
     try:
         with code.running("loss", " cannot be differentiated"):
             sums.mean().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -104,22 +126,25 @@ def influence_in_loss(
     weights. Errors and infinite numbers are no problem: training may never give such outputs."""
     row = output.row
     first = _row_loss(spec, output.one, targets.one, row, step)
-    others = [(output.other, targets.other)]
-    others += [(crowded(output, sign), targets.one) for sign in (1.0, -1.0)]
-    for x, t in others:
-        again = _row_loss(spec, x, t, row, step)
+    others = [(output.other, targets.other, row)]
+    others += [(crowded(output, sign), targets.one, row) for sign in (1.0, -1.0)]
+    others.append((output.both(), targets.both(), output.later))
+    for x, t, there in others:
+        again = _row_loss(spec, x, t, there, step)
+        how, advice = "with the other rows", _BY_ROW
+        if there != row:
+            how, advice = f"as row {there} of more rows", ANYWHERE
         if first is None or again is None:
             continue
         for what, mine, beside in zip(("loss", "weight"), first[:2], again[:2], strict=True):
-            if close(mine, beside):
+            if close(mine, beside, exact=there == row):
                 continue
             seen = f"{mine.item():.4g} becomes {beside.item():.4g}"
-            sentence = f"row {row}'s {what} changes with the other rows ({seen}) for some outputs"
-            return _problem(f"{sentence}; {_BY_ROW}")
+            sentence = f"row {row}'s {what} changes {how} ({seen}) for some outputs"
+            return _problem(f"{sentence}; {advice}")
         pairs = zip(first[2], again[2], strict=True)
         if any(not close(a, b, exact=False) for a, b in pairs):
-            sentence = f"the gradient of row {row}'s loss changes with the other rows"
-            return _problem(f"{sentence}; {_BY_ROW}")
+            return _problem(f"the gradient of row {row}'s loss changes {how}; {advice}")
     return None
 
 

@@ -29,6 +29,17 @@ class Batches:
         """Return the shared row as a batch of one, (1, ...)."""
         return map_tensors(lambda tensor: tensor[self.row : self.row + 1], self.one)
 
+    def both(self) -> Tree:
+        """Return one batch of the rows of `one`, then those of `other`: the shared row is at `row`
+        and at `later`."""
+        rows = zip(flatten(self.one), flatten(self.other), strict=True)
+        joined = [leaf(torch.cat([a, b]), a.requires_grad) for a, b in rows]
+        return unflatten(structure(self.one), joined)
+
+    @property
+    def later(self) -> int:
+        return len(flatten(self.one)[0]) + self.row
+
 
 def with_same_row(one: Tree, other: Tree, row: int = 0) -> Batches:
     """Return `one`, and `other` with its `row` replaced by that of `one`."""
@@ -39,10 +50,12 @@ def with_same_row(one: Tree, other: Tree, row: int = 0) -> Batches:
     return Batches(one, unflatten(structure(other), mixed), row)
 
 
-def same_row(a: Tree, b: Tree, *, exact: bool, row: int = 0) -> bool:
-    """Return whether `row` of both is the same up to rounding. Without `exact` more rounding is
-    allowed, as between batches of unlike sizes. A batch of one row is compared by that row."""
-    return structure(a) == structure(b) and next(unlike(a, b, exact=exact, row=row), None) is None
+def same_row(a: Tree, b: Tree, *, exact: bool, row: int = 0, there: int | None = None) -> bool:
+    """Return whether `row` of `a` is row `there` of `b` (None: `row`) up to rounding. Without
+    `exact` more rounding is allowed, as between batches of unlike sizes. A batch of one row is
+    compared by that row."""
+    found = unlike(a, b, exact=exact, row=row, there=there)
+    return structure(a) == structure(b) and next(found, None) is None
 
 
 def same(a: Tree, b: Tree) -> bool:
@@ -64,14 +77,22 @@ class Unlike:
     batch_wide: bool
 
 
-def unlike(a: Tree, b: Tree, *, exact: bool, row: int = 0) -> Iterator[Unlike]:
-    """Yield differences of `row` between the tensors of `a` and `b`, which share a structure."""
+def unlike(
+    a: Tree, b: Tree, *, exact: bool, row: int = 0, there: int | None = None
+) -> Iterator[Unlike]:
+    """Yield differences between `row` of the tensors of `a` and row `there` (None: `row`) of those
+    of `b`, which share a structure."""
+    other_row = row if there is None else there
     pairs = zip(_paths(a, ""), flatten(a), flatten(b), strict=True)
     for path, x, y in pairs:
-        one, other = (t[min(row, len(t) - 1) :][:1] if t.dim() else t for t in (x, y))
+        one, other = _row(x, row), _row(y, other_row)
         if not close(one, other, exact=exact):
             wide = len(x) > 1 and bool((x == x[:1]).all())
             yield Unlike(path, _seen(one, other), wide)
+
+
+def _row(tensor: Tensor, row: int) -> Tensor:
+    return tensor[min(row, len(tensor) - 1) :][:1] if tensor.dim() else tensor
 
 
 def close(a: Tensor, b: Tensor, *, exact: bool = True) -> bool:
