@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import Dataset
 
 from oobleck.model import Model
@@ -55,6 +56,14 @@ class Flipped(Points):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         point, label = super().__getitem__(index)
         return point if self._coin.random() < 0.5 else -point, label
+
+
+class Padded(Points):
+    """Tokens from 1, how many of them count, and a class from 1."""
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+        tokens = torch.arange(index, index + FEATURES) % CLASSES + 1
+        return {"tokens": tokens, "length": tokens[0]}, tokens[0]
 
 
 class Ragged(Points):
@@ -157,6 +166,34 @@ def frozen() -> Model:
 # Bad ones.
 
 
+class Recurrent(nn.Module):
+    """Passes the lengths on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, WIDTH)
+        self.inner = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        x = given["x"] if "x" in given else self.table(given["tokens"] - 1)
+        packed = pack_padded_sequence(x, given["length"], batch_first=True, enforce_sorted=False)
+        y, _ = pad_packed_sequence(self.inner(packed)[0], batch_first=True, total_length=FEATURES)
+        return {"x": y, "length": given["length"]}
+
+
+class LastState(nn.Linear):
+    def forward(self, given: dict[str, Tensor]) -> Tensor:
+        last = given["length"].view(-1, 1, 1) - 1
+        return super().forward(given["x"].take_along_dim(last, 1).squeeze(1))
+
+
+def recurrent() -> Model:
+    return Model(
+        layers=[Recurrent, Recurrent, partial(LastState, WIDTH, CLASSES)],
+        loss=lambda scores, labels: loss(scores, labels - 1),
+    )
+
+
 def batch_norm() -> Model:
     return around(partial(nn.BatchNorm1d, WIDTH, track_running_stats=False))
 
@@ -232,6 +269,17 @@ def in_place() -> Model:
 
 def writes_the_data() -> Model:
     return Model(layers=[InPlace, partial(nn.Linear, FEATURES, CLASSES)], loss=loss)
+
+
+class Differentiates(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(
+            torch.func.grad(lambda row: super(Differentiates, self).forward(row).sum())
+        )(x)
+
+
+def differentiates() -> Model:
+    return around(partial(Differentiates, WIDTH, WIDTH))
 
 
 class Counted(nn.Module):

@@ -50,6 +50,10 @@ BAD = {
     "always_drops": ["layer 1 (AlwaysDrops): draws random numbers in evaluation too; draw only"],
     "in_place": ["model: layer 1 (Sequential) writes into what it is given; make a new tensor"],
     "writes_the_data": ["model: layer 0 (InPlace) writes into what it is given"],
+    "differentiates": [
+        "model: layer 1 (Differentiates) fails on float32[2, 8], which layer 0 (Linear) gives for 2"
+        " rows: it uses torch.func, under which what a layer keeps for its backward cannot be"
+    ],
     "counted": ["layer 1 (Counted): changes its calls in forward; what is no trained parameter"],
     "no_way_back": [
         "layer 1 (NoWayBack): its backward fails: RuntimeError: there is no way back (bad_models.py"
@@ -133,6 +137,13 @@ def test_nothing_is_said_of_a_good_one(model: str, precision: str) -> None:
     found = look_at(job(model, precision=precision), always=False)
     assert found.problems == []
     assert found.run
+    assert found.descriptions["model"]
+
+
+def test_layers_are_described_with_the_numbers_of_the_data() -> None:
+    """Zeros would be no length, and no token where these begin at 1."""
+    found = look_at(job("recurrent", "Padded"), always=True)
+    assert found.problems == []
     assert found.descriptions["model"]
 
 

@@ -51,6 +51,14 @@ _SMALL = 1 << 22
 _FEW, _MORE = 2, 3
 
 
+#: Part of torch's error where torch.func is used beside hooks that count what autograd keeps.
+_SAVED = "support saved tensor hooks"
+_HOOKS_OF_SAVED = (
+    "it uses torch.func, under which what a layer keeps for its backward cannot be counted; take "
+    "the gradient by torch.autograd.grad(y, x, create_graph=True)"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     """One layer's forward."""
@@ -78,6 +86,7 @@ def describe(job: JobSpec, sample: tuple[Any, Any], warnings: list[Problem] | No
             "several into one"
         )
     inputs, targets = (sketch_of_sample(side, dtype) for side in sample)
+    numbers, target = (_repeated(side, dtype) for side in sample)
     tied = _tied(spec, count)
     incoming, giver = inputs, "the data"
     #: What makes a layer alike to another one: what it takes, and what it is.
@@ -91,9 +100,16 @@ def describe(job: JobSpec, sample: tuple[Any, Any], warnings: list[Problem] | No
             for name in tie.names[tie.layers.index(number)]
         ]
         settings = _settings()
-        shapes, layer = _Layer(
-            spec, number, incoming, giver, shared, job.training.seed, dtype, precision == "bf16"
-        ).describe(targets if number == count - 1 else None, compilation)
+        shapes, layer, numbers = _Layer(
+            spec,
+            number,
+            _Values(incoming, numbers),
+            giver,
+            shared,
+            job.training.seed,
+            dtype,
+            precision == "bf16",
+        ).describe(_Values(targets, target) if number == count - 1 else None, compilation)
         if changed := [name for name, value in _settings().items() if settings[name] != value]:
             raise JobError(
                 f"model: layer {number} ({layer.name}) calls {changed[0]} while it is built or "
@@ -161,13 +177,46 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _repeated(tree: Any, dtype: torch.dtype) -> Any:
+    """Return `_MORE` rows of a sample's inputs or targets."""
+
+    def repeat(tensor: Tensor) -> Tensor:
+        return tensor.to(_widened(tensor, dtype)).expand(_MORE, *tensor.shape)
+
+    return map_tensors(repeat, tree)
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """What a layer or the loss takes."""
+
+    sketch: TreeSketch
+    #: `_MORE` rows in host memory, made from the data; None: a layer below ran on the meta device.
+    numbers: Any
+
+    def rows(self, count: int, device: str) -> Any:
+        """Return leaves of `count` rows: floats from 0 to 1, which may be shares or have a
+        logarithm; in host memory the data's own numbers of other types, since zero may be no length
+        and no index."""
+        known: Sequence[Tensor | None] = [None] * len(self.sketch.tensors)
+        if device == "cpu" and self.numbers is not None:
+            known = flatten(self.numbers)
+        made = [
+            _made(sketch, count, device)
+            if tensor is None or tensor.is_floating_point()
+            else tensor[:count].clone()
+            for sketch, tensor in zip(self.sketch.tensors, known, strict=True)
+        ]
+        return unflatten(self.sketch.structure, made)
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """One layer on its way to a sketch."""
 
     spec: OwnModelSpec
     number: int
-    incoming: TreeSketch
+    incoming: _Values
     #: Whose output that is.
     giver: str
     #: Its parameters that are tied.
@@ -178,10 +227,11 @@ class _Layer:
     autocasts: bool
 
     def describe(
-        self, targets: TreeSketch | None, compilation: Compilation | None
-    ) -> tuple[_Shapes, LayerSketch]:
-        """`targets`: of the last layer, whose loss counts with it. `compilation`: of those before,
-        where the job wants it."""
+        self, targets: _Values | None, compilation: Compilation | None
+    ) -> tuple[_Shapes, LayerSketch, Any]:
+        """Return the shapes, the sketch, and `_MORE` rows of the output (None if they have no
+        numbers). `targets`: of the last layer, whose loss counts with it; `compilation`: of the
+        layers before, if the job wants it."""
         module = own.in_precision(built.build(self.spec, self.number, self.seed), self.dtype)
         where = f"layer {self.number} ({type(module).__name__})"
         small = sum(parameter.numel() for parameter in module.parameters()) <= _SMALL
@@ -190,10 +240,10 @@ class _Layer:
         except JobError:
             raise
         except Exception as error:  # a user's layer may raise anything
-            given = shown(_made(self.incoming, _FEW, "meta"))
+            given = shown(self.incoming.rows(_FEW, "meta"))
             raise JobError(
                 f"model: {where} fails on {given}, which {self.giver} gives for {_FEW} rows: "
-                f"{code.described(error)}"
+                f"{_HOOKS_OF_SAVED if _SAVED in str(error) else code.described(error)}"
             ) from error
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         for name, parameter in trained.items():
@@ -206,14 +256,15 @@ class _Layer:
         sizes = [parameter.numel() for parameter in trained.values()]
         compiled, not_compiled = None, ""
         if compilation is not None:
-            x = _made(self.incoming, _FEW, few.device)
+            x = self.incoming.rows(_FEW, few.device)
             with at_step(1):
                 compiled, not_compiled = compilation.look(module, x, draws=few.draws)
         whole = False
         if any(map(is_hooked, trained.values())):
             module = own.in_precision(own.build_real(self.spec, self.seed, self.number), self.dtype)
             whole = hooks.are_wanted_whole(module, where)
-        return tuple((name, tuple(p.shape)) for name, p in trained.items()), LayerSketch(
+        shapes = tuple((name, tuple(p.shape)) for name, p in trained.items())
+        sketch = LayerSketch(
             name=type(module).__name__,
             parameters=sum(sizes),
             tied=sum(trained[name].numel() for name in self.tied),
@@ -227,9 +278,10 @@ class _Layer:
             compiled=compiled,
             not_compiled=not_compiled,
         )
+        return shapes, sketch, None if more.device == "meta" else more.output
 
     def _runs(
-        self, module: nn.Module, targets: TreeSketch | None, device: str
+        self, module: nn.Module, targets: _Values | None, device: str
     ) -> tuple[nn.Module, _Run, _Run]:
         """The module that was run, and its runs with few rows and with more. `module`: on the meta
         device."""
@@ -251,7 +303,7 @@ class _Layer:
                 has = ", ".join(trained) or "no parameters"
                 raise JobError(f"model: tied names {path}, and {where} has {has}")
 
-    def _run(self, module: nn.Module, targets: TreeSketch | None, rows: int, device: str) -> _Run:
+    def _run(self, module: nn.Module, targets: _Values | None, rows: int, device: str) -> _Run:
         """Its forward with so many rows."""
         own_ones = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
         kept: dict[int, int] = {}
@@ -262,14 +314,14 @@ class _Layer:
                 kept[storage._cdata] = storage.nbytes()
             return tensor.detach()
 
-        leaves = _made(self.incoming, rows, device)
+        leaves = self.incoming.rows(rows, device)
         # A leaf cannot be written to, and torch's error would not say what to do.
         x = map_tensors(lambda tensor: tensor.clone(), leaves)
         versions = [tensor._version for tensor in flatten(x)]
         trained, hooked = _trained(module), _hooks(module)
         if isinstance(module, Prepared):
             module.prepare(x)  # what it makes once, for all that are alike, is not its own cost
-        made = None if targets is None else _made(targets, rows, device)
+        made = None if targets is None else targets.rows(rows, device)
         flops = FlopCounterMode(display=False)
         packing = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         with _Draws() as draws, flops, packing, at_step(1):
@@ -324,16 +376,11 @@ def _float_again(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
 
 
-def _made(sketch: TreeSketch, rows: int, device: str) -> Any:
-    """Tensors of those shapes: floats from 0 to 1, which may be shares or have a logarithm, and
-    zeros of any other type."""
-    made = []
-    for tensor in sketch.tensors:
-        dtype, shape = getattr(torch, tensor.dtype), (rows, *tensor.shape)
-        floats = dtype.is_floating_point and device == "cpu"
-        make = torch.rand if floats else torch.zeros
-        made.append(make(shape, dtype=dtype, device=device).requires_grad_(tensor.gradient))
-    return unflatten(sketch.structure, made)
+def _made(sketch: TensorSketch, rows: int, device: str) -> Tensor:
+    """Return a leaf: floats from 0 to 1, and zeros of any other type."""
+    dtype, shape = getattr(torch, sketch.dtype), (rows, *sketch.shape)
+    make = torch.rand if dtype.is_floating_point and device == "cpu" else torch.zeros
+    return make(shape, dtype=dtype, device=device).requires_grad_(sketch.gradient)
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
