@@ -138,6 +138,8 @@ class Communicator:
     def __init__(self, fabric: Fabric, size: int) -> None:
         self.fabric = fabric
         self.size = size
+        #: Of its own: a change concerns none of the other groups.
+        self.changed = threading.Condition()
         self._come: set[int] = set()
         #: Members that have aborted it.
         self.gone: set[int] = set()
@@ -149,7 +151,7 @@ class Communicator:
         self.held_out: dict[int, dict[int, list[Tensor]]] = {}
 
     def come(self, rank: int) -> None:
-        with self.fabric.lock:
+        with self.changed:
             self._come.add(rank)
 
     @property
@@ -227,7 +229,6 @@ class FakeGroup:
             identifiers.set(_KEY, fabric.identifier())
         self.communicator = fabric.communicator(identifiers.get(_KEY), size)
         self.rank = rank
-        self._fabric = fabric
         self._device = device
         self._sums = 0
         self._exchanges = 0
@@ -257,9 +258,9 @@ class FakeGroup:
         offered = self.communicator.offered
 
         def kernel() -> None:
-            with self._fabric.lock:
+            with self.communicator.changed:
                 offered[way] = tensor
-                self._fabric.lock.notify_all()
+                self.communicator.changed.notify_all()
                 self._until(lambda: way not in offered)
 
         return self._enqueue("send", kernel, lambda: peer in self.communicator.gone)
@@ -269,13 +270,13 @@ class FakeGroup:
         offered = self.communicator.offered
 
         def kernel() -> None:
-            with self._fabric.lock:
+            with self.communicator.changed:
                 self._until(lambda: way in offered)
                 if self._aborted:
                     tensor.fill_(float("nan"))
                 else:
                     tensor.copy_(offered.pop(way))
-                self._fabric.lock.notify_all()
+                self.communicator.changed.notify_all()
 
         return self._enqueue("recv", kernel, lambda: peer in self.communicator.gone)
 
@@ -285,10 +286,10 @@ class FakeGroup:
         brought = self.communicator.brought
 
         def kernel() -> None:
-            with self._fabric.lock:
+            with self.communicator.changed:
                 mine = brought.setdefault(number, {})
                 mine[self.rank] = tensor.clone()
-                self._fabric.lock.notify_all()
+                self.communicator.changed.notify_all()
                 self._until(lambda: len(mine) == self.communicator.size)
                 if self._aborted:
                     tensor.fill_(float("nan"))
@@ -296,7 +297,7 @@ class FakeGroup:
                     tensor.copy_(sum(mine[rank] for rank in sorted(mine)))
 
         def hopeless() -> bool:
-            with self._fabric.lock:
+            with self.communicator.changed:
                 return bool(self.communicator.gone - brought.get(number, {}).keys())
 
         return self._enqueue("allreduce", kernel, hopeless)
@@ -310,10 +311,10 @@ class FakeGroup:
         assert all(tensor.is_contiguous() for tensor in (*received, *sent))
 
         def kernel() -> None:
-            with self._fabric.lock:
+            with self.communicator.changed:
                 mine = held_out.setdefault(number, {})
                 mine[self.rank] = [tensor.clone() for tensor in sent]
-                self._fabric.lock.notify_all()
+                self.communicator.changed.notify_all()
                 self._until(lambda: len(mine) == self.communicator.size)
                 for rank, tensor in enumerate(received):
                     if self._aborted:
@@ -322,16 +323,16 @@ class FakeGroup:
                         tensor.copy_(mine[rank][self.rank])
 
         def hopeless() -> bool:
-            with self._fabric.lock:
+            with self.communicator.changed:
                 return bool(self.communicator.gone - held_out.get(number, {}).keys())
 
         return self._enqueue("alltoall", kernel, hopeless)
 
     def abort(self) -> None:
         self._aborted = True
-        with self._fabric.lock:
+        with self.communicator.changed:
             self.communicator.gone.add(self.rank)
-            self._fabric.lock.notify_all()
+            self.communicator.changed.notify_all()
         self._queue.put(None)
         self._strike("abort")
         self.aborting.set()
@@ -369,8 +370,8 @@ class FakeGroup:
         return work
 
     def _until(self, done: Callable[[], bool]) -> None:
-        """With the fabric's lock: until `done` or aborted."""
-        self._fabric.lock.wait_for(lambda: done() or self._aborted)
+        """With the group's lock: until `done` or aborted."""
+        self.communicator.changed.wait_for(lambda: done() or self._aborted)
 
     def _until_connected(self) -> None:
         """As torch does where a communicator is made without waiting: its first use waits."""

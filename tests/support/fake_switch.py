@@ -8,10 +8,12 @@ threads. A process that is killed does nothing any more, and those who wait for 
 import os
 import queue
 import secrets
+import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 
 import torch
@@ -21,7 +23,8 @@ from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions
 from oobleck.worker.transport.nccl.group import Identifiers
 from support.fake_nccl import Device, Fabric, FakeGroup, FakeWork
 
-_POLL_S = 0.002
+#: How often a thread that waits for something else looks whether its process has ended.
+_LOOK_S = 0.02
 _KEY = "0"
 #: Of a process: which one a group gets is not asked of it, so none is ever given twice.
 _STREAMS = 1 << 12
@@ -55,6 +58,8 @@ class Switch:
         self._listener = Listener(self.path, "AF_UNIX", backlog=256)
         self._members: list[threading.Thread] = []
         self._ended = threading.Event()
+        #: The first is readable once the other one is closed.
+        self._end, self._ending = socket.socketpair()
         #: Operations that were done.
         self.done = 0
         #: One for each group that a member has begun to connect; added to by several threads.
@@ -76,11 +81,13 @@ class Switch:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
+        self._ending.close()
         Client(self.path, "AF_UNIX").close()  # ends the wait for the next one
         self._accepting.join()
         for member in self._members:
             member.join()
         self._listener.close()
+        self._end.close()
         self._folder.cleanup()
 
     @property
@@ -117,7 +124,7 @@ class Switch:
             group.eager_connect_single_device(None)
             self._uses[group] = 0
             self._made.append(group)
-            while self._until(lambda: connection.poll(_POLL_S)):
+            while self._end not in wait([connection, self._end]):
                 connection.send(self._carry_out(group, connection, *connection.recv()))
         except (EOFError, OSError):
             pass  # the process, or its group, has ended
@@ -130,20 +137,15 @@ class Switch:
     def _is_connected(self, group: FakeGroup) -> bool:
         return self.connects.is_set() and group.communicator.is_connected
 
-    def _until(self, done: Callable[[], bool]) -> bool:
-        while not self._ended.is_set():
-            if done():
-                return True
-        return False
-
     def _carry_out(
         self, group: FakeGroup, connection: Connection, what: str, packed: list[_Packed]
     ) -> list[_Packed] | str:
         """Returns what comes of it, or what is wrong. Raises EOFError when the member has
         ended."""
         if what == "connect":
-            if not self._until(lambda: self._is_connected(group) or _ended(connection)):
-                raise EOFError
+            while not self._is_connected(group):
+                self._look_for_end(connection)
+                time.sleep(_LOOK_S / 10)
             return self.fails or []
         tensors = list(map(_unpacked, packed))
         if what == "send":
@@ -157,9 +159,8 @@ class Switch:
         else:
             work = group.allreduce(tensors, AllreduceOptions())
         told = False
-        while not work.wait_for(_POLL_S):
-            if self._ended.is_set() or _ended(connection):
-                raise EOFError
+        while not work.wait_for(_LOOK_S):
+            self._look_for_end(connection)
             if not told and work.is_hopeless():
                 told = True
                 connection.send(_HOPELESS)
@@ -167,12 +168,10 @@ class Switch:
         self._uses[group] += 1
         return list(map(_packed, tensors))
 
-
-def _ended(connection: Connection) -> bool:
-    """Raises EOFError where it has; a member asks nothing while it waits."""
-    if connection.poll():
-        raise EOFError
-    return False
+    def _look_for_end(self, connection: Connection) -> None:
+        """Raise EOFError if the member, which asks nothing in a wait, or the test has ended."""
+        if self._ended.is_set() or connection.poll():
+            raise EOFError
 
 
 class RemoteGroup:
@@ -185,6 +184,8 @@ class RemoteGroup:
         self._path = path
         self._connected = False
         self._aborted = threading.Event()
+        #: The first is readable once the other one is closed.
+        self._end, self._ending = socket.socketpair()
         self._asking = threading.Lock()
         self._hopeless = threading.Event()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -210,6 +211,7 @@ class RemoteGroup:
 
     def abort(self) -> None:
         self._aborted.set()
+        self._ending.close()
         self._queue.put(None)
         with self._asking:  # whoever waits for an answer has it by now, or looks again
             self._connection.close()
@@ -241,6 +243,7 @@ class RemoteGroup:
                 raise RuntimeError("NCCL communicator was aborted")
             self._connection.send((what, packed))
         while True:
+            wait([self._connection, self._end])
             with self._asking:
                 if self._aborted.is_set():
                     raise RuntimeError("NCCL communicator was aborted")
@@ -251,7 +254,6 @@ class RemoteGroup:
                     if answer != _HOPELESS:
                         raise RuntimeError(answer)
                     self._hopeless.set()
-            self._aborted.wait(_POLL_S / 4)
 
     def _run(self) -> None:
         while (kernel := self._queue.get()) is not None:

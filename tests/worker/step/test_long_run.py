@@ -117,7 +117,7 @@ class Story:
             *(120, "fp32", gpt(tied=True), 1e-6, "links"), id="tied", marks=pytest.mark.soak
         ),
         pytest.param(110, "fp64", gpt(tied=False), 1e-12, "links", id="untied, float64"),
-        pytest.param(120, "fp32", llama(), 1e-6, "links", id="llama"),
+        pytest.param(*(120, "fp32", llama(), 1e-6, "links"), id="llama", marks=pytest.mark.soak),
         *(
             pytest.param(
                 steps,
