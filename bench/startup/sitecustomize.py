@@ -4,8 +4,8 @@ PYTHONPATH.
 `BENCH_CLOCK` names a file with the seconds, as a double, that `time.time` is off by. Decisions must
 not depend on it: that is what jumps of the clock are to show.
 
-Where the socket of `bench.support.preloaded` lies beside this file, an agent's warm process does
-not load its libraries. It has one forked that has them, and lives and ends together with that one.
+Where the socket of `bench.support.preloaded` lies beside this file, a process of `_FORKED` does not
+load its libraries. It has one forked that has them, and lives and ends together with that one.
 """
 
 import json
@@ -19,7 +19,9 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-_WARM = "oobleck.worker.warm"
+#: An agent's warm process, and what looks at a user's model before it is sent.
+_FORKED = ("oobleck.worker.warm", "oobleck.worker.describe")
+_MOST_FILES = 64
 _time = time.time
 _offset: mmap.mmap | bytes = bytes(8)
 
@@ -31,32 +33,49 @@ def follow_clock(path: str) -> None:
         _offset = mmap.mmap(file.fileno(), 8, access=mmap.ACCESS_READ)
 
 
+def _is_inherited(number: int) -> bool:
+    try:
+        return os.get_inheritable(number)
+    except OSError:
+        return False
+
+
 def _shifted() -> float:
     return _time() + float(struct.unpack_from("d", _offset)[0])
 
 
-def stand_in(address: Path, parent_pid: int) -> NoReturn:
-    """Have the warm process forked, with this one's files, network and environment.
+def stand_in(address: Path, parent_pid: int, module: str, arguments: list[str]) -> NoReturn:
+    """Have the module's process forked, with this one's files, network, folder and environment.
 
-    This process ends with the agent, and its end closes a pipe by which the kernel kills the
+    This process ends with its parent, and its end closes a pipe by which the kernel kills the
     forked one. The other way round it ends in the same manner as the forked one.
     """
     from oobleck.host.system.process import die_with_parent
 
     die_with_parent(parent_pid)
+    # Python's own files are not passed on.
+    numbers = [n for n in range(_MOST_FILES) if n < 3 or _is_inherited(n)]
     alive, _held_open = os.pipe()
     server = socket.socket(socket.AF_UNIX)
     server.connect(str(address))
     network = os.open("/proc/self/ns/net", os.O_RDONLY)
-    socket.send_fds(server, [b"."], [0, 1, 2, network, alive])
-    server.sendall(json.dumps([dict(os.environ), os.getcwd()]).encode() + b"\n")
+    socket.send_fds(server, [b"."], [*numbers, network, alive])
+    asked = {
+        "module": module,
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "path": sys.path,
+        "files": numbers,
+    }
+    server.sendall(json.dumps(asked).encode() + b"\n")
     null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(null, standard)
+    for number in numbers:
+        os.dup2(null, number)
     os.close(alive)
     answers = server.makefile()
     # Where others look for the forked one.
-    Path("/proc/self/comm").write_text(f"warm {answers.readline().strip()}")
+    Path("/proc/self/comm").write_text(f"fork {answers.readline().strip()}")
     code = os.waitstatus_to_exitcode(int(answers.readline() or signal.SIGKILL))
     if code < 0:
         os.kill(os.getpid(), -code)
@@ -68,6 +87,14 @@ if "BENCH_CLOCK" in os.environ:
     time.time = _shifted
     time.time_ns = lambda: int(_shifted() * 1e9)
 
-_address = Path(__file__).with_name("preloaded")
-if _WARM in sys.orig_argv and _address.exists():
-    stand_in(_address, int(sys.orig_argv[sys.orig_argv.index(_WARM) - 1]))
+
+def _stand_in_if_forked(address: Path) -> None:
+    """Do so if this process is to run a module of `_FORKED`."""
+    called = sys.orig_argv
+    for module in _FORKED:
+        if module in called and address.exists():
+            place = called.index(module)
+            stand_in(address, int(called[place - 1]), module, called[place + 1 :])
+
+
+_stand_in_if_forked(Path(__file__).with_name("preloaded"))

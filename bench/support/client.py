@@ -63,6 +63,8 @@ class Client:
         self.address = ""
         #: The operator's; None: the cluster is in the clear, on this host.
         self.credentials: Path | None = None
+        #: What processes get as PYTHONPATH before this process's.
+        self.python_path = ""
         self._scratch = scratch
 
     # ---- the operator's verbs
@@ -81,7 +83,7 @@ class Client:
         shown = {"OOBLECK_CREDENTIALS": str(self.credentials)} if self.credentials else {}
         done = subprocess.run(
             [str(BIN / "oobleck"), *arguments],
-            env={**os.environ, "OOBLECK_MASTER": self.address, **shown},
+            env={**self.child_environment(), "OOBLECK_MASTER": self.address, **shown},
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -89,6 +91,11 @@ class Client:
         if check and done.returncode != 0:
             raise ClusterError(f"oobleck {' '.join(arguments)}: {done.stderr.strip()}")
         return done
+
+    def child_environment(self) -> dict[str, str]:
+        """What processes of the cluster and commands get."""
+        path = filter(None, (self.python_path, os.environ.get("PYTHONPATH")))
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
     def submit(self, job: Mapping[str, object]) -> str:
         """Submit the job file that `job` describes; returns the job's id."""

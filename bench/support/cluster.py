@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from bench.support.client import Client, ClusterError
-from bench.support.daemons import children_of, descendants, kill_trees, warm_process, with_parent
+from bench.support.daemons import children_of, descendants, kill_trees, real_process, with_parent
 from bench.support.preloaded import Preloaded
 from bench.support.scratch import run_folder, undisturbed
 
@@ -127,7 +127,7 @@ class Cluster(Client, ABC):
             ]
             for child in children:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    return warm_process(child)
+                    return real_process(child)
             if time.monotonic() > deadline:
                 raise ClusterError(
                     f"the agent of {name} has nothing to fork workers from yet; its children: "
@@ -195,7 +195,8 @@ class LocalCluster(Cluster):
         scratch = self._run.enter_context(run_folder())
         super().__init__(state_dir or scratch / "state", scratch)
         self._extra: list[subprocess.Popen[str]] = []
-        self._python_path = preloaded.python_path if preloaded is not None else ""
+        if preloaded is not None:
+            self.python_path = preloaded.python_path
         command = [*with_parent("oobleck.cli.main"), "local", "--nodes", str(nodes)]
         command += ["--workers-per-node", str(workers_per_node)]
         command += ["--listen", "127.0.0.1:0", "--state-dir", str(self.state_dir)]
@@ -212,7 +213,7 @@ class LocalCluster(Cluster):
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=self._environment(),
+                env=self.child_environment(),
                 start_new_session=True,
             )
         try:
@@ -226,10 +227,6 @@ class LocalCluster(Cluster):
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-    def _environment(self) -> dict[str, str]:
-        path = [self._python_path, os.environ.get("PYTHONPATH", "")]
-        return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
     def _await_ready(self) -> None:
         assert self.process.stdout is not None, "opened as a pipe"
@@ -282,7 +279,7 @@ class LocalCluster(Cluster):
                 stdout=log,
                 stderr=log,
                 text=True,
-                env={**self._environment(), **environment},
+                env={**self.child_environment(), **environment},
             )
         self._extra.append(agent)
         self.agents[name] = agent.pid

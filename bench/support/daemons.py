@@ -34,18 +34,18 @@ def _children_by_thread(pid: int) -> list[int]:
     return found
 
 
-def warm_process(pid: int) -> int:
-    """The warm process that `pid` is, or stands for (`bench.support.preloaded`)."""
+def real_process(pid: int) -> int:
+    """The process that `pid` is, or stands for (`bench.support.preloaded`)."""
     name, _, number = psutil.Process(pid).name().partition(" ")
-    return int(number) if name == "warm" and number else pid
+    return int(number) if name == "fork" and number else pid
 
 
 def descendants(pid: int) -> Iterator[psutil.Process]:
     """The process and all that come from it; none where it is gone."""
     with contextlib.suppress(psutil.NoSuchProcess):
         yield psutil.Process(pid)
-        warm = warm_process(pid)
-        for child in [*children_of(pid), *([warm] if warm != pid else [])]:
+        real = real_process(pid)
+        for child in [*children_of(pid), *([real] if real != pid else [])]:
             yield from descendants(child)
 
 

@@ -61,7 +61,7 @@ class NetCluster(Cluster):
             names = [f"n{number}" for number in range(1, nodes + 1)]
             self.net = run.enter_context(Network([HEAD, *names], bytes_per_s))
             self._run = run.pop_all()
-        self._python_path = preloaded.python_path if preloaded is not None else str(STARTUP)
+        self.python_path = preloaded.python_path if preloaded is not None else str(STARTUP)
         self._master_options = tuple(master_options)
         self._fault_plan = folder / "faults.json"
         self._fault_plan.write_text(json.dumps(list(fault_plan)))
@@ -107,7 +107,7 @@ class NetCluster(Cluster):
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "BENCH_CLOCK": str(self._scratch / f"clock-{host}"),
-            "PYTHONPATH": self._python_path,
+            "PYTHONPATH": self.python_path,
         }
 
     # ---- daemons

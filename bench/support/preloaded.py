@@ -1,9 +1,10 @@
-"""One process that has a worker's libraries loaded, and forks the warm processes of all agents of a
-run. Else each of them loads the libraries, which takes two seconds of a core or more.
+"""One process that has the libraries of workers loaded, and forks what needs them in a run: the
+warm processes of all agents, and what looks at users' models before they are sent. Else each of
+these loads them, which takes two to five seconds of a core.
 
-For tests that start and kill many nodes. What they prove is the same: each warm process is the real
-code in a process of its own, in its agent's network and environment; it can be killed, and dies
-with its agent. But it is no child of the agent. A process that stands for it is
+For tests that start and kill many nodes. What they prove is the same: each fork is the real code in
+a process of its own, with the network, folder, files and environment that were meant for it; it can
+be killed, and dies with its parent. But it is no child of that one. A process that stands for it is
 (`bench/startup/sitecustomize.py`), and `bench.support.daemons` finds the one by the other. What
 looks at the process table itself, as `oobleck chaos` does, needs a cluster without this.
 
@@ -20,18 +21,22 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import NoReturn
 
 from bench.support.daemons import CHECKOUT, with_parent
 from oobleck.host.device import worker_environment
+from oobleck.host.programs import run
 
 #: What is on PYTHONPATH of processes whose start is a drill's.
 STARTUP = Path(__file__).parents[1] / "startup"
 _CLONE_NEWNET = 0x40000000
 _BACKLOG = 100
-_MOST_FILES = 4096
+_MOST_FILES = 64
+#: Above the numbers that a fork's files get.
+_HIGH = 1000
 
 
 class Preloaded:
@@ -65,8 +70,12 @@ class Preloaded:
 
 
 def serve(listener: socket.socket) -> NoReturn:
-    """Fork a warm process for each that connects, and tell it the pid and later the status."""
+    """Fork a process for each that connects, and tell it the pid and later the status."""
+    import oobleck.worker.describe
     import oobleck.worker.warm  # noqa: F401
+    from oobleck.worker.models import registry
+
+    registry.load("huggingface")
 
     gc.collect()
     gc.freeze()
@@ -80,9 +89,9 @@ def serve(listener: socket.socket) -> NoReturn:
                 _tell(asker, os.waitpid(pid, 0)[1])
         if listener.fileno() in ready:
             asker, _ = listener.accept()
-            _, files, _, _ = socket.recv_fds(asker, 1, 5)
+            _, files, _, _ = socket.recv_fds(asker, 1, _MOST_FILES)
             if (pid := os.fork()) == 0:
-                become_warm(asker, files)
+                become(asker, files)
             for file in files:
                 os.close(file)
             forked[os.pidfd_open(pid)] = (pid, asker)
@@ -96,24 +105,24 @@ def _tell(asker: socket.socket, number: int) -> None:
         return
 
 
-def become_warm(asker: socket.socket, files: list[int]) -> NoReturn:
-    """In the fork: run as the warm process that was asked for. `files`: its standard ones, its
-    network, and a pipe that is closed when it is to end."""
+def become(asker: socket.socket, files: list[int]) -> NoReturn:
+    """In the fork: run the module that was asked for. `files`: its own, its network, and a pipe
+    that is closed when it is to end."""
     import sitecustomize  # type: ignore[import-not-found]  # of STARTUP, which is on PYTHONPATH
 
-    from oobleck.worker import warm
-
-    *standard, network, alive = files
     with asker.makefile() as lines:
-        environment, folder = json.loads(lines.readline())
-    for number, file in enumerate(standard):
+        asked = json.loads(lines.readline())
+    *own, network, alive = (fcntl.fcntl(file, fcntl.F_DUPFD, _HIGH) for file in files)
+    os.closerange(3, _HIGH)
+    for number, file in zip(asked["files"], own, strict=True):
         os.dup2(file, number)
+        os.close(file)
     if ctypes.CDLL(None, use_errno=True).setns(network, _CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "setns")
-    os.closerange(3, alive)
-    os.closerange(alive + 1, _MOST_FILES)
+    os.close(network)
     os.setsid()
-    os.chdir(folder)
+    os.chdir(asked["folder"])
+    environment = asked["environment"]
     os.environ.clear()
     os.environ.update(environment)
     if "BENCH_CLOCK" in environment:
@@ -124,7 +133,9 @@ def become_warm(asker: socket.socket, files: list[int]) -> NoReturn:
     fcntl.fcntl(alive, fcntl.F_SETFL, os.O_ASYNC | fcntl.fcntl(alive, fcntl.F_GETFL))
     if select.select([alive], [], [], 0)[0]:  # it was closed before
         os._exit(1)
-    warm.main()
+    sys.path[:] = asked["path"]
+    sys.argv = [asked["module"], *asked["arguments"]]
+    run(asked["module"])
     os._exit(0)
 
 

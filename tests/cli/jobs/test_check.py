@@ -12,6 +12,8 @@ from support.commands import run
 from support.folders import ROOT
 from support.wheels import wheel_of
 
+pytestmark = pytest.mark.usefixtures("quick_start")
+
 SUPPORT = ROOT / "tests" / "support"
 JOB = """\
 name: demo

@@ -12,6 +12,8 @@ from oobleck.planner.job.own import OwnModelSpec
 from support.commands import refused, run
 from support.folders import ROOT
 
+pytestmark = pytest.mark.usefixtures("quick_start")
+
 FILES = {
     "own-model": {"job.yaml", "my_model.py"},
     "huggingface": {"job.yaml"},

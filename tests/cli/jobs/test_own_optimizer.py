@@ -8,6 +8,8 @@ import pytest
 from oobleck.cli.jobs.job_file import read_job
 from oobleck.host.command import CommandFailed
 
+pytestmark = pytest.mark.usefixtures("quick_start")
+
 JOB = """\
 name: demo
 model: {kind: gpt, layers: 2, hidden: 8, heads: 2, sequence_length: 8}
