@@ -3,6 +3,7 @@ together. gRPC, which many tests load, is told first which TLS it speaks."""
 
 import gc
 import random
+import signal
 import zlib
 from collections.abc import Iterator
 
@@ -14,6 +15,8 @@ from oobleck.host.ipc import tls
 from support import devices
 
 tls.refuse_older()
+# A script has what it starts in the background ignore Ctrl-C, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")

@@ -5,7 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 
 from support.commands import refused, run
 from support.tokenizers import train_tokenizer
+from support.waiting import PATIENCE_S, until
 
 JOB = """\
 name: demo
@@ -66,41 +67,38 @@ def test_prepare_and_inspect(folder):
     ]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_prepare_that_is_interrupted_leaves_nothing(tmp_path, signum):
+@pytest.fixture
+def endless(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that writes out.bin from a file that has no end."""
     with open(tmp_path / "endless.txt", "wb") as file:
         file.truncate(1 << 40)
     command = [sys.executable, "-m", "oobleck.cli.main", "data", "prepare"]
-    child = subprocess.Popen(
+    with subprocess.Popen(
         [*command, str(tmp_path / "endless.txt"), "-o", str(tmp_path / "out.bin")]
-    )
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".out.bin*")):
-        assert time.monotonic() < deadline
-        assert child.poll() is None
-        time.sleep(0.01)
-    child.send_signal(signum)
-    assert child.wait(60) == 130
+    ) as child:
+        try:
+            until(lambda: child.poll() is not None or list(tmp_path.glob(".out.bin*")), "a file")
+            yield child
+        finally:
+            child.kill()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_prepare_that_is_interrupted_leaves_nothing(tmp_path, endless, signum):
+    endless.send_signal(signum)
+    assert endless.wait(PATIENCE_S) == 130
     assert [path.name for path in tmp_path.iterdir()] == ["endless.txt"]
 
 
-def test_prepare_sweeps_what_a_killed_one_has_left(tmp_path):
-    with open(tmp_path / "endless.txt", "wb") as file:
-        file.truncate(1 << 40)
+def test_prepare_sweeps_what_a_killed_one_has_left(tmp_path, endless):
     (tmp_path / "a.txt").write_text(TEXT)
-    command = [sys.executable, "-m", "oobleck.cli.main", "data", "prepare"]
-    out = ("-o", str(tmp_path / "out.bin"))
-    child = subprocess.Popen([*command, str(tmp_path / "endless.txt"), *out])
-    deadline = time.monotonic() + 60
-    while not (left := list(tmp_path.glob(".out.bin*"))):
-        assert time.monotonic() < deadline
-        assert child.poll() is None
-        time.sleep(0.01)
-    assert run("data", "prepare", str(tmp_path / "a.txt"), *out, "--force").returncode == 0
-    assert left[0].exists(), "it is still being written"
-    child.kill()
-    child.wait()
-    assert run("data", "prepare", str(tmp_path / "a.txt"), *out, "--force").returncode == 0
+    (left,) = tmp_path.glob(".out.bin*")
+    again = ("data", "prepare", str(tmp_path / "a.txt"), "-o", str(tmp_path / "out.bin"), "--force")
+    assert run(*again).returncode == 0
+    assert left.exists(), "it is still being written"
+    endless.kill()
+    endless.wait()
+    assert run(*again).returncode == 0
     assert list(tmp_path.glob(".out.bin*")) == []
 
 
