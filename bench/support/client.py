@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bench.support.preloaded import Preloaded
 from oobleck.cli.client import MasterClient, Unreachable
 from oobleck.cli.output import text
 from oobleck.host.command import CommandFailed
@@ -65,6 +66,8 @@ class Client:
         self.credentials: Path | None = None
         #: What processes get as PYTHONPATH before this process's.
         self.python_path = ""
+        #: What commands are forked from; None: each loads its libraries.
+        self.preloaded: Preloaded | None = None
         self._scratch = scratch
 
     # ---- the operator's verbs
@@ -81,13 +84,19 @@ class Client:
     ) -> subprocess.CompletedProcess[str]:
         """Run `oobleck VERB ...` against this cluster."""
         shown = {"OOBLECK_CREDENTIALS": str(self.credentials)} if self.credentials else {}
-        done = subprocess.run(
-            [str(BIN / "oobleck"), *arguments],
-            env={**self.child_environment(), "OOBLECK_MASTER": self.address, **shown},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
+        environment = {**self.child_environment(), "OOBLECK_MASTER": self.address, **shown}
+        if self.preloaded is not None:
+            done = self.preloaded.run(
+                "oobleck.cli.main", *arguments, environment=environment, timeout_s=timeout_s
+            )
+        else:
+            done = subprocess.run(
+                [str(BIN / "oobleck"), *arguments],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+            )
         if check and done.returncode != 0:
             raise ClusterError(f"oobleck {' '.join(arguments)}: {done.stderr.strip()}")
         return done

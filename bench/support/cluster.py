@@ -195,6 +195,7 @@ class LocalCluster(Cluster):
         scratch = self._run.enter_context(run_folder())
         super().__init__(state_dir or scratch / "state", scratch)
         self._extra: list[subprocess.Popen[str]] = []
+        self.preloaded = preloaded
         if preloaded is not None:
             self.python_path = preloaded.python_path
         command = [*with_parent("oobleck.cli.main"), "local", "--nodes", str(nodes)]

@@ -61,6 +61,7 @@ class NetCluster(Cluster):
             names = [f"n{number}" for number in range(1, nodes + 1)]
             self.net = run.enter_context(Network([HEAD, *names], bytes_per_s))
             self._run = run.pop_all()
+        self.preloaded = preloaded
         self.python_path = preloaded.python_path if preloaded is not None else str(STARTUP)
         self._master_options = tuple(master_options)
         self._fault_plan = folder / "faults.json"

@@ -1,6 +1,6 @@
-"""One process that has the libraries of workers loaded, and forks what needs them in a run: the
-warm processes of all agents, and what looks at users' models before they are sent. Else each of
-these loads them, which takes two to five seconds of a core.
+"""One process that has the libraries of workers and of the command line loaded, and forks what
+needs them in a run: the warm processes of all agents, what looks at users' models before they are
+sent, and the `oobleck` command. Else each of these loads them, at up to five seconds of a core.
 
 For tests that start and kill many nodes. What they prove is the same: each fork is the real code in
 a process of its own, with the network, folder, files and environment that were meant for it; it can
@@ -11,9 +11,11 @@ looks at the process table itself, as `oobleck chaos` does, needs a cluster with
 Its standard input is the listening socket.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import gc
+import importlib
 import json
 import os
 import select
@@ -23,17 +25,23 @@ import struct
 import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
 from bench.support.daemons import CHECKOUT, with_parent
 from oobleck.host.device import worker_environment
+from oobleck.host.ipc import tls
 from oobleck.host.programs import run
 
 #: What is on PYTHONPATH of processes whose start is a drill's.
 STARTUP = Path(__file__).parents[1] / "startup"
 _CLONE_NEWNET = 0x40000000
 _BACKLOG = 100
+_WARM = "oobleck.worker.warm"
+#: How nice workers are: they train as fast as they can while a test asks and waits.
+_NICE = 10
 _MOST_FILES = 64
 #: Above the numbers that a fork's files get.
 _HIGH = 1000
@@ -63,6 +71,46 @@ class Preloaded:
             )
         return self
 
+    def run(
+        self, module: str, *arguments: str, environment: Mapping[str, str], timeout_s: float
+    ) -> subprocess.CompletedProcess[str]:
+        """Call the module's `main` in a fork, to its end. Raises TimeoutExpired, and has then
+        killed it."""
+        asked = {
+            "module": module,
+            "arguments": arguments,
+            "environment": dict(environment),
+            "folder": os.getcwd(),
+            "path": [*filter(None, sys.path)],
+            "files": [0, 1, 2],
+        }
+        with (
+            open(os.devnull) as nothing,
+            tempfile.TemporaryFile("w+") as out,
+            tempfile.TemporaryFile("w+") as errors,
+            open("/proc/self/ns/net") as network,
+            socket.socket(socket.AF_UNIX) as server,
+        ):
+            server.settimeout(timeout_s)
+            server.connect(str(Path(self._folder.name) / "preloaded"))
+            alive, held_open = os.pipe()
+            try:
+                files = [nothing.fileno(), out.fileno(), errors.fileno(), network.fileno(), alive]
+                socket.send_fds(server, [b"."], files)
+                server.sendall(json.dumps(asked).encode() + b"\n")
+                with server.makefile() as answers:
+                    answers.readline()  # the pid
+                    status = int(answers.readline())
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(arguments, timeout_s) from None
+            finally:
+                os.close(held_open)  # it is killed if it still runs
+                os.close(alive)
+            for file in (out, errors):
+                file.seek(0)
+            code = os.waitstatus_to_exitcode(status)
+            return subprocess.CompletedProcess(arguments, code, out.read(), errors.read())
+
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
@@ -71,12 +119,15 @@ class Preloaded:
 
 def serve(listener: socket.socket) -> NoReturn:
     """Fork a process for each that connects, and tell it the pid and later the status."""
+    tls.refuse_older()
     import oobleck.worker.describe
     import oobleck.worker.warm  # noqa: F401
+    from oobleck.cli.main import COMMANDS
     from oobleck.worker.models import registry
 
     registry.load("huggingface")
-
+    for where, _ in COMMANDS.values():
+        importlib.import_module(where.partition(":")[0])
     gc.collect()
     gc.freeze()
     forked: dict[int, tuple[int, socket.socket]] = {}
@@ -121,6 +172,8 @@ def become(asker: socket.socket, files: list[int]) -> NoReturn:
         raise OSError(ctypes.get_errno(), "setns")
     os.close(network)
     os.setsid()
+    if asked["module"] == _WARM:
+        _let_others_go_first()
     os.chdir(asked["folder"])
     environment = asked["environment"]
     os.environ.clear()
@@ -135,8 +188,31 @@ def become(asker: socket.socket, files: list[int]) -> NoReturn:
         os._exit(1)
     sys.path[:] = asked["path"]
     sys.argv = [asked["module"], *asked["arguments"]]
-    run(asked["module"])
-    os._exit(0)
+    status = 0
+    try:
+        run(asked["module"])
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001  # as at the end of any process
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # to free what is loaded takes half a second
+
+
+def _let_others_go_first() -> None:
+    """Have each worker of this warm process, which begins a session of its own, be nice. The kernel
+    may share out the processors by session."""
+    begin = os.setsid
+
+    def begin_session() -> None:
+        begin()
+        with contextlib.suppress(OSError):
+            os.nice(_NICE)
+            Path("/proc/self/autogroup").write_text(str(_NICE))
+
+    os.setsid = begin_session
 
 
 def main() -> NoReturn:
