@@ -82,6 +82,7 @@ CASES = [
     ),
     Case(
         name="twice",
+        nodes=(4,),
         faults=(
             ("n3", "before:Backward", 4, "kill_node"),
             ("n2", "before:Backward", 7, "kill_node"),
@@ -97,6 +98,7 @@ CASES = [
     ),
     Case(
         name="rejoin",
+        nodes=(4,),
         faults=(("n4", "after:Forward", 8, "kill_node"),),
         rules=(LOCAL_RULE, "join"),
         returns=("n4", 9),

@@ -217,13 +217,13 @@ CHANGED = {
 LOSSES = [
     *[("join", "d", p) for p in ("prepared", "before:take over")],
     *[("join", "e", p) for p in ("preparing", "before:rendezvous", "before:connect")],
-    *[("join", "e", p) for p in ("before:agree", "after:transfer", "before:Backward")],
-    *[("join", "c", p) for p in ("before:agree", "before:transfer", "reduced")],
+    ("join", "e", "before:Backward"),
+    *[("join", "c", p) for p in ("before:agree", "before:transfer")],
     ("join", "a", "voting"),
     ("join", "a d", "before:agree"),
     ("drain", "b", "prepared"),
-    *[("drain", "d", p) for p in ("feeding", "before:take over")],
-    *[("handover", "d", p) for p in ("feeding", "before:take over")],
+    ("drain", "d", "feeding"),
+    ("handover", "d", "before:take over"),
     ("handover", "c", "before:rendezvous"),
     ("shared stage", "a/1", "before:agree"),
     *[
@@ -231,13 +231,20 @@ LOSSES = [
         for victims, points in {
             "a": ("prepared",),
             "a d": ("prepared",),
-            "c": ("preparing", "feeding", "prepared", "before:take over"),
+            "c": ("preparing", "feeding", "prepared", "before:take over", "reduced"),
             "d": ("preparing", "feeding"),
-            "e": ("before:take over", "voting"),
+            "e": ("before:take over", "before:agree", "after:transfer", "voting"),
         }.items()
         for p in points
     ],
-    pytest.param("drain", "a", "before:agree", marks=pytest.mark.soak),
+    *[
+        pytest.param(*loss, marks=pytest.mark.soak)
+        for loss in [
+            ("drain", "a", "before:agree"),
+            ("drain", "d", "before:take over"),
+            ("handover", "d", "feeding"),
+        ]
+    ],
 ]
 
 

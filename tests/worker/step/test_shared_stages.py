@@ -113,7 +113,7 @@ SPLIT = make_plan(
         pytest.param(FOUR, True, {}, "nccl", marks=pytest.mark.soak),  # 11 workers
         (FOUR, True, {}, "staged"),
         pytest.param(FOUR_RESIDENT, True, {}, "nccl", marks=pytest.mark.soak),
-        (SPLIT, True, {}, "nccl"),
+        pytest.param(SPLIT, True, {}, "nccl", marks=pytest.mark.soak),
     ],
     ids=[
         "2+2",
