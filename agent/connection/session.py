@@ -190,12 +190,16 @@ class Session:
         self._last_trouble, self._retry_s = "", FIRST_RETRY_S
         self._outbox.session_began(self._node.standing_reports(), self._now())
         self._node.heard(True)
-        halves = (
+        receiving, sending = halves = (
             asyncio.create_task(self._receive_all(stream)),
             asyncio.create_task(self._send_all(stream, self._detection.heartbeat_s)),
         )
         try:
             await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done() and sending.exception() is None:
+                # The last words may still be under way, and a cancelled call would drop them: the
+                # master ends the stream once it has them.
+                await asyncio.wait({receiving}, timeout=self._detection.answer_s)
         finally:
             for half in halves:
                 half.cancel()

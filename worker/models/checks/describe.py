@@ -188,7 +188,7 @@ def _repeated(tree: Any, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Values:
-    """What a layer or the loss takes."""
+    """The values that a layer or the loss takes."""
 
     sketch: TreeSketch
     #: `_MORE` rows in host memory, made from the data; None: a layer below ran on the meta device.
