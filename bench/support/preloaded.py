@@ -1,6 +1,6 @@
 """One process that has the libraries of workers and of the command line loaded, and forks what
 needs them in a run: the warm processes of all agents, what looks at users' models before they are
-sent, and the `oobleck` command. Else each of these loads them, at up to five seconds of a core.
+sent, and the `oobleck` command. Else each of these loads them, at up to six seconds of a core.
 
 For tests that start and kill many nodes. What they prove is the same: each fork is the real code in
 a process of its own, with the network, folder, files and environment that were meant for it; it can
@@ -42,7 +42,8 @@ _BACKLOG = 100
 _WARM = "oobleck.worker.warm"
 #: How nice workers are: they train as fast as they can while a test asks and waits.
 _NICE = 10
-_MOST_FILES = 64
+#: More than a process inherits, with its network and a pipe.
+_MOST_FILES = 100
 #: Above the numbers that a fork's files get.
 _HIGH = 1000
 

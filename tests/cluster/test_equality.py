@@ -82,7 +82,6 @@ CASES = [
     ),
     Case(
         name="twice",
-        nodes=(4,),
         faults=(
             ("n3", "before:Backward", 4, "kill_node"),
             ("n2", "before:Backward", 7, "kill_node"),
@@ -98,7 +97,6 @@ CASES = [
     ),
     Case(
         name="rejoin",
-        nodes=(4,),
         faults=(("n4", "after:Forward", 8, "kill_node"),),
         rules=(LOCAL_RULE, "join"),
         returns=("n4", 9),
@@ -213,8 +211,14 @@ def cluster(
         yield cluster
 
 
+#: Four nodes show these too.
+SOAKS = {(5, "twice"), (5, "rejoin")}
 RUNS = [
-    pytest.param(case, nodes, precision, id=f"{nodes}nodes-{case.name}-{precision}")
+    pytest.param(
+        *(case, nodes, precision),
+        id=f"{nodes}nodes-{case.name}-{precision}",
+        marks=[pytest.mark.soak] if (nodes, case.name) in SOAKS else [],
+    )
     for nodes in (4, 5)
     for number, case in enumerate(CASES)
     for precision in [("fp64", "fp32")[(number + nodes) % 2]]

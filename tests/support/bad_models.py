@@ -163,9 +163,6 @@ def frozen() -> Model:
     return around(lambda: Residual(nn.Linear(WIDTH, WIDTH).requires_grad_(False)))
 
 
-# Bad ones.
-
-
 class Recurrent(nn.Module):
     """Passes the lengths on."""
 
@@ -192,6 +189,9 @@ def recurrent() -> Model:
         layers=[Recurrent, Recurrent, partial(LastState, WIDTH, CLASSES)],
         loss=lambda scores, labels: loss(scores, labels - 1),
     )
+
+
+# Bad ones.
 
 
 def batch_norm() -> Model:

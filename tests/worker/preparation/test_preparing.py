@@ -217,8 +217,8 @@ CHANGED = {
 LOSSES = [
     *[("join", "d", p) for p in ("prepared", "before:take over")],
     *[("join", "e", p) for p in ("preparing", "before:rendezvous", "before:connect")],
-    ("join", "e", "before:Backward"),
-    *[("join", "c", p) for p in ("before:agree", "before:transfer")],
+    *[("join", "e", p) for p in ("after:transfer", "before:Backward")],
+    *[("join", "c", p) for p in ("before:agree", "before:transfer", "reduced")],
     ("join", "a", "voting"),
     ("join", "a d", "before:agree"),
     ("drain", "b", "prepared"),
@@ -231,9 +231,9 @@ LOSSES = [
         for victims, points in {
             "a": ("prepared",),
             "a d": ("prepared",),
-            "c": ("preparing", "feeding", "prepared", "before:take over", "reduced"),
+            "c": ("preparing", "feeding", "prepared", "before:take over"),
             "d": ("preparing", "feeding"),
-            "e": ("before:take over", "before:agree", "after:transfer", "voting"),
+            "e": ("before:take over", "before:agree", "voting"),
         }.items()
         for p in points
     ],

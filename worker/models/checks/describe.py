@@ -278,7 +278,8 @@ class _Layer:
             compiled=compiled,
             not_compiled=not_compiled,
         )
-        return shapes, sketch, None if more.device == "meta" else more.output
+        numbers = None if more.device == "meta" else map_tensors(Tensor.detach, more.output)
+        return shapes, sketch, numbers
 
     def _runs(
         self, module: nn.Module, targets: _Values | None, device: str
