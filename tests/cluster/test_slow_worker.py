@@ -83,8 +83,13 @@ def test_a_worker_that_hardly_runs_stands_by(small_cluster: LocalCluster, text: 
         )
         shares["n3/0"].set(1.0)
         cluster.wait(lambda: state_of_n3() == ("", True), "n3 in the plan", poll_s=0.2)
-    committed = cluster.status(job_id)["committed_step"]
-    cluster.wait_step(job_id, committed + 3)
+
+    def causes() -> list[str]:
+        return [record["cause"] for record in cluster.events(job_id, "reconfigured")]
+
+    # Until it is fed, the others go on by the plan of before.
+    cluster.wait(lambda: causes()[-1:] == ["worker well"], "its first step", poll_s=0.2)
+    cluster.wait_step(job_id, cluster.last_step(job_id) + 3)
     cluster.oobleck("cancel", job_id)
     cluster.wait_end(job_id)
 

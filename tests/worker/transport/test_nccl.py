@@ -52,7 +52,7 @@ from support.fake_nccl import (
 from support.meeting import Party
 from support.plans import plan_of_cuts
 from support.routes import random_listed
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 CPU = torch.device("cpu")
 ROWS = 6
@@ -283,45 +283,64 @@ def test_programs_run_while_communicators_connect(cluster, seed):
     assert len(used) == sum(map(len, names))
 
 
+class Hanging:
+    """A call that hangs, as a fault of a rank."""
+
+    def __init__(self) -> None:
+        self.has_begun = threading.Event()
+        self._may_return = threading.Event()
+
+    def __call__(self) -> None:
+        self.has_begun.set()
+        self._may_return.wait(PATIENCE_S)
+
+    def let_return(self) -> None:
+        self._may_return.set()
+
+
 def test_who_is_lost_while_others_connect_ends_it(cluster):
     """Whether the call that hangs is its own or not."""
-    here = cluster(3)
-    hangs, returns = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        hangs.set()
-        returns.wait(30)
-
-    here.ranks[2].faults["connect"] = hang
+    here, hanging = cluster(3), Hanging()
+    here.ranks[2].faults["connect"] = hanging
     here.party.meet()
     names: list[Name] = [("owners", (0, 1, 2)), ("owners", (0, 1))]
     here.transports = here.party.everywhere(lambda links: here.join(links, names, at_once=False))
-    hangs.wait(30)
+    until(hanging.has_begun.is_set, "the call that hangs")
     assert not any(transport.connected for transport in here.transports)
     here.party.everywhere(lambda links: step_of(here.transports[links.rank], links.size))
     here.transports[2].abort()
     for transport in here.transports[:2]:
         until(partial(is_over, transport), "its end")
         transport.abort()
-    returns.set()
+    hanging.let_return()
     here.settle()
     assert all(group.is_aborted for rank in here.ranks for group in rank.groups)
 
 
-def test_who_leaves_in_order_while_others_connect_ends_nothing(cluster):
-    """As at a step boundary, where the others may not have heard yet what the vote said."""
-    here = cluster(3, together=99)
+@pytest.mark.parametrize("call", ["connect", "allreduce"])
+def test_who_leaves_in_order_while_others_connect_ends_nothing(cluster, call):
+    """As at a step boundary, where the others may not have heard yet what the vote said: they wait
+    for its identifier, or for its part of the first use."""
+    here, hanging = cluster(3), Hanging()
+    here.ranks[0].faults[call] = hanging
     here.party.meet()
     names: list[Name] = [("owners", (0, 1, 2)), ("owners", (1, 2))]
     here.transports = here.party.everywhere(lambda links: here.join(links, names, at_once=False))
     gone, *rest = here.transports
+    until(hanging.has_begun.is_set, "the call that hangs")
     gone.dispose()
-    until(lambda: all(thread.name != "connect" for thread in threading.enumerate()), "the ends")
+    until(lambda: len(connecting()) == 1, "the others' ends")
+    hanging.let_return()
+    until(lambda: not connecting(), "its end")
     assert not any(transport.connected or is_over(transport) for transport in rest)
     rest[0].send(torch.full((1,), 5.0), 2, 1)
     came = torch.zeros(1)
     rest[1].receive(came, 1, 1).wait()
     assert came.item() == 5.0
+
+
+def connecting() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "connect"]
 
 
 def is_over(transport: NcclTransport) -> bool:
@@ -739,18 +758,13 @@ def test_a_call_that_never_returns_is_left_behind(cluster, call):
     """The meeting's end, of which another thread tells, is the end of waiting for it."""
     here = cluster(2)
     here.end_within(0.05)
-    hangs, returns = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        hangs.set()
-        returns.wait(30)
-
-    here.ranks[0].faults[call] = hang
+    hanging = Hanging()
+    here.ranks[0].faults[call] = hanging
     here.party.meet()
     first = here.party.transports[0]
 
     def end_meeting() -> None:
-        hangs.wait(30)
+        until(hanging.has_begun.is_set, "the call that hangs")
         first.abort()
 
     ending = threading.Thread(target=end_meeting)
@@ -760,7 +774,7 @@ def test_a_call_that_never_returns_is_left_behind(cluster, call):
     ending.join()
     with pytest.raises(HelperLost, match="did not end"):
         here.aborts[0].settle(lambda: None)
-    returns.set()
+    hanging.let_return()
     groups = here.ranks[0].groups
     until(lambda: [group.is_aborted for group in groups] == [True], "no group is left")
 
@@ -796,7 +810,7 @@ def test_groups_that_never_connect_again_leave_training_to_the_host(cluster):
             until(lambda: any(each.late for each in here.communicators), "one to say so")
             for transport in here.transports:
                 transport.abort()
-    until(lambda: all(thread.name != "connect" for thread in threading.enumerate()), "the ends")
+    until(lambda: not connecting(), "the ends")
     here.party.everywhere(lambda links: step_of(here.transports[links.rank]))
     assert not any(transport.connected or is_over(transport) for transport in here.transports)
     assert all(each.late for each in here.communicators)
