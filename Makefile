@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := planner proto host master agent worker cli
-# One more than the cores of a small machine, since tests of clusters wait much of their time.
-TEST_PROCESSES ?= 3
+# Twice the cores of a small machine, since tests of clusters wait much of their time.
+TEST_PROCESSES ?= 4
 GENERATED := proto/control_pb2.py proto/control_pb2.pyi proto/control_pb2_grpc.py
 
 # Tests start hundreds of processes, and each would compile all modules of the project anew.
@@ -40,7 +40,7 @@ soak: setup
 	$(BIN)/python -m pytest --numprocesses 3 --dist load --maxschedchunk 1 -m soak tests/fault
 	$(BIN)/python -m pytest -m soak tests/fuzz
 	$(BIN)/python -m pytest -m soak tests/cli/ssh tests/cli/dashboard tests/deploy
-	$(BIN)/python -m pytest -m soak tests/worker tests/cluster
+	$(BIN)/python -m pytest -m soak tests/worker tests/cluster tests/master
 	$(BIN)/python -m bench.soak
 
 # What happened in one seed of the simulation, as in `make replay SEED=7`. Its modules load gRPC before

@@ -142,7 +142,9 @@ def test_random_walk_with_slow_workers(seed: int) -> None:
         raise
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(each, marks=pytest.mark.soak) for each in range(10, 200))]
+)
 def test_random_walk(seed: int) -> None:
     walk = Walk(seed)
     generations: dict[str, int] = {}

@@ -125,8 +125,14 @@ def test_nothing_is_said_of_layers_that_other_numbers_break(precision: str) -> N
         assert said("named_layer", name=layer, precision=precision) == [], layer
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("precision", "seed"),
+    [
+        ("fp32", 0),
+        ("fp64", 1),
+        *(pytest.param("fp32", seed, marks=pytest.mark.soak) for seed in range(2, 12)),
+    ],
+)
 def test_nothing_is_said_of_experts_masks_choices_and_layers_that_are_computed_twice(
     precision: str, seed: int
 ) -> None:

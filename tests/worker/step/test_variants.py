@@ -44,18 +44,20 @@ def test_sums_in_bf16_change_losses_by_their_rounding_alone(warm: WarmWorkers) -
 
 
 @pytest.mark.parametrize(
-    ("training", "transport"),
+    ("training", "transport", "data_plane"),
     [
         pytest.param(
             {"optimizer": NESTEROV, "schedule": ScheduleSpec(name="linear", warmup=1)},
-            "staged",
+            *("staged", "sealed"),
             id="momentum that moves with its layer, through staging buffers",
         ),
-        pytest.param({"recompute": "layer"}, "links", id="recomputation"),
-        pytest.param({"schedule": ScheduleSpec(name="cosine")}, "nccl", id="in NCCL's wiring"),
+        pytest.param({"recompute": "layer"}, "links", "sealed", id="recomputation"),
+        pytest.param({"recompute": "layer"}, "links", "clear", id="recomputation, in the clear"),
+        pytest.param(
+            {"schedule": ScheduleSpec(name="cosine")}, "nccl", "clear", id="in NCCL's wiring"
+        ),
     ],
 )
-@pytest.mark.parametrize("data_plane", ["sealed", "clear"])
 def test_losses_are_those_of_one_process(
     warm: WarmWorkers, training: dict[str, object], transport: Transport, data_plane: DataPlane
 ) -> None:
