@@ -6,6 +6,7 @@ import random
 import signal
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -46,11 +47,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--shuffle") == "new":
-        config.option.shuffle = str(random.SystemRandom().randrange(10**6))
+        drawn = str(random.SystemRandom().randrange(10**6))
+        config.option.shuffle = getattr(config, "workerinput", {}).get("shuffle", drawn)
     try:
         devices.choose(config.getoption("--device"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell each process of xdist's the seed that was drawn, since all must have one order."""
+    node.workerinput["shuffle"] = node.config.getoption("--shuffle")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
