@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := planner proto host master agent worker cli
-# Twice the cores of a small machine, since tests of clusters wait much of their time.
+# Twice the cores of a small machine: with so many, a run keeps both of its cores busy.
 TEST_PROCESSES ?= 4
 GENERATED := proto/control_pb2.py proto/control_pb2.pyi proto/control_pb2_grpc.py
 

@@ -108,15 +108,7 @@ def cluster(
 
 
 # Of the module, so that all cases of a shape run before the next shape.
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(1, id="one"),
-        # Four have all that two have, on hosts of their own.
-        pytest.param(2, id="two", marks=pytest.mark.soak),
-        pytest.param(4, id="four"),
-    ],
-)
+@pytest.fixture(scope="module", params=[1, 2, 4], ids=["one", "two", "four"])
 def shape(request: pytest.FixtureRequest, cluster: LocalCluster) -> int:
     count: int = request.param
     make_whole(cluster, set())

@@ -130,7 +130,11 @@ def test_nothing_is_said_of_layers_that_other_numbers_break(precision: str) -> N
     [
         ("fp32", 0),
         ("fp64", 1),
-        *(pytest.param("fp32", seed, marks=pytest.mark.soak) for seed in range(2, 12)),
+        *(
+            pytest.param(precision, seed, marks=pytest.mark.soak)
+            for precision in ("fp32", "fp64")
+            for seed in range(2, 7)
+        ),
     ],
 )
 def test_nothing_is_said_of_experts_masks_choices_and_layers_that_are_computed_twice(

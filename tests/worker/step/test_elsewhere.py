@@ -73,7 +73,15 @@ def test_a_device_trains_as_the_host_does(beside, make_job, given):
 
 
 @pytest.mark.parametrize(
-    ("kind", "precision"), [("gpt2", "fp32"), ("llama", "bf16"), ("bert", "fp32")]
+    ("kind", "precision"),
+    [
+        ("gpt2", "fp32"),
+        ("llama", "bf16"),
+        ("bert", "fp32"),
+        pytest.param("gpt2", "bf16", marks=pytest.mark.soak),
+        pytest.param("llama", "fp32", marks=pytest.mark.soak),
+        pytest.param("bert", "bf16", marks=pytest.mark.soak),
+    ],
 )
 def test_so_do_models_of_transformers(beside, make_job, kind, precision):
     shared = {"num_key_value_heads": 2} if kind == "llama" else {}

@@ -43,19 +43,23 @@ def test_sums_in_bf16_change_losses_by_their_rounding_alone(warm: WarmWorkers) -
     assert losses[5] != pytest.approx(expected[5], rel=1e-6)
 
 
+MOMENTUM = {"optimizer": NESTEROV, "schedule": ScheduleSpec(name="linear", warmup=1)}
+RECOMPUTED = {"recompute": "layer"}
+COSINE = {"schedule": ScheduleSpec(name="cosine")}
+
+
 @pytest.mark.parametrize(
     ("training", "transport", "data_plane"),
     [
+        # Of momentum that moves with its layer.
+        pytest.param(MOMENTUM, "staged", "sealed", id="momentum-staged-sealed"),
+        pytest.param(RECOMPUTED, "links", "sealed", id="recomputed-links-sealed"),
+        pytest.param(RECOMPUTED, "links", "clear", id="recomputed-links-clear"),
+        pytest.param(COSINE, "nccl", "clear", id="cosine-nccl-clear"),
         pytest.param(
-            {"optimizer": NESTEROV, "schedule": ScheduleSpec(name="linear", warmup=1)},
-            *("staged", "sealed"),
-            id="momentum that moves with its layer, through staging buffers",
+            MOMENTUM, "staged", "clear", id="momentum-staged-clear", marks=pytest.mark.soak
         ),
-        pytest.param({"recompute": "layer"}, "links", "sealed", id="recomputation"),
-        pytest.param({"recompute": "layer"}, "links", "clear", id="recomputation, in the clear"),
-        pytest.param(
-            {"schedule": ScheduleSpec(name="cosine")}, "nccl", "clear", id="in NCCL's wiring"
-        ),
+        pytest.param(COSINE, "nccl", "sealed", id="cosine-nccl-sealed", marks=pytest.mark.soak),
     ],
 )
 def test_losses_are_those_of_one_process(
