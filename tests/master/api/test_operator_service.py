@@ -153,26 +153,35 @@ ABOUT = {"job_id": "demo-1", "slot": 0, "incarnation": "ab" * 8}
 def test_what_an_agent_of_a_later_release_says_beyond_this_one_is_passed_over(
     tmp_path: Path,
 ) -> None:
-    report = json.dumps({**ABOUT, "what": {"type": "novel"}}).encode()
+    async def connected(address: str, newest: int) -> FakeAgent:
+        agent = FakeAgent(f"n{newest}", newest_protocol=newest)
+        await agent.connect(address, beating=newest > NEWEST)
+        return agent
+
+    def say(agent: FakeAgent, what: str) -> None:
+        if what == "report":
+            agent.send(report=json.dumps({**ABOUT, "what": {"type": "novel"}}).encode())
+            return
+        body = pb.AgentMessage(incarnation=agent.facts.incarnation).SerializeToString()
+        unknown = b"\xfa\x3f\x01x"  # field 1023
+        agent._outgoing.put_nowait(pb.AgentMessage.FromString(body + unknown))
 
     async def test(address: str) -> None:
-        for newest in (NEWEST + 1, NEWEST):
-            agent = FakeAgent(f"n{newest}", newest_protocol=newest)
-            await agent.connect(address, beating=newest > NEWEST)
-            body = pb.AgentMessage(incarnation=agent.facts.incarnation).SerializeToString()
-            agent._outgoing.put_nowait(
-                pb.AgentMessage.FromString(body + b"\xfa\x3f\x01x")  # field 1023
-            )
-            agent.send(report=report)
-            if newest > NEWEST:
-                agent.status = NodeStatus(concern="later words")
-                agent.tell()
-                await state_told(address, agent.name, "later words")
-                assert agent.ended is None
-            else:
-                await agent.until(lambda agent=agent: agent.ended)  # type: ignore[misc]
-                assert agent.ended is not None
-                assert agent.ended.code() is grpc.StatusCode.INVALID_ARGUMENT
+        later = await connected(address, NEWEST + 1)
+        for what in ("body", "report"):
+            say(later, what)
+        later.status = NodeStatus(concern="later words")
+        later.tell()
+        await state_told(address, later.name, "later words")
+        assert later.ended is None
+        await later.disconnect()
+        for what in ("body", "report"):
+            agent = await connected(address, NEWEST)
+            # Nothing else: the reason is lost where the session ends during a write.
+            say(agent, what)
+            await agent.until(lambda agent=agent: agent.ended)  # type: ignore[misc]
+            assert agent.ended is not None
+            assert agent.ended.code() is grpc.StatusCode.INVALID_ARGUMENT
             await agent.disconnect()
 
     async def state_told(address: str, name: str, reason: str) -> None:
