@@ -23,7 +23,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/python -m bench.demo
 
-# How long each test took is in build/tests.xml. SHUFFLE=SEED (or 'new') runs the files in random order.
+# How long each test took is in build/tests.xml. SHUFFLE=SEED (or "new") runs the files in another order.
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
 		--durations 15 --junitxml build/tests.xml $(if $(SHUFFLE),--shuffle $(SHUFFLE))
