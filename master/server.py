@@ -63,6 +63,7 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
         master.sessions.refused,
         secured=authority is not None,
         allowed=connections.allowed,
+        denied=connections.denied,
     )
     calls = Calls(master.now)
     server = grpc.aio.server(

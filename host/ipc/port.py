@@ -45,6 +45,22 @@ _ALL_BYTES = 0xFFFFFFFF
 _Instruction = tuple[int, int, int, int]
 _TAKE: _Instruction = (_RETURN, 0, 0, _ALL_BYTES)
 _DROP: _Instruction = (_RETURN, 0, 0, 0)
+#: Of attempts to connect that are refused partly.
+ONE_OF = 4
+#: What the filter of a TCP socket looks at begins with the TCP header.
+_TCP_FLAGS, _SYN, _SYN_OR_ACK = 13, 0x02, 0x12
+_RANDOM = 0xFFFFF000 + 56  # SKF_AD_OFF + SKF_AD_RANDOM
+_AND, _IF_GREATER = 0x54, 0x25
+#: What belongs to an attempt that came through is taken.
+_DROP_MOST_CALLS: tuple[_Instruction, ...] = (
+    (_LOAD_BYTE, 0, 0, _TCP_FLAGS),
+    (_AND, 0, 0, _SYN_OR_ACK),
+    (_IF_EQUAL, 0, 2, _SYN),
+    (_LOAD, 0, 0, _RANDOM),
+    (_IF_GREATER, 1, 0, _ALL_BYTES // ONE_OF),
+    _TAKE,
+    _DROP,
+)
 
 
 class Port:
@@ -90,10 +106,11 @@ class Port:
                     yield _peer(data, offset + _HEADER.size)
                 offset += (length + 3) & ~3
 
-    def refuse(self, networks: Collection[bytes]) -> None:
+    def refuse(self, networks: Collection[bytes], partly: Collection[bytes] = ()) -> None:
         """Let in nobody of these from now on: IPv4 addresses, or the first eight bytes of IPv6
-        addresses. Who is connected stays so. Raises OSError."""
-        program = _program(networks)
+        addresses. Who is connected stays so. Of `partly`, which are among them, one of
+        `ONE_OF` attempts to connect comes through, at random. Raises OSError."""
+        program = _program(networks, partly)
         buffer = ctypes.create_string_buffer(program, len(program))
         filter_ = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
         for descriptor in self._families:
@@ -143,20 +160,21 @@ def _listening(port: int) -> dict[int, int]:
     return found
 
 
-def _program(networks: Collection[bytes]) -> bytes:
+def _program(networks: Collection[bytes], partly: Collection[bytes] = ()) -> bytes:
     """What drops the packets of `networks`, in the language of bpf(4)."""
     of_four: list[_Instruction] = [(_LOAD, 0, 0, _SENDER_4)]
     of_six: list[_Instruction] = []
     for network in networks:
+        drop = _DROP_MOST_CALLS if network in partly else (_DROP,)
         if len(network) == 4:
-            of_four += [(_IF_EQUAL, 0, 1, int.from_bytes(network)), _DROP]
+            of_four += [(_IF_EQUAL, 0, len(drop), int.from_bytes(network)), *drop]
             continue
         of_six += [
             (_LOAD, 0, 0, _SENDER_6),
-            (_IF_EQUAL, 0, 3, int.from_bytes(network[:4])),
+            (_IF_EQUAL, 0, 2 + len(drop), int.from_bytes(network[:4])),
             (_LOAD, 0, 0, _SENDER_6 + 4),
-            (_IF_EQUAL, 0, 1, int.from_bytes(network[4:])),
-            _DROP,
+            (_IF_EQUAL, 0, len(drop), int.from_bytes(network[4:])),
+            *drop,
         ]
     version: list[_Instruction] = [
         (_LOAD_BYTE, 0, 0, _NETWORK),

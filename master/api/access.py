@@ -9,7 +9,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -82,6 +82,10 @@ def caller(context: Context) -> "Identity | None":
         raise Denied(str(error)) from error
 
 
+async def _at_once(peer: str) -> None:
+    pass
+
+
 class Access:
     def __init__(
         self,
@@ -90,13 +94,16 @@ class Access:
         *,
         secured: bool,
         allowed: Callable[[str, "Identity | None"], None] = lambda peer, who: None,
+        denied: Callable[[str], Awaitable[None]] = _at_once,
     ) -> None:
         """`secured`: whether callers have to show certificates; `refused`: counts denials;
-        `allowed`: is told of calls that are, by the peer's name in gRPC and who it is."""
+        `allowed` is told of calls that are, by the peer's name in gRPC and who it is; `denied` is
+        told of the others, and returns when one may be answered."""
         self._trust = trust
         self._refused = refused
         self._secured = secured
         self._allowed = allowed
+        self._denied = denied
         self._told: set[tuple[str, str]] = set()
 
     async def check(self, method: str, context: Context) -> None:
@@ -120,6 +127,7 @@ class Access:
         if (who, method) not in self._told and len(self._told) < _MOST_TOLD:
             self._told.add((who, method))
             log.warning("call denied", extra={"who": who, "method": method, "reason": reason})
+        await self._denied(context.peer())
         await context.abort(code, reason)
 
 

@@ -5,12 +5,18 @@ its holder is revoked or has too many. All others wait: in their handshake, sile
 with a join token. gRPC has only one limit for all connections, so one host could take all of them,
 and the memory too. So each source has a share of the waiting connections. A source with more gets
 no new ones until it has had less for a while. The share is large enough for a crowd of agents
-behind one address. Must not know who may call what.
+behind one address.
+
+A connection on which a call was denied counts as many that wait, also for a while after its end,
+and after some denials has one more a second. So what the denied can have the master do is bounded,
+whatever they ask for. A source that has a proven agent is never refused whole: a part of its
+attempts comes through at random, and agents try again and again. Must not know who may call what.
 """
 
 import asyncio
 import ipaddress
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -18,6 +24,7 @@ from urllib.parse import unquote
 
 from oobleck.host.ipc.port import Peer, Port, packed
 from oobleck.host.system.process import open_files
+from oobleck.master.clients.budget import Budget
 from oobleck.master.heap import give_back
 
 if TYPE_CHECKING:
@@ -31,11 +38,17 @@ MOST_OF_SOURCE = 2048
 MOST_WAITING = 4096
 #: Connections of one holder of certificates that are proven: an agent has one, `oobleck` one each.
 MOST_OF_HOLDER = 64
+#: Waiting connections that one with a denied call counts as, for `REFUSED_S` from the last one.
+DENIED_COUNTS_AS = 16
+#: Denials that a connection has in a second, and at once: as many as there are methods.
+DENIED_PER_S, DENIED_AT_ONCE = 1.0, 32.0
 #: Sources that are refused at a time: where net.core.optmem_max is 20 KiB, as older kernels have
 #: it, a filter of 128 IPv6 networks is too large.
 MOST_REFUSED = 100
 #: From the last time that a source had too many until it is let in again.
 REFUSED_S = 10.0
+#: A source has an agent for so long after it last had a proven connection.
+_AGENT_S = 3600.0
 #: Of an IPv6 address, the part that a host cannot choose.
 _NETWORK_BYTES = 8
 
@@ -71,6 +84,12 @@ def source_of(address: bytes) -> bytes:
     return address if len(address) == 4 else address[:_NETWORK_BYTES]
 
 
+def _address_of(peer: str) -> Peer:
+    """`peer`: as gRPC names it, ipv4:10.0.0.1:4242."""
+    host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+    return packed(host.strip("[]")), int(port)
+
+
 def name_of(source: bytes) -> str:
     if len(source) == 4:
         return str(ipaddress.ip_address(source))
@@ -103,6 +122,10 @@ class Connections:
         #: On which calls were allowed, and whose (None: of this host, in the clear), by the names
         #: that gRPC has for them, the oldest first. Some of them may have ended.
         self._known: dict[str, tuple[Peer, Identity | None]] = {}
+        #: What is left of its denials, and when the last one is answered, by the same names.
+        self._denied: dict[str, tuple[Budget, float]] = {}
+        #: By source, when an agent was last seen to have a proven connection.
+        self._agent_at: dict[bytes, float] = {}
         self._told_at: dict[bytes, float] = {}
         #: Sources that get no new connections now.
         self.refused: frozenset[bytes] = frozenset()
@@ -117,8 +140,15 @@ class Connections:
         """A call of this peer, as gRPC names it (ipv4:10.0.0.1:4242), was allowed."""
         # Anybody may have made many connections by one token before it lets somebody in.
         if peer not in self._known and not (who is not None and who.token):
-            host, _, port = unquote(peer).partition(":")[2].rpartition(":")
-            self._known[peer] = (packed(host.strip("[]")), int(port)), who
+            self._known[peer] = _address_of(peer), who
+
+    async def denied(self, peer: str) -> None:
+        """A call of this peer was denied. Returns when that may be answered."""
+        now = self._now()
+        budget, _ = self._denied.get(peer) or (Budget(DENIED_PER_S, DENIED_AT_ONCE), now)
+        wait_s = budget.owe(1, now)
+        self._denied[peer] = budget, now + wait_s
+        await asyncio.sleep(wait_s)
 
     async def watch(self, port: int) -> None:
         """Never returns; ends by cancellation."""
@@ -149,7 +179,7 @@ class Connections:
             waiting = await asyncio.to_thread(self.waiting, there)
             before, self.refused = self.refused, refusals.look(waiting, self._now())
             if self.refused != before:
-                there.refuse(self.refused)
+                there.refuse(self.refused, partly=set(filter(self._has_agent, self.refused)))
                 self._tell(self.refused - before, waiting)
                 if not self.refused:
                     await asyncio.to_thread(give_back)
@@ -165,9 +195,21 @@ class Connections:
                 continue
             if who is not None:
                 of_holder[who.uri] += 1
+            if who is None or who.role == "agent":
+                self._agent_at[source_of(peer[0])] = self._now()
             if who is None or of_holder[who.uri] <= MOST_OF_HOLDER:
                 waiting.discard(peer)
-        return Counter(source_of(address) for address, _ in waiting)
+        found = Counter(source_of(address) for address, _ in waiting)
+        for name, (_, at) in list(self._denied.items()):
+            if self._now() < at + REFUSED_S:
+                found[source_of(_address_of(name)[0])] += DENIED_COUNTS_AS
+            else:
+                del self._denied[name]
+        return found
+
+    def _has_agent(self, source: bytes) -> bool:
+        """Whether one has, or had not long ago, a proven connection from there."""
+        return self._now() < self._agent_at.get(source, -math.inf) + _AGENT_S
 
     def _tell(self, sources: Iterable[bytes], waiting: Mapping[bytes, int]) -> None:
         now = self._now()

@@ -1,9 +1,12 @@
-"""What stands around every method: it checks the caller, reads the request, and turns what the
-method raises into a status.
+"""Stands around every method: counts the call, checks its caller, and only then reads the request.
 
-Bytes that are no message of ours give INVALID_ARGUMENT, a master that ends UNAVAILABLE, a call that
-takes longer than any caller should wait DEADLINE_EXCEEDED, and a fault of ours INTERNAL, with its
-details in the log alone.
+Every method is served as one whose requests come as a stream of bytes, which is the same on the
+wire. So nothing of a request is taken from the connection, but for what HTTP/2 lets a caller send
+unasked, nor parsed, before the caller may make the call.
+
+What a method raises becomes a status: INVALID_ARGUMENT for bytes that are no message of ours,
+UNAVAILABLE where the master ends, DEADLINE_EXCEEDED for a call that takes longer than any caller
+should wait, and INTERNAL for a fault of ours, with its details in the log alone.
 """
 
 import asyncio
@@ -14,14 +17,14 @@ from functools import partial
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from oobleck.master.api.calls import Calls
-from oobleck.master.api.limits import MOST_DETAILS, deadline_s
+from oobleck.master.api.limits import MOST_DETAILS, UNARY_S, deadline_s, most_bytes
 from oobleck.master.inbox import MasterEnded
 from oobleck.master.state.trust import Denied, StillFresh, TooSoon
 from oobleck.master.storage.disk import StorageFailed
-from oobleck.proto.bounds import check_bounds
+from oobleck.proto.bounds import check_bounds, check_encoded
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +32,18 @@ log = logging.getLogger(__name__)
 Handler = Any
 #: Ends the call of that context where its caller may not make it.
 Check = Callable[[Any], Awaitable[None]]
+#: From bytes to a message. Raises _Malformed.
+Read = Callable[[bytes], Any]
 Around = Callable[[Any], AbstractAsyncContextManager[None]]
 
-_FOREIGN = "the request is not a message of this service; install the same version on both sides"
+_FOREIGN = (
+    "the request is not an uncompressed message of this service; install the same version on both "
+    "sides"
+)
 
 
 class _Malformed(ValueError):
-    """Stands for a request that could not be read."""
+    """A request could not be read."""
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # not at run time
@@ -57,39 +65,44 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # n
         streams = handler.request_streaming or handler.response_streaming
         count = partial(self._calls.count, method, stream=streams)
         around = partial(_answering, check, count)
-        guarded: dict[str, object] = {
-            "request_deserializer": partial(_deserialize, handler.request_deserializer)
-        }
-        if handler.unary_unary is not None:
-            guarded["unary_unary"] = _unary(handler.unary_unary, around, deadline_s(method))
-        elif handler.unary_stream is not None:
-            guarded["unary_stream"] = _unary_stream(handler.unary_stream, around, check)
-        elif handler.stream_unary is not None:
-            limit_s = deadline_s(method)
-            guarded["stream_unary"] = _stream_unary(handler.stream_unary, around, limit_s)
-        elif handler.stream_stream is not None:
-            guarded["stream_stream"] = _stream_stream(handler.stream_stream, around)
-        else:
-            raise TypeError(f"{method}: calls of this kind have no guard")
-        return handler._replace(**guarded)
+        read = partial(_read, _request_kind(handler), most_bytes(method))
+        if handler.response_streaming:
+            guarded = _many_replies(handler, read, around, check)
+            return grpc.stream_stream_rpc_method_handler(
+                guarded, response_serializer=handler.response_serializer
+            )
+        return grpc.stream_unary_rpc_method_handler(
+            _one_reply(handler, read, around, deadline_s(method)),
+            response_serializer=handler.response_serializer,
+        )
 
 
-def _deserialize(read: Callable[[bytes], Any], data: bytes) -> object:
+def _request_kind(handler: Handler) -> type[Message]:
+    """Of which `FromString` is the deserializer."""
+    kind: type[Message] = handler.request_deserializer.__self__
+    return kind
+
+
+def _read(kind: type[Message], most_bytes: int, data: bytes) -> Any:
+    """Raises _Malformed."""
+    if len(data) > most_bytes:
+        raise _Malformed(f"the request has {len(data)} bytes; at most {most_bytes} are taken")
     try:
-        message = read(data)
+        check_encoded(kind.DESCRIPTOR, data)  # type: ignore[arg-type] # equal at run time
+        message = kind.FromString(data)
         check_bounds(message)
     except DecodeError:
-        return _Malformed(_FOREIGN)
+        raise _Malformed(_FOREIGN) from None
     except ValueError as error:
-        return _Malformed(str(error))
+        raise _Malformed(str(error)) from None
     return message
 
 
-def _readable(request: Any) -> Any:
+async def _only(requests: AsyncIterator[Any]) -> Any:
     """Raises _Malformed."""
-    if isinstance(request, _Malformed):
-        raise request
-    return request
+    async for request in requests:
+        return request
+    raise _Malformed("the call came without a request")
 
 
 @asynccontextmanager
@@ -126,19 +139,34 @@ async def _told(context: Any) -> AsyncIterator[None]:
         await context.abort(grpc.StatusCode.INTERNAL, "the master failed; its log tells why")
 
 
-def _unary(behave: Any, around: Around, limit_s: float) -> Any:
-    async def guarded(request: Any, context: Any) -> Any:
+def _one_reply(handler: Handler, read: Read, around: Around, limit_s: float) -> Any:
+    async def guarded(requests: AsyncIterator[bytes], context: Any) -> Any:
+        readable = (read(request) async for request in requests)
+
+        async def answer() -> Any:
+            if handler.request_streaming:
+                return await handler.stream_unary(readable, context)
+            return await handler.unary_unary(await _only(readable), context)
+
         async with around(context):
-            return await _in_time(limit_s, context, lambda: behave(_readable(request), context))
+            return await _in_time(limit_s, context, answer)
 
     return guarded
 
 
-def _stream_unary(behave: Any, around: Around, limit_s: float) -> Any:
-    async def guarded(requests: Any, context: Any) -> Any:
-        readable = (_readable(request) async for request in requests)
+def _many_replies(handler: Handler, read: Read, around: Around, check: Check) -> Any:
+    async def guarded(requests: AsyncIterator[bytes], context: Any) -> None:
+        readable = (read(request) async for request in requests)
         async with around(context):
-            return await _in_time(limit_s, context, lambda: behave(readable, context))
+            if handler.request_streaming:
+                await handler.stream_stream(readable, context)
+                return
+            request = await _in_time(UNARY_S, context, lambda: _only(readable))
+            async with aclosing(handler.unary_stream(request, context)) as replies:
+                async for reply in replies:
+                    # It may be long since, and the certificate revoked.
+                    await check(context)
+                    await _write(context, reply)
 
     return guarded
 
@@ -152,28 +180,9 @@ async def _in_time(limit_s: float, context: Any, answer: Callable[[], Awaitable[
         await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
 
 
-def _unary_stream(behave: Any, around: Around, check: Check) -> Any:
-    async def guarded(request: Any, context: Any) -> None:
-        async with around(context), aclosing(behave(_readable(request), context)) as replies:
-            async for reply in replies:
-                # It may be long since, and the certificate revoked.
-                await check(context)
-                await _write(context, reply)
-
-    return guarded
-
-
 async def _write(context: Any, reply: Any) -> None:
     """To a caller that has left, the library fails to write before it has cancelled the call."""
     try:
         await context.write(reply)
     except grpc.aio.InternalError as error:
         raise asyncio.CancelledError("the caller has left") from error
-
-
-def _stream_stream(behave: Any, around: Around) -> Any:
-    async def guarded(requests: Any, context: Any) -> None:
-        async with around(context):
-            await behave((_readable(request) async for request in requests), context)
-
-    return guarded

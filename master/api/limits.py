@@ -9,6 +9,8 @@ from oobleck.proto.detection import keepalive_options
 
 #: Of a message to the master; the largest are recordings of a hundred steps.
 MOST_RECEIVED_BYTES = 16 << 20
+#: Of a request, where `_LARGER` has no more.
+MOST_REQUEST_BYTES = 64 << 10
 #: Of a message of the master; the largest are timelines and plans for all nodes.
 MOST_SENT_BYTES = 64 << 20
 MOST_METADATA_BYTES = 16 << 10
@@ -33,6 +35,19 @@ _LONGER_S = {
 }
 
 
+_LARGER = {
+    "/oobleck.Control/Session": MOST_RECEIVED_BYTES,
+    "/oobleck.Operator/Submit": MOST_RECEIVED_BYTES,
+    # Parts of a wheel, of 1 MiB.
+    "/oobleck.Operator/PutCode": 2 << 20,
+}
+
+
+def most_bytes(method: str) -> int:
+    """Of one request."""
+    return _LARGER.get(method, MOST_REQUEST_BYTES)
+
+
 def deadline_s(method: str) -> float:
     return _LONGER_S.get(method, UNARY_S)
 
@@ -50,6 +65,9 @@ def server_options(detection: Detection) -> tuple[tuple[str, int], ...]:
         ("grpc.http2.max_ping_strikes", MOST_PING_STRIKES),
         ("grpc.max_receive_message_length", MOST_RECEIVED_BYTES),
         ("grpc.max_send_message_length", MOST_SENT_BYTES),
+        # A few bytes may be megabytes when they are decompressed, which would be done before the
+        # caller is known. No client of ours compresses, and what others do is no message.
+        ("grpc.per_message_decompression", 0),
         ("grpc.max_concurrent_streams", MOST_STREAMS),
         ("grpc.max_metadata_size", MOST_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MOST_METADATA_BYTES),

@@ -61,14 +61,19 @@ class Timelines:
     # ---- what agents tell
 
     def take_recording(self, node: NodeName, message: pb.Recorded) -> None:
-        """Raises ValueError where the recording cannot be read."""
+        """Raises ValueError where the recording cannot be read. One that nobody waits for is not
+        looked at."""
+        worker = WorkerId(node, message.slot)
+        waiting = [w for w in self._wishes.values() if w.job_id == message.job_id]
+        if not any(worker not in wish.found for wish in waiting):
+            return
         try:
             recording = decode(Recording, message.recording)
         except ValueError as error:
             raise ValueError(f"recording: {error}") from error
         wish = self._wishes.get(recording.number)
         if wish is not None and wish.job_id == message.job_id:
-            wish.found[WorkerId(node, message.slot)] = recording
+            wish.found[worker] = recording
             wish.news.set()
 
     def clock_read(self, node: NodeName, message: pb.ClockRead) -> None:

@@ -1,5 +1,6 @@
 """Every field of every message that a client may send has a bound."""
 
+import contextlib
 import math
 import zlib
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,10 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from hypothesis import given
+from hypothesis import strategies as st
 
+from oobleck.agent.connection.records import BATCH
 from oobleck.host.doctor.orders import Answer, Clock, Looked
 from oobleck.host.finding import Finding
 from oobleck.host.ipc.messages import Assign, Measure
@@ -248,9 +252,75 @@ def test_what_a_cluster_sends_is_far_within() -> None:
         incarnation="ab" * 8,
         records=pb.StepRecords(
             job_id="demo-1",
-            records=[pb.StepRecord(step=n, loss=-0.5, time=1e9) for n in range(1, 65_537)],
+            records=[pb.StepRecord(step=n, loss=-0.5, time=1e9) for n in range(1, BATCH + 1)],
         ),
     )
     bounds.check_bounds(message)
-    status = pb.WorkerStatus(slot=1023, committed_step=-1, peak_memory_bytes=1 << 50)
-    bounds.check_bounds(pb.NodeStatus(workers=[status] * 1024))
+    status = pb.NodeStatus(
+        workers=[
+            pb.WorkerStatus(slot=1023, committed_step=-1, peak_memory_bytes=1 << 50, card="c" * 60)
+        ]
+        * bounds.MOST_SLOTS
+    )
+    recorded = pb.Recorded(recording="x" * (15 << 20))
+    register = pb.Register(status=status, running=pb.Assignment(assign=bytes(1 << 20)))
+    for large in (
+        pb.AgentMessage(status=status),
+        pb.AgentMessage(register=register),
+        pb.AgentMessage(recorded=recorded),
+        pb.SubmitRequest(job="x" * (1 << 20), profile="x" * (8 << 20)),
+        pb.CodeChunk(data=bytes(1 << 20)),
+    ):
+        encoded = large.SerializeToString()
+        assert len(encoded) > bounds.SMALL_BYTES
+        bounds.check_encoded(large.DESCRIPTOR, encoded)
+        bounds.check_bounds(large)
+
+
+def repeated(count: int) -> Message:
+    return pb.AgentMessage(records=pb.StepRecords(records=[pb.StepRecord()] * count))
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (repeated(1 << 16), "records: there are more than 1024 items"),
+        (pb.Assignment(worker_incarnations=["x" * 20] * 5000), "worker_incarnations: .* 4096"),
+        (
+            pb.AgentMessage(report=bytes(1 << 16), register=pb.Register(hostname="x" * (3 << 20))),
+            "register: .* bytes are more",
+        ),
+    ],
+)
+def test_a_large_message_is_refused_before_it_is_parsed(message: Message, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^{reason}"):
+        bounds.check_encoded(message.DESCRIPTOR, message.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xf8\x7f\x01" * 50_000,  # a field that nobody knows, again and again
+        b"\x1a\x00" * 50_000,  # the same part again and again, which the parser would merge
+        b"\x0b\x0c" * 50_000,  # a group, which has no length
+        b"\x0a\xff\xff\xff\xff\x07" + bytes(1 << 17),  # longer than all there is
+        b"\xff" * (1 << 17),
+    ],
+)
+def test_bytes_that_are_no_message_are_refused_as_soon(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"^(the message has more|the data are no message)"):
+        bounds.check_encoded(pb.AgentMessage.DESCRIPTOR, data)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_break_the_counting(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        bounds.check_encoded(pb.AgentMessage.DESCRIPTOR, data + bytes(bounds.SMALL_BYTES))
+
+
+def test_items_of_lists_have_no_messages_in_them() -> None:
+    """So counting fields need not look into each of them."""
+    for field in FIELDS:
+        if field.is_repeated and field.message_type is not None:
+            inner = [each for each in field.message_type.fields if each.message_type is not None]
+            assert not inner, field.full_name

@@ -1,5 +1,6 @@
 """How many connections one host may have that make no call, and what becomes of more."""
 
+import asyncio
 import contextlib
 import socket
 import time
@@ -16,6 +17,9 @@ from oobleck.host.ipc.port import Port, packed
 from oobleck.host.security.credentials import read_credentials
 from oobleck.host.security.pki import Identity
 from oobleck.master.api.connections import (
+    DENIED_AT_ONCE,
+    DENIED_COUNTS_AS,
+    DENIED_PER_S,
     MOST_OF_HOLDER,
     MOST_OF_SOURCE,
     MOST_WAITING,
@@ -26,6 +30,7 @@ from oobleck.master.api.connections import (
     share,
     source_of,
 )
+from support import loops
 from support.fake_agent import master
 
 DEADLINE_S = 240.0
@@ -59,6 +64,14 @@ def refuses(source: str, port: int) -> bool:
     except TimeoutError:
         return True
     return False
+
+
+def attempt(source: str, port: int) -> socket.socket | None:
+    """A connection, if the first packet is answered."""
+    try:
+        return connect(source, port, 0.1)
+    except TimeoutError:
+        return None
 
 
 @given(st.lists(st.integers(1, 12), max_size=8), st.integers(1, 10), st.integers(1, 30))
@@ -125,6 +138,22 @@ def test_a_port_knows_who_is_connected_and_refuses_some(family: socket.AddressFa
                 socket.create_connection(("::1", port), UNANSWERED_S)
         watched.refuse(())
         assert not refuses(THERE, port)
+        watched.refuse({there}, partly={there})
+        tries = [attempt(THERE, port) for _ in range(60)]
+        through = [one for one in tries if one is not None]
+        # None or all of them come through once in 30 million runs.
+        assert 0 < len(through) < len(tries)
+        for one in through:
+            clients.enter_context(one)
+            one.sendall(b"x")
+        ports = {one.getsockname()[1] for one in through}
+        server.settimeout(DEADLINE_S)
+        while ports:
+            accepted, peer = server.accept()
+            clients.enter_context(accepted).settimeout(DEADLINE_S)
+            if peer[1] in ports:
+                assert accepted.recv(1) == b"x"
+                ports.remove(peer[1])
         watched.refuse(())
         watched.refuse({there})
         watched.__exit__()
@@ -182,3 +211,30 @@ def test_a_crowd_that_makes_no_call_shuts_its_own_door_alone(tmp_path: Path) -> 
                     assert before.nodes() == []
                     with MasterClient(endpoint) as after:
                         assert after.nodes() == []
+
+
+def test_who_is_denied_again_and_again_counts_for_many_and_hears_of_it_once_a_second() -> None:
+    now = 1000.0
+    slept: list[float] = []
+    with socket.create_server((HERE, 0)) as server, Port(server.getsockname()[1]) as watched:
+        connections = Connections(lambda: now, lambda who: False)
+
+        async def deny(peer: str) -> None:
+            denied = asyncio.create_task(connections.denied(peer))
+            await asyncio.sleep(0)
+            slept.append(connections._denied[peer][1] - now)
+            denied.cancel()
+
+        async def deny_all() -> None:
+            for _ in range(round(DENIED_AT_ONCE) + 2):
+                await deny("ipv4:127.0.0.2:4242")
+            await deny("ipv4:127.0.0.2:4243")
+
+        loops.run(deny_all())
+        one_s = 1 / DENIED_PER_S
+        assert slept == [*[0.0] * round(DENIED_AT_ONCE), one_s, 2 * one_s, 0.0]
+        assert connections.waiting(watched) == {packed(THERE): 2 * DENIED_COUNTS_AS}
+        now += REFUSED_S
+        assert connections.waiting(watched) == {packed(THERE): DENIED_COUNTS_AS}
+        now += 2 * one_s
+        assert connections.waiting(watched) == {}

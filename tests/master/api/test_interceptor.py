@@ -11,6 +11,7 @@ import pytest
 
 from oobleck.master.api.calls import Calls
 from oobleck.master.api.interceptor import CallInterceptor
+from oobleck.proto import control_pb2 as pb
 from support import loops
 
 
@@ -27,6 +28,14 @@ class Context:
 
     def code(self) -> None:
         return None
+
+
+class Details:
+    method = "/oobleck.Operator/Logs"
+
+
+async def one_request() -> AsyncIterator[bytes]:
+    yield b""
 
 
 def test_a_caller_that_leaves_a_stream_leaves_no_word_in_the_log(
@@ -48,14 +57,14 @@ def test_a_caller_that_leaves_a_stream_leaves_no_word_in_the_log(
         calls, context = Calls(lambda: 0.0), Context()
 
         async def handler(details: object) -> Any:
-            return grpc.unary_stream_rpc_method_handler(replies)  # type: ignore[arg-type]
-
-        class Details:
-            method = "/oobleck.Operator/Logs"
+            return grpc.unary_stream_rpc_method_handler(
+                replies,  # type: ignore[arg-type]
+                request_deserializer=pb.LogsRequest.FromString,
+            )
 
         guard = CallInterceptor(anybody, calls)
         guarded = await guard.intercept_service(handler, Details())  # type: ignore[arg-type]
-        call = asyncio.create_task(guarded.unary_stream(object(), context))
+        call = asyncio.create_task(guarded.stream_stream(one_request(), context))
         with suppress(asyncio.CancelledError):
             await call
         assert call.cancelled(), "so gRPC takes it for a call that was cancelled"
@@ -65,3 +74,41 @@ def test_a_caller_that_leaves_a_stream_leaves_no_word_in_the_log(
     with caplog.at_level(logging.INFO):
         loops.run(run())
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream", "stream_unary", "stream_stream"])
+def test_nothing_of_a_request_is_taken_before_its_caller_may_make_the_call(kind: str) -> None:
+    class Refused(Exception):
+        pass
+
+    taken: list[str] = []
+
+    async def nobody(method: str, context: object) -> None:
+        raise Refused
+
+    async def requests() -> AsyncIterator[bytes]:
+        taken.append("bytes")
+        yield b""
+
+    class Request:
+        @classmethod
+        def FromString(cls, data: bytes) -> object:
+            taken.append("a message")
+            return cls()
+
+    async def behave(request: object, context: object) -> None:
+        taken.append("a call")
+
+    async def handler(details: object) -> Any:
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(behave, request_deserializer=Request.FromString)
+
+    async def run() -> None:
+        guard = CallInterceptor(nobody, Calls(lambda: 0.0))
+        guarded = await guard.intercept_service(handler, Details())  # type: ignore[arg-type]
+        call = guarded.stream_stream or guarded.stream_unary
+        with pytest.raises(Refused):
+            await call(requests(), Context())
+
+    loops.run(run())
+    assert taken == []
