@@ -16,7 +16,7 @@ import msgspec
 from oobleck.agent.actions import Action, GiveUpWorker
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.connection.outbox import Outbox
-from oobleck.agent.connection.reports import has_rank_0, report_of, standing_reports, status_of
+from oobleck.agent.connection.reports import report_of, standing_reports, status_of, tells_at_once
 from oobleck.agent.events import (
     Assigned,
     ChannelClosed,
@@ -352,7 +352,9 @@ class Supervisor:
             self._timer = asyncio.get_running_loop().call_later(
                 max(0.0, agenda.wake_at - self._now()) + 0.001, self._settle
             )
-        self._outbox.status(status_of(self._state), self._now(), has_rank_0=has_rank_0(self._state))
+        self._outbox.status(
+            status_of(self._state), self._now(), tells_at_once=tells_at_once(self._state)
+        )
         if agenda.done:
             self._done.set()
 

@@ -58,10 +58,10 @@ class Outbox:
         self._log_job = JobId("")
         #: When they are sent; None: there are none.
         self._log_due_at: float | None = None
-        #: Rank 0 is here, or was, and its records are to be sent at once.
-        self._has_rank_0 = False
-        #: Newest plan that has rank 0 elsewhere, and none of whose steps is known here yet.
-        self._rank_0_until: Generation | None = None
+        #: This agent is, or was, one of those that send records at once.
+        self._tells_at_once = False
+        #: Newest plan that has those elsewhere, and none of whose steps is known here yet.
+        self._tells_until: Generation | None = None
         #: Set whenever something new may be due.
         self.wake = asyncio.Event()
 
@@ -74,7 +74,7 @@ class Outbox:
         self._status_due = False
         return self._status
 
-    def status(self, status: NodeStatus, now: float, *, has_rank_0: bool) -> None:
+    def status(self, status: NodeStatus, now: float, *, tells_at_once: bool) -> None:
         """The newest status; sent soon where the plan in it has changed, and at once where more
         than that and the progress has."""
         before, after = _without_progress(self._status), _without_progress(status)
@@ -83,14 +83,14 @@ class Outbox:
             self._status_due = True
             self._words_due(now + GATHER_WORDS_S if alone else now)
         self._status = status
-        if has_rank_0:
-            self._rank_0_until = None
-            if not self._has_rank_0:
-                self._has_rank_0 = True
+        if tells_at_once:
+            self._tells_until = None
+            if not self._tells_at_once:
+                self._tells_at_once = True
                 self.wake.set()
-        elif self._has_rank_0 and self._rank_0_until is None:
+        elif self._tells_at_once and self._tells_until is None:
             # Steps before a boundary may be known to nobody who is in the plan after it.
-            self._rank_0_until = status.generation
+            self._tells_until = status.generation
 
     def want_status(self, now: float) -> None:
         """Have the status sent though nothing in it has changed."""
@@ -115,8 +115,8 @@ class Outbox:
         """Keep it for the master; the way into the plan, which may still wait, is told now."""
         if self._words_due_at is not None:
             self._words_due(now)
-        if self._rank_0_until is not None and record.generation >= self._rank_0_until:
-            self._has_rank_0, self._rank_0_until = False, None
+        if self._tells_until is not None and record.generation >= self._tells_until:
+            self._tells_at_once, self._tells_until = False, None
         lost = self._records.lost
         self._records.add(job_id, record, now)
         if self._records.lost != lost:
@@ -179,7 +179,7 @@ class Outbox:
         """
         found: list[pb.AgentMessage] = []
         words_due = self._words_due_at is not None and now >= self._words_due_at
-        records = self._records.due(now, first=self._has_rank_0)
+        records = self._records.due(now, first=self._tells_at_once)
         if words_due or records:
             texts = [_text_of(_aged(report, now - at)) for report, at in self._reports]
             found += [pb.AgentMessage(report=text) for text in texts if text is not None]
@@ -189,7 +189,7 @@ class Outbox:
             assert self._records.job_id is not None
             batch = records_message(self._records.job_id, records)
             found.append(pb.AgentMessage(records=batch))
-            records = self._records.due(now, first=self._has_rank_0)
+            records = self._records.due(now, first=self._tells_at_once)
         if self._status_due and self._words_due_at is None:
             self._status_due = False
             found.append(pb.AgentMessage(status=status_message(self._status)))
@@ -207,7 +207,7 @@ class Outbox:
 
     def next_due(self, now: float) -> float | None:
         """When `take` will have something though nothing new comes."""
-        records_due_at = self._records.next_due(now, first=self._has_rank_0)
+        records_due_at = self._records.next_due(now, first=self._tells_at_once)
         due = (self._words_due_at, records_due_at, self._log_due_at)
         return min((at for at in due if at is not None), default=None)
 

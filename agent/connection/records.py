@@ -1,8 +1,9 @@
 """Step records on their way to the master's disk. Pure: the time is an argument.
 
 Every worker of a job makes the same record at each commit, so every agent has all of them and
-keeps each until the master acknowledges it. The agent of rank 0 sends at once; the others send
-only what stays unacknowledged for `HOLD_S`, so that a record gets through whoever dies.
+keeps each until the master acknowledges it. Two agents send at once, since the master takes what
+two nodes say alike. The others send only what stays unacknowledged for `HOLD_S`, so that a record
+gets through whoever dies.
 
 The bound: while the master is away for more than `LIMIT` steps, the *oldest* records are kept,
 since the master writes them in step order; later ones are lost and counted.
@@ -17,7 +18,7 @@ from oobleck.planner.ids import JobId
 LIMIT = 65_536
 #: Records per message.
 BATCH = 256
-#: How long the agents without rank 0 hold back.
+#: How long the others hold back.
 HOLD_S = 4.0
 
 
@@ -72,7 +73,8 @@ class RecordBuffer:
         self._waiting = deque(_Waiting(self._kept[step], now) for step in sorted(self._kept))
 
     def due(self, now: float, *, first: bool) -> list[StepRecord]:
-        """The next records to send, which count as sent; `first`: this agent has rank 0."""
+        """The next records to send, which count as sent; `first`: this agent
+        is one of those that send at once."""
         found: list[StepRecord] = []
         while len(found) < BATCH and (at := self.next_due(now, first=first)) is not None:
             if at > now:

@@ -105,7 +105,10 @@ def newest_plan(known: types.Assignment | None, told: types.Assignment) -> types
     return msgspec.structs.replace(told, job=None)
 
 
-def has_rank_0(state: NodeState) -> bool:
-    """Whether this node's agent sends the records of steps at once."""
-    assign = state.desired.assign
-    return assign is not None and assign.plan.workers[0].node == state.node
+def tells_at_once(state: NodeState) -> bool:
+    """Whether this node's agent sends the records of steps at once: those of two nodes do."""
+    if (assign := state.desired.assign) is None:
+        return False
+    first = assign.plan.workers[0].node
+    others = (worker.node for worker in assign.plan.workers if worker.node != first)
+    return state.node in (first, next(others, first))

@@ -256,6 +256,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     skipped: bool = False
     #: How many steps were, up to this one. The master counts them, not the workers.
     skipped_steps: int = 0
+    #: The only node that told of it. Empty: several did, and said the same. By the master too.
+    told_by: str = ""
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -306,6 +308,8 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     #: The model's own, as means over the samples; None: not finite.
     metrics: dict[str, float | None] = {}
+    #: As in StepRecord.
+    told_by: str = ""
 
     def __post_init__(self) -> None:
         if self.step < 1:

@@ -106,6 +106,7 @@ class ControlService(rpc.ControlServicer):
     async def _read(self, session: AgentSession, requests: AsyncIterator[pb.AgentMessage]) -> None:
         slots = self._master.state.nodes[session.node].facts.worker_slots
         async for message in requests:
+            await session.rest(message.ByteSize())
             if message.incarnation != session.incarnation:
                 self._master.sessions.refused["message of another incarnation"] += 1
                 continue

@@ -261,7 +261,13 @@ def node_info(state: ClusterState, node: Node, now: float, unix: float) -> pb.No
 def _workers(state: ClusterState, node: Node) -> list[pb.WorkerStatus]:
     rates = state.job.rates if state.job is not None else {}
     return [
-        message_of(pb.WorkerStatus, told, rate=rates.get(WorkerId(node.facts.node, told.slot), 1.0))
+        message_of(
+            pb.WorkerStatus,
+            told,
+            # Who knows it speaks for the process: it is between the agent and the master.
+            incarnation="",
+            rate=rates.get(WorkerId(node.facts.node, told.slot), 1.0),
+        )
         for told in node.seen.status.workers
     ]
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from oobleck.master.clients.budget import Budget
 from oobleck.master.rules.nodes.admission import Refusal
 from oobleck.planner.ids import Incarnation, JobId, NodeName
 from oobleck.proto import control_pb2 as pb
@@ -18,6 +19,9 @@ from oobleck.proto.types import Assignment
 
 #: Messages of one agent that may wait for the master's loop; then its stream is not read.
 _MOST_UNREAD = 256
+#: Messages of one agent that are read in a second, and at once; of a large one each 4 KiB counts.
+_MESSAGES_PER_S, _MESSAGES_AT_ONCE = 500.0, 4096
+_COUNTED_BYTES = 4096
 #: The agents that send records are told at most once in this time what is on disk.
 SENDERS_S = 0.5
 #: And so are all others, who keep the same records. Well below the time for which they hold theirs
@@ -37,6 +41,8 @@ class AgentSession:
     newer: bool = False
     #: Taken for each message handed to the loop, released when the loop has handled it.
     credit: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MOST_UNREAD))
+    #: How fast its agent is read: what comes faster waits in its own connection.
+    pace: Budget = field(default_factory=lambda: Budget(_MESSAGES_PER_S, _MESSAGES_AT_ONCE))
     #: Version of the newest assignment that was put into the outbox.
     told_version: int = -1
     _assignment: Assignment | None = None
@@ -45,6 +51,11 @@ class AgentSession:
     _questions: list[pb.MasterMessage] = field(default_factory=list)
     _refusal: Refusal | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def rest(self, size: int) -> None:
+        """Return when a message of so many bytes may be looked at."""
+        count = 1 + size // _COUNTED_BYTES
+        await asyncio.sleep(self.pace.owe(count, asyncio.get_running_loop().time()))
 
     def tell(self, assignment: Assignment) -> None:
         self.told_version = assignment.version

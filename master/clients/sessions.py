@@ -7,17 +7,29 @@ Handlers run in an iteration of the loop, in the order of arrival. Only the loop
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
-from oobleck.host.ipc.messages import Evaluated
+import msgspec
+
+from oobleck.host.ipc.messages import (
+    Evaluated,
+    EvaluationRecord,
+    Restored,
+    StepRecord,
+)
+from oobleck.master.clients.budget import Budget
 from oobleck.master.clients.incoming import Incoming, Output, Records
 from oobleck.master.clients.outbox import OTHERS_S, SENDERS_S, AgentSession, Rounds
+from oobleck.master.clients.witnesses import Differs, Witnesses
 from oobleck.master.config import MasterConfig
+from oobleck.master.events.jobs import RecordsDiffer
 from oobleck.master.events.reports import (
     AgentRefused,
     EvaluationReceived,
     RecordsReceived,
     RecordsWait,
+    RestoreReceived,
     StatusReceived,
     StreamClosed,
     StreamOpened,
@@ -25,9 +37,10 @@ from oobleck.master.events.reports import (
 )
 from oobleck.master.inbox import Changes, Inbox
 from oobleck.master.rules.nodes.admission import Refusal, admit
+from oobleck.master.state.senders import believed, has_part, why_refused
 from oobleck.master.state.trust import Denied, check_caller
 from oobleck.master.storage.ledger import Ledger
-from oobleck.planner.ids import JobId, NodeName, WorkerId
+from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.proto.protocol import NEWEST
 from oobleck.proto.types import NodeStatus, Registration, WorkerReport
 
@@ -35,6 +48,44 @@ if TYPE_CHECKING:
     from oobleck.host.security.pki import Identity
 
 log = logging.getLogger(__name__)
+
+#: A node may register so often, and at most so often at once.
+_REGISTRATIONS_PER_S, _REGISTRATIONS_AT_ONCE = 1.0, 30
+#: And so much output of its workers is kept.
+_OUTPUT_BYTES_PER_S, _OUTPUT_BYTES_AT_ONCE = 1 << 20, 16 << 20
+#: Refusals of one node's words are logged once for each of so many reasons.
+_MOST_TOLD = 1000
+#: So often all that waits for other words is looked at.
+_JUDGE_S = 0.2
+
+
+@dataclass(slots=True)
+class _Sender:
+    """One node, over all its sessions."""
+
+    registrations: Budget = field(
+        default_factory=lambda: Budget(_REGISTRATIONS_PER_S, _REGISTRATIONS_AT_ONCE)
+    )
+    output: Budget = field(
+        default_factory=lambda: Budget(_OUTPUT_BYTES_PER_S, _OUTPUT_BYTES_AT_ONCE)
+    )
+    #: Of its newest status.
+    processes: tuple[Incarnation, ...] = ()
+
+
+@dataclass(slots=True)
+class _Told:
+    """What nodes have told of one job, and a second one has to confirm."""
+
+    records: Witnesses[StepRecord]
+    evaluations: Witnesses[EvaluationRecord]
+    restores: Witnesses[Restored]
+
+    @property
+    def all(
+        self,
+    ) -> tuple[Witnesses[StepRecord] | Witnesses[EvaluationRecord] | Witnesses[Restored], ...]:
+        return self.records, self.evaluations, self.restores
 
 
 class Sessions:
@@ -55,6 +106,13 @@ class Sessions:
         self._senders: set[int] = set()
         self._open: dict[int, AgentSession] = {}
         self._last_number = 0
+        self._by_node: dict[NodeName, _Sender] = {}
+        self._told: dict[JobId, _Told] = {}
+        self._judged_at = 0.0
+        #: Of each process in the newest statuses.
+        self._places: dict[Incarnation, WorkerId] = {}
+        #: Refusals that were logged.
+        self._logged: set[tuple[NodeName, str]] = set()
 
     def __iter__(self) -> Iterator[AgentSession]:
         return iter(list(self._open.values()))
@@ -110,6 +168,10 @@ class Sessions:
                 check_caller(ledger.state.trust, caller, ledger.unix())
         except Denied as denied:
             return Refusal(reason=str(denied), temporary=False)
+        if not self._sender(facts.node).registrations.take(1, arrived_at):
+            self._refuse(facts.node, "a registration too soon after others")
+            reason = f"node {facts.node} registers more often than once a second"
+            return Refusal(reason=reason, temporary=True)
         verdict = admit(ledger.state, registration, arrived_at, self._timing)
         if isinstance(verdict, Refusal):
             log.warning("agent refused", extra={"node": facts.node, "reason": verdict.reason})
@@ -129,10 +191,13 @@ class Sessions:
         opened = StreamOpened(
             node=facts.node,
             session=session.number,
-            status=registration.status,
+            status=self._believed(facts.node, registration.status),
             running=registration.running,
         )
         ledger.observe(opened, arrived_at)
+        for told in self._told.values():
+            for witnesses in told.all:
+                witnesses.begin_again(facts.node)
         if ledger.state.active is not None:
             self._to_all.note(ledger.state.active)
         return session
@@ -159,18 +224,26 @@ class Sessions:
         self._inbox.post(handle)
 
     def _take(self, session: AgentSession, message: Incoming, arrived_at: float) -> None:
-        ledger, archive = self._ledger, self._ledger.archive
+        ledger, node = self._ledger, session.node
         if not isinstance(message, NodeStatus) and message.job_id not in ledger.state.jobs:
             self.refused["message about an unknown job"] += 1
             return
         self.received[type(message).__name__] += 1
         match message:
             case NodeStatus():
-                ledger.observe(StatusReceived(node=session.node, status=message), arrived_at)
+                received = StatusReceived(node=node, status=self._believed(node, message))
+                ledger.observe(received, arrived_at)
+            case WorkerReport() if reason := why_refused(ledger.state, node, message):
+                self._refuse(node, reason)
             case WorkerReport(job_id=job_id, what=Evaluated(record=record)):
-                # All workers tell of it, and the first one's goes to the disk.
-                if archive.take_evaluation(job_id, record):
-                    ledger.observe(EvaluationReceived(job_id=job_id, record=record), arrived_at)
+                told = self._of_job(job_id).evaluations
+                self._refuse(node, told.tell(ledger.state.jobs[job_id], node, record, arrived_at))
+                self._judge_evaluations(job_id, arrived_at, (record,))
+            case WorkerReport(job_id=job_id, what=Restored() as restored):
+                restores = self._of_job(job_id).restores
+                job = ledger.state.jobs[job_id]
+                self._refuse(node, restores.tell(job, node, restored, arrived_at))
+                self._judge_restores(job_id, arrived_at, (restored,))
             case WorkerReport():
                 reported = WorkerReported(
                     worker=WorkerId(session.node, message.slot),
@@ -180,23 +253,164 @@ class Sessions:
                 )
                 ledger.observe(reported, arrived_at)
             case Output():
-                worker = WorkerId(session.node, message.slot)
-                archive.take_output(message.job_id, worker, message.lines, ledger.unix())
-                self._changes.happened()
+                self._take_output(node, message, arrived_at)
             case Records():
                 self._take_records(session, message, arrived_at)
 
+    def _believed(self, node: NodeName, status: NodeStatus) -> NodeStatus:
+        """What of it counts. Of a process that two places name, the first one has it."""
+        state = self._ledger.state
+        known = believed(state, node, status)
+        sender = self._sender(node)
+        self._give_up(sender)
+        own = tuple(
+            worker
+            for worker in known.workers
+            if self._places.setdefault(worker.incarnation, place := WorkerId(node, worker.slot))
+            == place
+        )
+        sender.processes = tuple(worker.incarnation for worker in own)
+        if len(own) < len(status.workers):
+            self._refuse(node, "a status with another one's process")
+        return msgspec.structs.replace(known, workers=own)
+
+    def _take_output(self, node: NodeName, message: Output, arrived_at: float) -> None:
+        if not has_part(self._ledger.state, node, message.job_id):
+            self._refuse(node, "output of a job that it has no part in")
+            return
+        size = sum(map(len, message.lines))
+        if not self._sender(node).output.take(size, arrived_at):
+            self.refused["lines of output, too many at once"] += len(message.lines)
+            return
+        worker = WorkerId(node, message.slot)
+        self._ledger.archive.take_output(message.job_id, worker, message.lines, self._ledger.unix())
+        self._changes.happened()
+
     def _take_records(self, session: AgentSession, message: Records, arrived_at: float) -> None:
-        new = self._ledger.archive.take_records(message.job_id, message.records)
-        if new:
-            received = RecordsReceived(job_id=message.job_id, records=new)
-            self._ledger.observe(received, arrived_at)
+        job, told = self._ledger.state.jobs[message.job_id], self._of_job(message.job_id)
+        for record in message.records:
+            reason = "of a step that there is not"
+            if record.step <= job.spec.training.steps:
+                reason = told.records.tell(job, session.node, record, arrived_at)
+            self._refuse(session.node, reason and f"a step's record {reason}")
+        self._judge_records(job.id, arrived_at, message.records)
         self._senders.add(session.number)
         self._to_senders.note(message.job_id)
         self._to_all.note(message.job_id)
 
+    # ---- what a second node says too
+
+    def _judge_records(
+        self, job_id: JobId, now: float, about: Iterable[StepRecord] | None = None
+    ) -> None:
+        archive, told = self._ledger.archive, self._of_job(job_id).records
+        verdict = told.judge(self._ledger.state, self._ledger.state.jobs[job_id], now, about)
+        words = [msgspec.structs.replace(word, told_by=by) for word, by in verdict.words]
+        if words:
+            new = archive.take_records(job_id, tuple(words))
+            if new:
+                self._ledger.observe(RecordsReceived(job_id=job_id, records=new), now)
+            told.settle_through(archive.metrics(job_id).through_step)
+        self._note_differences(job_id, "step", verdict.differ)
+
+    def _judge_evaluations(
+        self, job_id: JobId, now: float, about: Iterable[EvaluationRecord] | None = None
+    ) -> None:
+        archive, told = self._ledger.archive, self._of_job(job_id).evaluations
+        verdict = told.judge(self._ledger.state, self._ledger.state.jobs[job_id], now, about)
+        for word, by in verdict.words:
+            record = msgspec.structs.replace(word, told_by=by)
+            if archive.take_evaluation(job_id, record):
+                received = EvaluationReceived(job_id=job_id, record=record)
+                self._ledger.observe(received, now)
+            told.settle_through(record.step)
+        self._note_differences(job_id, "evaluation", verdict.differ)
+
+    def _judge_restores(
+        self, job_id: JobId, now: float, about: Iterable[Restored] | None = None
+    ) -> None:
+        told = self._of_job(job_id).restores
+        verdict = told.judge(self._ledger.state, self._ledger.state.jobs[job_id], now, about)
+        for restored, _ in verdict.words:
+            self._ledger.observe(RestoreReceived(job_id=job_id, restored=restored), now)
+            told.settle_through(restored.generation)
+        self._note_differences(job_id, "restore", verdict.differ)
+
+    def _note_differences(
+        self,
+        job_id: JobId,
+        record: Literal["step", "evaluation", "restore"],
+        found: Iterable[Differs],
+    ) -> None:
+        for one in found:
+            log.warning(
+                "two nodes tell different things of what all workers should tell alike; one of "
+                "them is broken, or lies: drain it",
+                extra={"job": job_id, "nodes": one.nodes, "step": one.step, "fields": one.fields},
+            )
+            event = RecordsDiffer(
+                job_id=job_id,
+                record=record,
+                step=one.step,
+                nodes=one.nodes,
+                fields=one.fields,
+            )
+            self._ledger.journal(event)
+
+    def _judge(self, now: float) -> None:
+        """Look at all that waits: others may be lost by now, or have told of later steps."""
+        if 0 <= now - self._judged_at < _JUDGE_S:
+            return
+        self._judged_at = now
+        for job_id in list(self._told):
+            if job_id not in self._ledger.state.jobs:
+                del self._told[job_id]
+                continue
+            self._judge_records(job_id, now)
+            self._judge_evaluations(job_id, now)
+            self._judge_restores(job_id, now)
+            for node in self._told[job_id].records.ask_again():
+                reason = "to send again the records that were too many to keep"
+                self.end_of(node, Refusal(reason=reason, temporary=True))
+
+    def _of_job(self, job_id: JobId) -> _Told:
+        if job_id not in self._told:
+            archive = self._ledger.archive
+            self._told[job_id] = _Told(
+                records=Witnesses(lambda record: record.step, archive.metrics(job_id).through_step),
+                evaluations=Witnesses(
+                    lambda record: record.step, archive.evaluations(job_id).stored_step
+                ),
+                restores=Witnesses(lambda restored: restored.generation),
+            )
+        return self._told[job_id]
+
+    def _sender(self, node: NodeName) -> _Sender:
+        if node not in self._by_node:
+            known = self._ledger.state.nodes
+            for other in [other for other in self._by_node if other not in known]:
+                self._give_up(self._by_node.pop(other))
+            self._by_node[node] = _Sender()
+        return self._by_node[node]
+
+    def _give_up(self, sender: _Sender) -> None:
+        """What its newest status has told of is nobody's now."""
+        for process in sender.processes:
+            self._places.pop(process, None)
+
+    def _refuse(self, node: NodeName, reason: str) -> None:
+        """Count it, and log it once. Empty: there is nothing to refuse."""
+        if not reason:
+            return
+        self.refused[reason] += 1
+        if (node, reason) not in self._logged and len(self._logged) < _MOST_TOLD:
+            self._logged.add((node, reason))
+            log.warning("an agent's word does not count", extra={"node": node, "why": reason})
+
     def pass_over_lost(self, now: float, late_s: float) -> None:
-        """Records that waited in vain for those of steps before wait no more."""
+        """Records that waited in vain for those of steps before, or for another node's word, wait
+        no more."""
+        self._judge(now)
         for job_id, records in self._ledger.archive.pass_over_lost(now, late_s).items():
             self._ledger.observe(RecordsReceived(job_id=job_id, records=records), now)
             self._to_all.note(job_id)
@@ -206,6 +420,7 @@ class Sessions:
         if (job := self._ledger.state.job) is None:
             return
         waiting = self._ledger.archive.has_waiting(job.id)
+        waiting |= job.id in self._told and self._told[job.id].records.wait_long(now)
         if waiting != job.seen.steps.records_wait:
             self._ledger.observe(RecordsWait(job_id=job.id, waiting=waiting), now)
 

@@ -149,6 +149,19 @@ class RateChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return f"{self.worker} computes at {self.rate:.2f} of the others' pace{why}"
 
 
+class RecordsDiffer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Two nodes have told different things of the same step, of which all workers make one record:
+    one of them is broken, or lies."""
+
+    job_id: JobId
+    #: What it is that they told of.
+    record: Literal["step", "evaluation", "restore"]
+    step: int
+    nodes: tuple[NodeName, NodeName]
+    #: Names of what differs.
+    fields: tuple[str, ...]
+
+
 class JobSucceeded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     #: Of a generation that came after the last step and has only saved the result.
@@ -195,6 +208,7 @@ JobEvent = (
     | JobRestored
     | JobCaughtUp
     | RateChanged
+    | RecordsDiffer
     | JobEnded
     | JobForgotten
 )

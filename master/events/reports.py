@@ -4,7 +4,7 @@ know what the events change.
 
 import msgspec
 
-from oobleck.host.ipc.messages import EvaluationRecord, StepRecord
+from oobleck.host.ipc.messages import EvaluationRecord, Restored, StepRecord
 from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.profile.profile import Profile
 from oobleck.proto.types import Assignment, Happening, NodeStatus
@@ -67,6 +67,13 @@ class RecordsWait(msgspec.Struct, frozen=True, kw_only=True):
     waiting: bool
 
 
+class RestoreReceived(msgspec.Struct, frozen=True, kw_only=True):
+    """All workers of a generation go on from a checkpoint, by the word of those who could tell."""
+
+    job_id: JobId
+    restored: Restored
+
+
 class EvaluationReceived(msgspec.Struct, frozen=True, kw_only=True):
     """A new line of evaluations.jsonl, now on disk."""
 
@@ -91,6 +98,7 @@ Observed = (
     | RecordsReceived
     | RecordsWait
     | EvaluationReceived
+    | RestoreReceived
     | Tick
     | WorkerReported
 )

@@ -6,7 +6,7 @@ A restarted master begins with none of it and is told again. Only
 it.
 """
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from oobleck.host.ipc.messages import (
@@ -129,8 +129,11 @@ class StepsSeen:
     records_wait: bool = False
     #: The newest evaluation.
     evaluation: EvaluationRecord | None = None
-    #: The last committed step that a record or an agent's status has told of.
+    #: The last committed step that a record has told of, or two nodes' statuses have (of a plan
+    #: with one node, that one's).
     furthest_step: int = 0
+    #: By node, a later one that its status has told of.
+    claimed: dict[NodeName, int] = field(default_factory=dict)
     #: Of steps that are done again: their generation, the first and the last committed one that a
     #: status told of.
     redone: tuple[Generation, int, int] | None = None
@@ -185,12 +188,22 @@ class ProfilingSeen:
     links_measured: dict[Scope, LinkMeasured] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Accusation:
+    """A worker says that the job is at fault. A step of a later generation, which it has no part
+    in, refutes it."""
+
+    at: float
+    generation: Generation
+    message: str
+
+
 @dataclass(slots=True, kw_only=True)
 class FaultsSeen:
     """Who or what is at fault, by the word of workers."""
 
-    #: The job itself.
-    failure: str | None = None
+    #: The job itself, by the word of workers on these nodes.
+    accused: dict[NodeName, Accusation] = field(default_factory=dict)
     #: Nodes of workers that count, and when that was told; kept when the node is left out.
     ailing: dict[NodeName, tuple[float, str]] = field(default_factory=dict)
     #: Nodes of processes that have had no part in a step while others have: why they cannot have
@@ -223,6 +236,8 @@ class JobSeen:
     loss: LossSeen | None = None
     #: First report of a lost peer by each worker since the last plan that was not at a boundary.
     peers_lost: dict[WorkerId, tuple[float, PeerLost]] = field(default_factory=dict)
+    #: How often a node's workers have told of lost peers, and steps have shown that none was.
+    untrue: Counter[NodeName] = field(default_factory=Counter)
     #: What workers said of checkpoints and no event was made of yet.
     save_reports: tuple[SaveReport, ...] = ()
     #: What was seen of failures, and when, that no event has carried yet.

@@ -29,6 +29,7 @@ JOB = (
     "name: demo\nmodel: {kind: gpt, layers: 6, hidden: 32, heads: 2, sequence_length: 16}\n"
     "data: {text: [/nowhere]}\nprofile: estimate\nfault_tolerance: 1\n"
     "training: {steps: 30, global_batch: 16, microbatch: 2}\n"
+    "evaluation: {every: 10, fraction: 0.1}\n"
 )
 
 

@@ -18,9 +18,9 @@ from oobleck.master.config import MasterConfig
 from oobleck.master.loop import Master
 from oobleck.master.state.trust import Denied, Trust
 from oobleck.master.storage.journal import Journal
-from oobleck.planner.ids import JobId, NodeName
+from oobleck.planner.ids import Incarnation, JobId, NodeName
 from oobleck.proto.protocol import OLDEST
-from oobleck.proto.types import NodeStatus, Registration
+from oobleck.proto.types import NodeStatus, Registration, WorkerStatus
 from support import loops
 from support.scenario import facts_of, job_spec, record
 
@@ -72,6 +72,17 @@ async def opened(master: Master) -> AgentSession:
     session = await master.sessions.open(registration())
     assert isinstance(session, AgentSession)
     return session
+
+
+async def trained(master: Master) -> tuple[AgentSession, JobId]:
+    """A job has a plan, of the one node."""
+    session = await opened(master)
+    job_id = await master.requests.submit("r1", job_spec("demo", f=0, min_nodes=1))
+    worker = WorkerStatus(slot=0, incarnation=Incarnation("w1"), pid=2, card="n1:4000")
+    await master.sessions.receive(session, NodeStatus(job_id=job_id, workers=(worker,)))
+    while master.state.jobs[job_id].current.made is None:
+        await turned(master)
+    return session, job_id
 
 
 async def is_there(master: Master) -> None:
@@ -149,8 +160,7 @@ def test_a_checkpoint_of_a_job_that_was_just_forgotten_is_none(tmp_path: Path) -
 def test_a_job_is_known_to_have_records_that_wait_for_others(tmp_path: Path) -> None:
     async def play() -> None:
         async with running(tmp_path, Clock()) as master:
-            session = await opened(master)
-            job_id = await master.requests.submit("r1", job_spec("demo"))
+            session, job_id = await trained(master)
             for step, waits in ((2, True), (1, False)):
                 found = Records(job_id=job_id, records=(record(step, 1, float(step)),))
                 await master.sessions.receive(session, found)
@@ -165,8 +175,7 @@ def test_records_behind_lost_ones_count_and_are_acknowledged(tmp_path: Path) -> 
 
     async def play() -> None:
         async with running(tmp_path, clock) as master:
-            session = await opened(master)
-            job_id = await master.requests.submit("r1", job_spec("demo"))
+            session, job_id = await trained(master)
             found = (record(4, 1, 4.0), record(5, 1, 5.0))
             await master.sessions.receive(session, Records(job_id=job_id, records=found))
             while master.archive.metrics(job_id).stored_step < 5:

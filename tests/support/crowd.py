@@ -13,7 +13,7 @@ from support.scenario import job_spec
 
 
 def job_text(steps: int = 20) -> str:
-    return format_job(job_spec("demo", steps=steps, shadows=0))
+    return format_job(job_spec("demo", steps=steps, shadows=0, evaluate=2))
 
 
 async def all_of(agents: list[FakeAgent], condition: Callable[[FakeAgent], object]) -> None:

@@ -76,6 +76,7 @@ from oobleck.master.events.reports import (
     ProfilesFound,
     RecordsReceived,
     RecordsWait,
+    RestoreReceived,
     StatusReceived,
     StreamClosed,
     StreamOpened,
@@ -899,15 +900,15 @@ class Player:
         for name in names:
             path = f"/saved/{step}" if int(step) else ""
             restored = Restored(generation=Generation(int(generation)), step=int(step), path=path)
-            self._report_save(restored)
+            job = self.state.job
+            assert job is not None
+            self._observe(RestoreReceived(job_id=job.id, restored=restored))
             for phase in ("aborted", "joined", "transferred"):
                 reached = PhaseReached(
                     generation=Generation(int(generation)),
                     phase=phase,  # type: ignore[arg-type]
                     committed_step=int(step) if phase == "joined" else None,
                 )
-                job = self.state.job
-                assert job is not None
                 worker = WorkerId(NodeName(name), 0)
                 self._phase(job.id, worker, reached)
             agent = self.agents[name]
@@ -924,7 +925,7 @@ class Player:
                 )
             self._tell(agent)
 
-    def _report_save(self, what: CheckpointSaved | SaveFailed | Restored) -> None:
+    def _report_save(self, what: CheckpointSaved | SaveFailed) -> None:
         job = self.state.job
         assert job is not None
         assert job.current.made is not None

@@ -1,16 +1,20 @@
 """Rules about failures of workers that count: whether the job is at fault, or one node.
 
-The job is, where a worker says so (an exception in the model, or a second time no memory for the
-same step): every other one would meet the same. What a worker found wrong with its host (data that
-are missing or damaged, a device, a disk) and ends that nobody explains may be the node's own. The
-node is left out then, if the others can do it, and the job fails where most nodes say the same, or
-processes keep ending on a second node without a step in between. A job that cannot do without the
-node waits for another one.
+The job is, where workers on two nodes say so (an exception in the model, or a second time no memory
+for the same step), or one does and the others cannot go on without its node. So one node alone ends
+no job that others can do: it is left out, and another worker meets the same, or does not.
+
+What a worker found wrong with its host (data that are missing or damaged, a device, a disk) and
+ends that nobody explains may be the node's own. The node is left out then, if the others can do it,
+and the job fails where most nodes say the same, or processes keep ending on a second node without a
+step in between. A job that cannot do without the node waits for another one.
 """
 
 from collections import Counter
+from collections.abc import Collection
 
 from oobleck.master.rules.decision import Context, Decision, decide
+from oobleck.master.rules.jobs import stalls
 from oobleck.master.rules.jobs.completion import fail
 from oobleck.master.rules.nodes import node_faults
 from oobleck.master.state.evidence import describe_exit, last_words
@@ -31,15 +35,16 @@ def fail_job(context: Context, job: Job) -> Decision | None:
 
 def _jobs_fault(context: Context, job: Job) -> str | None:
     """Why the job has failed; None: it has not."""
-    if job.seen.faults.failure is not None:
-        return job.seen.faults.failure
+    accused = job.seen.faults.accused
+    if accused and (len(accused) > 1 or not _is_done_without(context, job, accused)):
+        return min(accused.values(), key=lambda accusation: accusation.at).message
     dying = _dying(job)
     given_up = _given_up(job)
     nodes = {*given_up, *(worker.node for worker in dying)}
     if len(nodes) > 1:
         words = [*dying.values(), *(f"{name}: {why}" for name, why in given_up.items())][-1]
         return f"workers keep ending on {comma_separated(nodes)}: {words}"
-    suspects = _ailing(job) | {worker.node: words for worker, words in dying.items()}
+    suspects = _suspects(job)
     news = _news(job, suspects)
     if not news:
         return None
@@ -59,13 +64,13 @@ def _told(said: dict[NodeName, str]) -> str:
 
 def _lone_node(job: Job) -> NodeName | None:
     """The only node that there is, where it alone is at fault; None: others could do no better."""
-    if job.seen.faults.failure is not None or job.left_out or len(job.seen.faults.ailing) != 1:
+    if job.seen.faults.accused or job.left_out or len(job.seen.faults.ailing) != 1:
         return None
     return next(iter(job.seen.faults.ailing))
 
 
 def leave_out(context: Context, job: Job) -> Decision | None:
-    suspects = _ailing(job) | {worker.node: words for worker, words in _dying(job).items()}
+    suspects = _suspects(job)
     news = _news(job, suspects)
     if not news:
         return None
@@ -75,10 +80,24 @@ def leave_out(context: Context, job: Job) -> Decision | None:
     return decide([node_faults.left_out(job, nodes[name], why) for name, why in news.items()])
 
 
+def _is_done_without(context: Context, job: Job, nodes: Collection[NodeName]) -> bool:
+    """Whether there is somebody else, and after the first plan whether the others can go on."""
+    if job.current.made is None:
+        return bool(_others(context, job, nodes))
+    return job.current.members != (*nodes,) and stalls.can_spare(context, job, {*nodes})
+
+
+def _suspects(job: Job) -> dict[NodeName, str]:
+    """Nodes that the job may do without, and why."""
+    return _ailing(job) | {worker.node: words for worker, words in _dying(job).items()}
+
+
 def _ailing(job: Job) -> dict[NodeName, str]:
-    """What is wrong with nodes by their own workers' word, the first one first."""
-    found = sorted((at, name, words) for name, (at, words) in job.seen.faults.ailing.items())
-    return {name: words for _, name, words in found}
+    """What is wrong with nodes, or the job, by their own workers' word, the first one first."""
+    accused = job.seen.faults.accused
+    found = [(at, name, words) for name, (at, words) in job.seen.faults.ailing.items()]
+    found += [(one.at, name, one.message) for name, one in accused.items()]
+    return {name: words for _, name, words in sorted(found)}
 
 
 def _dying(job: Job) -> dict[WorkerId, str]:
@@ -106,7 +125,7 @@ def _news(job: Job, suspects: dict[NodeName, str]) -> dict[NodeName, str]:
     return {name: words for name, words in suspects.items() if name not in job.left_out}
 
 
-def _others(context: Context, job: Job, suspects: dict[NodeName, str]) -> list[Node]:
+def _others(context: Context, job: Job, suspects: Collection[NodeName]) -> list[Node]:
     """Nodes that the job has or may get, of which nothing bad is known."""
     nodes = context.state.candidates(job)
     return [node for node in nodes if node.connected and node.facts.node not in suspects]
@@ -114,7 +133,10 @@ def _others(context: Context, job: Job, suspects: dict[NodeName, str]) -> list[N
 
 def _wait_until(context: Context, job: Job, suspects: dict[NodeName, str]) -> float | None:
     """Until when others may still say the same; None: no longer."""
-    since = [at for name, (at, _) in job.seen.faults.ailing.items() if name not in job.left_out]
+    faults = job.seen.faults
+    told = {name: at for name, (at, _) in faults.ailing.items()}
+    told |= {name: one.at for name, one in faults.accused.items()}
+    since = [at for name, at in told.items() if name not in job.left_out]
     if job.current.made is not None:
         due = max(since, default=context.now) + context.timing.join_settle_s
         return due if since and context.now < due else None

@@ -22,6 +22,7 @@ from oobleck.master.events.jobs import (
     MeasuringStarted,
     ProfileChosen,
     RateChanged,
+    RecordsDiffer,
     SaveProblem,
 )
 from oobleck.master.events.nodes import NodeYielded
@@ -48,6 +49,8 @@ def apply(state: ClusterState, event: JobEvent, now: float, unix: float) -> None
             state.jobs[event.job_id].rollback.redo_until = 0
         case RateChanged():
             _note_rate(state, state.jobs[event.job_id], event, now, unix)
+        case RecordsDiffer():
+            pass  # for the operator, who may drain one of them
         case JobStarted() | JobPutBack() | JobWaiting():
             _take_turn(state, state.jobs[event.job_id], event, now, unix)
         case MeasuringStarted() | ProfileChosen():
@@ -117,6 +120,7 @@ def _note_save(
             elif event.lost_steps:
                 job.rollback.redo_until = max(job.rollback.redo_until, step + event.lost_steps)
             job.seen.steps.furthest_step = step
+            job.seen.steps.claimed.clear()
             job.seen.progressed_at = now
     job.seen.save_reports = tuple(r for r in job.seen.save_reports if not job.knows(r))
 

@@ -190,6 +190,8 @@ def _forgive(job: Job, node: NodeName) -> None:
     job.seen.faults.unfit.pop(node, None)
     job.seen.faults.stillborn.pop(node, None)
     job.seen.faults.ailing.pop(node, None)
+    job.seen.faults.accused.pop(node, None)
+    del job.seen.untrue[node]
     job.seen.since_step.deaths = {
         w: ends for w, ends in job.seen.since_step.deaths.items() if w.node != node
     }

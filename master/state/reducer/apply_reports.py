@@ -5,6 +5,8 @@ What workers say besides is `oobleck.master.state.reducer.worker_reports`'s. Mus
 of progress leads to (`oobleck.master.rules.jobs.stalls`).
 """
 
+from heapq import nlargest
+
 import msgspec
 
 from oobleck.host.ipc.messages import StepRecord
@@ -15,6 +17,7 @@ from oobleck.master.events.reports import (
     ProfilesFound,
     RecordsReceived,
     RecordsWait,
+    RestoreReceived,
     StatusReceived,
     StreamClosed,
     StreamOpened,
@@ -27,7 +30,12 @@ from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import JobSeen, LossSeen, SinceStep
 from oobleck.master.state.node import Node
 from oobleck.master.state.readings import Reading
-from oobleck.master.state.reducer.worker_reports import hear, note_entered, note_progress
+from oobleck.master.state.reducer.worker_reports import (
+    hear,
+    hear_save,
+    note_entered,
+    note_progress,
+)
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.proto.types import Assignment, NodeStatus, WorkerStatus
 
@@ -58,6 +66,8 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
             job = state.jobs[event.job_id]
             job.seen.steps.evaluation = event.record
             note_progress(job, event.record.generation, now)
+        case RestoreReceived():
+            return hear_save(state.jobs[event.job_id], event.restored, now)
         case Tick():
             if event.late_s > _LATE_S:
                 _postpone(state, event, now)
@@ -142,9 +152,10 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
                 _take_beats(job, last, worker, now)
                 # Who has lost a peer may have what nobody else has any more.
                 changed |= worker.stepped != last.stepped and bool(job.seen.peers_lost)
-            changed |= _take_progress(job, worker, now)
+            changed |= _take_progress(state, job, node.facts.node, worker, now)
             changed |= _take_pace(job, node.facts.node, worker, now)
             note_entered(job, worker.incarnation, worker.generation)
+        changed |= bool(job.seen.save_reports)  # they may wait for the step
     return changed
 
 
@@ -155,7 +166,9 @@ def _without_progress(status: NodeStatus) -> tuple[object, ...]:
     return (*node, status.failed_starts, status.sick, *workers)
 
 
-def _take_progress(job: Job, worker: WorkerStatus, now: float) -> bool:
+def _take_progress(
+    state: ClusterState, job: Job, node: NodeName, worker: WorkerStatus, now: float
+) -> bool:
     """Returns whether it shows the first step of a generation that does known steps again."""
     seen = job.seen
     if job.rollback.restored is not None and worker.generation < job.rollback.restored.generation:
@@ -163,7 +176,7 @@ def _take_progress(job: Job, worker: WorkerStatus, now: float) -> bool:
     if worker.finished and seen.processes.finished.get(worker.incarnation) != worker.generation:
         seen.processes.finished[worker.incarnation] = worker.generation
         note_progress(job, worker.generation, now)
-    _note_step(job, worker.committed_step, worker.generation, now)
+    _note_claim(state, job, node, worker, now)
     return (
         job.current.on_the_way
         and worker.generation == job.current.generation
@@ -220,8 +233,44 @@ def _take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None
         ):
             timeline.first_step_at = now
     if records:
+        _refute_losses(job, records[-1])
         seen.steps.recorded_at = now
         seen.since_step = SinceStep()
+
+
+def _refute_losses(job: Job, record: StepRecord) -> None:
+    """Who has lost a peer takes part in no later step, and without it nobody commits one."""
+    for worker, (_, lost) in list(job.seen.peers_lost.items()):
+        member = worker in job.current.processes()
+        if member and record.step > lost.step and record.generation >= lost.generation:
+            del job.seen.peers_lost[worker]
+            job.seen.untrue[worker.node] += 1
+
+
+def _note_claim(
+    state: ClusterState, job: Job, node: NodeName, worker: WorkerStatus, now: float
+) -> None:
+    """A step is committed by all or by none, so a second node tells of it too."""
+    steps, step = job.seen.steps, worker.committed_step
+    if step <= steps.furthest_step:
+        return
+    if _others_can_tell(state, job, node):
+        steps.claimed[node] = max(step, steps.claimed.get(node, 0))
+        there = (told for name, told in steps.claimed.items() if job.current.has_member(name))
+        two = nlargest(2, there)
+        step = two[1] if len(two) > 1 else 0
+    _note_step(job, step, worker.generation, now)
+    steps.claimed = {n: told for n, told in steps.claimed.items() if told > steps.furthest_step}
+
+
+def _others_can_tell(state: ClusterState, job: Job, node: NodeName) -> bool:
+    """A master that has just started may find others that have trained nothing since their own
+    start."""
+    others = (name for name in job.current.members if name != node)
+    if not job.seen.inherited:
+        return any(others)
+    known = (worker for name in others for worker in state.nodes[name].seen.status.workers)
+    return any(worker.committed_step > 0 for worker in known)
 
 
 def _note_step(job: Job, step: int, generation: Generation, now: float) -> None:

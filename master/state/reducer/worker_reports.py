@@ -22,7 +22,7 @@ from oobleck.master.events.reports import WorkerReported
 from oobleck.master.state import evidence
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
-from oobleck.master.state.job_observed import Received, SaveReport
+from oobleck.master.state.job_observed import Accusation, Received, SaveReport
 from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.proto.types import Hung, WorkerExited
 
@@ -40,8 +40,8 @@ def hear(state: ClusterState, event: WorkerReported, now: float) -> bool:
             counts = _hear_hang(state, job, event, hung, now)
         case Failed() as failed:
             counts = _hear_failure(state, job, event, failed, now)
-        case CheckpointSaved() | SaveFailed() | Restored() as save:
-            return _hear_save(job, event, save, now)
+        case CheckpointSaved() | SaveFailed() as save:
+            return not _is_stale(job, event) and hear_save(job, save, now)
         case PhaseReached() as reached:
             if not _is_stale(job, event):
                 _take_phase(job, event.worker, reached, now)
@@ -49,8 +49,8 @@ def hear(state: ClusterState, event: WorkerReported, now: float) -> bool:
             _hear_peer_lost(state, job, event, lost, now)
         case Measured() | LinkMeasured() as measured:
             counts = _take_measurement(job, event, measured)
-        case Evaluated():
-            pass  # is an event of its own, once it is on disk
+        case Evaluated() | Restored():
+            pass  # are events of their own, once two nodes have told
     if counts:
         state.nodes[event.worker.node].seen.hear(now)
     return counts
@@ -97,14 +97,14 @@ def _hear_failure(
         job.seen.since_step.complaints[event.worker] = failed.message
     elif failed.kind == "node" or not counts:
         job.seen.faults.ailing.setdefault(event.worker.node, (now, failed.message))
-    elif job.seen.faults.failure is None:
-        job.seen.faults.failure = failed.message
+    else:
+        accusation = Accusation(now, job.current.generation, failed.message)
+        job.seen.faults.accused.setdefault(event.worker.node, accusation)
     return True
 
 
-def _hear_save(job: Job, event: WorkerReported, what: SaveReport, now: float) -> bool:
-    if _is_stale(job, event):
-        return False
+def hear_save(job: Job, what: SaveReport, now: float) -> bool:
+    """Returns whether it is new."""
     if isinstance(what, SaveFailed):
         job.seen.progressed_at = now  # it is tried again and again
     if job.knows(what) or what in job.seen.save_reports:

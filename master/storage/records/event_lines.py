@@ -20,6 +20,7 @@ from oobleck.master.events.jobs import (
     MeasuringStarted,
     ProfileChosen,
     RateChanged,
+    RecordsDiffer,
     SaveProblem,
 )
 from oobleck.master.events.nodes import (
@@ -61,6 +62,7 @@ _OfJob = (
     | SaveProblem
     | JobRestored
     | RateChanged
+    | RecordsDiffer
     | JobWaiting
     | JobPutBack
 )
@@ -168,6 +170,8 @@ def _job_line(event: _OfJob) -> EventLine:
             if event.hindrance:
                 told["hindrance"] = event.hindrance
             return told | _with("rate_changed", worker, "node", "slot")
+        case RecordsDiffer():
+            return _with("records_differ", event, "record", "step", "nodes", "fields")
         case JobWaiting(causes=causes):
             return {"event": "waiting", "reason": "; ".join(causes), "causes": causes}
         case JobPutBack():

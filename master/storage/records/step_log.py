@@ -133,6 +133,7 @@ class EvaluationLog:
             "seconds": record.seconds,
             "time": record.time,
             **({"metrics": record.metrics} if record.metrics else {}),
+            **({"told_by": record.told_by} if record.told_by else {}),
         }
         self._lines.add(msgspec.json.encode(values))
         self.last = record

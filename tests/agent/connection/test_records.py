@@ -97,8 +97,8 @@ def test_lines_that_nobody_takes_are_dropped_oldest_first_and_counted() -> None:
 
 def test_steps_before_a_boundary_are_sent_at_once_by_who_had_rank_0_then() -> None:
     outbox = Outbox(Incarnation("0001"))
-    outbox.status(NodeStatus(generation=FIRST), 0.0, has_rank_0=True)
-    outbox.status(NodeStatus(generation=Generation(2)), 0.0, has_rank_0=False)
+    outbox.status(NodeStatus(generation=FIRST), 0.0, tells_at_once=True)
+    outbox.status(NodeStatus(generation=Generation(2)), 0.0, tells_at_once=False)
     outbox.record(JOB, record(7, FIRST), 0.0)
     assert sent(outbox) == [7]
     outbox.record(JOB, record(8, Generation(2)), 0.1)

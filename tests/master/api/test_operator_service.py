@@ -16,7 +16,7 @@ from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.protocol import NEWEST
 from oobleck.proto.types import NodeStatus
 from support.crowd import all_of, connected, job_text, run, started, state_of
-from support.fake_agent import DEADLINE_S, FakeAgent, MasterProcess, master, operator
+from support.fake_agent import DEADLINE_S, FakeAgent, MasterProcess, master, operator, told
 from support.scenario import record
 
 
@@ -47,8 +47,9 @@ def test_a_node_is_lost_and_the_master_killed_and_the_job_ends_well(tmp_path: Pa
         assert agents[3].assignments[-1].worker_incarnations == (agents[3].worker,)
         assert agents[3].assignments[-1].assign == assign
 
-        agents[0].report(evaluated(1, 2, 3.5))
-        agents[0].records(job_id, record(1, 1, 1.0), record(2, 1, 2.0))
+        for agent in agents[:2]:
+            agent.report(evaluated(1, 2, 3.5))
+        told(agents, job_id, record(1, 1, 1.0), record(2, 1, 2.0))
         await all_of(agents, lambda a: a.acks.get(job_id) == 2)
         status = await state_of(control, job_id, "running")
         assert (status.committed_step, status.generation, status.can_lose) == (2, 1, 1)
@@ -67,7 +68,7 @@ def test_a_node_is_lost_and_the_master_killed_and_the_job_ends_well(tmp_path: Pa
         assert status.generation == 2
         for agent in survivors:
             agent.workers(2)
-        agents[1].records(job_id, record(3, 2, 3.0))
+        told(survivors, job_id, record(3, 2, 3.0))
         await state_of(control, job_id, "running")
         return job_id
 
@@ -86,9 +87,9 @@ def test_a_node_is_lost_and_the_master_killed_and_the_job_ends_well(tmp_path: Pa
                 agent.report(evaluated(1, 2, 3.5))
                 agent.report(evaluated(2, 4, None))
             # All agents tell all records, in no order, and again.
-            told = [(agent, step) for agent in survivors for step in range(2, 21)]
-            random.shuffle(told)
-            for agent, step in told:
+            words = [(agent, step) for agent in survivors for step in range(2, 21)]
+            random.shuffle(words)
+            for agent, step in words:
                 agent.records(job_id, record(step, 2, float(step)))
             await all_of(survivors, lambda a: a.acks.get(job_id) == 20)
             assert [agent.assignments[-1].version for agent in survivors] == versions
@@ -299,9 +300,9 @@ def test_an_agent_that_does_not_read_holds_nobody_up(tmp_path: Path) -> None:
         deaf = FakeAgent("n9", worker_slots=3)
         await deaf.connect(address, reading=False)
         async with connected(address, 4) as agents, operator(address) as control:
-            job_id = await started(agents, control)
+            job_id = await started(agents, control, job_text(200))
             for step in range(1, 200):
-                agents[0].records(job_id, record(step, 1, float(step)))
+                told(agents, job_id, record(step, 1, float(step)))
                 deaf.records(job_id, record(step, 1, float(step)))
             await all_of(agents, lambda a: a.acks.get(job_id) == 199)
             # What it was not asked to do, it is told: its slots differ from the others'.
@@ -323,7 +324,7 @@ def test_many_records_cost_few_acknowledgements(tmp_path: Path) -> None:
             heard = agents[1].acks_heard
             begun = asyncio.get_running_loop().time()
             for step in range(1, 16):
-                agents[0].records(job_id, record(step, 1, float(step)))
+                told(agents, job_id, record(step, 1, float(step)))
                 await asyncio.sleep(0.05)
             await all_of(agents, lambda a: a.acks.get(job_id) == 15)
             took_s = asyncio.get_running_loop().time() - begun
@@ -338,7 +339,7 @@ def test_the_newest_stream_of_an_agent_replaces_the_older(tmp_path: Path) -> Non
     async def test(address: str) -> None:
         async with connected(address, 4) as agents, operator(address) as control:
             job_id = await started(agents, control)
-            agents[0].records(job_id, record(1, 1, 1.0))
+            told(agents, job_id, record(1, 1, 1.0))
             await state_of(control, job_id, "running")
             twin = FakeAgent("n2", incarnation=agents[1].facts.incarnation)
             twin.assignments, twin.worker = list(agents[1].assignments), agents[1].worker
@@ -347,7 +348,7 @@ def test_the_newest_stream_of_an_agent_replaces_the_older(tmp_path: Path) -> Non
             await agents[1].until(lambda: agents[1].refused)
             assert agents[1].refused.temporary
             await twin.until(lambda: twin.planned == 1)
-            agents[0].records(job_id, record(2, 1, 2.0))
+            told([agents[0], twin], job_id, record(2, 1, 2.0))
             await twin.until(lambda: twin.acks.get(job_id) == 2)
             assert (await state_of(control, job_id, "running")).generation == 1
             await twin.disconnect()
@@ -360,12 +361,12 @@ def test_a_master_that_was_stopped_convicts_nobody(tmp_path: Path) -> None:
     async def test(running: MasterProcess) -> None:
         async with connected(running.address, 4) as agents, operator(running.address) as control:
             job_id = await started(agents, control)
-            agents[0].records(job_id, record(1, 1, 1.0))
+            told(agents, job_id, record(1, 1, 1.0))
             await state_of(control, job_id, "running")
             running.process.send_signal(signal.SIGSTOP)
             await asyncio.sleep(5.0)  # longer than the lease of 4 s; there is nothing to wait for
             running.process.send_signal(signal.SIGCONT)
-            agents[0].records(job_id, record(2, 1, 2.0))
+            told(agents, job_id, record(2, 1, 2.0))
             await all_of(agents, lambda a: a.acks.get(job_id) == 2)
             status = await state_of(control, job_id, "running")
             assert status.generation == 1

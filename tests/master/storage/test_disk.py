@@ -14,7 +14,7 @@ import pytest
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from support import loops
-from support.fake_agent import DEADLINE_S, FakeAgent, MasterProcess, master, operator
+from support.fake_agent import DEADLINE_S, FakeAgent, MasterProcess, master, operator, told
 from support.scenario import record
 
 JOB = (
@@ -83,7 +83,7 @@ def test_a_full_disk_refuses_new_jobs_and_stops_none(small_disk: Path) -> None:
         for agent in agents:
             await agent.until(lambda a=agent: a.planned == 1)
             agent.workers(1)
-        agents[0].records(job_id, *(record(step, 1, float(step)) for step in range(1, 11)))
+        told(agents, job_id, *(record(step, 1, float(step)) for step in range(1, 11)))
         await agents[0].until(lambda: agents[0].acks.get(job_id) == 10)
 
         fill(small_disk / "filler")
@@ -104,7 +104,7 @@ def test_a_full_disk_refuses_new_jobs_and_stops_none(small_disk: Path) -> None:
         for agent in others:
             await agent.until(lambda a=agent: a.planned == 2)
             agent.workers(2)
-        others[0].records(job_id, *(record(step, 2, float(step)) for step in range(11, 21)))
+        told(others, job_id, *(record(step, 2, float(step)) for step in range(11, 21)))
         await known(control, job_id, 20)
         assert others[0].acks.get(job_id, 0) <= 10
 

@@ -25,7 +25,7 @@ from oobleck.planner.job.file import format_job
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from support.crowd import connected, run, started, state_of
-from support.fake_agent import FakeAgent, operator
+from support.fake_agent import FakeAgent, operator, told
 from support.scenario import Player, job_spec, record
 
 START = """
@@ -90,7 +90,7 @@ async def serving(state_dir: Path, planner: Slow) -> AsyncIterator[str]:
 async def trained(agents: list[FakeAgent], control: rpc.OperatorStub) -> None:
     spec = job_spec("demo", f=0, min_nodes=2, steps=20)
     job_id = await started(agents, control, format_job(spec))
-    agents[0].records(job_id, record(1, 1, 1.0))
+    told(agents, job_id, record(1, 1, 1.0))
     await state_of(control, job_id, "running")
 
 

@@ -18,7 +18,7 @@ from oobleck.planner.programs.routes import Hold
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.types import Assignment
 from support import loops
-from support.fake_agent import DEADLINE_S, FakeAgent, MasterProcess, operator
+from support.fake_agent import DEADLINE_S, FakeAgent, MasterProcess, operator, told
 from support.scenario import job_spec, record
 
 JOB = (
@@ -55,7 +55,7 @@ def test_a_journal_without_the_plan_costs_the_job_no_worker_and_no_generation(
         for agent in agents:
             await agent.until(lambda a=agent: a.planned == 1)
             agent.workers(1)
-        agents[0].records("demo-1", *(record(step, 1, float(step)) for step in range(1, 6)))
+        told(agents, "demo-1", *(record(step, 1, float(step)) for step in range(1, 6)))
         await agents[0].until(lambda: agents[0].acks.get("demo-1") == 5)
         before.process.kill()
         before.process.wait()
@@ -69,7 +69,7 @@ def test_a_journal_without_the_plan_costs_the_job_no_worker_and_no_generation(
         for agent in agents:
             await agent.until(lambda a=agent: a.planned == 1)
             agent.workers(1, finished=True)
-        agents[0].records("demo-1", *(record(step, 1, float(step)) for step in range(6, 31)))
+        told(agents, "demo-1", *(record(step, 1, float(step)) for step in range(6, 31)))
         async with operator(address) as control, asyncio.timeout(DEADLINE_S):
             async for status in control.WatchJob(pb.JobRequest(job_id="demo-1")):
                 last = status

@@ -1,0 +1,221 @@
+"""Takes what all workers of a job tell alike when a second node says the same.
+
+Every worker makes the record of every step and of every evaluation, and tells of every return to a
+checkpoint. So one agent that lies changes nothing: its word waits for another node's. Alone it
+counts where nobody else can say anything: the plan has one node, the others are lost, or they have
+told of something later, since agents tell in order. Then the line in the job's file names the node.
+Two words that differ are told to the operator, and a third one decides.
+
+Must not know what the words are good for. Forgets all with the master's process; agents keep what
+is not on disk, and tell it again.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from heapq import nsmallest
+from typing import Generic, TypeVar
+
+import msgspec
+
+from oobleck.host.ipc.messages import EvaluationRecord, Restored, StepRecord
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import ENDED, Job
+from oobleck.master.state.senders import tellers
+from oobleck.planner.ids import Generation, NodeName
+
+W = TypeVar("W", StepRecord, EvaluationRecord, Restored)
+
+#: Words of one node that may wait for others; its agent is asked for more of them later.
+MOST_WAITING = 8192
+#: What the others have passed so long ago, and do not tell of, they have lost.
+LOST_S = 30.0
+#: Those that wait longer wait for somebody who is slow, or gone.
+_LONG_S = 1.0
+#: Of what waits, so much is looked at in one turn of the master's.
+_LOOKED_AT = 256
+#: Generations whose nodes are kept.
+_KNOWN_GENERATIONS = 8
+#: Each worker measures or finds them for itself.
+_OWN = frozenset({"step_seconds", "seconds", "time", "passed_over", "told_by"})
+
+
+@dataclass(frozen=True, slots=True)
+class Differs:
+    """Two nodes have told different things of the same step."""
+
+    step: int
+    nodes: tuple[NodeName, NodeName]
+    fields: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Verdict(Generic[W]):
+    """What counts from now on, in order, and what differs."""
+
+    #: With the only node that told it; empty: several did.
+    words: list[tuple[W, str]] = field(default_factory=list)
+    differ: list[Differs] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Claim(Generic[W]):
+    """All that is told of one step, or one return to a checkpoint."""
+
+    since: float
+    #: In the order in which they came.
+    words: dict[NodeName, W] = field(default_factory=dict)
+
+
+class Witnesses(Generic[W]):
+    """What nodes have told, of one kind and in one job, that is not settled yet."""
+
+    def __init__(self, number_of: Callable[[W], int], settled: int = 0) -> None:
+        """`number_of`: what a word is about, a step or a generation; agents tell of them in order.
+        Up to `settled` all is known."""
+        self._number_of: Callable[[W], int] = number_of
+        self._settled = settled
+        self._claims: dict[int, _Claim[W]] = {}
+        #: By node: how many of its words wait, and the last number that it has told of.
+        self._waiting: Counter[NodeName] = Counter()
+        self._told: dict[NodeName, int] = {}
+        #: Words of theirs were left because too many wait.
+        self._left: set[NodeName] = set()
+        self._tellers: dict[Generation, frozenset[NodeName]] = {}
+        #: Pairs that were told of.
+        self._differing: set[tuple[NodeName, NodeName]] = set()
+
+    def tell(self, job: Job, node: NodeName, word: W, now: float) -> str:
+        """Take the word of a node. Returns why it does not count; empty: it does, or is known."""
+        number = self._number_of(word)
+        allowed = self._of_generation(job, word.generation)
+        if allowed is None and not job.seen.inherited:
+            return "of a generation that there is not"
+        if allowed is not None and node not in allowed:
+            return "of a node that had no part in it"
+        self._told[node] = max(number, self._told.get(node, 0))
+        claim = self._claims.get(number)
+        if number <= self._settled or (claim is not None and node in claim.words):
+            return ""
+        if self._waiting[node] >= MOST_WAITING:
+            self._left.add(node)
+            return ""
+        if claim is None:
+            claim = self._claims[number] = _Claim(now)
+        claim.words[node] = word
+        self._waiting[node] += 1
+        return ""
+
+    def begin_again(self, node: NodeName) -> None:
+        """In a new session its agent tells all that it keeps, from the oldest on."""
+        self._told.pop(node, None)
+
+    def settle_through(self, number: int) -> None:
+        """All up to there is known."""
+        self._settled = max(self._settled, number)
+        for known in [known for known in self._claims if known <= self._settled]:
+            self._forget(known)
+
+    def ask_again(self) -> list[NodeName]:
+        """Return, once, the nodes of which words were left and none waits any more."""
+        found = [node for node in self._left if not self._waiting[node]]
+        self._left.difference_update(found)
+        return found
+
+    def wait_long(self, now: float) -> bool:
+        """Return whether something has waited for longer than it takes a word to come."""
+        return any(now > claim.since + _LONG_S for claim in self._claims.values())
+
+    def judge(
+        self, state: ClusterState, job: Job, now: float, words: Iterable[W] | None = None
+    ) -> Verdict[W]:
+        """Return what is settled now, and forget it. `words`: only what they are about; None: the
+        oldest that waits."""
+        verdict = Verdict[W]()
+        if words is None:
+            numbers = nsmallest(_LOOKED_AT, self._claims)
+        else:
+            numbers = sorted({self._number_of(word) for word in words} & self._claims.keys())
+        for number in numbers:
+            claim = self._claims[number]
+            members = self._members_of(job, claim)
+            verdict.differ += self._differences(number, claim, members)
+            settled = self._settle(state, job, number, claim, members, now)
+            if settled is not None:
+                verdict.words.append(settled)
+                self._forget(number)
+        return verdict
+
+    def _settle(
+        self,
+        state: ClusterState,
+        job: Job,
+        number: int,
+        claim: _Claim[W],
+        members: frozenset[NodeName],
+        now: float,
+    ) -> tuple[W, str] | None:
+        told: dict[bytes, W] = {}
+        for node, word in claim.words.items():
+            if node not in members:
+                continue
+            if (same := _fingerprint(word)) in told:
+                return told[same], ""
+            told[same] = word
+        if not told:
+            return None
+        only, word = next((n, w) for n, w in claim.words.items() if n in members)
+        others = members - claim.words.keys()
+        if any(self._may_yet_tell(state, job, node, number) for node in others):
+            lost = number <= job.seen.steps.furthest_step and now >= claim.since + LOST_S
+            if not lost or isinstance(word, Restored):
+                return None
+        return word, only
+
+    def _may_yet_tell(self, state: ClusterState, job: Job, node: NodeName, number: int) -> bool:
+        """Whether its agent may have the word, and has told of nothing that comes after it."""
+        here = node in state.nodes and state.nodes[node].registered
+        gone = node in job.lineage.emptied or job.state in ENDED
+        return here and not gone and self._told.get(node, 0) < number
+
+    def _members_of(self, job: Job, claim: _Claim[W]) -> frozenset[NodeName]:
+        """Nodes whose word on it counts."""
+        members: frozenset[NodeName] = frozenset()
+        for generation in {word.generation for word in claim.words.values()}:
+            nodes = self._of_generation(job, generation) or frozenset()
+            members = members | nodes if members else nodes
+        return members
+
+    def _of_generation(self, job: Job, generation: Generation) -> frozenset[NodeName] | None:
+        found = self._tellers.get(generation)
+        if found is None and (found := tellers(job, generation)) is not None:
+            if len(self._tellers) >= _KNOWN_GENERATIONS:
+                self._tellers.clear()
+            self._tellers[generation] = found
+        return found
+
+    def _differences(
+        self, number: int, claim: _Claim[W], members: frozenset[NodeName]
+    ) -> Iterator[Differs]:
+        nodes = [node for node in claim.words if node in members]
+        for other in nodes[1:]:
+            pair = nodes[0], other
+            fields = _unlike(claim.words[pair[0]], claim.words[other])
+            if fields and pair not in self._differing:
+                self._differing.add(pair)
+                yield Differs(step=number, nodes=pair, fields=fields)
+
+    def _forget(self, number: int) -> None:
+        self._waiting.subtract(self._claims.pop(number).words.keys())
+
+
+def _unlike(one: W, other: W) -> tuple[str, ...]:
+    """The fields that all workers should have told alike, and have not."""
+    shared = (name for name in one.__struct_fields__ if name not in _OWN)
+    return tuple(name for name in shared if getattr(one, name) != getattr(other, name))
+
+
+def _fingerprint(word: W) -> bytes:
+    """Equal for words that say the same."""
+    shared = [getattr(word, name) for name in word.__struct_fields__ if name not in _OWN]
+    return msgspec.json.encode(shared, order="sorted")

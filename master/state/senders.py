@@ -1,0 +1,241 @@
+"""Decides which of an agent's words count.
+
+An agent speaks for the processes of its own node, and only of what a plan lets them do. A process
+is known by its incarnation, which its agent makes, tells the master alone, and nobody can guess. So
+whoever names the incarnation that a plan counts on in one of its slots speaks for that process.
+
+`why_refused` holds the table: kind of report -> who may send it, and what it may say. Pure.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from oobleck.host.ipc.messages import (
+    CheckpointSaved,
+    Evaluated,
+    Failed,
+    LinkMeasured,
+    Measured,
+    PeerLost,
+    PhaseReached,
+    Restored,
+    SaveFailed,
+)
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import Job
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.planner.programs.plan import Plan
+from oobleck.proto.types import Hung, NodeStatus, WorkerExited, WorkerReport, WorkerStatus
+
+#: A node whose words about lost peers steps have refuted so often is not believed any more.
+MOST_UNTRUE = 3
+
+
+def why_refused(state: ClusterState, node: NodeName, report: WorkerReport) -> str:
+    """Return why the report of that node's agent does not count, in words that are the same for
+    all reports of the kind; empty: it counts."""
+    job, worker = state.jobs[report.job_id], WorkerId(node, report.slot)
+    kind = _KINDS[type(report.what)]
+    if not kind.sender(job, worker, report.incarnation):
+        return f"{kind.name} of a process that {_WANTED[kind.sender]}"
+    if not kind.may_say(job, report.what):
+        return f"{kind.name} with what cannot be"
+    if isinstance(report.what, PeerLost) and job.seen.untrue[node] >= MOST_UNTRUE:
+        return f"{kind.name} of a node that has told of losses that were none"
+    return ""
+
+
+def has_part(state: ClusterState, node: NodeName, job_id: JobId) -> bool:
+    """Return whether the node has, or not long ago had, workers of that job by the master's word:
+    so there may be output of theirs."""
+    job, known = state.jobs[job_id], state.nodes[node]
+    return known.desired.job_id == job_id or node in _planned(job)
+
+
+def tellers(job: Job, generation: Generation) -> frozenset[NodeName] | None:
+    """Return the nodes whose workers commit the steps of that generation; None: it is not known."""
+    if generation < 1 or generation > job.newest_known:
+        return None
+    for plan in _plans(job):
+        if plan.generation == generation:
+            return frozenset(plan.nodes)
+    # Long ago: an agent that was away hands over what it kept.
+    return _planned(job)
+
+
+def believed(state: ClusterState, node: NodeName, status: NodeStatus) -> NodeStatus:
+    """Return the status without processes that a plan counts on in another place, without what it
+    claims for those that no plan has a part for, and without steps and generations that cannot
+    be."""
+    job = state.jobs.get(status.job_id) if status.job_id is not None else None
+    if job is None or not status.workers:
+        return status
+    workers = tuple(
+        _believed(job, node, worker)
+        for worker in status.workers
+        if _is_no_others(job, WorkerId(node, worker.slot), worker.incarnation)
+    )
+    return msgspec.structs.replace(status, workers=workers)
+
+
+def is_member(job: Job, worker: WorkerId, process: Incarnation) -> bool:
+    """Return whether a plan counts on the process in that place: the newest one, the one that was
+    last trained in, or, until a step is committed in the newest, one that takes it out."""
+    current, trained = job.current, job.current.trained
+    if process in (current.processes().get(worker), current.leaving_processes().get(worker)):
+        return True
+    if trained is None:
+        return False
+    return (worker, process) in zip(trained.plan.workers, trained.incarnations, strict=True)
+
+
+# ---- who may send it
+
+
+def _is_no_others(job: Job, worker: WorkerId, process: Incarnation) -> bool:
+    """Another place's process is that place's agent's to speak for."""
+    known = job.current.processes().get(worker)
+    return known == process or process not in job.current.processes().values()
+
+
+def _was_member(job: Job, worker: WorkerId, process: Incarnation) -> bool:
+    """What it has saved outlives its part in a plan."""
+    return is_member(job, worker, process) or process in job.lineage.replaced
+
+
+def _publishes(job: Job, worker: WorkerId, process: Incarnation) -> bool:
+    """The first worker of a plan writes a checkpoint's manifest."""
+    first = any(plan.workers[0] == worker for plan in _plans(job))
+    return first and _was_member(job, worker, process)
+
+
+def _was_asked(job: Job, worker: WorkerId, process: Incarnation) -> bool:
+    """The newest attempt at measuring asks it, or it stands by."""
+    measuring, slow = job.profiling.under_way, job.slow.get(worker)
+    if measuring is not None and (worker, process) in measuring.workers:
+        return True
+    return slow is not None and slow.incarnation == process
+
+
+Sender = Callable[[Job, WorkerId, Incarnation], bool]
+_WANTED: Mapping[Sender, str] = {
+    _is_no_others: "is another node's",
+    is_member: "no plan counts on",
+    _was_member: "no plan has counted on",
+    _publishes: "was the first of no plan",
+    _was_asked: "was not asked",
+}
+
+
+# ---- what it may say
+
+
+def _anything(job: Job, what: Any) -> bool:
+    return True
+
+
+def _is_step(job: Job, step: int | None) -> bool:
+    return step is None or 0 <= step <= job.spec.training.steps
+
+
+def _is_generation(job: Job, generation: Generation) -> bool:
+    return 1 <= generation <= job.newest_known
+
+
+def _may_measure_link(job: Job, what: LinkMeasured) -> bool:
+    measuring = job.profiling.under_way
+    return measuring is not None and any(p.scope == what.scope for p in measuring.wish.meetings)
+
+
+def _may_reach(job: Job, what: PhaseReached) -> bool:
+    layers = job.spec.model.layer_count
+    return (
+        _is_generation(job, what.generation)
+        and _is_step(job, what.committed_step)
+        and all(0 <= layer < layers for layer in what.layers)
+    )
+
+
+def _may_miss(job: Job, what: PeerLost) -> bool:
+    return _is_generation(job, what.generation) and _is_step(job, what.step)
+
+
+def _may_save(job: Job, what: CheckpointSaved | SaveFailed) -> bool:
+    saves_output = isinstance(what, SaveFailed) and what.what == "output"
+    due = job.spec.output is not None if saves_output else job.spec.checkpoint is not None
+    return due and _is_step(job, what.step) and what.request <= job.saves.requested
+
+
+def _may_restore(job: Job, what: Restored) -> bool:
+    there = job.spec.checkpoint is not None or not what.path
+    return there and _is_generation(job, what.generation) and _is_step(job, what.step)
+
+
+def _may_evaluate(job: Job, what: Evaluated) -> bool:
+    evaluation, step = job.spec.evaluation, what.record.step
+    return evaluation is not None and evaluation.due(step, job.spec.training.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    name: str
+    sender: Sender
+    may_say: Callable[[Job, Any], bool]
+
+
+_KINDS: Mapping[type, _Kind] = {
+    WorkerExited: _Kind("an exit", _is_no_others, _anything),
+    Hung: _Kind("a hang", _is_no_others, _anything),
+    Failed: _Kind("a failure", _is_no_others, _anything),
+    Measured: _Kind("a measurement", _was_asked, _anything),
+    LinkMeasured: _Kind("a link's measurement", _was_asked, _may_measure_link),
+    PhaseReached: _Kind("a phase", is_member, _may_reach),
+    PeerLost: _Kind("a lost peer", is_member, _may_miss),
+    CheckpointSaved: _Kind("a checkpoint", _publishes, _may_save),
+    SaveFailed: _Kind("a failed save", _was_member, _may_save),
+    Restored: _Kind("a restore", is_member, _may_restore),
+    Evaluated: _Kind("an evaluation", _was_member, _may_evaluate),
+}
+
+
+def _planned(job: Job) -> frozenset[NodeName]:
+    return frozenset(name for plan in _plans(job) for name in plan.nodes)
+
+
+def _plans(job: Job) -> Iterator[Plan]:
+    """Those that are kept."""
+    for made in (job.current.made, job.current.trained):
+        if made is not None:
+            yield made.plan
+    if job.lineage.before is not None:
+        yield job.lineage.before
+    yield from job.lineage.plans.values()
+
+
+_NOTHING_DONE = {
+    "generation": Generation(0),
+    "committed_step": -1,
+    "stepped": Generation(0),
+    "finished": False,
+    "compute_steps": 0,
+    "compute_s": 0.0,
+}
+
+
+def _believed(job: Job, node: NodeName, worker: WorkerStatus) -> WorkerStatus:
+    place = WorkerId(node, worker.slot)
+    if not _was_member(job, place, worker.incarnation) and not _has_entered(job, place, worker):
+        return msgspec.structs.replace(worker, **_NOTHING_DONE)
+    steps, newest = job.spec.training.steps, job.newest_known
+    if worker.committed_step <= steps and max(worker.generation, worker.stepped) <= newest:
+        return worker
+    return msgspec.structs.replace(worker, **_NOTHING_DONE)
+
+
+def _has_entered(job: Job, place: WorkerId, worker: WorkerStatus) -> bool:
+    """Whether a plan that is kept has that place: its processes are not known any more."""
+    plan = job.lineage.plans.get(worker.generation)
+    return plan is not None and place in plan.workers

@@ -1,0 +1,265 @@
+"""An agent that lies, in a job that others train: nothing comes of it but for its own node."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from oobleck.host.detection import DETECTIONS
+from oobleck.host.ipc.messages import Evaluated, EvaluationRecord
+from oobleck.master.clients.incoming import Incoming, Records
+from oobleck.master.clients.outbox import AgentSession
+from oobleck.master.config import MasterConfig
+from oobleck.master.loop import Master
+from oobleck.master.storage.journal import Journal
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.proto.protocol import OLDEST
+from oobleck.proto.types import NodeStatus, Registration, WorkerReport, WorkerStatus
+from support import hostile_agent, loops
+from support.scenario import facts_of, job_spec, record
+
+STEPS = 6
+JOB = JobId("demo-1")
+MEMBERS = tuple(NodeName(f"n{number}") for number in range(1, 5))
+#: Its slots are not those of the others: it is in no plan.
+OUTSIDER = NodeName("n9")
+PROCESSES = {name: Incarnation(f"{name}-process") for name in (*MEMBERS, OUTSIDER)}
+LIMIT_S = 120.0
+
+
+@dataclass
+class Cluster:
+    """Four nodes whose agents tell what is true, as fast as the master takes it."""
+
+    master: Master
+    sessions: dict[NodeName, AgentSession] = field(default_factory=dict)
+
+    async def begin(self) -> None:
+        for number, name in enumerate((*MEMBERS, OUTSIDER)):
+            facts = facts_of(name, number, 2 if name == OUTSIDER else 1)
+            registration = Registration(protocol=OLDEST, facts=facts, status=NodeStatus())
+            session = await self.master.sessions.open(registration)
+            assert isinstance(session, AgentSession)
+            self.sessions[name] = session
+        spec = job_spec("demo", steps=STEPS, evaluate=2, min_nodes=2, f=1, shadows=0)
+        assert await self.master.requests.submit("r", spec) == JOB
+        for name in MEMBERS:
+            await self.is_at(name, 0, 0)
+        while self.job.current.made is None:
+            await self.turned()
+
+    @property
+    def job(self) -> Any:
+        return self.master.state.jobs[JOB]
+
+    async def turned(self) -> None:
+        for _ in range(2):
+            await self.master.requests.undrain("r", NodeName("nobody"))
+
+    async def say(self, name: NodeName, message: Incoming) -> None:
+        await self.master.sessions.receive(self.sessions[name], message)
+
+    async def is_at(
+        self, name: NodeName, generation: int, step: int, finished: bool = False
+    ) -> None:
+        worker = WorkerStatus(
+            slot=0,
+            incarnation=PROCESSES[name],
+            pid=2,
+            card=f"{name}:4000",
+            generation=Generation(generation),
+            committed_step=step,
+            stepped=Generation(generation if step else 0),
+            finished=finished,
+        )
+        status = NodeStatus(job_id=JOB, generation=Generation(generation), workers=(worker,))
+        await self.say(name, status)
+
+    async def step(self, number: int, truthful: Sequence[NodeName]) -> None:
+        """All commit it, in whatever plan there is; until the master has its record."""
+        while self.master.archive.metrics(JOB).through_step < number:
+            generation = self.job.current.generation
+            for name in self.job.current.members:
+                await self.is_at(name, generation, number)
+                if name in truthful:
+                    told = record(number, generation, float(number))
+                    await self.say(name, Records(job_id=JOB, records=(told,)))
+            await self.turned()
+        assert self.job.seen.steps.furthest_step <= number
+        if number % 2:
+            return
+        while self.master.archive.evaluations(JOB).stored_step < number:
+            generation = self.job.current.generation
+            evaluation = EvaluationRecord(
+                step=number,
+                loss=1.0 / number,
+                samples=160,
+                generation=generation,
+                seconds=0.1,
+                time=float(number),
+            )
+            for name in set(self.job.current.members) & set(truthful):
+                report = WorkerReport(
+                    job_id=JOB,
+                    slot=0,
+                    incarnation=PROCESSES[name],
+                    what=Evaluated(record=evaluation),
+                )
+                await self.say(name, report)
+            await self.turned()
+            if generation != self.job.current.generation:
+                for name in self.job.current.members:
+                    await self.is_at(name, self.job.current.generation, number)
+
+    async def end(self) -> None:
+        while self.job.finished_at == 0.0:
+            for name in self.job.current.members:
+                await self.is_at(name, self.job.current.generation, STEPS, finished=True)
+            await self.turned()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    state: str
+    metrics: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    events: list[tuple[Any, ...]]
+    convicted: set[str]
+
+
+def train(said: Sequence[Sequence[Incoming]], liar: NodeName) -> Outcome:
+    """What is left of a job in which the liar says so, before each step."""
+    truthful = [name for name in MEMBERS if name != liar]
+
+    async def play(state_dir: Path) -> str:
+        config = MasterConfig(
+            listen="127.0.0.1:0", state_dir=state_dir, timing=DETECTIONS["wan"], validate=True
+        )
+        master = Master(config, Journal(state_dir / "journal.log"))
+        cluster = Cluster(master)
+
+        async def all_steps() -> None:
+            await cluster.begin()
+            for step in range(1, STEPS + 1):
+                for message in said[step - 1]:
+                    await cluster.say(liar, message)
+                await cluster.step(step, truthful)
+            await cluster.end()
+
+        running = asyncio.create_task(master.run())
+        training = asyncio.create_task(all_steps())
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                await asyncio.wait((running, training), return_when=asyncio.FIRST_COMPLETED)
+                assert not running.done(), running.exception()
+                await training
+            return cluster.job.state
+        finally:
+            for task in (training, running):
+                task.cancel()
+            await asyncio.gather(training, running, return_exceptions=True)
+            master.close()
+
+    with TemporaryDirectory() as folder:
+        state = loops.run(play(Path(folder)))
+        files = Path(folder) / "jobs" / JOB
+
+        def lines(name: str) -> list[dict[str, Any]]:
+            return [json.loads(line) for line in (files / name).read_text().splitlines()]
+
+        events = lines("events.jsonl")
+        bad = ("node_lost", "worker_lost", "node_left_out", "node_quarantined", "node_reset")
+        return Outcome(
+            state=state,
+            metrics=lines("metrics.jsonl"),
+            evaluations=lines("evaluations.jsonl"),
+            events=[(e["event"], e.get("node"), e.get("generation")) for e in events],
+            convicted={e["node"] for e in events if e["event"] in bad},
+        )
+
+
+@pytest.fixture(scope="module")
+def calm() -> Outcome:
+    return train([()] * STEPS, OUTSIDER)
+
+
+def _said(*processes: Incarnation, ends: bool = True) -> st.SearchStrategy[list[list[Incoming]]]:
+    one = st.lists(hostile_agent.words(JOB, processes, ends), max_size=6)
+    return st.lists(one, min_size=STEPS, max_size=STEPS)
+
+
+OFTEN = settings(
+    max_examples=20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+def _edges(process: Incarnation) -> list[list[Incoming]]:
+    steps = range(1, STEPS + 1)
+    return [list(hostile_agent.at_edges(JOB, process, Generation(1), step)) for step in steps]
+
+
+def _ends(process: Incarnation) -> list[list[Incoming]]:
+    """One in each step."""
+    found = hostile_agent.ends(Generation(1))
+    assert len(found) == STEPS
+    return [[WorkerReport(job_id=JOB, slot=0, incarnation=process, what=what)] for what in found]
+
+
+@pytest.mark.parametrize("whose", [OUTSIDER, MEMBERS[0]])
+def test_a_node_in_no_plan_changes_nothing(calm: Outcome, whose: NodeName) -> None:
+    assert calm.state == "succeeded"
+    assert train(_edges(PROCESSES[whose]), OUTSIDER) == calm
+    assert train(_ends(PROCESSES[whose]), OUTSIDER) == calm
+
+
+@OFTEN
+@given(said=_said(*PROCESSES.values()))
+def test_whatever_a_node_in_no_plan_says_changes_nothing(
+    calm: Outcome, said: list[list[Incoming]]
+) -> None:
+    assert train(said, OUTSIDER) == calm
+
+
+def _is_as_calm(found: Outcome, calm: Outcome) -> None:
+    def trained(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**line, "generation": 0, "time": 0.0} for line in lines]
+
+    assert found.state == "succeeded"
+    assert trained(found.metrics) == trained(calm.metrics)
+    assert trained(found.evaluations) == trained(calm.evaluations)
+    assert found.convicted <= {MEMBERS[-1]}
+
+
+def test_a_member_that_says_what_is_not_so_changes_nothing(calm: Outcome) -> None:
+    found = train(_edges(PROCESSES[MEMBERS[-1]]), MEMBERS[-1])
+    _is_as_calm(found, calm)
+    differ = [event for event in found.events if event[0] == "records_differ"]
+    assert [event for event in found.events if event not in differ] == calm.events
+    assert differ
+
+
+def test_who_speaks_for_another_ones_process_loses_its_own(calm: Outcome) -> None:
+    _is_as_calm(train(_edges(PROCESSES[MEMBERS[0]]), MEMBERS[-1]), calm)
+
+
+@pytest.mark.parametrize("end", range(STEPS))
+def test_a_member_that_ends_takes_nobody_along(calm: Outcome, end: int) -> None:
+    said = _ends(PROCESSES[MEMBERS[-1]])[end]
+    _is_as_calm(train([(), (), said, (), (), ()], MEMBERS[-1]), calm)
+
+
+@OFTEN
+@given(said=_said(*PROCESSES.values()))
+def test_whatever_a_member_says_changes_nothing_but_its_own_part(
+    calm: Outcome, said: list[list[Incoming]]
+) -> None:
+    _is_as_calm(train(said, MEMBERS[-1]), calm)
