@@ -33,6 +33,8 @@ _RECEIVED_BYTES = 256 << 10
 _ANSWER_S = 5.0
 #: What IPv6 sockets have before an IPv4 address.
 _MAPPED = bytes(10) + b"\xff\xff"
+#: Of an IPv6 address, what is looked at; an IPv4 address has fewer bytes.
+_NETWORK_BYTES = 8
 
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27
 #: Where the packet's network header begins; there are its version and the sender's address.
@@ -51,16 +53,19 @@ ONE_OF = 4
 _TCP_FLAGS, _SYN, _SYN_OR_ACK = 13, 0x02, 0x12
 _RANDOM = 0xFFFFF000 + 56  # SKF_AD_OFF + SKF_AD_RANDOM
 _AND, _IF_GREATER = 0x54, 0x25
-#: What belongs to an attempt that came through is taken.
-_DROP_MOST_CALLS: tuple[_Instruction, ...] = (
-    (_LOAD_BYTE, 0, 0, _TCP_FLAGS),
-    (_AND, 0, 0, _SYN_OR_ACK),
-    (_IF_EQUAL, 0, 2, _SYN),
-    (_LOAD, 0, 0, _RANDOM),
-    (_IF_GREATER, 1, 0, _ALL_BYTES // ONE_OF),
-    _TAKE,
-    _DROP,
-)
+
+
+def _drop_most_calls(one_of: int) -> tuple[_Instruction, ...]:
+    """Take one of so many attempts, and what belongs to an attempt that came through."""
+    return (
+        (_LOAD_BYTE, 0, 0, _TCP_FLAGS),
+        (_AND, 0, 0, _SYN_OR_ACK),
+        (_IF_EQUAL, 0, 2, _SYN),
+        (_LOAD, 0, 0, _RANDOM),
+        (_IF_GREATER, 1, 0, _ALL_BYTES // one_of),
+        _TAKE,
+        _DROP,
+    )
 
 
 class Port:
@@ -111,15 +116,33 @@ class Port:
         addresses. Who is connected stays so. Of `partly`, which are among them, one of
         `ONE_OF` attempts to connect comes through, at random. Raises OSError."""
         program = _program(networks, partly)
-        buffer = ctypes.create_string_buffer(program, len(program))
-        filter_ = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
         for descriptor in self._families:
             with _lent(descriptor) as listening:
                 if networks:
-                    listening.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, filter_)
+                    _attach(listening, program)
                 else:
-                    with contextlib.suppress(FileNotFoundError):  # it has no filter
-                        listening.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+                    let_all_in(listening)
+
+
+def favour(listening: socket.socket, hosts: Collection[str], one_of: int = ONE_OF) -> None:
+    """Let in everybody who calls from one of `hosts` (for IPv6: from its network of 64 bits), and
+    one in `one_of` of all other attempts to connect, at random. Who is connected stays so. Raises
+    OSError."""
+    networks = sorted({packed(host)[:_NETWORK_BYTES] for host in hosts})
+    others = _drop_most_calls(one_of)
+    _attach(listening, _program(networks, of_networks=(_TAKE,), of_others=others))
+
+
+def let_all_in(listening: socket.socket) -> None:
+    """Undo `favour`. May be repeated."""
+    with contextlib.suppress(FileNotFoundError):  # it has no filter
+        listening.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+
+
+def _attach(listening: socket.socket, program: bytes) -> None:
+    buffer = ctypes.create_string_buffer(program, len(program))
+    filter_ = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
+    listening.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, filter_)
 
 
 def packed(host: str) -> bytes:
@@ -160,27 +183,34 @@ def _listening(port: int) -> dict[int, int]:
     return found
 
 
-def _program(networks: Collection[bytes], partly: Collection[bytes] = ()) -> bytes:
-    """What drops the packets of `networks`, in the language of bpf(4)."""
+def _program(
+    networks: Collection[bytes],
+    partly: Collection[bytes] = (),
+    *,
+    of_networks: tuple[_Instruction, ...] = (_DROP,),
+    of_others: tuple[_Instruction, ...] = (_TAKE,),
+) -> bytes:
+    """What is done with packets of `networks`, with most calls of those in `partly` dropped, and
+    with packets of all others, in the language of bpf(4)."""
     of_four: list[_Instruction] = [(_LOAD, 0, 0, _SENDER_4)]
     of_six: list[_Instruction] = []
     for network in networks:
-        drop = _DROP_MOST_CALLS if network in partly else (_DROP,)
+        does = _drop_most_calls(ONE_OF) if network in partly else of_networks
         if len(network) == 4:
-            of_four += [(_IF_EQUAL, 0, len(drop), int.from_bytes(network)), *drop]
+            of_four += [(_IF_EQUAL, 0, len(does), int.from_bytes(network)), *does]
             continue
         of_six += [
             (_LOAD, 0, 0, _SENDER_6),
-            (_IF_EQUAL, 0, 2 + len(drop), int.from_bytes(network[:4])),
+            (_IF_EQUAL, 0, 2 + len(does), int.from_bytes(network[:4])),
             (_LOAD, 0, 0, _SENDER_6 + 4),
-            (_IF_EQUAL, 0, len(drop), int.from_bytes(network[4:])),
-            *drop,
+            (_IF_EQUAL, 0, len(does), int.from_bytes(network[4:])),
+            *does,
         ]
     version: list[_Instruction] = [
         (_LOAD_BYTE, 0, 0, _NETWORK),
         (_SHIFT_RIGHT, 0, 0, 4),
         (_IF_EQUAL, 1, 0, 4),
-        (_GO, 0, 0, len(of_four) + 1),
+        (_GO, 0, 0, len(of_four) + len(of_others)),
     ]
-    whole = [*version, *of_four, _TAKE, *of_six, _TAKE]
+    whole = [*version, *of_four, *of_others, *of_six, *of_others]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in whole)
