@@ -129,7 +129,7 @@ class SimulatedWorker:
         words = self._transport.meet(cards[0], near - {rank}, word, lambda: None, known)
         met_at, before_s = time.monotonic(), time.thread_time()
         members = [member(each) for each in range(size)]
-        agreed = agree(read_standings(members, [parts(each)[1] for each in words]).states)
+        agreed = agree(read_standings(members, [parts(each, 2)[1] for each in words]).states)
         agreeing_s = time.thread_time() - before_s
         assert agreed.step == 100, "all have committed it"
         agreed_at, spent_s = time.monotonic(), self._spent_s() - spent_s

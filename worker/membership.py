@@ -111,6 +111,12 @@ def report_lost(
         log.warning("peer lost", extra={"generation": generation, "detail": lost.detail})
 
 
+def _names_of(assign: Assign) -> Mapping[bytes, str]:
+    """What the plan's workers are called, by identity, as far as the master knew them."""
+    cards = zip(assign.plan.workers, assign.rendezvous.cards, strict=False)
+    return {Card.read(card).identity: str(worker) for worker, card in cards if card}
+
+
 class Membership:
     """What connects this worker to the others of a generation, until it leaves."""
 
@@ -142,13 +148,17 @@ class Membership:
         with ExitStack() as undo:
             undo.callback(control.on_abrupt, None)
             control.check_newest(generation)
+            epoch = epoch_of(generation, 0 if suffix else 1)
+            cards = [Card.read(card) for card in assign.rendezvous.cards if card]
+            context.links.favour(epoch, cards)
             self._host = LinkTransport(
                 context.links,
-                epoch_of(generation, 0 if suffix else 1),
+                epoch,
                 secret_of(assign.rendezvous.prefix + suffix),
                 members.index(context.worker),
                 len(members),
                 on_lost=self._peer_lost,
+                names=_names_of(assign),
             )
             undo.callback(self._host.abort)
             #: An abrupt change and the loss of a peer call it: whatever waits for others ends.
@@ -185,7 +195,7 @@ class Membership:
             trained = context.progress.begun > 0
             word = joined([connector.announced(wiring, trained=trained), standing])
             cards = self._cards_of_all(assign)
-            told = [parts(each) for each in host.meet(at, near, word, check_newest, cards)]
+            told = [parts(each, 2) for each in host.meet(at, near, word, check_newest, cards)]
         except CalledOff:
             raise Superseded(Generation(generation + 1)) from None
         devices, self.standings = zip(*told, strict=True)

@@ -22,6 +22,7 @@ from oobleck.host.ipc.messages import (
     PhaseReached,
     Ready,
 )
+from oobleck.host.system.memory import total_memory
 from oobleck.planner.ids import Generation
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.compiler.own import OwnProgram, compile_own
@@ -121,6 +122,8 @@ class Session:
                 launch.address,
                 silence_s=launch.silence_s,
                 sealed=job.seals_links(on_loopback=is_loopback(launch.address)),
+                # An honest peer that is further ahead has used this worker's memory up anyway.
+                most_early_bytes=total_memory() // (2 * launch.workers),
             ),
             state=ModelState(job, connector.device),
             progress=TrainingProgress(),

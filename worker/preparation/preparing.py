@@ -87,6 +87,7 @@ class _Coming:
         }
         #: By taker. None: it is not known yet what is to be sent.
         self._sources: dict[bytes, Source] | None = None
+        context.links.favour(self.epoch, self._cards.values())
         context.links.expect(self._secret, self)
 
     def feed(self, peer: bytes, label: Label) -> Incoming | None:

@@ -44,8 +44,6 @@ from oobleck.worker.transport.links.link import Incoming
 
 log = logging.getLogger(__name__)
 
-#: No item has more numbers than a layer that fits into memory.
-_MOST_NUMBERS = 1 << 40
 _NOTHING = memoryview(b"")
 
 
@@ -71,8 +69,10 @@ class _Stream:
         job: TrainingSpec,
         items: "queue.SimpleQueue[_Come | None]",
         refuse: Callable[[], None],
+        most_numbers: int,
     ) -> None:
-        """`refuse` tells the source to send no more. Called with the links' lock held."""
+        """`refuse` tells the source to send no more. Called with the links' lock held.
+        `most_numbers`: of an item."""
         self.source = source
         self.pieces: dict[int, _Piece] = {}
         #: Its last word, once all before it is applied.
@@ -83,6 +83,7 @@ class _Stream:
         self._dtype = state_dtype(job.precision)
         self._items = items
         self._refuse = refuse
+        self._most_numbers = most_numbers
         self._head: Item | None = None
         self._numbers = torch.empty(0)
         self._room = memoryview(b"")
@@ -102,7 +103,7 @@ class _Stream:
         if not isinstance(head, Copied | Reduced):
             self._items.put(_Come(self, head, None))
             return
-        if not 0 <= head.count < _MOST_NUMBERS:
+        if not 0 <= head.count <= self._most_numbers:
             self._break(f"{head.count} numbers")
             return
         shape = (self._rows, head.count) if isinstance(head, Copied) else (head.count,)
@@ -186,6 +187,9 @@ class Sink:
         self._state = state
         self._training = training
         self._shards = {shard.layer: shard for shard in shards}
+        # No piece is larger than what this worker holds of a layer.
+        parts = [state.share(one.layer, one.start, one.stop) for one in self._shards.values()]
+        self._most_numbers = max((sum(map(len, numbers)) for numbers in parts), default=0)
         self._layers: dict[int, LayerState] = {}
         self._streams: dict[bytes, _Stream] = {}
         self._items: queue.SimpleQueue[_Come | None] = queue.SimpleQueue()
@@ -196,7 +200,7 @@ class Sink:
         stream = self._streams.get(source)
         if stream is None:
             refuse = partial(self._answer, source, REFUSED, _NOTHING)
-            stream = _Stream(source, self._training, self._items, refuse)
+            stream = _Stream(source, self._training, self._items, refuse, self._most_numbers)
             self._streams[source] = stream
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="feeding", daemon=True)
@@ -265,7 +269,7 @@ class Sink:
                 continue
             try:
                 self._take(stream, come.head, come.numbers)
-            except (ValueError, KeyError, RuntimeError):
+            except Exception:  # the source chose what is in it
                 log.exception("what is fed cannot be taken")
                 stream.broken = True
                 self._answer(stream.source, REFUSED, _NOTHING)

@@ -320,7 +320,7 @@ def read_standings(members: Sequence[WorkerId], standings: Sequence[bytes]) -> T
     attempts: dict[WorkerId, bytes] = {}
     first: Standing | None = None
     for member, word in zip(members, standings, strict=True):
-        text, attempts[member] = parts(word)
+        text, attempts[member] = parts(word, 2)
         if (said := known.get(text)) is None:
             try:
                 said = known[text] = decode(Standing, text)

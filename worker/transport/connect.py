@@ -32,6 +32,7 @@ from oobleck.worker.runtime.device import (
     nccl_version,
     open_device,
 )
+from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.nccl.aborts import Aborts
 from oobleck.worker.transport.nccl.communicators import Communicators, stamps_of
@@ -229,7 +230,10 @@ class Connector:
         is aborted meanwhile; HelperLost and NodeError where the GPU cannot be used any more.
         """
         self._communicators.settle(host.check)
-        said = [decode(Announced, word) for word in words]
+        try:
+            said = [decode(Announced, word) for word in words]
+        except ValueError as error:
+            raise TransportError(f"what a member says of its device is {error}") from error
         choice = choose(self.has_gpu, self._wanted, said)
         below: Transport = host
         if choice != "links" or self._stage_everything:

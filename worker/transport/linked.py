@@ -5,11 +5,13 @@ programs, layers or plans.
 """
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
+from types import MappingProxyType
 
 import torch
 
+from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.links.frame import Kind, Label, bytes_of, pieces
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.link import Incoming, Outgoing
@@ -17,7 +19,7 @@ from oobleck.worker.transport.meeting import Meeting, OnLost, nobody_asks
 from oobleck.worker.transport.sums import LinkSum, SpareBuffers
 from oobleck.worker.transport.transport import Group, Pending
 from oobleck.worker.transport.tree import place_of, sum_neighbours
-from oobleck.worker.transport.words import Words, entries, entry
+from oobleck.worker.transport.words import Words, entry, words_of_all
 
 #: Messages beyond this do not fit into the kernel's buffers, and come in while others compute.
 _LARGE_BYTES = 256 << 10
@@ -36,7 +38,8 @@ class _Piece(Incoming):
         self._room = room
 
     def room(self, size: int) -> memoryview:
-        assert len(self._room) == size, f"{size} bytes came where {len(self._room)} were expected"
+        if size != len(self._room):
+            raise ConnectionError(f"sent {size} bytes where {len(self._room)} were expected")
         return self._room
 
     def arrived(self) -> None:
@@ -122,8 +125,9 @@ class LinkTransport(Meeting):
         size: int,
         *,
         on_lost: OnLost = nobody_asks,
+        names: Mapping[bytes, str] = MappingProxyType({}),
     ) -> None:
-        super().__init__(links, epoch, secret, rank, size, on_lost=on_lost)
+        super().__init__(links, epoch, secret, rank, size, on_lost=on_lost, names=names)
         self._gatherings = itertools.count()
         self._sums: dict[Group, int] = {}
         self._spare = SpareBuffers()
@@ -208,7 +212,7 @@ class LinkTransport(Meeting):
             (table,) = self._hear([above], down)
         if below:
             self._await_gone(below, self._say(below, down, table))
-        return [said for _, said in sorted(entries(table))]
+        return words_of_all(table, self.size)
 
     def _hear(self, peers: Collection[int], label: Label) -> list[bytes]:
         identities = [self.reach(peer) for peer in peers]
@@ -235,13 +239,13 @@ class LinkTransport(Meeting):
         parts = []
         for told in self.gather(bytes(bytes_of(tensor.contiguous()))):
             part = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            bytes_of(part)[:] = told
+            _fill(part, told)
             parts.append(part)
         return parts
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         word = bytes(bytes_of(tensor)) if self.rank == root else b""
-        bytes_of(tensor)[:] = self.gather(word)[root]
+        _fill(tensor, self.gather(word)[root])
 
     def end_moving(self) -> None:
         """Nothing: links carry everything."""
@@ -261,6 +265,12 @@ class LinkTransport(Meeting):
     def failure(self) -> None:
         """None: all is done where it is waited for."""
         return None
+
+
+def _fill(tensor: torch.Tensor, told: bytes) -> None:
+    if len(told) != tensor.nbytes:
+        raise TransportError(f"a member has said {len(told)} bytes, and not {tensor.nbytes}")
+    bytes_of(tensor)[:] = told
 
 
 def _key_of(group: Group, turn: int) -> int:

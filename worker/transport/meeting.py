@@ -11,6 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from oobleck.planner.ids import Generation
@@ -21,7 +22,7 @@ from oobleck.worker.transport.links.frame import Kind, Label
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.silence import NO_WAY
 from oobleck.worker.transport.tree import place_of
-from oobleck.worker.transport.words import Words, entries, entry
+from oobleck.worker.transport.words import Words, entry, words_of_all
 
 _MEETING_BITS = 16
 #: No gathering's number.
@@ -70,10 +71,12 @@ class Meeting:
         size: int,
         *,
         on_lost: OnLost = nobody_asks,
+        names: Mapping[bytes, str] = MappingProxyType({}),
     ) -> None:
         """Enter the meeting `epoch`, so that the others of it are let in from now on.
 
-        Nobody can be talked to before `meet`. `on_lost` is called at the loss of one of them.
+        Nobody can be talked to before `meet`. `on_lost` is called at the loss of one of them;
+        `names`: what to call them there, by identity.
         """
         self.links = links
         self.rank = rank
@@ -85,6 +88,7 @@ class Meeting:
         #: Those that have come as far as this worker knows; in the end all.
         self.others: Collection[bytes] = frozenset()
         self._on_lost = on_lost
+        self._names = names
         #: Why nothing can be waited for any more.
         self._over: TransportError | None = None
         #: Somebody has given up, so it is over soon.
@@ -120,15 +124,13 @@ class Meeting:
         except (Superseded, CalledOff):
             self.links.leave(self._epoch, Kind.CALLED_OFF)
             raise
-        by_rank = dict(entries(told))
-        if sorted(by_rank) != list(range(self.size)):
-            raise TransportError(f"the ranks {sorted(by_rank)} have met, of {self.size}")
         met, words = [], []
-        for rank in range(self.size):
-            (length,) = _CARD.unpack_from(by_rank[rank])
-            end = _CARD.size + length
-            met.append(Card.read(by_rank[rank][_CARD.size : end].decode(errors="replace")))
-            words.append(by_rank[rank][end:])
+        for each in words_of_all(told, self.size):
+            if len(each) < _CARD.size:
+                raise TransportError(f"a member has come with {len(each)} bytes")
+            end = _CARD.size + _CARD.unpack_from(each)[0]
+            met.append(Card.read(each[_CARD.size : end].decode(errors="replace")))
+            words.append(each[end:])
         self._connect(met, near)
         return words
 
@@ -338,9 +340,15 @@ class Meeting:
             self._end(TransportError(_HAS_LEFT))
         self.links.wake()
 
-    def lost(self, why: str) -> None:
-        self._lost = self._lost or why
-        self._end(TransportError(why))
+    def lost(self, peer: bytes, why: str) -> None:
+        told = f"{self._name(peer)}: {why}"
+        self._lost = self._lost or told
+        self._end(TransportError(told))
+
+    def _name(self, peer: bytes) -> str:
+        if peer in self._peers:
+            return self._names.get(peer, f"rank {self._peers.index(peer)}")
+        return self._names.get(peer, "a peer")
 
     def _end(self, why: TransportError) -> None:
         self._over = self._over or why

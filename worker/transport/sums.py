@@ -287,4 +287,5 @@ def _cut(shares: Sequence[torch.Tensor], size: int) -> list[list[torch.Tensor]]:
 
 
 def _check_size(size: int, expected: int) -> None:
-    assert size == expected, f"{size} bytes came where {expected} were expected"
+    if size != expected:
+        raise ConnectionError(f"sent {size} bytes where {expected} were expected")

@@ -2,7 +2,10 @@
 
 import struct
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 
+from oobleck.planner.units import head
+from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.links.link import Incoming
 
 #: Rank, and bytes that follow.
@@ -33,13 +36,25 @@ def entry(rank: int, word: bytes) -> bytes:
 
 
 def entries(table: bytes | bytearray) -> Iterator[tuple[int, bytes]]:
-    """Rank and word of each."""
+    """Rank and word of each. Raises TransportError for what is no table."""
     at = 0
     while at < len(table):
+        if len(table) - at < _WORD.size:
+            raise TransportError("what members say is cut short")
         rank, length = _WORD.unpack_from(table, at)
         at += _WORD.size
+        if len(table) - at < length:
+            raise TransportError("what members say is cut short")
         yield rank, bytes(table[at : at + length])
         at += length
+
+
+def words_of_all(table: bytes | bytearray, size: int) -> list[bytes]:
+    """The words of `size` workers, by rank. Raises TransportError unless each has said one."""
+    told = sorted(entries(table), key=itemgetter(0))
+    if (ranks := [rank for rank, _ in told]) != list(range(size)):
+        raise TransportError(f"the ranks {head(str(ranks))} have said something, of {size}")
+    return [word for _, word in told]
 
 
 def joined(words: Iterable[bytes]) -> bytes:
@@ -47,6 +62,6 @@ def joined(words: Iterable[bytes]) -> bytes:
     return b"".join(entry(number, word) for number, word in enumerate(words))
 
 
-def parts(word: bytes) -> list[bytes]:
-    """What was joined."""
-    return [part for _, part in entries(word)]
+def parts(word: bytes, count: int) -> list[bytes]:
+    """What was joined. Raises TransportError unless it was `count` words."""
+    return words_of_all(word, count)

@@ -34,6 +34,10 @@ class Attendance:
         self._ahead = {later: said for later, said in self._ahead.items() if later > epoch}
         return ahead
 
+    def is_ahead(self, peer: bytes) -> bool:
+        """Return whether `peer` says that it has come to a later meeting than the present one."""
+        return any(peer in said for said in self._ahead.values())
+
     def keep(self, peer: bytes, epoch: int, kind: int, content: bytes) -> None:
         """What `peer` says of a later meeting than the present one."""
         if kind == Kind.STANDING:

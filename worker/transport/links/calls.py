@@ -23,6 +23,8 @@ DIAL_LIMIT_S = 5.0
 ANSWER_LIMIT_S = 30.0
 #: Before a call is made again that the other end has hung up on.
 AGAIN_S = 0.05
+#: The highest number of a link, which a greeting has room for.
+MOST_SERIAL = (1 << 32) - 1
 #: No descriptor is left.
 FULL = (errno.EMFILE, errno.ENFILE)
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from oobleck.worker.transport.links.greeting import PROOF_BYTES
+
 
 class Kind(IntEnum):
     """What a frame is for."""
@@ -35,7 +37,7 @@ class Kind(IntEnum):
     FED = 11
     #: The sender has the secret of that meeting, in which it was not when the link was made.
     PROOF = 12
-    #: How many operations of NCCL the sender is ready for.
+    #: How many operations of NCCL the sender is ready for; or the identifier of a group of NCCL's.
     NOTE = 13
 
 
@@ -60,8 +62,23 @@ TOLD = frozenset({Kind.STANDING, Kind.PROOF})
 #: Of a frame's content: what is urgent waits for no more than that to go out first, and where it is
 #: given up no more is sent or read in vain.
 MOST_BYTES = 1 << 20
-#: But for what one has to say with those below it in the tree, and what all have.
-_MOST_BYTES: dict[int, int] = {Kind.STANDING: 16 << 20, Kind.WORDS: 64 << 20, Kind.TABLE: 64 << 20}
+#: The fewest and the most bytes of content in a frame of each kind.
+SIZES: dict[int, tuple[int, int]] = {
+    Kind.MESSAGE: (0, MOST_BYTES),
+    Kind.SHARE: (0, MOST_BYTES),
+    Kind.TOTAL: (0, MOST_BYTES),
+    # One worker's words with those of all below it in the tree, and those of all.
+    Kind.WORDS: (0, 64 << 20),
+    Kind.TABLE: (0, 64 << 20),
+    Kind.STANDING: (PROOF_BYTES, 16 << 20),
+    Kind.GOODBYE: (0, 0),
+    Kind.GIVEN_UP: (0, 0),
+    Kind.CALLED_OFF: (0, 0),
+    Kind.FEED: (0, MOST_BYTES),
+    Kind.FED: (0, 8),
+    Kind.PROOF: (PROOF_BYTES, PROOF_BYTES),
+    Kind.NOTE: (0, MOST_BYTES),
+}
 
 #: Epoch, then the label, then the bytes of content that follow.
 HEADER = struct.Struct("!QBqIQ")
@@ -86,9 +103,16 @@ def priority_of(kind: int) -> int:
     return _PRIORITIES.get(Kind(kind), BULK)
 
 
-def most_bytes(kind: int) -> int:
-    """Of the content of such a frame."""
-    return _MOST_BYTES.get(kind, MOST_BYTES)
+def check_header(kind: int, size: int) -> None:
+    """Raise ConnectionError for a header that no peer of this release sends."""
+    sizes = SIZES.get(kind)
+    if sizes is None:
+        raise ConnectionError(f"sent a frame of an unknown kind, {kind}")
+    least, most = sizes
+    if not least <= size <= most:
+        raise ConnectionError(
+            f"sent a frame of kind {Kind(kind).name} with {size} bytes of content"
+        )
 
 
 def pieces(content: memoryview) -> list[memoryview]:

@@ -10,7 +10,8 @@ import hmac
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -22,7 +23,7 @@ from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.door import Door
 from oobleck.worker.transport.links.frame import Kind, Label
 from oobleck.worker.transport.links.greeting import IDENTITY_BYTES
-from oobleck.worker.transport.links.link import Incoming, Link, Outgoing
+from oobleck.worker.transport.links.link import MOST_EARLY_BYTES, Incoming, Link, Outgoing
 from oobleck.worker.transport.links.sealing import Seals
 from oobleck.worker.transport.links.traffic import Traffic
 from oobleck.worker.transport.links.watch import Watch
@@ -31,6 +32,10 @@ from oobleck.worker.transport.links.watch import Watch
 _TICK_S = 0.05
 #: The same while something waits that goes out only where little is in flight.
 _BACKGROUND_TICK_S = 0.002
+#: A link to one that is in no meeting with this worker stays for so long: it may be in the next.
+OUTSIDE_S = 30.0
+#: How often it is looked for such links.
+_LOOK_S = 1.0
 _NOTHING = memoryview(b"")
 _GONE = "a peer is gone"
 _ELSEWHERE = "a member has another card than the link to it"
@@ -51,9 +56,9 @@ class Member(Protocol):
         """Another member has given the meeting up or called it off: whatever waits ends, else those
         who are left might wait for each other for ever. Called with the links' lock held."""
 
-    def lost(self, why: str) -> None:
-        """The link to another member has ended: whatever waits ends. Called with the links' lock
-        held."""
+    def lost(self, peer: bytes, why: str) -> None:
+        """The link to `peer`, another member, has ended: whatever waits ends. Called with the
+        links' lock held."""
 
     def tell_lost(self) -> None:
         """Called soon after a link's end, unless the meeting was left meanwhile; from a thread of
@@ -77,13 +82,22 @@ class Feeding(Protocol):
 class Links:
     """One listener, and at most one link to each other process."""
 
-    def __init__(self, address: str, *, silence_s: float, sealed: bool = True) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        silence_s: float,
+        sealed: bool = True,
+        most_early_bytes: int = MOST_EARLY_BYTES,
+    ) -> None:
         """Listen at `address`. `silence_s`: without a sign of life for so long a peer's host is
-        gone; `sealed`: what goes over all links is, else where the other end wants it. Raises
-        OSError."""
+        gone; `sealed`: what goes over all links is, else where the other end wants it;
+        `most_early_bytes`: of frames of the present meeting that nobody waits for yet, over each
+        link. Raises OSError."""
         self.lock = threading.RLock()
         self.identity = secrets.token_bytes(IDENTITY_BYTES)
         self._links: dict[bytes, Link] = {}
+        self._most_early_bytes = most_early_bytes
         self._traffic = Traffic(self, self.lock)
         self._watch = Watch(silence_s, self.lock, self._members, self._lose_unanswered)
         self._door = Door(
@@ -98,6 +112,8 @@ class Links:
         self._attendance = Attendance()
         #: The digests of the present members' cards, once they are known.
         self._places: dict[bytes, bytes] = {}
+        #: When it is looked for links to others next (monotonic clock).
+        self._next_look = 0.0
         #: How this worker has left the present meeting, if so.
         self._leaving: Kind | None = None
         self._to_tell: Member | None = None
@@ -146,13 +162,21 @@ class Links:
                 self._write(link, epoch, Label(kind, 0, 0), _NOTHING)
             self._traffic.arm()
 
+    def favour(self, epoch: int, cards: Iterable[Card]) -> None:
+        """Prefer callers from where these listen, who are members of that meeting, where strangers
+        crowd the port."""
+        with self.lock:
+            self._door.favour(epoch, cards)
+
     def connect(self, cards: Sequence[Card], epoch: int | None = None) -> None:
         """Begin to call those to whom there is no link, as one of the meeting `epoch` that is
         expected; None: of the present one."""
         with self.lock:
+            meeting = self._epoch if epoch is None else epoch
+            self._door.favour(meeting, cards)
             for card in cards:
                 if card.identity not in self._links:
-                    self._door.dial(card, self._epoch if epoch is None else epoch)
+                    self._door.dial(card, meeting)
             self._traffic.ring_own()
 
     def expect(self, secret: bytes, feeding: Feeding) -> None:
@@ -174,6 +198,11 @@ class Links:
                 link.stop_feeding(feeding.epoch)
             if feeding.epoch > self._epoch:
                 self._door.call_off(feeding.epoch)
+            for link in self._links.values():
+                if (
+                    link.outside_since is not None
+                ):  # for the sake of that meeting it may have stayed
+                    link.keep_out()
             self._traffic.arm()
 
     def withdraw(self, feeding: Feeding, peer: bytes) -> None:
@@ -235,6 +264,7 @@ class Links:
         """These alone are in the present meeting. Raises TransportError where the greeting of one
         was another card's."""
         self._places = {card.identity: card.digest for card in members}
+        self._door.favour(self._epoch, members)
         for peer, link in self._links.items():
             if peer not in self._places:
                 link.keep_out()
@@ -242,7 +272,13 @@ class Links:
                 raise TransportError(_ELSEWHERE)
 
     def post(self, peer: bytes, label: Label, incoming: Incoming) -> None:
-        self._link(peer).post(label, incoming)
+        """Let the peer's next frame of the present meeting with `label` go there. Raises
+        TransportError when there is no link."""
+        link = self._link(peer)
+        try:
+            link.post(label, incoming)
+        except OSError as error:  # what had come already cannot be taken
+            self.ended(link, error)
 
     def _link(self, peer: bytes) -> Link:
         self._traffic.check_sound()
@@ -277,8 +313,11 @@ class Links:
             if old.used_in >= self._epoch and peer not in self._attendance.left:
                 # The other end was over before this one knew: frames have gone nowhere.
                 self._lose(peer, "a peer has called again amid a meeting")
-        link = Link(peer, place, serial, connected, partial(self._feeds, peer), seals)
+        feeds = partial(self._feeds, peer)
+        link = Link(peer, place, serial, connected, feeds, seals, self._most_early_bytes)
         link.raise_floor(self._epoch)
+        if self._places and peer not in self._places:
+            link.keep_out()
         self._traffic.add(link)
         self._links[peer] = link
         self._watch.add(link)
@@ -306,11 +345,27 @@ class Links:
         if link.peer not in self._attendance.left:
             self._lose(link.peer, str(why))
 
+    def _close_outside(self) -> None:
+        """Close links to those who are in no present meeting, nor in one that is prepared.
+
+        One of them may have come to a later meeting before this worker, and takes the end of its
+        link for a loss then: it has time in which this worker hears of that meeting too.
+        """
+        now = time.monotonic()
+        if self._feeding is not None or now < self._next_look:
+            return
+        self._next_look = now + _LOOK_S
+        for link in list(self._links.values()):
+            comes = link.used_in > self._epoch or self._attendance.is_ahead(link.peer)
+            patience_s = OUTSIDE_S * (2 if comes else 1)
+            if link.outside_since is not None and link.outside_since + patience_s < now:
+                self._drop(link)
+
     def _lose(self, peer: bytes, why: str) -> None:
         member = self._member
         if member is None or peer not in member.others:
             return
-        member.lost(why)
+        member.lost(peer, why)
         self._to_tell = member
         self._traffic.ring()
         self._traffic.ring_own()
@@ -378,10 +433,7 @@ class Links:
 
     def hear(self, descriptor: int) -> bool:
         """Go on with what is ready there, at the door. Called with the lock held."""
-        if descriptor not in self._door:
-            return False
-        self._door.hear(descriptor)
-        return True
+        return descriptor in self._door and self._door.hear(descriptor)
 
     def rest_s(self) -> float:
         """How long the links' own thread may sleep where nothing happens."""
@@ -393,9 +445,11 @@ class Links:
         """What the clock brings. Called with the lock held."""
         if self._door.busy:
             self._door.tick()
+        if self._door.calling:  # who waits for a link looks whether the call has failed
             self._traffic.ring()
         self._traffic.write_background()
         self._watch.look()
+        self._close_outside()
         told, self._to_tell = self._to_tell, None
         if told is not None:
             threading.Thread(target=self._tell_lost, args=(told,), name="loss", daemon=True).start()

@@ -9,12 +9,14 @@ frames are for.
 
 import contextlib
 import fcntl
+import logging
 import socket
 import struct
 import sys
 import termios
+import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -27,7 +29,7 @@ from oobleck.worker.transport.links.frame import (
     TOLD,
     Kind,
     Label,
-    most_bytes,
+    check_header,
     priority_of,
 )
 from oobleck.worker.transport.links.sealing import Seals
@@ -40,9 +42,14 @@ _SCRATCH = memoryview(bytearray(256 << 10))
 #: Read from one link, or written to it, before others get their turn.
 _TURN_BYTES = 1 << 20
 #: Of frames for meetings that this worker has not come to, beside what the peer says as it comes:
-#: before all have come, nobody says more. For the present one there is no limit: what is waited for
-#: may be behind what is not yet, so to read no further could hold both ends up for ever.
+#: before all have come, nobody says more.
 _MOST_AHEAD_BYTES = 1 << 20
+#: Of frames of the present meeting that nobody waits for yet, unless whoever makes the link says
+#: it. What is waited for may be behind them, so to read no further could hold both ends up for
+#: ever: beyond the limit the link ends.
+MOST_EARLY_BYTES = 1 << 30
+#: What a frame that waits takes beside its content, about.
+_FRAME_BYTES = 1 << 10
 _PRIORITY_COUNT = BACKGROUND + 1
 #: What the kernel has not sent yet may be so much: more would hold up what is urgent.
 _UNSENT_BYTES = 256 << 10
@@ -57,6 +64,8 @@ _IN_FLIGHT_BYTES = 256 << 10
 #: `tcpi_delivery_rate`, bytes a second, in Linux' struct tcp_info.
 _TCP_INFO_BYTES = 168
 _DELIVERY_RATE = struct.Struct("@160xQ")
+
+log = logging.getLogger(__name__)
 
 
 class Outgoing:
@@ -99,7 +108,9 @@ class Incoming(Protocol):
 class Early(Incoming):
     """A frame that came before anybody waited for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_: int = 0) -> None:
+        """`bytes_`: what it takes, with all that belongs to it."""
+        self.bytes = bytes_
         self.content = memoryview(b"")
         #: None: it is not complete yet, or nobody waits for it.
         self.wanted: Incoming | None = None
@@ -174,9 +185,11 @@ class Link:
         connected: socket.socket,
         feeds: Feeds,
         seals: Seals | None = None,
+        most_early_bytes: int = MOST_EARLY_BYTES,
     ) -> None:
         """`peer`: the identity of the process at the other end; `serial`: counts the connections
-        with it; `seals`: None: all goes in the clear."""
+        with it; `seals`: None: all goes in the clear; `most_early_bytes`: of frames of the present
+        meeting that nobody waits for yet."""
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
@@ -200,16 +213,20 @@ class Link:
         self._writing: Outgoing | None = None
         #: Frames of meetings before this one are not wanted any more.
         self._floor = 0
-        #: Whether the peer is known to be none of the members of that meeting.
-        self.is_outside = False
+        #: Since when the peer is known to be none of the members of that meeting (monotonic clock);
+        #: None: it may be one.
+        self.outside_since: float | None = None
         #: What the peer has said last to prove that it may feed, and for which meeting; the newest
         #: for which that was right; and for which this end has said it.
         self.claim: tuple[int, bytes] | None = None
         self.proven_for = self.proved_for = -1
         self._posted: defaultdict[Label, deque[Incoming]] = defaultdict(deque)
         self._early: dict[tuple[int, Label], deque[Early]] = {}
-        #: Of those in `_early` that are for later meetings than the present one.
-        self._ahead_bytes = 0
+        #: What those in `_early` take: for the present meeting, and for later ones.
+        self._early_bytes = self._ahead_bytes = 0
+        self._most_early_bytes = most_early_bytes
+        #: Why nothing is read any more.
+        self._over: OSError | None = None
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0
         #: Of the frame whose content comes in; None: a header is next.
@@ -296,19 +313,51 @@ class Link:
 
     def post(self, label: Label, incoming: Incoming) -> None:
         """Let the next frame of the present meeting with `label` go there. Frames that have come
-        already are handed over at once."""
+        already are handed over at once. Raises OSError where such a frame is the link's end."""
         early = self._early.get((self._floor, label))
         if early:
             first = early.popleft()
+            self._early_bytes -= first.bytes
             if not early:
                 del self._early[self._floor, label]
-            first.hand_to(incoming)  # who may post for the next one
+            with self._ending():
+                first.hand_to(incoming)  # who may post for the next one
         else:
             self._posted[label].append(incoming)
 
     def read(self, on_news: OnNews) -> None:
         """Take in what is there, or a good part of it. Raises BlockingIOError where nothing is, and
-        another OSError at the end of the connection."""
+        another OSError at the end of the link, from then on.
+
+        A frame that breaks the rules is such an end, and so is whatever goes wrong in whoever takes
+        a frame: the peer chose what is in it.
+        """
+        self._check_sound()
+        with self._ending():
+            self._read(on_news)
+        self._check_sound()
+
+    def _check_sound(self) -> None:
+        if self._over is not None:
+            raise self._over
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Have whatever is raised within, but for BlockingIOError, be the end of the link, as an
+        OSError."""
+        try:
+            yield
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            self._over = self._over or error
+            raise
+        except Exception as error:
+            log.exception("what a peer sent cannot be taken")
+            self._over = ConnectionError(f"sent what cannot be taken: {error!r}")
+            raise self._over from error
+
+    def _read(self, on_news: OnNews) -> None:
         left = _TURN_BYTES
         while left > 0 or self._wire.holds:  # of which no poll would tell again
             if self._missing:
@@ -341,13 +390,13 @@ class Link:
     def _unpack(self, on_news: OnNews) -> None:
         """Of what is in the buffer; then only the rest of a header may be in it."""
         while self._end - self._start >= HEADER.size:
+            self._check_sound()  # whoever took a frame may have found the end in an early one
             epoch, kind, key, part, size = HEADER.unpack_from(self._buffer, self._start)
             self._start += HEADER.size
+            check_header(kind, size)
             if kind in LEAVING:
                 on_news(epoch, kind, b"")
                 continue
-            if size > most_bytes(kind):
-                raise ConnectionError(f"a peer sends a frame of {size} bytes")
             if kind in TOLD:
                 self._reading, self._reading_epoch = _Told(epoch, kind, on_news), epoch
                 self._missing, self._room = size, self._reading.room(size)
@@ -375,7 +424,7 @@ class Link:
                 self._room = self._reading.room(size)
             return
         self.used_in = max(self.used_in, epoch)
-        if epoch < self._floor or (epoch == self._floor and self.is_outside):
+        if epoch < self._floor or (epoch == self._floor and self.outside_since is not None):
             self._forget()
             return
         posted = self._posted.get(label) if epoch == self._floor else None
@@ -384,18 +433,23 @@ class Link:
             if not posted:
                 del self._posted[label]
         else:
-            if epoch > self._floor:
-                self._count_ahead(size)
-            self._reading = early = Early()
+            self._reading = early = Early(_FRAME_BYTES + size)
+            self._count_early(epoch, early.bytes)
             self._early.setdefault((epoch, label), deque()).append(early)
         self._room = self._reading.room(size)
 
-    def _count_ahead(self, size: int) -> None:
-        self._ahead_bytes += HEADER.size + size
+    def _count_early(self, epoch: int, size: int) -> None:
+        if epoch > self._floor:
+            self._ahead_bytes += size
+        else:
+            self._early_bytes += size
         if self._ahead_bytes > _MOST_AHEAD_BYTES:
-            self._forget()
             raise ConnectionError(
-                f"a peer sends more than {_MOST_AHEAD_BYTES} bytes for meetings that have not begun"
+                f"sent more than {_MOST_AHEAD_BYTES} bytes for meetings that have not begun"
+            )
+        if self._early_bytes > self._most_early_bytes:
+            raise ConnectionError(
+                f"sent more than {self._most_early_bytes} bytes that nobody waits for"
             )
 
     def _forget(self) -> None:
@@ -407,23 +461,28 @@ class Link:
     def raise_floor(self, epoch: int) -> None:
         """Nothing of meetings before `epoch` is wanted any more, in either direction."""
         self._floor = epoch
-        self.is_outside = False
+        self.outside_since = None
         self._posted.clear()
-        self._early = {key: early for key, early in self._early.items() if key[0] >= epoch}
-        self._ahead_bytes = sum(
-            HEADER.size + len(each.content)
-            for key, early in self._early.items()
-            if key[0] > epoch
-            for each in early
-        )
+        self._keep_early(epoch)
         if self._reading is not None and self._reading_epoch < epoch:
             self._forget()
         self._withdraw(lambda frame: frame.epoch < epoch and frame.kind not in LEAVING)
 
     def keep_out(self) -> None:
         """The peer is none of the present meeting's members: nothing of it is kept."""
-        self.is_outside = True
-        self._early = {key: early for key, early in self._early.items() if key[0] > self._floor}
+        self.outside_since = time.monotonic()
+        self._keep_early(self._floor + 1)
+
+    def _keep_early(self, first: int) -> None:
+        """Keep frames of the meeting `first` and of later ones alone."""
+        self._early = {key: early for key, early in self._early.items() if key[0] >= first}
+        self._early_bytes = self._ahead_bytes = 0
+        for (epoch, _), early in self._early.items():
+            taken = sum(each.bytes for each in early)
+            if epoch > self._floor:
+                self._ahead_bytes += taken
+            else:
+                self._early_bytes += taken
 
     def stop_feeding(self, epoch: int, kinds: Container[int] = FEEDING) -> None:
         """What is queued for that meeting ahead of it is not wanted any more."""

@@ -32,7 +32,8 @@ class Owner(Protocol):
         """The connection is over."""
 
     def hear(self, descriptor: int) -> bool:
-        """Something is ready there, which is no link's; False: nor anybody else's."""
+        """Something is ready there, which is no link's. Returns whether somebody may wait for what
+        came of it."""
 
     def rest_s(self) -> float:
         """How long the own thread may sleep where nothing happens."""

@@ -13,8 +13,8 @@ import torch
 from oobleck.worker.runtime.errors import CalledOff, InvariantViolation, TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links.attendance import Attendance
-from oobleck.worker.transport.links.frame import HEADER, LEAVING, Kind, Label, most_bytes
-from oobleck.worker.transport.links.link import Early, Incoming, Link
+from oobleck.worker.transport.links.frame import HEADER, SIZES, Kind, Label
+from oobleck.worker.transport.links.link import Early, Link
 from support.meeting import SECRET, Party
 from support.waiting import until
 
@@ -129,25 +129,20 @@ def test_who_takes_long_over_a_loss_holds_up_no_link() -> None:
         go_on.set()
 
 
-class _Wrong(Incoming):
-    """Ours: what must not happen."""
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_ends_the_links_own_thread_is_raised_by_whoever_uses_them_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ours: what must not happen. What a peer sends is no such thing."""
+    lost: list[int] = []
 
-    def room(self, size: int) -> memoryview:
-        return memoryview(bytearray(size))
-
-    def arrived(self) -> None:
+    def look() -> None:
         raise ValueError("wrong")
 
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_what_ends_the_links_own_thread_is_raised_by_whoever_uses_them_next() -> None:
-    lost: list[int] = []
     with Party(2) as party:
-        here, there = party.meet(on_lost=lambda rank, why: lost.append(rank))
-        with here.links.lock:
-            here.links.post(there.links.identity, Label(Kind.MESSAGE, 5, 0), _Wrong())
-            here.links.press(+1)
-        there.send(torch.ones(1), 0, 5).wait()
+        here, _ = party.meet(on_lost=lambda rank, why: lost.append(rank))
+        monkeypatch.setattr(here.links._watch, "look", look)
+        here.links._traffic.ring_own()
         until(lambda: here.links._traffic._failure, "the thread ends")
         for use in (
             lambda: here.links.wait(lambda: True),
@@ -211,23 +206,23 @@ def test_what_is_urgent_goes_before_what_was_said_earlier(monkeypatch: pytest.Mo
     assert went == [2, 7, 8, 10, 11, 12, 3, 6, 4, 5, 0, 1, 9]
 
 
-@pytest.mark.parametrize("kind", [*Kind, 99])
-def test_a_frame_that_is_larger_than_any_of_its_kind_ends_the_link(kind: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        near = socket.create_connection(listener.getsockname())
-        far, _ = listener.accept()
-    with near, far:
-        link = Link(b"", b"", 1, far, lambda epoch, label: Early())
-        told: list[int] = []
-        for more in range(2):
-            near.sendall(HEADER.pack(0, kind, 0, 0, most_bytes(kind) + more))
+@pytest.mark.parametrize("kind", [*Kind, 0, 99])
+def test_a_frame_of_a_size_that_none_of_its_kind_has_ends_the_link(kind: int) -> None:
+    least, most = SIZES.get(kind, (0, -1))
+    for size in {0, least - 1, least, most, most + 1, (1 << 64) - 1}:
+        if size < 0:
+            continue
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            near = socket.create_connection(listener.getsockname())
+            far, _ = listener.accept()
+        with near, far:
+            link = Link(b"", b"", 1, far, lambda epoch, label: Early())
+            near.sendall(HEADER.pack(0, kind, 0, 0, size))
             select.select([far], [], [], 20)
-            with pytest.raises(ConnectionError if more else BlockingIOError):
-                link.read(lambda epoch, kind, content: told.append(kind))
-            if kind in LEAVING:  # which have none
-                assert told == [kind]
-                return
-            link._missing = 0
+            error = BlockingIOError if least <= size <= most else ConnectionError
+            for _ in range(2):  # nothing is read behind it
+                with pytest.raises(error):
+                    link.read(lambda epoch, kind, content: None)
 
 
 def test_of_later_meetings_the_newest_few_of_each_member_are_remembered() -> None:
@@ -279,7 +274,7 @@ def test_what_comes_for_a_meeting_that_has_not_begun_is_bounded(count: int, stay
                         there.links._links[here.links.identity], epoch + 1, label, content
                     )
             if not stays:
-                until(lambda: dict(lost).get(0, "").startswith("a peer sends more"), "the end")
+                until(lambda: "rank 1: sent more than" in dict(lost).get(0, ""), "the end")
                 return
             until(lambda: link._early, "it comes")
             here, there = party.meet()

@@ -7,15 +7,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from oobleck.host.ipc import port
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
-from oobleck.worker.transport.links import greeting
+from oobleck.worker.transport.links import door, greeting
 from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.door import GREETING_LIMIT_S, MOST_CALLERS, Door
 from oobleck.worker.transport.links.hub import Links
@@ -157,6 +158,71 @@ def test_thousands_of_strangers_hold_up_no_recovery_and_take_no_memory() -> None
     # As long as a stranger is kept nobody waits.
     assert max(waited_s) < GREETING_LIMIT_S
     assert resident_kib[-1] - resident_kib[0] < 8 << 10
+
+
+def from_(source: str, card: Card) -> socket.socket:
+    """A call that is under way."""
+    calling = socket.socket()
+    calling.setblocking(False)
+    calling.bind((source, 0))
+    calling.connect_ex((card.host, card.port))
+    return calling
+
+
+def test_where_strangers_come_faster_than_they_are_heard_members_are_let_in_and_a_part_of_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(door, "_CROWD_S", 1.0)
+    monkeypatch.setattr(door, "_CROWD", 100)
+    monkeypatch.setattr(door, "_TURN", 50)
+    let_in: list[Collection[str]] = []
+    favour = port.favour
+
+    def note(listening: socket.socket, hosts: Collection[str], one_of: int) -> None:
+        let_in.append(hosts)
+        favour(listening, hosts, one_of)
+
+    monkeypatch.setattr(port, "favour", note)
+    with Party(2) as party, contextlib.ExitStack() as stack:
+        host, late = party.links
+        with host.lock:  # so nobody is heard
+            for _ in range(400):
+                stack.enter_context(from_("127.0.0.2", host.card))
+        until(lambda: host._door._crowd_until, "they are a crowd")
+        assert not let_in[0]  # nobody is known yet
+        host.favour(1, [late.card])  # as a plan comes
+        assert let_in[-1] == {"127.0.0.1"}
+        party.meet()
+        assert party.everywhere(talk) == [[0.0, 1.0]] * 2
+        # Who calls from an address that no card has is let in too, sooner or later, and then known.
+        for _ in range(40):
+            stack.enter_context(from_("127.0.0.3", host.card))
+        until(lambda: any(g.trust == door._STRANGE for g in host._door._guests.values()), "a part")
+        until(lambda: not host._door._crowd_until, "nobody crowds any more")
+        assert late.linked(host.identity)
+
+
+def test_all_who_wait_are_heard_in_one_turn() -> None:
+    with Party(1) as party, contextlib.ExitStack() as stack:
+        (host,) = party.links
+        with host.lock:  # so nobody is heard but here
+            for _ in range(100):
+                stack.enter_context(from_("127.0.0.2", host.card))
+            host._door.hear(host._door._listener.fileno())
+            assert len(host._door._guests) == 100
+
+
+def test_strangers_take_no_place_of_who_calls_from_a_members_address() -> None:
+    with Party(2) as party, contextlib.ExitStack() as stack:
+        party.meet()
+        host = party.links[0]
+        member = stack.enter_context(from_("127.0.0.1", host.card))
+        until(lambda: len(host._door._guests) == 1, "it is heard")
+        for _ in range(2 * MOST_CALLERS):
+            stack.enter_context(from_("127.0.0.2", host.card))
+        until(lambda: len(host._door._guests) == 1 + MOST_CALLERS, "the newest are kept")
+        with pytest.raises(BlockingIOError):  # it would be closed else
+            member.recv(1)
 
 
 def test_a_member_that_is_dropped_in_a_crowd_calls_again(monkeypatch: pytest.MonkeyPatch) -> None:
