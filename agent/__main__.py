@@ -53,6 +53,11 @@ ROOT = (
     "the agent runs as root, and its workers too: jobs can read and write whatever root can; start "
     "it as a user of its own, as deploy/oobleck-agent.service does"
 )
+IN_THE_CLEAR = (
+    "the master is called in the clear: any user of this host who gets its port commands this "
+    "agent, which runs as you; give the master an authority ('oobleck pki init'), or start both by "
+    "'oobleck local'"
+)
 WITHHELD = (
     "variables of the agent's environment are not passed to workers; --pass-env NAME names those "
     "that they need"
@@ -117,6 +122,8 @@ async def _run(
     logger.info("agent starts", extra={"node": config.name, "master": config.master})
     if os.geteuid() == 0:
         logger.warning(ROOT)
+    if holder.folder is None:
+        logger.warning(IN_THE_CLEAR)
     async with asyncio.TaskGroup() as tasks:
         supervising = tasks.create_task(supervisor.run())
         talking = tasks.create_task(session.run())
@@ -267,8 +274,8 @@ def read_faults(path: Path) -> tuple[FaultRule, ...]:
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
     help="Folder of this node's certificate, which is put there when it joins; "
-    "OOBLECK_CREDENTIALS is for 'oobleck' and not read.  [default: ~/.oobleck/nodes/NAME, where "
-    "the master is not on this host]",
+    "OOBLECK_CREDENTIALS is for 'oobleck' and not read.  [default: a folder beside the master's "
+    "authority where the master is your own and on this host, else ~/.oobleck/nodes/NAME]",
 )
 @click.option(
     "--token-file",
@@ -289,19 +296,20 @@ def read_faults(path: Path) -> tuple[FaultRule, ...]:
     multiple=True,
     metavar="PREFIX",
     help="Jobs may load functions of this package, or of modules below this directory; * for any. "
-    "May be given several times.  [default: any where the master is on this host and asks nobody "
-    "for credentials, else none but installed plugins]",
+    "May be given several times.  [default: any where the master is your own and for this host "
+    "alone, else none but installed plugins]",
 )
 @click.option(
     "--accept-code/--no-accept-code",
     default=None,
     help="Jobs may bring code of their own in a wheel, which is run as this agent's user.  "
-    "[default: where the master is on this host and asks nobody for credentials]",
+    "[default: where the master is your own and for this host alone]",
 )
 @click.option(
     "--insecure",
     is_flag=True,
-    help="Talk to a master on this host in the clear, as is the default there.",
+    help="Talk to a master on this host in the clear, as is the default where it is not your own "
+    "or has no authority: whatever listens there is obeyed.",
 )
 @click.option(
     "--metrics-listen",
@@ -389,7 +397,7 @@ def agent(
             drain_grace_s=drain_grace,
         )
         holder = choose_way(master, config.name, credentials, token, insecure=insecure)
-        code = read_code(allow_code, accept_code, in_the_clear=holder.folder is None)
+        code = read_code(allow_code, accept_code, any_by_default=holder.own_user_alone)
         config = dataclasses.replace(config, allow_code=code[0], accept_code=code[1])
         listening = bind("--metrics-listen", metrics_listen) if metrics_listen is not None else None
     except ValueError as error:
@@ -401,13 +409,13 @@ def agent(
 
 
 def read_code(
-    allowed: Sequence[str], accepted: bool | None, *, in_the_clear: bool
+    allowed: Sequence[str], accepted: bool | None, *, any_by_default: bool
 ) -> tuple[tuple[str, ...], bool]:
     """What --allow-code names, directories as absolute paths, and whether jobs may bring code of
     their own. Raises ValueError."""
-    by_default = ("*",) if in_the_clear else ()
+    by_default = ("*",) if any_by_default else ()
     prefixes = tuple(map(_read_prefix, allowed)) or by_default
-    return prefixes, in_the_clear if accepted is None else accepted
+    return prefixes, any_by_default if accepted is None else accepted
 
 
 def _read_prefix(prefix: str) -> str:

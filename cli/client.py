@@ -2,6 +2,8 @@
 
 import re
 import secrets
+import socket
+import ssl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ import grpc
 from google.protobuf.message import Message
 
 from oobleck.cli import options
+from oobleck.host.address import split_address
 from oobleck.host.command import CommandFailed
 from oobleck.host.finding import Finding
 from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
@@ -28,6 +31,7 @@ TIMELINE_S = 3600.0
 #: For a wheel, which may be large and the line slow.
 CODE_S = 600.0
 _PART_BYTES = 1 << 20
+_TLS_S = 1.0
 
 #: To connect may take as long as one call. A master that is frozen ends the streams from it.
 CHANNEL_OPTIONS = (
@@ -46,7 +50,10 @@ _FOREIGN = re.compile(r"HTTP/2|SETTINGS|http1")
 _NOT_CONNECTED = "failed to connect"
 _UNWELCOME = "it closes the connection, as where a certificate has ended or is of another cluster"
 _WANTS_CREDENTIALS = (
-    "it closes the connection, as one does that wants --credentials or OOBLECK_CREDENTIALS"
+    "denied: the master at {} wants credentials, and yours are not known. If it is another user's "
+    "'oobleck local', start your own and name it with --master or OOBLECK_MASTER; else give the "
+    "credentials with --credentials or OOBLECK_CREDENTIALS ('oobleck pki join' gets them by a "
+    "token of an operator)"
 )
 _ANOTHER_CLUSTER = "it is of another cluster than the credentials: their authority does not know it"
 _NO_MASTER = "what listens there does not answer like an Oobleck master"
@@ -79,10 +86,10 @@ class MasterClient:
     """A connection to the master; use it as a context."""
 
     def __init__(self, endpoint: Endpoint | str, *, ask_again_s: float = ASK_AGAIN_S) -> None:
-        """`endpoint`: an address alone is one on this host, called in the clear. `ask_again_s`: for
-        how long a request whose reply was lost is repeated."""
+        """`endpoint`: an address alone is one on this host, of this user or called in the clear.
+        `ask_again_s`: for how long a request whose reply was lost is repeated."""
         if isinstance(endpoint, str):
-            endpoint = choose_endpoint(endpoint, None, insecure=True)
+            endpoint = choose_endpoint(endpoint, None, insecure=False)
         self.address = endpoint.address
         self._ask_again_s = ask_again_s
         self._secured = endpoint.credentials is not None
@@ -277,8 +284,10 @@ class MasterClient:
             case grpc.StatusCode.UNAVAILABLE:
                 cause = details.rpartition(": ")[2].rstrip("]") or "unavailable"
                 foreign = _FOREIGN.search(details)
-                if _NOT_CONNECTED in whole and "Socket closed" in details:
-                    cause = _UNWELCOME if self._secured else _WANTS_CREDENTIALS
+                if not self._secured and _speaks_tls(self.address):
+                    return CommandFailed(_WANTS_CREDENTIALS.format(self.address), options.DENIED)
+                if self._secured and _NOT_CONNECTED in whole and "Socket closed" in details:
+                    cause = _UNWELCOME
                 elif "CERTIFICATE_VERIFY_FAILED" in details:
                     cause = _ANOTHER_CLUSTER
                 reached = not foreign and _NOT_CONNECTED not in whole
@@ -301,3 +310,18 @@ class MasterClient:
                 return CommandFailed(details)
             case code:
                 return CommandFailed(f"the master failed with {code.name}: {details}")
+
+
+def _speaks_tls(address: str) -> bool:
+    """Return whether what listens there shows a certificate, as masters with an authority do."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with (
+            socket.create_connection(split_address(address), _TLS_S) as connection,
+            context.wrap_socket(connection),
+        ):
+            return True
+    except OSError:
+        return False

@@ -74,10 +74,15 @@ def endpoint(ctx: click.Context, parameter: click.Parameter, value: str | None) 
 def endpoint_again(ctx: click.Context, found: Endpoint) -> Callable[[], Endpoint]:
     """For what runs for long: `found`, with the credentials that are in their folder when it is
     called, which raises ValueError where there are none that can be shown."""
-    folder = ctx.meta.get(_CREDENTIALS) if found.credentials is not None else None
-    if folder is None:
+    if found.credentials is None:
         return lambda: found
-    return lambda: choose_endpoint(found.address, folder, insecure=False)
+    folder = ctx.meta.get(_CREDENTIALS)
+
+    def again() -> Endpoint:
+        now = choose_endpoint(found.address, folder, insecure=False)
+        return found if now.credentials is None else now  # while this user's own master is away
+
+    return again
 
 
 def _note(key: str) -> Callable[[click.Context, click.Parameter, Any], None]:
@@ -97,7 +102,7 @@ def credential_options(function: F) -> F:
         is_eager=True,
         expose_value=False,
         callback=_note(_INSECURE),
-        help="Ask a master on this host in the clear, as is the default there.",
+        help="Ask a master on this host in the clear, as is the default where it is not your own.",
     )(function)
     return click.option(
         "--credentials",
@@ -108,7 +113,8 @@ def credential_options(function: F) -> F:
         is_eager=True,
         expose_value=False,
         callback=_note(_CREDENTIALS),
-        help="Folder of your certificate, without which no master off this host answers.",
+        help="Folder of your certificate.  [default: the operator's, where the master is your own "
+        "and on this host]",
     )(function)
 
 

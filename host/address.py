@@ -27,13 +27,13 @@ def split_address(text: str) -> tuple[str, int]:
 def leaves_host(address: str) -> bool:
     """Whether HOST:PORT resolves to anything but loopback addresses; what does not resolve leads
     nowhere. Raises ValueError if it is no address."""
-    return not all(map(_is_loopback, _addresses(address)))
+    return not all(map(_is_loopback, addresses(address)))
 
 
 def stays_on_host(address: str) -> bool:
     """Whether HOST:PORT resolves to loopback addresses alone. What does not resolve now may later,
     as after a boot without a name service. Raises ValueError if it is no address."""
-    found = _addresses(address)
+    found = addresses(address)
     return bool(found) and all(map(_is_loopback, found))
 
 
@@ -56,7 +56,7 @@ def pinned(address: str) -> str:
     """HOST:PORT by number, for an address that stays on this host: who answers for a name may
     answer something else later. `localhost` is always this host; what does not resolve stays."""
     host, port = split_address(address)
-    found = sorted(_addresses(address), key=lambda number: ":" in number)
+    found = sorted(addresses(address), key=lambda number: ":" in number)
     if host == "localhost" or not found:
         return address
     return joined(found[0], port)
@@ -76,13 +76,15 @@ def is_number(host: str) -> bool:
     return True
 
 
-def _addresses(address: str) -> list[str]:
+def addresses(address: str) -> list[str]:
+    """Return the numbers that HOST:PORT resolves to, each once; none where it does not. Raises
+    ValueError if it is no address."""
     host, port = split_address(address)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
-    return [str(target[0]) for *_, target in found]
+    return list(dict.fromkeys(str(target[0]) for *_, target in found))
 
 
 def _is_loopback(address: str) -> bool:

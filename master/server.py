@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from oobleck.host.address import own_address
+from oobleck.host.address import leaves_host, own_address
+from oobleck.host.ipc.own_master import OwnMaster, announced
 from oobleck.host.metrics.page import MetricsPage, bind
 from oobleck.host.system.process import end_signals
 from oobleck.master.api import limits
@@ -40,6 +41,14 @@ from oobleck.proto.health import ALIVE, READY, HealthPort, Probes, health_handle
 if TYPE_CHECKING:
     from oobleck.master.api.authority import AuthorityFolder
 
+log = logging.getLogger(__name__)
+
+#: Of a master without an authority.
+IN_THE_CLEAR = (
+    "this master asks nobody who they are: every user of this host, and every container on its "
+    "network, may submit jobs, which run as the agents' users; 'oobleck local' is for you alone, "
+    "and so is a master with an authority in its state directory ('oobleck pki init')"
+)
 #: Longest wait for the ends of calls that are answered already.
 _ENDING_S = 2.0
 
@@ -106,6 +115,7 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
         page = MetricsPage(listening, Collector(parts).read)
         tasks.append(asyncio.create_task(page.run()))
     stopping = asyncio.create_task(stopped.wait())
+    announcement = announce(config, f"{host}:{port}")
     try:
         print(f"listening on {host}:{port}", flush=True)  # noqa: T201 - callers wait for this line
         await asyncio.wait((*tasks, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -117,6 +127,7 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
         master.close()
         if health is not None:
             await health.stop()
+        announcement.close()
         await server.stop(grace=0.1)
         await _all_ended()
     for task in tasks:
@@ -171,6 +182,21 @@ def _read_authority(config: MasterConfig) -> "AuthorityFolder | None":
         return AuthorityFolder(config.pki)
     except ValueError as error:
         raise Unusable(f"--pki: {error}") from error
+
+
+def announce(config: MasterConfig, address: str) -> contextlib.ExitStack:
+    """Have processes of this user find the master and its authority until the stack is closed."""
+    stack = contextlib.ExitStack()
+    if config.pki is None:
+        log.warning(IN_THE_CLEAR)
+        return stack
+    own = OwnMaster(pki=config.pki, private=not leaves_host(config.listen))
+    try:
+        stack.enter_context(announced(address, own))
+    except OSError as error:
+        fields = {"reason": error.strerror, "credentials": str(own.operator)}
+        log.warning("your own commands do not find this master's credentials", extra=fields)
+    return stack
 
 
 def _show(config: MasterConfig, authority: "AuthorityFolder | None") -> tuple[str, ...]:

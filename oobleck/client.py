@@ -39,8 +39,8 @@ class Client:
         self, master: str | Endpoint | None = None, credentials: str | Path | None = None
     ) -> None:
         """`master`: HOST:PORT, else that of OOBLECK_MASTER, else where `oobleck local` listens.
-        `credentials`: the folder of your certificate, else OOBLECK_CREDENTIALS; a master on this
-        host needs none."""
+        `credentials`: the folder of your certificate, else OOBLECK_CREDENTIALS; those of a master
+        that you run on this host are found."""
         self._master = command.MasterClient(
             master if isinstance(master, Endpoint) else _endpoint(master, credentials)
         )

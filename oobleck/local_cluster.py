@@ -24,6 +24,7 @@ from oobleck.cli.chaos.victims import kill, process_tree
 from oobleck.client import Client
 from oobleck.errors import NotFound, error_of
 from oobleck.host.ipc.endpoint import choose_endpoint
+from oobleck.host.security.credentials import OPERATOR
 from oobleck.host.system.process import with_parent
 
 #: `oobleck local` ends its daemons in half of that.
@@ -121,7 +122,8 @@ class LocalCluster:
             lines = self._errors.read().decode(errors="replace").strip().splitlines()
             why = lines[-1].removeprefix("oobleck: ") if lines else f"it ended with code {code}"
             raise error_of(f"no local cluster: {why}", code)
-        self.client = Client(choose_endpoint(self.master, None, insecure=True))
+        operator = self.state_dir / "pki" / OPERATOR
+        self.client = Client(choose_endpoint(self.master, operator, insecure=False))
 
     def _stop(self) -> None:
         """As Ctrl-C ends `oobleck local`; then whatever is left by force."""

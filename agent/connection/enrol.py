@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 
 from oobleck.host.address import pinned, stays_on_host
+from oobleck.host.ipc import own_master
 from oobleck.host.ipc.endpoint import Endpoint, check_insecure
 from oobleck.host.security import pki
 from oobleck.host.security.credential_folder import check_free, check_holder, keep, own_key
@@ -27,6 +28,7 @@ from oobleck.host.security.credentials import (
     Credentials,
     read_credentials,
 )
+from oobleck.host.security.issue import have_issued
 from oobleck.host.security.join_token import shown_token
 from oobleck.host.system.home import below_home
 from oobleck.proto import control_pb2 as pb
@@ -71,14 +73,23 @@ def choose_way(
     master: str, name: str, folder: Path | None, token: Credentials | None, *, insecure: bool
 ) -> "Holder":
     """How the agent shows who it is; without credentials in it, the holder is to join by `token`.
-    Raises ValueError with the flag and the fix."""
+    Where the master is of the agent's own user, that user's authority signs for the agent. Raises
+    ValueError with the flag and the fix."""
     if insecure:
         if folder is not None or token is not None:
             raise ValueError("--insecure excludes --credentials and a join token; leave one out")
         check_insecure("--insecure", master)
         return Holder(master=pinned(master), folder=None, credentials=None)
-    if folder is None and token is None and stays_on_host(master):
-        return Holder(master=pinned(master), folder=None, credentials=None)
+    own_user_alone = False
+    if folder is None and token is None:
+        stays = stays_on_host(master)
+        master = pinned(master) if stays else master
+        own = own_master.find(master)
+        if own is not None and os.path.exists(own.pki):
+            folder, own_user_alone = own.node(name), own.private
+            _sign_for(folder, own.pki, name)
+        elif stays:
+            return Holder(master=master, folder=None, credentials=None)
     folder = folder or below_home(f"~/.oobleck/nodes/{name}")
     credentials = _stored(folder, name)
     if token is not None and (credentials is None or _is_newer(token, credentials)):
@@ -90,7 +101,18 @@ def choose_way(
             "valid; make a token with 'oobleck pki token --out FILE' and give it by "
             f"--token-file FILE or {TOKEN_VARIABLE}{_hint()}"
         )
-    return Holder(master=master, folder=folder, credentials=credentials)
+    return Holder(
+        master=master, folder=folder, credentials=credentials, own_user_alone=own_user_alone
+    )
+
+
+def _sign_for(folder: Path, authority: Path, name: str) -> None:
+    """Raises ValueError with the fix."""
+    fix = "give another one a token of 'oobleck pki token' by --token-file"
+    try:
+        have_issued(authority, folder, "agent", name)
+    except OSError as error:
+        raise ValueError(f"{folder}: {error.strerror}; {fix}") from error
 
 
 def _hint() -> str:
@@ -179,6 +201,8 @@ class Holder:
     #: None: the master is called in the clear.
     folder: Path | None
     credentials: Credentials | None
+    #: The master is this user's, and nobody else reaches it without being let in by this user.
+    own_user_alone: bool = False
 
     @property
     def endpoint(self) -> Endpoint:

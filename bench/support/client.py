@@ -62,13 +62,14 @@ class Client:
         """`scratch`: a folder for job files."""
         self.state_dir = state_dir
         self.address = ""
-        #: The operator's; None: the cluster is in the clear, on this host.
+        #: The operator's; None: they are found, or the cluster asks nobody for any.
         self.credentials: Path | None = None
         #: What processes get as PYTHONPATH before this process's.
         self.python_path = ""
         #: What commands are forked from; None: each loads its libraries.
         self.preloaded: Preloaded | None = None
         self._scratch = scratch
+        self._endpoint: Endpoint | None = None
 
     # ---- the operator's verbs
 
@@ -142,7 +143,10 @@ class Client:
 
     @property
     def endpoint(self) -> Endpoint:
-        return choose_endpoint(self.address, self.credentials, insecure=self.credentials is None)
+        known = self._endpoint
+        if known is None or known.credentials is None or known.address != self.address:
+            known = self._endpoint = choose_endpoint(self.address, self.credentials, insecure=False)
+        return known
 
     def _read(self, question: Callable[[MasterClient], T]) -> T:
         """The answer; asked again where a stalled machine has broken the connection."""

@@ -23,7 +23,8 @@ from bench.support.daemons import alive, with_parent
 from bench.support.network import Network
 from bench.support.preloaded import STARTUP, Preloaded
 from bench.support.scratch import mount_memory, run_folder, undisturbed, unmount
-from oobleck.cli.cluster.authority import OPERATOR, issue, make_authority
+from oobleck.cli.cluster.authority import issue, make_authority
+from oobleck.host.security.credentials import OPERATOR
 
 HEAD = "head"
 PORT = 7070

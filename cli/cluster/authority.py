@@ -7,33 +7,32 @@
 Loads the cryptography library. Must not know masters that run.
 """
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from oobleck.cli.options import FAILED, USAGE
 from oobleck.host.command import CommandFailed
+from oobleck.host.security import issue as signing
 from oobleck.host.security import pki
-from oobleck.host.security.credential_folder import check_free, keep, own_key
 from oobleck.host.security.credentials import (
     AUTHORITY,
     AUTHORITY_KEY,
     MASTER_CERTIFICATE,
     MASTER_KEY,
     MASTER_LIFE_S,
+    OPERATOR,
     Role,
     create_private,
     make_private,
-    read_file,
-    read_secret,
     write_private,
 )
 
-OPERATOR = "operator"
+#: The first operator.
+ADMIN = "admin"
 #: What the folder is made of, and what is never written over.
 _PARTS = (AUTHORITY, AUTHORITY_KEY, MASTER_CERTIFICATE, MASTER_KEY, OPERATOR)
-#: Of certificates that are made here and not by the master.
-_LIFE_S = 365 * 86_400.0
 _SERVER_NAME = re.compile(r"[A-Za-z0-9*]([A-Za-z0-9.*-]{0,251}[A-Za-z0-9])?|[0-9A-Fa-f:]{2,39}")
 
 
@@ -59,7 +58,7 @@ def make_authority(folder: Path, names: Sequence[str]) -> None:
             folder / MASTER_CERTIFICATE,
             authority.sign_master(key.public_key(), names, MASTER_LIFE_S),
         )
-        _keep_signed(authority, folder / OPERATOR, "operator", "admin")
+        signing.issue(authority, folder / OPERATOR, "operator", ADMIN)
         # Last: with it the folder is whole.
         write_private(folder / AUTHORITY, authority.certificate)
     except ValueError as error:
@@ -79,22 +78,25 @@ def _taken(folder: Path, found: Sequence[str]) -> CommandFailed:
 def issue(folder: Path, target: Path, role: Role, name: str) -> None:
     """Make credentials with the authority's own key. Raises CommandFailed."""
     try:
-        authority = pki.Authority(
-            read_file(folder / AUTHORITY), pki.read_key(read_secret(folder / AUTHORITY_KEY))
-        )
+        authority = signing.read_authority(folder)
     except ValueError as error:
         raise CommandFailed(f"--dir: {error}", USAGE) from error
+    with _told(target):
+        signing.issue(authority, target, role, name)
+
+
+def have_issued(folder: Path, target: Path, role: Role, name: str) -> None:
+    """The same unless `target` has credentials of that holder which last for some days."""
+    with _told(target):
+        signing.have_issued(folder, target, role, name)
+
+
+@contextlib.contextmanager
+def _told(target: Path) -> Iterator[None]:
+    """Within, errors of writing to `target` become CommandFailed."""
     try:
-        _keep_signed(authority, target, role, name)
+        yield
     except ValueError as error:
         raise CommandFailed(f"--out: {error}", USAGE) from error
     except OSError as error:
         raise CommandFailed(f"{target}: {error.strerror}; choose another", FAILED) from error
-
-
-def _keep_signed(authority: pki.Authority, target: Path, role: Role, name: str) -> None:
-    """Raises ValueError, OSError."""
-    check_free(target, role, name, authority.certificate)
-    key = own_key(target).public_key()
-    certificate = authority.sign(key, pki.Identity(role=role, name=name), _LIFE_S)
-    keep(target, authority.certificate, certificate)

@@ -4,6 +4,7 @@ They die with this process, however it ends. The module that starts them sees to
 between fork and exec is not safe beside gRPC's threads. Must not know gRPC.
 """
 
+import os
 import signal
 import subprocess
 import time
@@ -50,7 +51,7 @@ class Child:
     def start(self) -> None:
         """Also again, once it has ended."""
         self.told, self.due, self._started_at = False, None, time.monotonic()
-        with self.log.open("ab") as output:
+        with open(self.log, "ab", opener=_for_its_owner) as output:
             self.process = subprocess.Popen(
                 [*with_parent(self._module), *self.arguments],
                 stdin=subprocess.DEVNULL,
@@ -93,6 +94,10 @@ class Child:
             file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
             lines = file.read(_TAIL_BYTES).decode("utf-8", "replace").strip().splitlines()
         return lines[-1] if lines else ""
+
+
+def _for_its_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def stop(master: Child | None, agents: Sequence[Child]) -> None:

@@ -4,10 +4,12 @@ Must not know flags, nor what is asked of the cluster.
 """
 
 import contextlib
+import os
 import select
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from oobleck.host.address import leaves_host
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import printable
 from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
+from oobleck.host.security.credentials import OPERATOR, make_private
 
 MASTER_TIMEOUT_S = 30.0
 READY_TIMEOUT_S = 60.0
@@ -34,37 +37,44 @@ class Cluster:
         tell: Callable[[str], None] | None = None,
         master_flags: Sequence[str] = (),
         *,
+        allow_code: Sequence[str] = (),
+        accept_code: bool | None = None,
+        insecure: bool = False,
         restart: bool = False,
     ) -> None:
         """`tell`: what to do with the lines; they are printed otherwise. `master_flags`: more of
-        them than the master needs. `restart`: agents that die are started again."""
-        self._restart = restart
+        them than the master needs. `allow_code`, `accept_code`: the agents' flags; not given: any
+        code, if nobody but this user can submit jobs. `insecure`: without an authority, for
+        everybody on this host. `restart`: agents that die are started again."""
+        self._restart, self._insecure = restart, insecure
         self._master_flags = tuple(master_flags)
+        self._allow_code, self._accept_code = tuple(allow_code), accept_code
         self._state_dir = state_dir.absolute()
         self._tell = tell or say
         self.master: Child | None = None
         self.agents: list[Child] = []
         self.address = ""
-        #: Of the operator; None: the cluster is in the clear, on this host.
+        #: Of the operator; None: the cluster asks nobody for any.
         self.credentials: Path | None = None
 
     @property
     def endpoint(self) -> Endpoint:
-        return choose_endpoint(self.address, self.credentials, insecure=self.credentials is None)
+        return choose_endpoint(self.address, self.credentials, insecure=self._insecure)
 
     def start(
         self, address: str, nodes: int, workers: int, memory: int, fault_plan: Path | None
     ) -> None:
         logs = self._state_dir / "log"
         try:
-            logs.mkdir(parents=True, exist_ok=True)
-            (logs / "master.log").touch()
+            make_private(self._state_dir)
+            make_private(logs)
+            (logs / "master.log").touch(0o600)
         except OSError as error:
             raise CommandFailed(
                 f"--state-dir {self._state_dir}: {error.strerror}; choose another one", USAGE
             ) from error
         arguments = ["--listen", address, "--state-dir", str(self._state_dir)]
-        arguments += self._secure(address)
+        arguments += self._make_authority()
         arguments += self._master_flags
         self.master = Child("master", "oobleck.master", arguments, logs / "master.log", piped=True)
         self.address = self._listening(self.master)
@@ -75,6 +85,7 @@ class Cluster:
             name = f"n{number}"
             arguments = ["--master", self.address, "--name", name, "--workers", str(workers)]
             arguments += ["--memory-per-worker", str(memory), *self._agent_credentials(name)]
+            arguments += self._code_flags(private=not self._insecure and not leaves_host(address))
             if fault_plan is not None:
                 arguments += ["--fault-plan", str(fault_plan.absolute())]
             agent = Child(f"agent {name}", "oobleck.agent", arguments, logs / f"agent-{name}.log")
@@ -84,27 +95,50 @@ class Cluster:
             self._tell(f"credentials {self.credentials}")
         self._tell(f"state {self._state_dir}")
 
-    def _secure(self, address: str) -> list[str]:
-        """What the master needs for it: an authority, where others could reach it."""
-        pki = self._state_dir / "pki"
-        if not leaves_host(address) and not pki.exists():
+    def _make_authority(self) -> list[str]:
+        """Return the master's flags for the cluster's authority, which is made unless it is there.
+        Raises CommandFailed."""
+        if self._insecure:
             return ["--insecure"]
-        from oobleck.cli.cluster.authority import OPERATOR, make_authority
+        from oobleck.cli.cluster.authority import ADMIN, have_issued, make_authority
 
-        if not pki.exists():
-            make_authority(pki, ())
-        self.credentials = pki / OPERATOR
+        pki = self._state_dir / "pki"
+        try:
+            if not pki.exists():
+                # One that is killed amid this leaves no half of an authority there.
+                with tempfile.TemporaryDirectory(prefix=".pki-", dir=self._state_dir) as made:
+                    make_authority(Path(made, "pki"), ())
+                    Path(made, "pki").rename(pki)
+            elif (owner := pki.stat().st_uid) != os.geteuid():
+                raise CommandFailed(
+                    f"{pki} belongs to another user (uid {owner}), who could command the cluster"
+                )
+            self.credentials = pki / OPERATOR
+            have_issued(pki, self.credentials, "operator", ADMIN)
+        except (CommandFailed, OSError) as error:
+            reason = error.message if isinstance(error, CommandFailed) else error.strerror
+            raise CommandFailed(
+                f"--state-dir {self._state_dir}: no authority for the cluster: {reason}; choose "
+                "another state directory",
+                USAGE,
+            ) from error
         return ["--pki", str(pki)]
 
     def _agent_credentials(self, name: str) -> list[str]:
-        if self.credentials is None:
+        if self._insecure:
             return ["--insecure"]
-        from oobleck.cli.cluster.authority import issue
+        from oobleck.cli.cluster.authority import have_issued
 
         folder = self._state_dir / "pki" / "nodes" / name
-        if not folder.exists():
-            issue(self._state_dir / "pki", folder, "agent", name)
+        have_issued(self._state_dir / "pki", folder, "agent", name)
         return ["--credentials", str(folder)]
+
+    def _code_flags(self, *, private: bool) -> list[str]:
+        """Return the agents' flags for code of jobs. `private`: only this user submits jobs."""
+        allowed = self._allow_code or (("*",) if private else ())
+        accepted = private if self._accept_code is None else self._accept_code
+        flags = [part for prefix in allowed for part in ("--allow-code", prefix)]
+        return [*flags, "--accept-code"] if accepted else flags
 
     def _listening(self, master: Child) -> str:
         """The address from the master's line, which it prints once it listens."""

@@ -16,6 +16,8 @@ from oobleck.cli.options import DEFAULT_MASTER, USAGE
 from oobleck.host.address import split_address
 from oobleck.host.command import CommandFailed
 from oobleck.host.detection import MODES, Mode
+from oobleck.host.ipc.endpoint import check_insecure
+from oobleck.host.security.credentials import make_private
 from oobleck.host.system.home import below_home
 from oobleck.host.system.process import end_signals
 from oobleck.planner.units import enough_bytes, format_bytes
@@ -28,13 +30,23 @@ WORKER_BYTES = 150 << 20
 
 SAME_SIGNAL_S = 0.5
 
+EVERYBODY = (
+    "--insecure: every user of this host, and every container on its network, can submit jobs to "
+    "this cluster; they read and write files as you, and run code as you where --allow-code or "
+    "--accept-code lets them"
+)
+
 EPILOG = """\b
 Output, one fact per line:
   master 127.0.0.1:4600 pid 123
   agent n1 pid 124
   ...
+  credentials /home/me/.oobleck/local/20260102-030405/pki/operator
   state /home/me/.oobleck/local/20260102-030405
   ready
+\b
+The cluster has an authority of its own, in STATE/pki, and takes nobody but you: 'oobleck' and
+agents that you start on this machine find your credentials by themselves.
 \b
 A daemon that dies is told in a line, and the cluster goes on, without its master too. An agent is
 started again after 2 s with its own flags, later each time where it keeps dying; one that was told
@@ -71,7 +83,27 @@ Ctrl-C or SIGTERM, 1 the cluster could not start or all its daemons died, 2 wron
     "--listen",
     metavar="HOST:PORT",
     help=f"Where the master listens; port 0 is any free one.  [default: {DEFAULT_MASTER}, or a "
-    "free port if that is taken; off this host it makes itself an authority in STATE/pki]",
+    "free port if that is taken]",
+)
+@click.option(
+    "--insecure",
+    is_flag=True,
+    help="Ask nobody for credentials: every user of this host, and every container on its network, "
+    "can then command the cluster. Jobs load no code but what --allow-code names.",
+)
+@click.option(
+    "--allow-code",
+    multiple=True,
+    metavar="PREFIX",
+    help="As of oobleck-agent: jobs may load functions of this package, or of modules below this "
+    "directory; * for any. May be given several times.  [default: any where the cluster is for you "
+    "alone, else none but installed plugins]",
+)
+@click.option(
+    "--accept-code/--no-accept-code",
+    default=None,
+    help="As of oobleck-agent: jobs may bring code of their own in a wheel.  [default: where the "
+    "cluster is for you alone]",
 )
 @click.option(
     "--fault-plan",
@@ -108,6 +140,9 @@ def local(
     workers: int,
     state_dir: str | None,
     listen: str | None,
+    insecure: bool,
+    allow_code: tuple[str, ...],
+    accept_code: bool | None,
     fault_plan: Path | None,
     detection: Mode,
     keep_jobs: str | None,
@@ -120,6 +155,8 @@ def local(
     oobleck-agents, the same programs as on real hosts. Ctrl-C ends all of them."""
     memory = check_room(nodes, workers, oversubscribe)
     address = choose_address(listen)
+    if insecure:
+        warn_of_everybody(address)
     given = {"--keep-jobs": keep_jobs, "--forget-nodes-after": forget_nodes_after}
     kept = (part for flag, value in given.items() if value is not None for part in (flag, value))
     flags = ("--detection", detection, *kept, *master_flags)
@@ -127,7 +164,14 @@ def local(
     if state_dir == "":
         raise CommandFailed("--state-dir: is empty; name a directory, or leave it out", USAGE)
     folder = fresh_state_dir() if state_dir is None else Path(state_dir)
-    cluster = Cluster(folder, master_flags=flags, restart=restart)
+    cluster = Cluster(
+        folder,
+        master_flags=flags,
+        allow_code=allow_code,
+        accept_code=accept_code,
+        insecure=insecure,
+        restart=restart,
+    )
     with interrupts():
         try:
             cluster.start(address, nodes, workers, memory // (nodes * workers), fault_plan)
@@ -192,6 +236,15 @@ def _problem_with(address: str) -> str | None:
     return None
 
 
+def warn_of_everybody(address: str) -> None:
+    """Raises CommandFailed where --insecure would let in more than this host."""
+    try:
+        check_insecure("--insecure", address)
+    except ValueError as error:
+        raise CommandFailed(str(error), USAGE) from error
+    click.echo(f"oobleck: warning: {EVERYBODY}", err=True)
+
+
 def fresh_state_dir() -> Path:
     """A folder of its own for every start, so that an old cluster's jobs do not come back."""
     try:
@@ -200,11 +253,11 @@ def fresh_state_dir() -> Path:
         raise CommandFailed(f"{error}, by --state-dir", USAGE) from error
     stamp = time.strftime("%Y%m%d-%H%M%S")
     try:
-        base.mkdir(parents=True, exist_ok=True)
+        make_private(base)
         for number in range(1, 1000):
             path = base / (stamp if number == 1 else f"{stamp}-{number}")
             with contextlib.suppress(FileExistsError):
-                path.mkdir()
+                path.mkdir(mode=0o700)
                 return path
     except OSError as error:
         raise CommandFailed(

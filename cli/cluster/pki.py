@@ -20,6 +20,7 @@ from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.security.credentials import (
+    OPERATOR,
     ROLES,
     TOKEN_VARIABLE,
     check_writable,
@@ -70,7 +71,7 @@ def _dir_option(help_text: str) -> Callable[[F], F]:
 )
 def init(folder: Path, names: tuple[str, ...]) -> None:
     """Make a cluster's authority, the master's certificate and the first operator's credentials."""
-    from oobleck.cli.cluster.authority import OPERATOR, make_authority
+    from oobleck.cli.cluster.authority import make_authority
 
     folder = _below_home(folder).absolute()
     make_authority(folder, names)

@@ -116,7 +116,11 @@ def profile(
     check_usage(job_file, job_id, timeline, steps)
     if timeline is not None and job_id is not None:
         _check_output("--timeline", timeline)
-        trace = record(master or Endpoint(address=DEFAULT_MASTER), job_id, steps or 1)
+        if master is None:
+            ctx = click.get_current_context()
+            master = endpoint(ctx, ctx.command.params[0], DEFAULT_MASTER)
+        assert master is not None, "an address is given"
+        trace = record(master, job_id, steps or 1)
         write(trace, timeline)
         _say(summary(json.loads(trace)))
         _say(f"written to {timeline}; open it at ui.perfetto.dev")

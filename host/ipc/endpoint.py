@@ -1,13 +1,15 @@
 """A master's address and what to show there: whoever calls one decides here whether that is safe.
 
-Without credentials a call is in the clear and anybody's, so it may not leave this host. Must not
-know gRPC.
+Without credentials a call is in the clear and anybody's, so it may not leave this host. A master
+that the caller's own user runs here says itself where its operator's are. Must not know gRPC.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from oobleck.host.address import leaves_host, pinned, stays_on_host
+from oobleck.host.ipc import own_master
 from oobleck.host.security.credentials import Credentials, read_credentials
 
 
@@ -33,7 +35,9 @@ def check_insecure(flag: str, address: str) -> None:
 
 
 def choose_endpoint(address: str, credentials: Path | None, *, insecure: bool) -> Endpoint:
-    """Raises ValueError with the flag and the fix."""
+    """Return the master at `address` with what to show there: `credentials`, else those of the
+    operator if the master is of this process's user. Raises ValueError with the flag and the fix.
+    """
     if insecure:
         check_insecure("--insecure", address)
         return Endpoint(address=pinned(address))
@@ -42,10 +46,21 @@ def choose_endpoint(address: str, credentials: Path | None, *, insecure: bool) -
             return Endpoint(address=address, credentials=read_credentials(credentials))
         except ValueError as error:
             raise ValueError(f"--credentials: {error}") from error
-    if leaves_host(address):
+    leaves = leaves_host(address)
+    address = address if leaves else pinned(address)
+    own = own_master.find(address)
+    if own is not None and os.path.exists(own.operator):
+        try:
+            return Endpoint(address=address, credentials=read_credentials(own.operator))
+        except ValueError as error:
+            raise ValueError(
+                f"--master {address}: runs as you, but its operator's credentials cannot be used: "
+                f"{error}"
+            ) from error
+    if leaves:
         raise ValueError(
             f"--master {address}: is not on this host, so the call needs credentials; name their "
             "folder with --credentials or OOBLECK_CREDENTIALS ('oobleck pki init' makes the first "
             "operator's, 'oobleck pki join' makes others from a token)"
         )
-    return Endpoint(address=pinned(address))
+    return Endpoint(address=address)

@@ -30,6 +30,8 @@ KEY = "client.key"
 AUTHORITY_KEY = "ca.key"
 MASTER_CERTIFICATE = "master.crt"
 MASTER_KEY = "master.key"
+#: Folder in there, with the first operator's.
+OPERATOR = "operator"
 #: Of the master's own certificate, which it renews by itself.
 MASTER_LIFE_S = 90 * 86_400.0
 #: Where a join token may stand in the environment.
@@ -99,8 +101,11 @@ def read_secret(path: Path) -> bytes:
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder, for its owner alone, unless it is there. Raises OSError."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Make the folder, and those above it that are missing, for its owner alone, unless it is
+    there. Raises OSError."""
+    if not folder.parent.is_dir():
+        make_private(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def write_private(path: Path, content: bytes) -> None:

@@ -75,11 +75,12 @@ def test_default_name_is_allowed(hostname: str, name: str) -> None:
     assert default_name(hostname) == name
 
 
-def test_where_callers_show_certificates_code_is_loaded_only_if_the_agent_says_so() -> None:
-    assert read_code((), None, in_the_clear=True) == (("*",), True)
-    assert read_code((), None, in_the_clear=False) == ((), False)
-    assert read_code(("mine",), False, in_the_clear=True) == (("mine",), False)
-    assert read_code(("~/mine",), True, in_the_clear=False) == ((str(Path.home() / "mine"),), True)
+def test_code_is_loaded_only_if_the_agent_says_so_or_its_user_alone_submits_jobs() -> None:
+    assert read_code((), None, any_by_default=True) == (("*",), True)
+    assert read_code((), None, any_by_default=False) == ((), False)
+    assert read_code(("mine",), False, any_by_default=True) == (("mine",), False)
+    mine = str(Path.home() / "mine")
+    assert read_code(("~/mine",), True, any_by_default=False) == ((mine,), True)
 
 
 def test_a_host_whose_name_is_no_text_registers_by_one_that_is() -> None:

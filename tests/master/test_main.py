@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,10 +14,12 @@ import psutil
 import pytest
 
 from oobleck.host.detection import Detection
+from oobleck.host.ipc.own_master import OwnMaster, find
 from oobleck.host.system.environment import Environment
 from oobleck.host.system.process import end_signals
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.jobs import JobSubmitted
+from oobleck.master.server import announce
 from oobleck.master.storage.journal import Journal
 from oobleck.master.storage.ledger import Ledger
 from oobleck.planner.ids import JobId
@@ -223,11 +226,27 @@ def test_an_output_that_takes_nothing_is_told_in_a_line(
 ) -> None:
     with open("/dev/full", "w") as full:
         done = started(tmp_path, full, *arguments)
-    lines = [line for line in done.stderr.splitlines() if " INFO " not in line]
+    lines = [line for line in done.stderr.splitlines() if not re.match(r"\S+Z [A-Z]+ ", line)]
     assert (done.returncode, len(lines)) == (6, 1), done.stderr
     name = arguments[0].replace(".", "-")
     told = f"{name}: standard output cannot be written: No space left on device"
     assert lines[0] == told
+    assert ("this master asks nobody who they are" in done.stderr) == ("--listen" in arguments)
+
+
+def test_a_name_that_another_user_has_taken_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{port.getsockname()[1]}"
+        config = MasterConfig(
+            listen=address, state_dir=tmp_path, timing=Detection(), pki=tmp_path / "pki"
+        )
+        with announce(config, address), announce(config, address):
+            assert find(address) == OwnMaster(pki=tmp_path / "pki", private=True)
+    (told,) = caplog.records
+    assert told.getMessage() == "your own commands do not find this master's credentials"
 
 
 def test_a_master_that_can_tell_its_address_to_nobody_does_not_end_as_told(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ class _Cluster:
             (self._folder / "text").write_bytes(bytes(n * n % 251 for n in range(60_000)))
             (self._folder / "faults").write_bytes(encode(tuple(self._faults)))
             self._started: list[subprocess.Popen[bytes]] = []
+            self._address = ""
             stack.callback(self._end)
             self._address = self._start_master()
             for number, devices in enumerate(self._nodes, 1):
@@ -79,7 +80,9 @@ class _Cluster:
 
     def _start_master(self) -> str:
         state = str(self._folder / "state")
-        arguments = ("--listen", "127.0.0.1:0", "--state-dir", state, "--insecure")
+        # By it the master is this user's alone; what else this user starts finds it by itself.
+        self._command("pki", "init", "--dir", f"{state}/pki")
+        arguments = ("--listen", "127.0.0.1:0", "--state-dir", state)
         master = self._start("oobleck.master", *arguments, stdout=subprocess.PIPE)
         assert master.stdout is not None
         line = master.stdout.readline().decode().strip()
@@ -89,7 +92,7 @@ class _Cluster:
         return line.removeprefix("listening on ")
 
     def _start_agent(self, name: str, devices: Sequence[str]) -> None:
-        arguments = ["--master", self._address, "--name", name, "--insecure"]
+        arguments = ["--master", self._address, "--name", name]
         arguments += ["--workers", str(len(devices)), "--fault-plan", str(self._folder / "faults")]
         environment = dict(os.environ)
         if devices[0] == "cpu":
@@ -151,7 +154,8 @@ class _Cluster:
 
     def _command(self, *words: str) -> str:
         environment = {**os.environ, "OOBLECK_MASTER": self._address}
-        command = python("oobleck.cli.main", *words, "--insecure")
+        environment.pop("OOBLECK_CREDENTIALS", None)
+        command = python("oobleck.cli.main", *words)
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=_START_S, check=False
         )

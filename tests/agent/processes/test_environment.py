@@ -62,5 +62,6 @@ def test_what_workers_are_forked_from_does_not_have_the_agents_secrets(tmp_path:
         agent.terminate()
         assert agent.wait(PATIENCE_S) == 0
     assert "not passed to workers; --pass-env NAME names those that they need" in log.read_text()
+    assert "the master is called in the clear" in log.read_text()
     told = "runs as root" in log.read_text()
     assert told == (os.geteuid() == 0), "who is root is told"

@@ -1,13 +1,16 @@
 """`oobleck local` with real daemons: what it prints, what it survives, and that nothing stays."""
 
+import json
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,10 +21,19 @@ from oobleck.cli.cluster.cluster import Cluster
 from oobleck.cli.cluster.local import NODE_BYTES
 from oobleck.host.command import CommandFailed
 from oobleck.proto.control_pb2 import NodeInfo
+from support import stranger
 from support.commands import end, refused, run
 from support.waiting import PATIENCE_S, all_gone, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("quick_start")]
+
+
+JOB = """\
+name: theirs
+model: {kind: gpt, layers: 2, hidden: 8, heads: 2, sequence_length: 8}
+data: {text: [/etc/passwd]}
+training: {steps: 20, global_batch: 4, seed: 5}
+"""
 
 
 class Local:
@@ -35,6 +47,7 @@ class Local:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            umask=0,  # which is to open nothing
         )
         self.lines: list[str] = []
         self.family: set[psutil.Process] = set()
@@ -74,6 +87,7 @@ def test_what_it_prints_and_that_ctrl_c_leaves_nothing(local: Local, tmp_path: P
         "master #.0.0.1:# pid #",
         "agent n1 pid #",
         "agent n2 pid #",
+        re.sub(r"\d{2,}", "#", f"credentials {tmp_path}/state/pki/operator"),
         re.sub(r"\d{2,}", "#", f"state {tmp_path}/state"),
         "ready",
     ]
@@ -85,6 +99,95 @@ def test_what_it_prints_and_that_ctrl_c_leaves_nothing(local: Local, tmp_path: P
     all_gone(local.family)
     assert local.process.stderr is not None
     assert local.process.stderr.read() == ""
+
+
+def test_it_takes_what_its_user_starts_and_nobody_else() -> None:
+    with tempfile.TemporaryDirectory() as open_to_all:
+        os.chmod(open_to_all, 0o755)
+        state = Path(open_to_all, "state")
+        local = Local(state, nodes=1)
+        agent = None
+        try:
+            address = local.until(r"master (\S+) pid \d+")[1]
+            local.until("ready")
+            for path in (state, *state.rglob("*")):
+                assert path.stat().st_mode & 0o7777 == (0o700 if path.is_dir() else 0o600), path
+            # As the page of commands has it, by its user: nothing but the address, if that.
+            shown = run("nodes", "--json", environment={"OOBLECK_MASTER": address})
+            assert [node["node"] for node in json.loads(shown.stdout)] == ["n1"]
+            command = [sys.executable, "-m", "oobleck.agent", "--master", address, "--name", "n9"]
+            agent = subprocess.Popen(command, stderr=subprocess.DEVNULL, text=True)
+            wait_for_nodes(address, {"n1": local.daemons()["n1"], "n9": agent.pid})
+            flags = psutil.Process(local.daemons()["n1"]).cmdline()
+            assert flags[flags.index("--allow-code") + 1] == "*"
+            if os.geteuid() != 0:
+                pytest.skip("only root can become another user, and see what that one gets")
+            look_at_as_stranger(address, state)
+        finally:
+            local.remember()
+            if agent is not None:
+                end(agent)
+            end(local.process)
+            all_gone(local.family)
+
+
+def look_at_as_stranger(address: str, state: Path) -> None:
+    """Another user commands nothing, reads nothing, and is told why and what to do."""
+    job = state.parent / "job.yaml"
+    job.write_text(JOB)
+    done = subprocess.run(
+        [sys.executable, stranger.__file__, "65534", address, str(state), str(job)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+    told = json.loads(done.stdout)
+    for code, error in told["commands"].values():
+        assert (code, error.count("\n")) == (5, 1), told
+        assert f"denied: the master at {address} wants credentials" in error
+        assert "another user's 'oobleck local', start your own and name it with --master" in error
+    assert (told["asked"], told["readable"]) == ("", [])
+
+
+def test_insecure_is_loud_and_lets_jobs_bring_no_code(tmp_path: Path) -> None:
+    local = Local(tmp_path / "state", "--insecure", nodes=1)
+    try:
+        address = local.until(r"master (\S+) pid \d+")[1]
+        local.until("ready")
+        assert not [line for line in local.lines if "credentials" in line]
+        flags = psutil.Process(local.daemons()["n1"]).cmdline()
+        assert not {"--allow-code", "--accept-code"} & set(flags)
+        with MasterClient(address) as connection:
+            assert [node.node for node in connection.nodes()] == ["n1"]
+    finally:
+        local.remember()
+        local.process.send_signal(signal.SIGTERM)
+        _, errors = local.process.communicate(timeout=PATIENCE_S)
+        all_gone(local.family)
+    assert "warning: --insecure: every user of this host" in errors
+    refusal = run("local", "--nodes", "1", "--insecure", "--listen", "198.51.100.1:1")
+    assert refused(refusal, 2)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_an_authority_that_another_user_put_there_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "pki").mkdir()
+    os.chown(tmp_path / "pki", 65_534, 65_534)
+    state = ("--state-dir", str(tmp_path), "--listen", "127.0.0.1:0")
+    line = refused(run("local", "--nodes", "1", *state), 2)
+    assert "pki belongs to another user (uid 65534), who could command the cluster" in line
+
+
+def test_which_code_agents_load_is_said_of_each_flag(tmp_path: Path) -> None:
+    def flags(*, private: bool, **given: Any) -> list[str]:
+        return Cluster(tmp_path, **given)._code_flags(private=private)
+
+    assert flags(private=True) == ["--allow-code", "*", "--accept-code"]
+    assert flags(private=True, accept_code=False) == ["--allow-code", "*"]
+    assert flags(private=True, allow_code=("mine",)) == ["--allow-code", "mine", "--accept-code"]
+    assert flags(private=False) == []
+    assert flags(private=False, accept_code=True) == ["--accept-code"]
 
 
 @pytest.mark.parametrize("moment", ["agent n1 .*", "ready"])

@@ -279,7 +279,8 @@ def test_who_is_of_another_cluster_reads_so(secured: Secured, tmp_path: Path) ->
     assert run("pki", "init", "--dir", str(tmp_path / "pki")).returncode == 0
     foreign = secured.oobleck("nodes", who=tmp_path / "pki" / "operator")
     assert "it is of another cluster than the credentials" in refused(foreign, 4)
-    assert "wants --credentials" in refused(run("nodes", "--master", secured.address), 4)
+    unknown = run("nodes", "--master", secured.address, "--insecure")
+    assert "wants credentials, and yours are not known" in refused(unknown, 5)
 
 
 def test_nothing_secret_is_in_logs_arguments_or_the_journal(
