@@ -5,6 +5,7 @@ workers whole, and nobody else. Must not know where texts come from.
 """
 
 import re
+from urllib.parse import unquote
 
 HIDDEN = "***"
 
@@ -18,7 +19,23 @@ _SPACED = re.compile(r"://[^\s/?#@:\[]{1,200}:(?!\d{1,5}\b)[^\s/?#@][^\n/?#@]{0,
 #: Of these the part before `@` names a container or a user, and is no secret.
 _NAMED = re.compile(r"(?:^|[^a-z0-9+.-])(?:abfss?|wasbs?|hdfs)$")
 _NAMED_CHARACTERS = 6
-_SECRET = re.compile(r"token|secret|sig|passw|credential|key", re.IGNORECASE)
+#: Anywhere in a query's name.
+_SECRET = re.compile(r"token|secret|sig|passw|passphrase|credential|key|access_?id", re.IGNORECASE)
+#: Short words that stand in many others, as in `author` and `encode`: these count as whole words.
+_SECRET_WORDS = frozenset({"auth", "authorization", "bearer", "jwt", "pass", "pw", "pwd"})
+#: OAuth's; `country_code` and its like are none.
+_SECRET_NAMES = frozenset({"code", "authcode", "authorizationcode", "devicecode", "usercode"})
+_WORD_OF_NAME = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+#: Who knows a webhook's path may post to it: all behind the host `hooks.*`, or behind a part of the
+#: path or host such as `webhooks`; and Telegram's `/bot123:TOKEN/`.
+_HOOK = re.compile(
+    r"(?P<shown>://(?:hooks\.[^\s/?#'\"]*/"
+    r"|[^\s/?#'\"]{0,200}webhook[^\s/?#'\"]*/"
+    r"|[^\s/?#'\"]*/(?:[^\s?#'\"]{0,200}/)?(?:(?:web)?hooks?|webhookb2)/"
+    r"|[^\s/?#'\"]*/bot(?=[0-9]{1,20}:)))"
+    r"[^\s?#'\"]+",
+    re.IGNORECASE,
+)
 
 
 def redact(text: str) -> str:
@@ -34,9 +51,18 @@ def _redact_word(word: str) -> str:
         return word
     parts = word.split("://")
     shown = "://".join([parts[0], *map(_without_user, parts, parts[1:])])
+    shown = _HOOK.sub(lambda hook: hook["shown"] + HIDDEN, shown)
     return _VALUE.sub(
-        lambda value: f"{value[1]}{HIDDEN}" if _SECRET.search(value[1]) else value[0], shown
+        lambda value: f"{value[1]}{HIDDEN}" if _is_secret(value[1]) else value[0], shown
     )
+
+
+def _is_secret(name: str) -> bool:
+    """Whether what a query gives by this name is a secret; servers read escapes in names too."""
+    plain = unquote(name)
+    words = {word.lower() for word in _WORD_OF_NAME.findall(plain)}
+    whole = re.sub(r"[^a-z0-9]", "", plain.lower())
+    return bool(_SECRET.search(plain) or words & _SECRET_WORDS) or whole in _SECRET_NAMES
 
 
 def _without_user(before: str, rest: str) -> str:

@@ -35,6 +35,25 @@ from oobleck.planner.redact import redact
         ("az://x?sig=hunter2;secret_key=hunter2", "az://x?sig=***;secret_key=***"),
         ("https://x/p?PASSWORD=hunter2", "https://x/p?PASSWORD=***"),
         ("https://x/p#token=hunter2", "https://x/p#token=***"),
+        ("https://x/p?pwd=hunter2&w=2", "https://x/p?pwd=***&w=2"),
+        ("https://x/p?auth=hunter2", "https://x/p?auth=***"),
+        ("https://x/p?x-auth=hunter2", "https://x/p?x-auth=***"),
+        ("https://x/p?userPass=hunter2", "https://x/p?userPass=***"),
+        ("https://x/p?jwt=hunter2", "https://x/p?jwt=***"),
+        ("https://x/p?state=1&code=hunter2", "https://x/p?state=1&code=***"),
+        ("https://x/p?auth_code=hunter2", "https://x/p?auth_code=***"),
+        ("https://x/p?access_id=hunter2", "https://x/p?access_id=***"),
+        ("https://x/p?GoogleAccessId=hunter2", "https://x/p?GoogleAccessId=***"),
+        ("https://x/p?to%6Ben=hunter2", "https://x/p?to%6Ben=***"),
+        ("https://hooks.slack.com/services/T1/B1/hunter2", "https://hooks.slack.com/***"),
+        ("'https://hooks.zapier.com/hooks/catch/1/hunter2/'", "'https://hooks.zapier.com/***'"),
+        (
+            "https://discord.com/api/webhooks/1/hunter2?v=1",
+            "https://discord.com/api/webhooks/***?v=1",
+        ),
+        ("https://x.webhook.office.com/webhookb2/hunter2", "https://x.webhook.office.com/***"),
+        ("https://chat.example/hook/hunter2", "https://chat.example/hook/***"),
+        ("https://api.telegram.org/bot1:hunter2/send", "https://api.telegram.org/bot***"),
         ("'s3://k:my hunter2@store/path' is torn", "'s3://***@store/path' is torn"),
         ("abfs://k:hunter2@store/path", "abfs://***@store/path"),
         ("myhdfs://hunter2@store/path", "myhdfs://***@store/path"),
@@ -59,6 +78,11 @@ def test_secrets_are_hidden(url: str, shown: str) -> None:
         "wasbs://container@account/path",
         "filecache::hdfs://user@nn:9000/path",
         "http://x:9000 is asked by a@b",
+        "https://x/p?author=a&encode=b&codec=c&country_code=de&passes=3&compass=n&mode=r",
+        "https://x/p?status_code=200&bypass=1&unicode=1&accessed=2",
+        "s3://store/hooks.txt",
+        "https://x/git-hooks/pre-commit",
+        "https://x/robots/bot1/weights",
     ],
 )
 def test_what_is_no_secret_stays(text: str) -> None:
@@ -66,7 +90,9 @@ def test_what_is_no_secret_stays(text: str) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("part", ["://", "?key", "://a:", "?key=", "://@"])
+@pytest.mark.parametrize(
+    "part", ["://", "?key", "://a:", "?key=", "://@", "://hooks./", "/hooks", "/webhook/"]
+)
 def test_hostile_texts_are_looked_at_in_a_moment(part: str) -> None:
     redact("://" + part * 100_000 + "@")
 
