@@ -118,7 +118,8 @@ def serve(
     from oobleck.host.metrics.page import bind
 
     try:
-        key = read_key(folder or default_folder())
+        folder = folder or default_folder()
+        key = read_key(folder)
         listening = bind("--listen", listen)
     except ValueError as error:
         raise CommandFailed(str(error), options.USAGE) from error
@@ -135,6 +136,7 @@ def serve(
         connect=connect,
         master=str(master),
         key=key,
+        folder=folder,
         session_s=session_s,
         names=names,
         tls=tls,

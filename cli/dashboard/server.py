@@ -39,11 +39,12 @@ def run(
     connect: Connect,
     master: str,
     key: bytes,
+    folder: Path,
     session_s: float,
     names: Sequence[str],
     tls: tuple[Path, Path] | None,
 ) -> None:
-    """`tls`: files of the certificate and its key."""
+    """`folder`: of the secret; `tls`: files of the certificate and its key."""
     host, port = listening.getsockname()[:2]
 
     async def serving() -> None:
@@ -51,7 +52,7 @@ def run(
             master=master,
             connect=connect,
             hub=Hub(connect),
-            sessions=Sessions(key, lasts_s=session_s),
+            sessions=Sessions(key, folder, lasts_s=session_s),
             is_tls=tls is not None,
             # Browsers keep cookies by host, for all of its ports.
             cookie=f"{'__Host-' if tls else ''}oobleck-{port}",

@@ -1,19 +1,18 @@
 """Who is logged in, until when, and what each may do.
 
-Sessions are in memory alone: a dashboard that starts anew knows nobody. Pure: time is an argument.
+Sessions are in memory alone: a dashboard that starts anew knows nobody. Time is an argument.
 """
 
 import hashlib
 import hmac
 import secrets
 from dataclasses import dataclass
+from pathlib import Path
 
-from oobleck.cli.dashboard.security.tokens import BadToken, Role, Token, check
+from oobleck.cli.dashboard.security.tokens import Role, check, spend
 
 #: So many at a time; with one more the oldest is logged out.
 _MOST = 1000
-#: Tokens that were used, until they expire; the oldest is forgotten first.
-_MOST_USED = 10_000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,19 +30,19 @@ class Session:
 
 
 class Sessions:
-    def __init__(self, key: bytes, *, lasts_s: float) -> None:
+    def __init__(self, key: bytes, folder: Path, *, lasts_s: float) -> None:
+        """`folder`: where the tokens that were used are noted."""
         self._key = key
+        self._folder = folder
         self._lasts_s = lasts_s
         #: By a hash of what the browser shows, oldest first: who reads memory or a log of it cannot
         #: show that.
         self._open: dict[str, Session] = {}
-        #: When each token that was used ends.
-        self._used: dict[str, float] = {}
 
     def log_in(self, text: str, now: float) -> str:
         """What the browser is to show from now on. Raises BadToken."""
         token = check(self._key, text, now)
-        self._use(token, now)
+        spend(self._folder, token, now)
         if len(self._open) >= _MOST:
             del self._open[next(iter(self._open))]
         shown = secrets.token_urlsafe(32)
@@ -63,15 +62,6 @@ class Sessions:
 
     def log_out(self, shown: str) -> None:
         self._open.pop(_hash(shown), None)
-
-    def _use(self, token: Token, now: float) -> None:
-        """Raises BadToken."""
-        self._used = {id: until for id, until in self._used.items() if until > now}
-        if token.id in self._used:
-            raise BadToken("this token was used; 'oobleck dashboard token' prints a new one")
-        if len(self._used) >= _MOST_USED:
-            del self._used[next(iter(self._used))]
-        self._used[token.id] = token.expires_at
 
 
 def _hash(shown: str) -> str:

@@ -1,7 +1,8 @@
 """Tokens to log in with: made by `oobleck dashboard token`, proven by the dashboard.
 
 Both read one secret in a folder that only their user may read, so no token need be kept anywhere.
-A token says what its holder may do, until when it is good, and is good for one log-in.
+A token says what its holder may do, until when it is good, and is good for one log-in: a file of
+that folder is made for each that was used, and kept until the token's end.
 """
 
 import base64
@@ -23,6 +24,7 @@ Role = Literal["viewer", "operator"]
 ROLES: tuple[Role, ...] = ("viewer", "operator")
 
 _FILE = "secret"
+_SPENT = "spent"
 _SECRET_BYTES = 32
 _ID_BYTES = 12
 _MOST_CHARACTERS = 500
@@ -60,6 +62,25 @@ def read_key(folder: Path) -> bytes:
     if len(key) != _SECRET_BYTES:
         raise ValueError(f"{path}: is damaged; remove it, and all log in anew")
     return key
+
+
+def spend(folder: Path, token: Token, now: float) -> None:
+    """Use the token up, for good and for every dashboard of this folder. `now`: Unix time. Raises
+    BadToken if it was used before, or if that cannot be recorded."""
+    spent = folder / _SPENT
+    try:
+        make_private(spent)
+        for old in spent.glob("[0-9]*-*"):
+            if int(old.name.partition("-")[0]) <= now:
+                old.unlink(missing_ok=True)
+        first = create_private(spent / f"{token.expires_at:.0f}-{token.id}", b"")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise BadToken(
+            f"the dashboard cannot note that this token is used: {spent}: {reason}"
+        ) from error
+    if not first:
+        raise BadToken("this token was used; 'oobleck dashboard token' prints a new one")
 
 
 def make(key: bytes, role: Role, expires_at: float) -> str:

@@ -149,8 +149,25 @@ def test_a_token_is_of_one_secret_and_ends(tmp_path: Path) -> None:
     assert default_folder({"XDG_STATE_HOME": "/x"}) == Path("/x/oobleck/dashboard")
 
 
-def test_sessions_end_and_are_bounded() -> None:
-    sessions = Sessions(KEY, lasts_s=100.0)
+def test_a_token_is_used_up_for_every_dashboard_of_its_folder(tmp_path: Path) -> None:
+    token = make(KEY, "viewer", 50.0)
+    before, after = (Sessions(KEY, tmp_path, lasts_s=100.0) for _ in range(2))
+    before.log_in(token, 0.0)
+    for dashboard in (before, after):
+        with pytest.raises(BadToken, match="was used"):
+            dashboard.log_in(token, 1.0)
+    after.log_in(make(KEY, "viewer", 500.0), 60.0)
+    assert [path.name[:4] for path in (tmp_path / "spent").iterdir()] == ["500-"], (
+        "the others ended"
+    )
+    (tmp_path / "file").touch()
+    blocked = Sessions(KEY, tmp_path / "file", lasts_s=100.0)
+    with pytest.raises(BadToken, match="cannot note"):
+        blocked.log_in(make(KEY, "viewer", 500.0), 60.0)
+
+
+def test_sessions_end_and_are_bounded(tmp_path: Path) -> None:
+    sessions = Sessions(KEY, tmp_path, lasts_s=100.0)
     shown = sessions.log_in(make(KEY, "viewer", 50.0), 0.0)
     found = sessions.find(shown, 99.0)
     assert found is not None
