@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PINS := constraints.txt requirements.txt requirements-dev.txt
+# What looks at the pins; not among them, since nothing of Oobleck is made or run by these.
+TOOLS := uv==0.13.9 cyclonedx-bom==7.5.0 pip-audit==2.10.1
 PACKAGES := planner proto host master agent worker cli
 # Twice the cores of a small machine: with so many, a run keeps both of its cores busy.
 TEST_PROCESSES ?= 4
@@ -10,14 +13,15 @@ GENERATED := proto/control_pb2.py proto/control_pb2.pyi proto/control_pb2_grpc.p
 # Tests start hundreds of processes, and each would compile all modules of the project anew.
 test test-nccl soak: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-nccl soak replay bench lint proto proto-check proto-lock docs clean
+.PHONY: setup demo test test-nccl soak replay bench lint proto proto-check proto-lock docs lock sbom audit clean
 
 # The stamp is older than its inputs after an edit of them, and only then installs again.
 setup: $(VENV)/.installed
-$(VENV)/.installed: pyproject.toml constraints.txt
+# All but torch is checked by its hash; what is not in the pins yet comes with torch.
+$(VENV)/.installed: pyproject.toml $(PINS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt "torch==$(shell sed -n 's/^torch==//p' constraints.txt)"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-deps --require-hashes --only-binary :all: --requirement requirements-dev.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
 	touch $@
 
 demo: setup
@@ -83,6 +87,32 @@ proto-check: proto
 # (docs/contributing.md).
 proto-lock: setup
 	cd tests && ../$(BIN)/python -m support.wire $(if $(INTENDED),--intended)
+
+build/tools/.installed: Makefile
+	$(PYTHON) -m venv build/tools
+	build/tools/bin/pip install --quiet $(TOOLS)
+	touch $@
+
+# To take another version: `.venv/bin/pip install NAME==VERSION`, then this, which asks the package index.
+lock: setup build/tools/.installed
+	cd tests && ../$(BIN)/python -m support.pins
+
+# What a user's installation consists of, for CycloneDX's readers, in build/sbom.json.
+sbom: build/tools/.installed
+	{ cat requirements.txt; grep '^torch==' constraints.txt; } | build/tools/bin/cyclonedx-py requirements \
+		--pyproject pyproject.toml --output-reproducible --output-file build/sbom.json -
+
+# Known vulnerabilities of the pins, in build/audit.json. It asks pypi.org's index of advisories, or
+# osv's with ADVISORIES=osv; so CI does not depend on it.
+ADVISORIES ?= pypi
+audit: build/tools/.installed
+	@rm -f build/audit.json
+	@build/tools/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip \
+		--vulnerability-service $(ADVISORIES) --progress-spinner off --format json \
+		--output build/audit.json 2> build/audit.log && echo "no known vulnerability" || { \
+		tail -n 1 build/audit.log; cat build/audit.json 2> /dev/null || echo "not all pins were \
+	looked up, so this tells nothing: run it where the index of advisories ($(ADVISORIES)) answers"; \
+		exit 1; } >&2
 
 # Into build/site; a link that leads nowhere is an error.
 docs: setup

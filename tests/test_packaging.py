@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("agent", "cli", "host", "master", "oobleck", "planner", "proto", "worker")
 #: Of the files that are installed: modules, what is written or served, and what types say.
 PATTERNS = ("*.py", "*.pyi", "*.proto", "*.yaml", "*.html", "*.css", "*.js", "*.svg", "py.typed")
+PATTERNS += ("*.txt", "*.service")
 GENERATED = ("control_pb2.py", "control_pb2.pyi", "control_pb2_grpc.py")
 
 

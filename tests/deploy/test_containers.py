@@ -11,7 +11,8 @@ CONTAINERFILE = (ROOT / "deploy" / "Containerfile").read_text()
 def test_the_image_is_made_of_all_packages_and_of_nothing_else() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wanted = {*project["tool"]["setuptools"]["package-dir"].values()}
-    wanted |= {"pyproject.toml", "constraints.txt", project["project"]["readme"], "LICENSE"}
+    wanted |= {"pyproject.toml", "constraints.txt", "requirements.txt", "LICENSE"}
+    wanted |= {project["project"]["readme"], "deploy/oobleck-agent.service"}
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in lines
     assert {line[1:] for line in lines if line.startswith("!")} == wanted
