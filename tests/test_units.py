@@ -9,7 +9,7 @@ import pytest
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 #: The most that `systemd-analyze security` may say.
-EXPOSURE = {"oobleck-master": 2.5, "oobleck-agent": 5.0}
+EXPOSURE = {"oobleck-master": 2.0, "oobleck-agent": 2.5}
 SHUT = {
     "NoNewPrivileges": "yes",
     "ProtectSystem": "strict",

@@ -26,7 +26,7 @@ from oobleck.cli.client import MasterClient
 from oobleck.cli.completion import job_argument
 from oobleck.cli.output import text
 from oobleck.cli.ssh.hosts import Host, read_hosts
-from oobleck.cli.ssh.options import DIRECTORY, login_options
+from oobleck.cli.ssh.options import login_options
 from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.proto import control_pb2 as pb
@@ -135,9 +135,7 @@ def chaos(
             from oobleck.cli.chaos.hosts import HostStriker
             from oobleck.cli.ssh.connection import Access
 
-            access = Access(
-                identity=identity, known_hosts=known_hosts, python=python, directory=DIRECTORY
-            )
+            access = Access(identity=identity, known_hosts=known_hosts, python=python)
             striker = HostStriker(connection.address, hosts, access, **others)
             striker.check(live, wanted)
         return Drill(connection, orders, striker).run(list(strikes), for_s)

@@ -52,7 +52,10 @@ class Access:
     #: None: the operator's and the system's.
     known_hosts: Path | None
     python: str
-    directory: str
+    #: Empty: the usual one, which differs for root.
+    directory: str = ""
+    #: As whom agents run where root logs in; empty: as `oobleck`.
+    run_as: str = ""
 
     @property
     def key_files(self) -> list[str]:
@@ -82,7 +85,10 @@ class Connection:
     ) -> dict[str, Any]:
         """What the script answers, a file of a package: `remote`, if no other is named. Raises
         HostFailed."""
-        request = {"action": action, "directory": self._access.directory, **arguments}
+        access = self._access
+        request = {"action": action, "directory": access.directory, **arguments}
+        if access.run_as:
+            request["run_as"] = access.run_as
         package, name = script
         text = files(package).joinpath(name).read_text()
         asked = f"{text}\nmain(json.loads({json.dumps(request)!r}))\n"

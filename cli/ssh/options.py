@@ -8,9 +8,6 @@ import click
 
 from oobleck.cli.options import F, json_option
 
-#: Of everything on a host, below the home there.
-DIRECTORY = "~/.oobleck/up"
-
 
 def hosts_argument(function: F) -> F:
     return click.argument(
@@ -53,10 +50,10 @@ def ssh_options(function: F) -> F:
     options: list[Callable[[Any], Any]] = [
         click.option(
             "--directory",
-            default=DIRECTORY,
-            show_default=True,
+            default="",
             metavar="DIR",
-            help="Where everything is put on a host.",
+            help="Where everything is put on a host.  [default: ~/.oobleck/up; where root logs "
+            "in, /opt/oobleck-up]",
         ),
         click.option(
             "--parallel",

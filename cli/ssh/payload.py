@@ -8,6 +8,7 @@ import json
 import zipfile
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.resources import files
 from pathlib import Path
 
 from oobleck.cli.options import USAGE
@@ -15,6 +16,10 @@ from oobleck.host.command import CommandFailed
 
 _NAME = "oobleck-cluster"
 _PREFIX = "oobleck_cluster-"
+#: Files that are beside this module: the unit of deploy/, and the release's pins.
+UNIT = "oobleck-agent.service"
+_REQUIREMENTS = "requirements.txt"
+_CONSTRAINTS = "constraints.txt"
 #: What is in a wheel's folder of metadata only once it is installed.
 _OF_INSTALLING = {"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"}
 _MOST_CONSTRAINT_BYTES = 1 << 20
@@ -40,7 +45,9 @@ class Wheel:
 class Payload:
     #: Oobleck's own is the first.
     wheels: tuple[Wheel, ...]
-    #: Text of a constraints file of pip; may be empty.
+    #: Text of a file of pip's with hashes, of what is installed first; may be empty.
+    requirements: str
+    #: Text of a constraints file of pip, for all else; may be empty.
     constraint: str
     #: Nothing but these wheels may be installed.
     alone: bool
@@ -50,6 +57,7 @@ class Payload:
     def key(self) -> str:
         """Differs wherever another installation would come of it."""
         parts = [*(wheel.place for wheel in self.wheels), self.constraint, self.python]
+        parts.append(self.requirements)
         return hashlib.sha256(json.dumps([*parts, self.alone]).encode()).hexdigest()[:_DIGITS]
 
 
@@ -57,7 +65,8 @@ def make_payload(
     own: Path | None, others: Path | None, constraint: Path | None, python: str, scratch: Path
 ) -> Payload:
     """`own`: Oobleck's wheel; None: made in the folder `scratch` of what is installed here.
-    `others`: a folder of wheels. Raises CommandFailed."""
+    `others`: a folder of wheels. Where neither these nor a constraint say which packages hosts get,
+    the release's own pins do. Raises CommandFailed."""
     try:
         paths = [own if own is not None else installed_wheel(distribution(_NAME), scratch)]
         if others is not None:
@@ -70,6 +79,7 @@ def make_payload(
                     USAGE,
                 )
         text = constraint.read_bytes()[:_MOST_CONSTRAINT_BYTES].decode() if constraint else ""
+        pinned = constraint is None and others is None
         wheels = tuple(map(_read, paths))
     except OSError as error:
         raise CommandFailed(f"{error.filename}: {error.strerror}", USAGE) from error
@@ -79,7 +89,18 @@ def make_payload(
         raise CommandFailed(f"{_NAME} is not installed here; name --wheel", USAGE) from error
     if not wheels[0].path.name.startswith(_PREFIX):
         raise CommandFailed(f"--wheel {own}: is not Oobleck's; name {_PREFIX}*.whl", USAGE)
-    return Payload(wheels=wheels, constraint=text, alone=others is not None, python=python)
+    return Payload(
+        wheels=wheels,
+        requirements=shipped(_REQUIREMENTS) if pinned else "",
+        constraint=shipped(_CONSTRAINTS) if pinned else text,
+        alone=others is not None,
+        python=python,
+    )
+
+
+def shipped(name: str) -> str:
+    """Return the text of a file that came with this release."""
+    return files("oobleck.cli.ssh").joinpath(name).read_text()
 
 
 def _read(path: Path) -> Wheel:

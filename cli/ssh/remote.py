@@ -5,8 +5,12 @@ prints one reply, as JSON. All that it makes is in one folder, but for a unit of
 
     wheels/DIGEST/NAME.whl   what was copied there
     venvs/KEY/               the programs; the file `whole` says that all of it is there
-    credentials/             the node's certificate
     agent.json, agent.log    the agent as it was started last, and what it says
+    credentials/             the node's certificate
+
+An agent does not run as root unless that is asked for. Where root logs in, the folder is root's,
+and `state/` in it is the agent's user's: its certificate, and what jobs write. Jobs run code as
+that user, so root follows no link there, and runs and writes nothing there but as that user.
 """
 
 import contextlib
@@ -15,13 +19,16 @@ import importlib.util
 import json
 import os
 import platform
+import pwd
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +37,100 @@ DRAIN_S = 135.0
 _END_S = 5.0
 _UNIT = "oobleck-up.service"
 _TAIL_BYTES = 4096
-_PARTS = ("wheels", "venvs", "credentials", "agent.json", "agent.log", "lock")
+_MOST_TEXT_BYTES = 1 << 20
+_PARTS = ("wheels", "venvs", "credentials", "state", "agent.json", "agent.log", "lock")
+#: Where all is put if the request names no folder: for root, and for others.
+_OF_ROOT = "/opt/oobleck-up"
+_OF_OTHERS = "~/.oobleck/up"
+#: As whom agents run where root logs in and asks for nobody else.
+_USER = "oobleck"
+#: Of the unit in deploy/, what `up` says in its own way.
+_REPLACED = frozenset(
+    {"User", "Environment", "EnvironmentFile", "ExecStart", "StateDirectory", "StateDirectoryMode"}
+)
+#: Of the same, what a user's own systemd can do: the rest takes mounts, capabilities or users.
+_IN_USERS_UNITS = frozenset(
+    {
+        *("Restart", "RestartSec", "KillMode", "TimeoutStopSec", "OOMPolicy", "LimitMEMLOCK"),
+        *("UMask", "NoNewPrivileges", "LockPersonality", "RestrictSUIDSGID", "RestrictRealtime"),
+        *("RestrictNamespaces", "RestrictAddressFamilies"),
+        *("SystemCallArchitectures", "SystemCallFilter", "SystemCallErrorNumber"),
+    }
+)
 
 
 class Refused(Exception):
     """The text is for the operator: what is wrong, and the fix."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where all is on this host, and whose."""
+
+    #: Of whoever logs in.
+    folder: Path
+    #: Of the user that the agent runs as: for others than root the same folder.
+    state: Path
+    user: str
+
+    @property
+    def is_demoted(self) -> bool:
+        """Root logs in, and the agent runs as somebody else."""
+        return os.geteuid() == 0 and self.user != "root"
+
+    @property
+    def credentials(self) -> Path:
+        return self.state / "credentials"
+
+    def account(self) -> pwd.struct_passwd:
+        """Raises Refused if there is no such user."""
+        try:
+            found = pwd.getpwnam(self.user)
+        except KeyError:
+            raise Refused(f"there is no user {self.user}; call 'oobleck up' again") from None
+        if found.pw_uid == 0 and self.user != "root":
+            raise Refused(f"{self.user} is root by another name; ask for root with --run-as root")
+        return found
+
+    def demotion(self) -> dict[str, Any]:
+        """Return what has subprocess run a program as the agent's user, in its folder."""
+        if not self.is_demoted:
+            return {"cwd": self.state}
+        account = self.account()
+        plain = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("OOBLECK_", "SSH_", "XDG_"))
+        }
+        return {
+            "cwd": self.state,
+            "user": account.pw_uid,
+            "group": account.pw_gid,
+            "extra_groups": os.getgrouplist(self.user, account.pw_gid),
+            "env": {**plain, "HOME": str(self.state), "USER": self.user, "LOGNAME": self.user},
+        }
+
+
+def place(directory: str, run_as: str) -> Place:
+    """Return the place that a request means. Empty: the usual folder, the usual user. Raises
+    Refused."""
+    if os.geteuid() == 0:
+        folder = Path(directory or _OF_ROOT).expanduser().absolute()
+        return Place(folder, folder / "state", run_as or _USER)
+    me = _name(os.geteuid())
+    if run_as not in ("", me):
+        raise Refused(f"{me} cannot start an agent as {run_as}; log in as root, or as {run_as}")
+    folder = Path(directory or _OF_OTHERS).expanduser().absolute()
+    return Place(folder, folder, me)
+
+
 def main(request: dict[str, Any]) -> None:
-    os.umask(0o077)
-    folder = Path(request.pop("directory")).expanduser().absolute()
+    # What root puts there has no secret, and is read by the agent's user.
+    os.umask(0o022 if os.geteuid() == 0 else 0o077)
+    asked = (request.pop("directory"), request.pop("run_as", ""))
     actions: dict[str, Callable[..., dict[str, Any]]] = {
         "look": look,
+        "make": make,
         "install": install,
         "join": join,
         "start": start,
@@ -51,7 +140,7 @@ def main(request: dict[str, Any]) -> None:
     action = actions[request.pop("action")]
     reply: dict[str, Any]
     try:
-        reply = {"reply": action(folder, **request)}
+        reply = {"reply": action(place(*asked), **request)}
     except Refused as refused:
         reply = {"refused": str(refused)}
     except OSError as error:
@@ -63,41 +152,68 @@ def main(request: dict[str, Any]) -> None:
 # ---- looking
 
 
-def look(folder: Path, key: str) -> dict[str, Any]:
-    """What is there. `key`: of the installation that is wanted."""
+def look(at: Place, key: str, agent: dict[str, Any]) -> dict[str, Any]:
+    """Return what is there. `key`: of the installation that is wanted; `agent`: as for `start`."""
     if importlib.util.find_spec("ensurepip") is None:
         raise Refused(
             f"{sys.executable} ({platform.python_version()}) cannot make a virtual environment; "
             "install python3-venv there, or name another with --python"
         )
-    there = folder
+    there = at.folder
     while not there.exists():
         there = there.parent
+    _check_reach(at, there)
+    mine = at.state.exists() and _name(at.state.stat().st_uid) == at.user
+    recorded = _recorded(at)
+    wanted = _wanted(at, key, agent)
     return {
-        "folder": str(folder),
+        "folder": str(at.folder),
         "free_bytes": shutil.disk_usage(there).free,
-        "wheels": [f"{path.parent.name}/{path.name}" for path in folder.glob("wheels/*/*.whl")],
-        "installed": (folder / "venvs" / key / "whole").exists(),
-        "certificate": _text(folder / "credentials" / "client.crt"),
-        "authority": _text(folder / "credentials" / "ca.crt"),
-        **state(folder),
+        "wheels": [f"{path.parent.name}/{path.name}" for path in at.folder.glob("wheels/*/*.whl")],
+        "installed": (at.folder / "venvs" / key / "whole").exists(),
+        "certificate": _text(at.credentials / "client.crt") if mine else "",
+        "authority": _text(at.credentials / "ca.crt") if mine else "",
+        "same": all(recorded.get(name) == value for name, value in wanted.items()),
+        **state(at),
     }
 
 
-def state(folder: Path) -> dict[str, Any]:
-    """The agent: `pid` (0: none runs), `command` by which it was started, `last` line it said."""
-    agent = _recorded(folder)
-    return {
-        "pid": _pid(agent),
-        "command": agent.get("command", []),
-        "last": _last_line(folder / "agent.log"),
-    }
+def _check_reach(at: Place, there: Path) -> None:
+    """Raises Refused where the agent's user gets neither to the programs nor to Python."""
+    if not at.is_demoted:
+        return
+    for path, option in ((there, "--directory"), (Path(sys.executable).resolve(), "--python")):
+        for one in (path, *path.parents):
+            if not one.stat().st_mode & stat.S_IXOTH:
+                raise Refused(
+                    f"{one} is closed to others, so user {at.user} cannot use {path}; name another "
+                    f"with {option}, or another user with --run-as"
+                )
+
+
+def _name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def state(at: Place) -> dict[str, Any]:
+    """The agent: `pid` (0: none runs), `last` line it said, and in which `log`."""
+    log = at.folder / "agent.log"
+    return {"pid": _pid(_recorded(at)), "last": _last_line(log), "log": str(log)}
 
 
 def _text(path: Path) -> str:
-    with contextlib.suppress(FileNotFoundError):
-        return path.read_text()
-    return ""
+    """Empty: there is no such file. Others may have put something else there."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return ""
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return ""
+        return file.read(_MOST_TEXT_BYTES).decode(errors="replace")
 
 
 def _last_line(path: Path) -> str:
@@ -108,9 +224,9 @@ def _last_line(path: Path) -> str:
     return ""
 
 
-def _recorded(folder: Path) -> dict[str, Any]:
+def _recorded(at: Place) -> dict[str, Any]:
     """The agent that was started last."""
-    text = _text(folder / "agent.json")
+    text = _text(at.folder / "agent.json")
     found: dict[str, Any] = json.loads(text) if text else {}
     return found
 
@@ -136,9 +252,9 @@ def _began(pid: int) -> str:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(at: Place) -> Iterator[None]:
     """One command at a time changes the folder."""
-    with (folder / "lock").open("w") as lock:
+    with (at.folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -146,14 +262,22 @@ def _locked(folder: Path) -> Iterator[None]:
 # ---- installing and joining
 
 
+def make(at: Place) -> dict[str, Any]:
+    """Make the folder, before files are copied there: an ssh server may close what it makes."""
+    at.folder.mkdir(parents=True, exist_ok=True)
+    return {}
+
+
 def install(
-    folder: Path, key: str, wheels: list[str], constraint: str, alone: bool
+    at: Place, key: str, wheels: list[str], requirements: str, constraint: str, alone: bool
 ) -> dict[str, Any]:
-    """Make venvs/KEY. `wheels`: below wheels/, the first one is Oobleck's. `constraint`: text of a
-    constraints file; may be empty. `alone`: these wheels are all that may be installed."""
-    target = folder / "venvs" / key
-    paths = [folder / "wheels" / wheel for wheel in wheels]
-    with _locked(folder):
+    """Make venvs/KEY. `wheels`: below wheels/, the first one is Oobleck's. `requirements`: text of
+    a file for pip with the hashes of what is installed first; may be empty. `constraint`: of a
+    constraints file for all else; may be empty. `alone`: these wheels are all that may be
+    installed."""
+    target = at.folder / "venvs" / key
+    paths = [at.folder / "wheels" / wheel for wheel in wheels]
+    with _locked(at):
         if (target / "whole").exists():
             return {}
         shutil.rmtree(target, ignore_errors=True)
@@ -162,31 +286,79 @@ def install(
         pip += ["--quiet", "--disable-pip-version-check", *(["--no-index"] if alone else [])]
         for path in paths[1:]:
             pip += ["--find-links", str(path.parent)]
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".txt") as constraints:
-            constraints.write(constraint)
-            constraints.flush()
-            _run("pip", [*pip, "--constraint", constraints.name, str(paths[0])])
+        if requirements:
+            hashed = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "--requirement"]
+            with _file(at, requirements) as name:
+                _run("pip", [*pip, *hashed, name])
+        with _file(at, constraint) as name:
+            _run("pip", [*pip, "--constraint", name, str(paths[0])])
         (target / "whole").touch()
-        for old in set(folder.glob("wheels/*/*")) - set(paths):
+        for old in set(at.folder.glob("wheels/*/*")) - set(paths):
             old.unlink()
     return {}
 
 
-def join(folder: Path, key: str, master: str, name: str, token: str) -> dict[str, Any]:
-    """Get the node's certificate by the token, which no other user of the host sees."""
-    command = [str(folder / "venvs" / key / "bin" / "oobleck"), "pki", "join", name]
-    command += ["--master", master, "--credentials", str(folder / "credentials")]
-    with _locked(folder), tempfile.NamedTemporaryFile("w", dir=folder, suffix=".token") as file:
-        file.write(token)
+@contextlib.contextmanager
+def _file(at: Place, text: str, *, for_agent: bool = False) -> Iterator[str]:
+    """Yield the path of a file with the text. Its reader is whoever logs in, or with `for_agent` the
+    agent's user, and nobody else."""
+    with tempfile.NamedTemporaryFile("w", dir=at.folder, suffix=".txt") as file:
+        if for_agent and at.is_demoted:
+            os.fchown(file.fileno(), at.account().pw_uid, -1)
+        file.write(text)
         file.flush()
-        _run("joining", [*command, "--token-file", file.name])
+        yield file.name
+
+
+def join(at: Place, key: str, master: str, name: str, token: str) -> dict[str, Any]:
+    """Get the node's certificate by the token, which no other user of the host sees."""
+    command = [str(at.folder / "venvs" / key / "bin" / "oobleck"), "pki", "join", name]
+    command += ["--master", master, "--credentials", str(at.credentials)]
+    with _locked(at):
+        _make_state(at)
+        with _file(at, token, for_agent=True) as file:
+            _run("joining", [*command, "--token-file", file], **at.demotion())
     return {}
 
 
-def _run(what: str, command: list[str]) -> None:
+def _make_state(at: Place) -> None:
+    """Make the agent's own folder, and its user, unless they are there. Raises Refused."""
+    if at.is_demoted:
+        _make_user(at.user)
+    if at.state.exists() and at.state != at.folder and _name(at.state.stat().st_uid) != at.user:
+        shutil.rmtree(at.state)
+    at.state.mkdir(mode=0o700, exist_ok=True)
+    if at.is_demoted:
+        os.chown(at.state, at.account().pw_uid, at.account().pw_gid)
+
+
+def _make_user(name: str) -> None:
+    """Raises Refused."""
+    with contextlib.suppress(KeyError):
+        pwd.getpwnam(name)
+        return
+    command = [
+        "useradd",
+        "--system",
+        "--user-group",
+        "--no-create-home",
+        "--home-dir",
+        "/nonexistent",
+    ]
+    program = shutil.which(command[0], path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    if program is None:
+        raise Refused(
+            f"there is no user {name}, and no useradd; make that user, name another with --run-as, "
+            "or ask for root with --run-as root"
+        )
+    _run("useradd", [program, *command[1:], "--shell", "/usr/sbin/nologin", name])
+
+
+def _run(what: str, command: list[str], **how: Any) -> None:
     """Raises Refused with the last line that it says of an error."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("OOBLECK_")}
-    done = subprocess.run(command, capture_output=True, text=True, env=plain, check=False)
+    given: dict[str, str] = how.pop("env", dict(os.environ))
+    plain = {name: value for name, value in given.items() if not name.startswith("OOBLECK_")}
+    done = subprocess.run(command, capture_output=True, text=True, env=plain, check=False, **how)
     if done.returncode:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR: ")] or lines or ["no word"]
@@ -196,75 +368,91 @@ def _run(what: str, command: list[str]) -> None:
 # ---- starting and stopping
 
 
-def start(folder: Path, key: str, options: list[str]) -> dict[str, Any]:
-    """Have the agent of venvs/KEY run with these options, and no other one; its pid."""
-    command = [str(folder / "venvs" / key / "bin" / "oobleck-agent"), *options]
-    command += ["--credentials", str(folder / "credentials")]
-    with _locked(folder):
-        if state(folder)["pid"] and _recorded(folder)["command"] == command:
-            return state(folder)
-        _stop(folder, now=False)
-        _start(folder, command)
-        for old in [path for path in (folder / "venvs").iterdir() if path.name != key]:
+def start(at: Place, key: str, agent: dict[str, Any]) -> dict[str, Any]:
+    """Have the agent of venvs/KEY run as asked, and no other one; return its state. `agent`: its
+    `options`, the text of deploy's `unit`, and what else is `writable` for jobs."""
+    wanted = _wanted(at, key, agent)
+    with _locked(at):
+        recorded = _recorded(at)
+        same = all(recorded.get(name) == value for name, value in wanted.items())
+        if same and state(at)["pid"]:
+            return state(at)
+        _stop(at, now=False)
+        _make_state(at)
+        _start(at, wanted)
+        for old in [path for path in (at.folder / "venvs").iterdir() if path.name != key]:
             shutil.rmtree(old)
-        return state(folder)
+        return state(at)
 
 
-def _start(folder: Path, command: list[str]) -> None:
-    agent: dict[str, Any] = {"command": command}
+def _wanted(at: Place, key: str, agent: dict[str, Any]) -> dict[str, Any]:
+    """Return what agent.json says of an agent that was started so. Raises Refused."""
+    command = [str(at.folder / "venvs" / key / "bin" / "oobleck-agent"), *agent["options"]]
+    command += ["--credentials", str(at.credentials)]
+    wanted: dict[str, Any] = {"command": command, "user": at.user}
     if (scope := _scope()) is not None:
-        unit = _unit_folder(scope) / _UNIT
-        unit.parent.mkdir(parents=True, exist_ok=True)
-        unit.write_text(_unit(folder, command, scope))
-        unit.chmod(0o644)
-        agent["unit"] = scope
-        _record(folder, agent)
-        _systemctl(scope, "daemon-reload")
-        _systemctl(scope, "enable", "--quiet", _UNIT)
-        _systemctl(scope, "restart", _UNIT)
-        return
-    with (folder / "agent.log").open("ab") as log:
+        wanted["unit"] = scope
+        wanted["text"] = unit(agent["unit"], at, command, scope, agent["writable"])
+    return wanted
+
+
+def _start(at: Place, wanted: dict[str, Any]) -> None:
+    log_path = at.folder / "agent.log"
+    log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        if (scope := wanted.get("unit")) is not None:
+            path = _unit_folder(scope) / _UNIT
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(wanted["text"])
+            path.chmod(0o644)
+            _record(at, wanted)
+            _systemctl(scope, "daemon-reload")
+            _systemctl(scope, "enable", "--quiet", _UNIT)
+            _systemctl(scope, "restart", _UNIT)
+            return
         process = subprocess.Popen(
-            command,
-            cwd=folder,
+            wanted["command"],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
+            **at.demotion(),
         )
-    _record(folder, {**agent, "pid": process.pid, "began": _began(process.pid)})
+    finally:
+        os.close(log)
+    _record(at, {**wanted, "pid": process.pid, "began": _began(process.pid)})
 
 
-def _record(folder: Path, agent: dict[str, Any]) -> None:
-    new = folder / "agent.json.new"
+def _record(at: Place, agent: dict[str, Any]) -> None:
+    new = at.folder / "agent.json.new"
     new.write_text(json.dumps(agent))
-    new.replace(folder / "agent.json")
+    new.replace(at.folder / "agent.json")
 
 
-def stop(folder: Path, now: bool, purge: bool) -> dict[str, Any]:
+def stop(at: Place, now: bool, purge: bool) -> dict[str, Any]:
     """End the agent, and all below it. `now`: its work does not move off first. `purge`: remove
     all that `up` has made."""
     done = {"stopped": False, "purged": False}
-    if not (folder / "lock").exists():
+    if not (at.folder / "lock").exists():
         return done
-    with _locked(folder):
-        done["stopped"] = _stop(folder, now=now)
+    with _locked(at):
+        done["stopped"] = _stop(at, now=now)
         if purge:
             for name in _PARTS:
-                path = folder / name
-                if path.is_dir():
+                path = at.folder / name
+                if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
                 else:
                     path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # somebody else's files stay
-                folder.rmdir()
+                at.folder.rmdir()
             done["purged"] = True
     return done
 
 
-def _stop(folder: Path, *, now: bool) -> bool:
+def _stop(at: Place, *, now: bool) -> bool:
     """Whether anything ran."""
-    agent = _recorded(folder)
+    agent = _recorded(at)
     pid = _pid(agent)
     below = _below(pid) if pid else {}
     if "unit" in agent:
@@ -287,7 +475,7 @@ def _stop(folder: Path, *, now: bool) -> bool:
         _signal(one, signal.SIGKILL)
     if _until_ended(left, _END_S):
         raise Refused(f"pid {', '.join(map(str, left))} does not end; look at the host")
-    (folder / "agent.json").unlink(missing_ok=True)
+    (at.folder / "agent.json").unlink(missing_ok=True)
     return bool(pid)
 
 
@@ -353,38 +541,55 @@ def _systemctl(scope: str, *arguments: str) -> str:
     return done.stdout
 
 
-def _unit(folder: Path, command: list[str], scope: str) -> str:
-    target = "multi-user.target" if scope == "system" else "default.target"
-    return f"""\
-# Written by 'oobleck up', which replaces it; 'oobleck down' removes it.
-[Unit]
-Description=Oobleck agent
-Wants=network-online.target
-After=network-online.target
+def unit(text: str, at: Place, command: Sequence[str], scope: str, writable: Sequence[str]) -> str:
+    """Return deploy's unit with what differs on this host. `scope`: of root's or a user's systemd;
+    in a user's only what it can do is kept. `writable`: folders that jobs may write in. Raises
+    Refused."""
+    lines = ["# Written by 'oobleck up', which replaces it; 'oobleck down' removes it."]
+    section = ""
+    for line in text.replace("\\\n", " ").splitlines():
+        if not line.strip() or line[0] in "#;":
+            continue
+        if line.startswith("["):
+            lines += _own(at, command, scope, writable) if section == "[Service]" else []
+            section = line
+        key = line.partition("=")[0]
+        unknown = scope == "user" and key not in _IN_USERS_UNITS
+        if section == "[Service]" and line != section and (key in _REPLACED or unknown):
+            continue
+        if key == "WantedBy" and scope == "user":
+            line = "WantedBy=default.target"
+        lines.append(line)
+    return "\n".join([*lines, ""])
 
-[Service]
-ExecStart={" ".join(map(_quoted, command))}
-WorkingDirectory={str(folder).replace("%", "%%")}
-StandardOutput=append:{str(folder / "agent.log").replace("%", "%%")}
-StandardError=inherit
-UMask=0077
-# What the master refuses for good is not tried again.
-Restart=always
-RestartSec=1
-RestartPreventExitStatus=2
-# A stop drains the node first. An agent's workers die with it.
-KillMode=mixed
-TimeoutStopSec={DRAIN_S:.0f}
-LimitMEMLOCK=infinity
-OOMPolicy=continue
 
-[Install]
-WantedBy={target}
-"""
+def _own(at: Place, command: Sequence[str], scope: str, writable: Sequence[str]) -> list[str]:
+    """Return what the section Service has in place of deploy's lines. Raises Refused."""
+    lines = [
+        f"ExecStart={' '.join(map(_quoted, command))}",
+        f"WorkingDirectory={_plain(at.state)}",
+        f"StandardOutput=append:{_plain(at.folder / 'agent.log')}",
+        "StandardError=inherit",
+        # What the master refuses for good is not tried again.
+        "RestartPreventExitStatus=2",
+    ]
+    if scope == "user":
+        return lines
+    for path in writable:
+        if not Path(path).is_absolute() or not Path(path).is_dir():
+            raise Refused(f"--writable {path}: there is no such folder; make it there, or mount it")
+    paths = " ".join(_quoted(str(path)) for path in (at.state, *writable))
+    home = _quoted(f"HOME={at.state}").replace("$$", "$")  # nothing is put in for $ there
+    return [f"User={at.user}", f"Environment={home}", f"ReadWritePaths={paths}", *lines]
+
+
+def _plain(path: Path) -> str:
+    """Escape a path for a value that is one path."""
+    return str(path).replace("%", "%%")
 
 
 def _quoted(word: str) -> str:
-    """As a word of ExecStart."""
+    """Quote a word of ExecStart."""
     for plain, escaped in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$")):
         word = word.replace(plain, escaped)
     return f'"{word}"'

@@ -58,7 +58,21 @@ _OURS = ("--master", "--name", "--credentials", "--token-file", "--insecure")
     "--constraint",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Versions for pip, so that all hosts get the same.",
+    help="Versions for pip.  [default: this release's, with the hashes of all but torch]",
+)
+@click.option(
+    "--run-as",
+    default="",
+    metavar="USER",
+    help="As whom agents run on hosts where you log in as root; a user that is not there is made. "
+    "'root' is taken at its word.  [default: oobleck]",
+)
+@click.option(
+    "--writable",
+    multiple=True,
+    metavar="DIR",
+    help="Where jobs keep checkpoints and outputs on the hosts: root's systemd lets them write "
+    "nowhere else. May be repeated.",
 )
 @click.option("--dry-run", is_flag=True, help="Only show what would be done.")
 @ssh_options
@@ -69,6 +83,8 @@ def up(
     wheel: Path | None,
     with_dependencies: Path | None,
     constraint: Path | None,
+    run_as: str,
+    writable: tuple[str, ...],
     dry_run: bool,
     identity: Path | None,
     known_hosts: Path | None,
@@ -95,7 +111,13 @@ def up(
     from oobleck.cli.ssh.payload import make_payload
     from oobleck.cli.ssh.report import exit_code, on_each
 
-    access = Access(identity=identity, known_hosts=known_hosts, python=python, directory=directory)
+    access = Access(
+        identity=identity,
+        known_hosts=known_hosts,
+        python=python,
+        directory=directory,
+        run_as=run_as,
+    )
     with tempfile.TemporaryDirectory() as scratch, MasterClient(master) as connection:
         connection.nodes()  # before anything is done, whether it answers
         payload = make_payload(wheel, with_dependencies, constraint, python, Path(scratch))
@@ -104,6 +126,7 @@ def up(
             payload=payload,
             endpoint=master,
             options=agent_options,
+            writable=writable,
             roll=_Roll(connection),
             dry_run=dry_run,
         )
@@ -159,6 +182,7 @@ class _Bringing:
     payload: "Payload"
     endpoint: Endpoint
     options: tuple[str, ...]
+    writable: tuple[str, ...]
     roll: _Roll
     dry_run: bool
 
@@ -173,8 +197,16 @@ class _Bringing:
             raise HostFailed(failed.format_message()) from failed
 
     async def _steps(self, host: Host, there: "Connection") -> list[str]:
+        from oobleck.cli.ssh.payload import UNIT, shipped
+
         key = self.payload.key
-        found = await there.call("look", key=key)
+        options = ["--master", self.endpoint.address, "--name", host.name, *host.agent_options]
+        agent = {
+            "options": [*options, *self.options],
+            "unit": shipped(UNIT),
+            "writable": list(self.writable),
+        }
+        found = await there.call("look", key=key, agent=agent)
         done = []
         if not found["installed"]:
             wheels = [wheel for wheel in self.payload.wheels if wheel.place not in found["wheels"]]
@@ -188,15 +220,11 @@ class _Bringing:
             done.append("joined")
             if not self.dry_run:
                 await self._join(host, there)
-        options = ["--master", self.endpoint.address, "--name", host.name, *host.agent_options]
-        options += self.options
-        running = f"venvs/{key}/bin/oobleck-agent"
-        same = found["command"][1:-2] == options and found["command"][0].endswith(running)
-        if not (same and found["pid"] and not done):
+        if not (found["same"] and found["pid"] and not done):
             done.append("started" if not found["pid"] else "started anew")
         if self.dry_run:
             return [f"would be {word}" for word in done]
-        started = await there.call("start", key=key, options=options)
+        started = await there.call("start", key=key, agent=agent)
         await self._await_known(host, there, started)
         return done
 
@@ -216,12 +244,14 @@ class _Bringing:
             )
 
     async def _install(self, there: "Connection", folder: str, wheels: Sequence[Any]) -> None:
+        await there.call("make")
         for wheel in wheels:
             await there.put(wheel.path, f"{folder}/wheels/{wheel.place}")
         await there.call(
             "install",
             key=self.payload.key,
             wheels=[wheel.place for wheel in self.payload.wheels],
+            requirements=self.payload.requirements,
             constraint=self.payload.constraint,
             alone=self.payload.alone,
         )
@@ -275,7 +305,7 @@ class _Bringing:
             if time.monotonic() > look_at:
                 agent = await there.call("state")
                 look_at = time.monotonic() + _LOOK_S
-            log = f"{self.access.directory}/agent.log there: {inline(agent['last'])}"
+            log = f"{agent['log']} there: {inline(agent['last'])}"
             if not agent["pid"]:
                 raise HostFailed(f"its agent has ended; the last line of {log}")
             if time.monotonic() > deadline:

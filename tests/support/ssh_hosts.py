@@ -5,6 +5,7 @@ Oobleck needs, as one where the libraries are installed already; Oobleck itself 
 """
 
 import asyncio
+import stat
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +18,21 @@ from support.installed import link_libraries
 PYTHON = "host-python"
 #: The one that the tests' virtual environment was made by.
 _OUTSIDE = Path(sys.base_prefix, "bin", "python3")
+
+
+def open_python() -> Path | None:
+    """A Python for these libraries that every user of this machine can run; None: there is none."""
+    system = Path(f"/usr/bin/python{sys.version_info[0]}.{sys.version_info[1]}")
+    for path in (_OUTSIDE, system):
+        if path.exists() and is_open(path):
+            return path
+    return None
+
+
+def is_open(path: Path) -> bool:
+    """Whether all users get there."""
+    real = path.resolve()
+    return all(one.stat().st_mode & stat.S_IXOTH for one in real.parents)
 
 
 class SshHosts:

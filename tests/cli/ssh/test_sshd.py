@@ -23,6 +23,8 @@ from support.reader import Machine, lines_of
 from support.secured import Secured
 from support.waiting import all_gone, until
 
+#: Hosts here are of one file system and one list of users.
+APART = ("--directory", ".oobleck/up", "--run-as", "root")
 #: Of the page's machines.
 ADDRESSES = {"10.0.0.1": "head", "10.0.0.3": "n1", "10.0.0.4": "n2"}
 JOB = {
@@ -69,7 +71,8 @@ def test_a_cluster_comes_up_goes_on_and_goes_down(number: int, tmp_path: Path) -
 
         def up() -> list[dict[str, object]]:
             shown = ("--credentials", str(secured.operator))
-            return call("up", "--wheel", str(wheel), "--master", secured.address, *shown)
+            options = ("--wheel", str(wheel), "--master", secured.address, *APART)
+            return call("up", *options, *shown)
 
         first = up()
         assert [host["problem"] for host in first] == [""] * number
@@ -90,7 +93,7 @@ def test_a_cluster_comes_up_goes_on_and_goes_down(number: int, tmp_path: Path) -
         net.plug("n2")
 
         agents["n1"] = _agent(tmp_path / "home-n1")
-        assert [host["problem"] for host in call("down", "--purge")] == [""] * number
+        assert [host["problem"] for host in call("down", "--purge", *APART[:2])] == [""] * number
         all_gone(agents.values())
         assert not list(tmp_path.glob("home-*/.oobleck/up"))
 
@@ -128,7 +131,9 @@ def test_who_follows_the_page_gets_a_cluster_that_trains(tmp_path: Path) -> None
             assert machine == "head"
             for address, name in ADDRESSES.items():
                 text = text.replace(address, net.address(name))
-            told[text.split()[1]] = head.type(text)
+            if (verb := text.split()[1]) in ("up", "down"):
+                text += f" {' '.join(APART if verb == 'up' else APART[:2])}"
+            told[verb] = head.type(text)
         assert "2 hosts, in" in told["up"]
         assert told["nodes"].count("live") == 2
         assert "succeeded" in told["submit"]

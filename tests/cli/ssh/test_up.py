@@ -2,7 +2,12 @@
 own: what is done there is done by real processes, with a real master."""
 
 import json
+import pwd
+import shutil
+import stat
 import subprocess
+import sysconfig
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,12 +18,15 @@ import pytest
 
 from oobleck.cli.ssh.payload import installed_wheel
 from support.commands import end, refused, run
+from support.folders import ROOT
 from support.installed import install
 from support.secured import Secured
-from support.ssh_hosts import PYTHON, SshHosts
+from support.ssh_hosts import PYTHON, SshHosts, is_open, open_python
 from support.waiting import all_gone
 
-FILES = {"wheels", "venvs", "credentials", "agent.json", "agent.log", "lock"}
+FILES = {"wheels", "venvs", "state", "agent.json", "agent.log", "lock"}
+#: There is one on every machine.
+OTHER = "nobody"
 
 
 class Operator:
@@ -40,9 +48,10 @@ class Operator:
         assert done.returncode == (0 if all(host["ok"] for host in found) else 1)
         return {host["name"]: host for host in found}
 
-    def up(self, *names: str) -> dict[str, dict[str, object]]:
+    def up(self, *names: str, run_as: str = "root") -> dict[str, dict[str, object]]:
         master = ["--master", self.secured.address, "--credentials", str(self.secured.operator)]
-        return self._call("up", names, "--wheel", str(self.wheel), *master)
+        wheel = ["--wheel", str(self.wheel), "--run-as", run_as]
+        return self._call("up", names, *wheel, *master)
 
     def down(self, *names: str, purge: bool = False) -> dict[str, dict[str, object]]:
         return self._call("down", names, *(["--purge"] if purge else []))
@@ -62,10 +71,12 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
 
 
 @pytest.fixture(scope="module")
-def operator(tmp_path_factory: pytest.TempPathFactory, secured: Secured) -> Iterator[Operator]:
-    folder = tmp_path_factory.mktemp("ssh")
+def operator(secured: Secured) -> Iterator[Operator]:
+    # Other users of the machine get into none of pytest's folders.
+    folder = Path(tempfile.mkdtemp(prefix="oobleck-ssh-"))
+    folder.chmod(0o755)
     wheel = installed_wheel(install(folder / "site-packages"), folder)
-    names = ["n1", "away", "stranger", "changed", "bare", "old", "full"]
+    names = ["n1", "away", "stranger", "changed", "bare", "old", "full", "apart"]
     with SshHosts(folder, names) as hosts, ExitStack() as stack:
         hosts.refuse("away")
         hosts.forget("stranger")
@@ -80,7 +91,12 @@ def operator(tmp_path_factory: pytest.TempPathFactory, secured: Secured) -> Iter
             stack.callback(subprocess.run, ["umount", "-l", str(small)], check=True)
         else:
             hosts.names.remove("full")
+        if (python := open_python()) is not None:
+            (hosts.home("apart") / "bin" / PYTHON).unlink()
+            (hosts.home("apart") / "bin" / PYTHON).symlink_to(python)
+        hosts.names.remove("apart")
         yield Operator(folder, hosts, secured, wheel)
+    shutil.rmtree(folder)
 
 
 @pytest.mark.cluster
@@ -127,10 +143,37 @@ def test_down_leaves_nothing(operator: Operator) -> None:
     running = [agent, *agent.children(recursive=True)]
     assert operator.down("n1")["n1"]["done"] == ["stopped"]
     all_gone(running)
-    assert (operator.place("n1") / "credentials" / "client.key").exists()
+    assert (operator.place("n1") / "state" / "credentials" / "client.key").exists()
     assert operator.down("n1", purge=True)["n1"]["done"] == ["purged"]
     assert not operator.place("n1").exists()
     assert operator.down("n1", purge=True)["n1"]["done"] == []
+
+
+@pytest.mark.cluster
+def test_where_root_logs_in_agents_run_as_another_user_who_can_change_no_program(
+    operator: Operator,
+) -> None:
+    libraries = Path(sysconfig.get_path("purelib"))
+    if open_python() is None or not is_open(ROOT) or not is_open(libraries / "any"):
+        pytest.skip("other users of this machine get neither to a Python nor to this checkout")
+    told = operator.up("apart", run_as=OTHER)["apart"]
+    done = told["done"]
+    assert isinstance(done, list)
+    assert done[1:] == ["installed", "joined", "started"], told["problem"]
+    uid = pwd.getpwnam(OTHER).pw_uid
+    agent = operator.agent("apart")
+    assert set(agent.uids()) == {uid}
+    assert agent.environ()["HOME"] == str(operator.place("apart") / "state")
+    key = operator.place("apart") / "state" / "credentials" / "client.key"
+    assert (key.stat().st_uid, stat.S_IMODE(key.stat().st_mode)) == (uid, 0o600)
+    others = [path for path in operator.place("apart").rglob("*") if path.lstat().st_uid == uid]
+    assert {path.relative_to(operator.place("apart")).parts[0] for path in others} == {"state"}
+    assert operator.up("apart", run_as=OTHER)["apart"]["done"] == []
+    # What another user could write is taken for nobody else's certificate.
+    assert operator.up("apart")["apart"]["done"] == ["joined", "started anew"]
+    assert set(operator.agent("apart").uids()) == {0}
+    assert operator.down("apart", purge=True)["apart"]["done"] == ["stopped", "purged"]
+    assert not operator.place("apart").exists()
 
 
 def test_what_is_wrong_with_a_call_is_told_before_any_host_is_asked(
