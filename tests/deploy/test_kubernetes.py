@@ -39,9 +39,9 @@ def read(text: str) -> list[Resource]:
     return [found for found in yaml.safe_load_all(text) if found is not None]
 
 
-def sources() -> dict[str, Resource]:
+def sources() -> dict[str, list[Resource]]:
     paths = [path for path in BASES.rglob("*.yaml") if path.name != "kustomization.yaml"]
-    return {str(path.relative_to(BASES)): read(path.read_text())[0] for path in sorted(paths)}
+    return {str(path.relative_to(BASES)): read(path.read_text()) for path in sorted(paths)}
 
 
 def check(resource: Resource) -> None:
@@ -91,11 +91,12 @@ def containers(pod: Resource) -> list[Resource]:
 
 @pytest.mark.parametrize("name", sources())
 def test_every_manifest_is_as_kubernetes_says(name: str) -> None:
-    check(sources()[name])
+    for resource in sources()[name]:
+        check(resource)
 
 
 def test_a_wrong_manifest_is_found() -> None:
-    wrong = sources()["agents/pod.yaml"]
+    (wrong,) = sources()["agents/pod.yaml"]
     wrong["template"]["spec"]["containers"][0]["livenessProbe"]["grpc"]["prot"] = 1
     with pytest.raises(jsonschema.ValidationError, match="prot"):
         check(wrong)
@@ -154,6 +155,148 @@ def known_flags(pod: Resource) -> None:
         assert used <= known
 
 
+@pytest.mark.parametrize("name", BUILT)
+def test_no_image_is_anybodys_before_it_is_named(name: str) -> None:
+    """Without a registry `oobleck` would be whatever Docker's has by that name, at its latest."""
+    images = {one["image"] for _, pod in pods(build(BASES / name)) for one in containers(pod)}
+    assert images == {"oobleck.invalid/oobleck"}
+
+
+@pytest.mark.parametrize("name", ["daemonset", "jobset"])
+def test_a_pod_has_its_own_nodes_certificate_and_token_alone(name: str) -> None:
+    (pod,) = [pod for kind, pod in pods(build(BASES / name)) if kind != "StatefulSet"]
+    volumes = {volume.pop("name"): volume for volume in pod["spec"]["volumes"]}
+    assert not [volume for volume in volumes.values() if "secret" in volume], "of all pods"
+    claims = {
+        name: volume["persistentVolumeClaim"]["claimName"]
+        for name, volume in volumes.items()
+        if "persistentVolumeClaim" in volume
+    }
+    assert claims == {"shared": "oobleck-shared", "credentials": "oobleck-credentials"}
+    assert "emptyDir" in volumes["token"]
+    for container in containers(pod):
+        (mount,) = [m for m in container["volumeMounts"] if m["name"] == "credentials"]
+        assert mount["subPathExpr"] == "$(NODE_NAME)"
+        environment = {one["name"]: one for one in container["env"]}
+        node, number = environment["NODE_NAME"], environment.get("INDEX")
+        if name == "daemonset":
+            assert node["valueFrom"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
+        else:
+            assert (node["value"], "completion-index" in str(number)) == ("agent-$(INDEX)", True)
+    (container,) = pod["spec"]["containers"]
+    (credentials,) = [arg for arg in container["args"] if arg.startswith("--credentials=")]
+    assert credentials == f"--credentials={mount['mountPath']}/node"
+
+
+def test_a_pod_waits_for_its_token_or_a_certificate_and_hands_the_token_on(tmp_path: Path) -> None:
+    """The scripts of the pod, in other folders."""
+    (manifest,) = sources()["agents/pod.yaml"]
+    spec = manifest["template"]["spec"]
+
+    def script(container: Resource) -> str:
+        text: str = container["command"][container["command"].index("-c") + 1]
+        for folder in ("credentials", "token"):
+            text = text.replace(f" /{folder}/", f" {tmp_path}/{folder}/")
+            text = text.replace(f"cat /{folder}/", f"cat {tmp_path}/{folder}/")
+        assert " /" not in text.replace(f" {tmp_path}", ""), text
+        return text
+
+    waits, starts = script(spec["initContainers"][0]), script(spec["containers"][0])
+    (tmp_path / "token").mkdir()
+    (tmp_path / "credentials" / "node").mkdir(parents=True)
+    agent = tmp_path / "oobleck-agent"
+    agent.write_text('#!/bin/sh\necho "$OOBLECK_JOIN_TOKEN:$*"\n')
+    agent.chmod(0o755)
+
+    def run(text: str, **how: Any) -> str:
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        command = ["sh", "-c", text, "agent", "--name=n1"]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True, **how
+        ).stdout
+
+    with pytest.raises(subprocess.TimeoutExpired):
+        run(waits, timeout=1)
+    (tmp_path / "token" / "token").write_text("hunter2\n")
+    run(waits, timeout=60)
+    assert run(starts) == "hunter2:--name=n1\n"
+    (tmp_path / "token" / "token").unlink()
+    (tmp_path / "credentials" / "node" / "client.crt").touch()
+    run(waits, timeout=60)
+    assert run(starts) == ":--name=n1\n"
+
+
+AGENT, MASTER, KUBE_DNS, ELSEWHERE = "oobleck-agent", "oobleck-master", "kube-dns", "elsewhere"
+
+
+def allowed(policies: list[Resource], way: str, pod: str, other: str, port: int | str) -> bool:
+    """Whether the policies let the pod have this `way`, Ingress or Egress, with the other."""
+    labels = {
+        AGENT: {"app.kubernetes.io/name": AGENT, "app.kubernetes.io/part-of": "oobleck"},
+        MASTER: {"app.kubernetes.io/name": MASTER, "app.kubernetes.io/part-of": "oobleck"},
+        KUBE_DNS: {"k8s-app": KUBE_DNS},
+        ELSEWHERE: {},
+    }
+    chosen = [
+        policy["spec"]
+        for policy in policies
+        if way in policy["spec"]["policyTypes"]
+        and policy["spec"]["podSelector"].get("matchLabels", {}).items() <= labels[pod].items()
+    ]
+    assert chosen, "no policy chooses the pod, so all is allowed"
+
+    def meets(peer: Resource) -> bool:
+        if "ipBlock" in peer:
+            return other == ELSEWHERE
+        namespace = peer.get("namespaceSelector", {}).get("matchLabels")
+        assert namespace in (None, {"kubernetes.io/metadata.name": "kube-system"})
+        wanted = peer["podSelector"]["matchLabels"]
+        same = wanted.items() <= labels[other].items()
+        return same and (namespace is not None) == (other == KUBE_DNS)
+
+    def has(given: Resource) -> bool:
+        if "endPort" in given:
+            return isinstance(port, int) and given["port"] <= port <= given["endPort"]
+        named = {"control": 4600}
+        return named.get(given["port"], given["port"]) == port
+
+    peers, rules = {"Ingress": ("from", "ingress"), "Egress": ("to", "egress")}[way]
+    return any(
+        any(map(meets, rule[peers])) and any(map(has, rule["ports"]))
+        for spec in chosen
+        for rule in spec.get(rules, ())
+    )
+
+
+@pytest.mark.parametrize("name", ["daemonset", "jobset"])
+def test_pods_reach_what_they_need_and_nothing_else(name: str) -> None:
+    policies = [one for one in build(BASES / name) if one["kind"] == "NetworkPolicy"]
+    ports = (53, 443, 4600, 4601, 32768, 60999)
+    everybody = (AGENT, MASTER, KUBE_DNS, ELSEWHERE)
+
+    def found(way: str, pod: str) -> set[tuple[str, int]]:
+        pairs = [(other, port) for other in everybody for port in ports]
+        return {pair for pair in pairs if allowed(policies, way, pod, *pair)}
+
+    links = {(AGENT, 32768), (AGENT, 60999)}
+    assert found("Ingress", AGENT) == links, "health is for kubelets, whom no policy stops"
+    assert found("Egress", AGENT) == {*links, (MASTER, 4600), (KUBE_DNS, 53)}
+    assert found("Ingress", MASTER) == {(AGENT, 4600), (MASTER, 4600)}
+    assert found("Egress", MASTER) == set()
+    assert found("Ingress", ELSEWHERE) == found("Egress", ELSEWHERE) == set()
+
+
+def test_the_policy_that_the_page_offers_leads_out_and_not_to_metadata() -> None:
+    page = (BASES.parent.parent / "docs" / "deploy" / "kubernetes.md").read_text()
+    (text,) = [part for part in page.split("\n\n") if "kind: NetworkPolicy" in part]
+    (policy,) = read(dedent(text))
+    check(policy)
+    assert allowed([policy], "Egress", AGENT, ELSEWHERE, 443)
+    assert not allowed([policy], "Egress", AGENT, AGENT, 443)
+    (rule,) = policy["spec"]["egress"]
+    assert "169.254.0.0/16" in rule["to"][0]["ipBlock"]["except"]
+
+
 @pytest.mark.parametrize("name", ["daemonset", "jobset"])
 def test_the_end_of_an_agents_pod_is_a_drain_and_not_cut_off(name: str) -> None:
     (pod,) = [pod for kind, pod in pods(build(BASES / name)) if kind != "StatefulSet"]
@@ -186,8 +329,9 @@ def test_what_the_page_has_you_write_builds(tmp_path: Path) -> None:
     for resource in built:
         check(resource)
     images = {one["image"] for _, pod in pods(built) for one in containers(pod)}
-    assert images == {"registry.example.org/oobleck:0.1.0"}
-    (claim,) = [one for one in built if one["kind"] == "PersistentVolumeClaim"]
-    assert claim["spec"]["storageClassName"] == "shared-files"
+    (image,) = images
+    assert re.fullmatch("registry.example.org/oobleck@sha256:[0-9a-f]{64}", image)
+    claims = [one["spec"] for one in built if one["kind"] == "PersistentVolumeClaim"]
+    assert [claim["storageClassName"] for claim in claims] == ["shared-files"] * 2
     (agents,) = [pod for kind, pod in pods(built) if kind == "DaemonSet"]
     assert "--device=cuda" in agents["spec"]["containers"][0]["args"]
