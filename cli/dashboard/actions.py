@@ -108,6 +108,7 @@ class Actions:
         job = request.path_params["job"]
         title = f"Timeline of {job}"
         return self._web.html(
+            request,
             "timeline.html",
             session=session,
             title=title,
@@ -137,6 +138,7 @@ class Actions:
         _check_operator(session, what)
         named: Mapping[str, str] = request.path_params
         return self._web.html(
+            request,
             template,
             session=session,
             title=what.capitalize(),
@@ -151,8 +153,9 @@ class Actions:
 
     def _done(self, request: Request, told: str, where: str) -> Response:
         """To the page that shows it, which says it."""
-        self._web.reader(request).told = told
-        return redirect(where)
+        session = self._web.reader(request)
+        session.told = told
+        return redirect(where, session.id)
 
 
 def _check_operator(session: Session, what: str) -> None:

@@ -1,6 +1,7 @@
 """The application: which address is which page.
 
-A page is at its address, its stream of changes at the same address below /live.
+A page is at its address, its stream of changes at the same address below /live. Of a session all of
+them are below its own path, /~ID, which `SessionPath` takes off.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from oobleck.cli.dashboard.parts import Rendering
 from oobleck.cli.dashboard.problem import Problem
 from oobleck.cli.dashboard.security.sessions import Session
 from oobleck.cli.dashboard.site import Page, Site
-from oobleck.cli.dashboard.web import Web
+from oobleck.cli.dashboard.web import SessionPath, Web
 
 _STATIC = Path(__file__).parent / "static"
 #: How long a page waits for what there is at first.
@@ -79,7 +80,7 @@ def make_app(site: Site) -> Starlette:
             *(Route(f"/live{path}", _live(web, make)) for path, make in PAGES.items()),
             *(Route(path, _page(web, make)) for path, make in PAGES.items()),
         ],
-        middleware=[Middleware(GZipMiddleware, minimum_size=2000)],
+        middleware=[Middleware(SessionPath), Middleware(GZipMiddleware, minimum_size=2000)],
         exception_handlers={Problem: web.problem, HTTPException: web.http_problem},
         lifespan=lifespan,
     )
@@ -98,11 +99,12 @@ def _page(web: Web, make: Make) -> Handler:
         query = f"?{request.url.query}" if request.url.query else ""
         told, session.told = session.told, ""
         return web.html(
+            request,
             page.template,
             session=session,
             page=page,
             rendering=web.site.render(page),
-            live=f"/live{request.url.path}{query}",
+            live=f"live{request.url.path}{query}",
             told=told,
         )
 

@@ -45,7 +45,7 @@ def run(
     tls: tuple[Path, Path] | None,
 ) -> None:
     """`folder`: of the secret; `tls`: files of the certificate and its key."""
-    host, port = listening.getsockname()[:2]
+    host = listening.getsockname()[0]
 
     async def serving() -> None:
         site = Site(
@@ -54,8 +54,6 @@ def run(
             hub=Hub(connect),
             sessions=Sessions(key, folder, lasts_s=session_s),
             is_tls=tls is not None,
-            # Browsers keep cookies by host, for all of its ports.
-            cookie=f"{'__Host-' if tls else ''}oobleck-{port}",
             streams=Streams(),
         )
         config = uvicorn.Config(

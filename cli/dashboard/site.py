@@ -44,9 +44,8 @@ class Site:
     connect: Connect
     hub: Hub
     sessions: Sessions
-    #: https, and by which name browsers keep the session.
+    #: https.
     is_tls: bool
-    cookie: str
     streams: Streams
     templates: Templates = field(default_factory=Templates)
     renderings: Renderings = field(default_factory=Renderings)

@@ -3,6 +3,7 @@
 Must not know what the pages are.
 """
 
+import re
 import time
 from collections.abc import Mapping
 from urllib.parse import parse_qsl, urlencode
@@ -12,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from oobleck.cli.dashboard.problem import Problem
-from oobleck.cli.dashboard.security.guard import MOST_BODY_BYTES
+from oobleck.cli.dashboard.security.guard import MOST_BODY_BYTES, App, Receive, Scope, Send
 from oobleck.cli.dashboard.security.sessions import Session
 from oobleck.cli.dashboard.security.tokens import BadToken
 from oobleck.cli.dashboard.site import Site
@@ -20,6 +21,24 @@ from oobleck.cli.dashboard.site import Site
 #: After which a browser asks again for what is not there at the moment.
 _AGAIN_S = 5
 _EXPIRED = "this session has expired; log in again"
+
+
+#: In what a request is about: the id in its path.
+_ID = "session_id"
+_SESSION_PATH = re.compile(r"/~([\w-]{1,64})(/.*)", re.ASCII)
+
+
+class SessionPath:
+    """Takes the session's own path off the front of a request's; the rest is a page's address."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = _SESSION_PATH.fullmatch(scope.get("path", ""))
+        if found is not None:
+            scope = {**scope, _ID: found[1], "path": found[2]}
+        await self._app(scope, receive, send)
 
 
 class Web:
@@ -30,7 +49,7 @@ class Web:
 
     def session(self, request: Request) -> Session | None:
         """None: nobody who is logged in."""
-        return self.site.sessions.find(self._shown(request), time.time())
+        return self.site.sessions.find(_id(request), self._shown(request), time.time())
 
     def reader(self, request: Request) -> Session:
         """Raises Problem where nobody is logged in."""
@@ -59,7 +78,7 @@ class Web:
             raise Problem(403, "this form is of another site", "Refused")
 
     def _shown(self, request: Request) -> str:
-        return request.cookies.get(self.site.cookie, "")
+        return request.cookies.get(_cookie(_id(request), secure=self.site.is_tls), "")
 
     # ---- sessions
 
@@ -71,38 +90,56 @@ class Web:
         form = await _read_form(request)
         after = inside(form.get("next"))
         try:
-            shown = self.site.sessions.log_in(form.get("token", ""), time.time())
+            id, shown = self.site.sessions.log_in(form.get("token", ""), time.time())
         except BadToken as error:
             return self._login(request, 403, str(error), after)
-        response = redirect(f"/login/done?{urlencode({'next': after})}")
-        secure = self.site.is_tls or request.headers.get("origin", "").startswith("https:")
-        response.set_cookie(self.site.cookie, shown, httponly=True, samesite="lax", secure=secure)
+        response = redirect(f"/login/done?{urlencode({'next': after})}", id)
+        response.set_cookie(
+            _cookie(id, secure=self.site.is_tls),
+            shown,
+            path=_base(id),
+            httponly=True,
+            samesite="lax",
+            secure=self.site.is_tls or request.headers.get("origin", "").startswith("https:"),
+        )
         return response
 
     async def logged_in(self, request: Request) -> Response:
         """Where the browser comes with its new session, if it keeps one."""
         after = inside(request.query_params.get("next"))
-        if self.session(request) is None:
+        session = self.session(request)
+        if session is None:
             told = f"this browser keeps no cookies; allow them for {request.url.hostname}"
             return self._login(request, 400, told, after)
-        return redirect(after)
+        return redirect(after, session.id)
 
     async def log_out(self, request: Request) -> Response:
         await self.form(request)
-        self.site.sessions.log_out(self._shown(request))
+        id = _id(request)
+        self.site.sessions.log_out(id, self._shown(request))
         response = self._login(request, 200, "", "/")
-        # Of a cookie that begins with __Host- browsers heed nothing that is not secure.
-        response.delete_cookie(self.site.cookie, secure=self.site.is_tls)
+        # Of a cookie that begins with __Secure- browsers heed nothing that is not secure.
+        secure = self.site.is_tls
+        response.delete_cookie(_cookie(id, secure=secure), path=_base(id), secure=secure)
         return response
 
     # ---- answers
 
     def html(
-        self, template: str, status: int = 200, *, session: Session | None, **values: object
+        self,
+        request: Request,
+        template: str,
+        status: int = 200,
+        *,
+        session: Session | None,
+        **values: object,
     ) -> Response:
         page = values.get("page")
+        query = f"?{request.url.query}" if request.url.query else ""
         known = {
             **{name: getattr(page, name, "") for name in ("title", "active", "job_id", "span")},
+            "base": _base(session.id if session is not None else ""),
+            "here": f"./{request.url.path.lstrip('/')}{query}",
             "live": "",
             "rendering": None,
             "master": self.site.master,
@@ -111,7 +148,8 @@ class Web:
         return HTMLResponse(self.site.templates.page(template, **{**known, **values}), status)
 
     def _login(self, request: Request, status: int, told: str, after: str) -> Response:
-        return self.html("login.html", status, session=None, title="Log in", told=told, next=after)
+        values = {"title": "Log in", "told": told, "next": after}
+        return self.html(request, "login.html", status, session=None, **values)
 
     async def problem(self, request: Request, error: Exception) -> Response:
         """The page of a Problem; where somebody has to log in first, that."""
@@ -124,6 +162,7 @@ class Web:
             return self._login(request, 401, str(error), inside(here + query))
         heading = error.heading or "Error"
         response = self.html(
+            request,
             "error.html",
             error.status,
             session=self.session(request),
@@ -154,9 +193,24 @@ async def _read_form(request: Request) -> dict[str, str]:
         raise Problem(400, "this is no form", "Refused") from error
 
 
-def redirect(where: str) -> Response:
-    """After a form, to a page that may be loaded again."""
-    return Response(status_code=303, headers={"Location": where})
+def _id(request: Request) -> str:
+    """Of the session in whose path the request is; empty: it is in none."""
+    found: str = request.scope.get(_ID, "")
+    return found
+
+
+def _base(id: str) -> str:
+    """The path of a session's pages, and of its cookie; of the log-in if the id is empty."""
+    return f"/~{id}/" if id else "/"
+
+
+def _cookie(id: str, *, secure: bool) -> str:
+    return f"{'__Secure-' if secure else ''}oobleck-{id}"
+
+
+def redirect(where: str, id: str) -> Response:
+    """After a form, to a page of the session that may be loaded again."""
+    return Response(status_code=303, headers={"Location": _base(id) + where.removeprefix("/")})
 
 
 def inside(path: str | None) -> str:

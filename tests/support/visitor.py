@@ -82,6 +82,8 @@ class Visitor:
         self.address = address
         self._tls = ssl._create_unverified_context() if tls else None
         self.cookies: dict[str, str] = {}
+        #: The path of the session, below which all pages are; before a log-in there is none.
+        self.base = ""
         #: As they came, with what holds for them.
         self.told_cookies: list[str] = []
         self._keeps = keeps_cookies
@@ -93,7 +95,10 @@ class Visitor:
         """What comes of the form, and of the page that it leads to."""
         answer = self._ask("POST", path, urlencode(form), headers)
         while answer.status == 303:
-            answer = self.get(answer.headers["location"])
+            where = answer.headers["location"]
+            if found := re.match(r"(/~[^/]+)(/.*)", where):
+                self.base, where = found[1], found[2]
+            answer = self.get(where)
         return answer
 
     def send(self, path: str, **form: str) -> Answer:
@@ -111,7 +116,7 @@ class Visitor:
     def _ask(self, method: str, path: str, body: str | None, headers: Mapping[str, str]) -> Answer:
         connection = self._connection()
         try:
-            connection.request(method, path, body, self._headers(body, headers))
+            connection.request(method, self.base + path, body, self._headers(body, headers))
             response = connection.getresponse()
             if self._keeps:
                 for cookie in response.headers.get_all("Set-Cookie", ()):
@@ -135,7 +140,7 @@ class Visitor:
     def watching(self, path: str) -> Iterator[Iterator[tuple[str, str]]]:
         """The element and its new content, one after the other, of the open page at `path`."""
         connection = self._connection()
-        connection.request("GET", f"/live{path}", headers=self._headers(None, {}))
+        connection.request("GET", f"{self.base}/live{path}", headers=self._headers(None, {}))
         response = connection.getresponse()
         assert response.status == 200, response.read()
 

@@ -143,14 +143,14 @@ def _marks(job_id: str, job: pb.JobStatus, history: JobHistory) -> Iterator[Mark
         yield Mark(
             step=_step_at(history.points, float(record["opened_at"])),
             title=f"incident {number}: {record['summary']}",
-            href=f"/jobs/{job_id}/incidents/{number}",
+            href=f"jobs/{job_id}/incidents/{number}",
             tone="warn" if record["outcome"] in ("recovered", "succeeded") else "bad",
         )
     if told := open_incident(job):
         yield Mark(
             step=job.committed_step,
             title=f"incident {job.incidents}, not over: {told}",
-            href=f"/jobs/{job_id}/incidents/{job.incidents}",
+            href=f"jobs/{job_id}/incidents/{job.incidents}",
             tone="bad",
         )
 

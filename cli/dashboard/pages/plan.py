@@ -51,6 +51,7 @@ class PlanPage:
         snapshot = await self._web.site.hub.look()
         nodes = snapshot.nodes if snapshot is not None else ()
         return self._web.html(
+            request,
             "plan.html",
             session=session,
             title=f"Plan of {job}",

@@ -70,6 +70,8 @@ class Visit:
         self.page.fill("#token", dashboard.token("--role", role))
         self.page.click("main button")
         self.page.wait_for_selector("#summary")
+        #: The path of the session is part of it.
+        self.address = self.page.url.rstrip("/")
         self.page.on("console", self._complained)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
 

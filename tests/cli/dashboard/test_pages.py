@@ -136,7 +136,7 @@ def test_an_incident_appears_on_the_open_page_and_has_one_of_its_own(
     assert re.search(r"generation \d: standstill 0\.000 s \d\.\d{3} s", shown), shown
     assert "worker n2/0 faults" in shown  # its last words
     chart = viewer.get(f"/jobs/{stand.job}").text
-    assert f'<a href="/jobs/{stand.job}/incidents/{number}">' in chart
+    assert f'<a href="jobs/{stand.job}/incidents/{number}">' in chart
     assert viewer.get(f"/jobs/{stand.job}/incidents/{'0' * 5000}1").status == 404
     missing = viewer.get(f"/jobs/{stand.job}/incidents/99")
     assert (missing.status, missing.told) == (
@@ -233,7 +233,7 @@ def test_an_operator_drains_a_node_and_takes_it_back(stand: Stand, operator: Vis
     def state() -> str:
         return next(node.state for node in stand.client.nodes() if node.node == "n3")
 
-    assert 'href="/nodes/n3/drain"' in operator.get("/").text
+    assert 'href="nodes/n3/drain"' in operator.get("/").text
     assert "Drain n3?" in operator.get("/nodes/n3/drain").text
     done = operator.send("/nodes/n3/drain", reason="a new fan")
     assert done.status == 200
@@ -318,6 +318,27 @@ def test_tokens_sessions_and_cookies(stand: Stand) -> None:
     )
 
 
+def test_a_cookie_is_for_a_path_that_no_other_port_knows(stand: Stand) -> None:
+    visitor = stand.dashboard.visitor()
+    (told,) = visitor.told_cookies
+    name, _, rest = told.partition("=")
+    assert {"HttpOnly", f"Path={visitor.base}/", "SameSite=lax"} <= set(rest.split("; "))
+    assert len(visitor.base) > 20
+    # The path alone is nobody's, and so is a cookie that came out in another path.
+    thief = Visitor(stand.dashboard.address)
+    thief.base = visitor.base
+    assert thief.get("/").status == 401
+    other = stand.dashboard.visitor("operator")
+    assert other.get("/").status == 200
+    other.base, other.cookies = visitor.base, {name: next(iter(other.cookies.values()))}
+    assert other.get("/").status == 401
+    visitor.base = ""
+    page = visitor.get(f"/jobs/{stand.job}")
+    assert (page.status, page.told) == (401, ""), "an address without the path is for nobody"
+    assert '<base href="/">' in page.text
+    assert "static/session.js" in page.text, "it finds the way back"
+
+
 def test_a_session_ends_on_the_open_page_too(stand: Stand, tmp_path: Path) -> None:
     with Dashboard(tmp_path, "--master", stand.address, "--session", "1s") as dashboard:
         visitor = dashboard.visitor()
@@ -366,9 +387,12 @@ def test_browsers_are_told_to_run_nothing_but_its_own(stand: Stand, viewer: Visi
     assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy
     assert "unsafe" not in policy
     assert page.headers["cache-control"] == "no-store"
-    assert not re.search(r"<script(?![^>]* src=\"/static/)|<style| style=|\son\w+=", page.text)
-    assert not re.search(r"(href|src|action)=\"(?!/|#)", page.text)
-    for name in ("live.js", "chart.js", "style.css", "icon.svg"):
+    assert not re.search(r"<script(?![^>]* src=\"static/)|<style| style=|\son\w+=", page.text)
+    shown = re.findall(r"<base href=\"([^\"]*)\"", page.text)
+    assert shown == [f"{viewer.base}/"]
+    others = page.text.replace(f'<base href="{shown[0]}"', "")
+    assert not re.search(r"(href|src|action)=\"(/|#|[\w.+-]*:)", others), "all are below the base"
+    for name in ("live.js", "session.js", "chart.js", "style.css", "icon.svg"):
         assert viewer.get(f"/static/{name}").status == 200
     assert viewer.get("/static/../command.py").status == 404
 
@@ -403,6 +427,7 @@ def test_what_is_not_there(stand: Stand, viewer: Visitor) -> None:
     assert (job.status, job.told) == (404, f"no such job: nope-1; there are {stand.job}")
     page = viewer.get("/nothing")
     assert (page.status, page.told) == (404, "there is no page /nothing")
+    assert 'href="./javascript:x#main"' in viewer.get("/javascript:x").text
     method = viewer.post("/", {})
     assert method.status == 405
 
@@ -433,8 +458,7 @@ def test_the_masters_word_is_above_an_operators_session(tmp_path: Path) -> None:
             assert page.status == 200
             # It would hold for every port of the host.
             assert "strict-transport-security" not in page.headers
-            port = dashboard.address.rpartition(":")[2]
-            assert set(visitor.cookies) == {f"__Host-oobleck-{port}"}
+            assert set(visitor.cookies) == {f"__Secure-oobleck-{visitor.base[2:]}"}
             sent = visitor.send("/nodes/n1/drain")
             assert sent.status == 403
             assert sent.told == "denied: viewer eve may not call DrainNode; operator may"

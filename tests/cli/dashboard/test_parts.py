@@ -169,15 +169,17 @@ def test_a_token_is_used_up_for_every_dashboard_of_its_folder(tmp_path: Path) ->
 def test_sessions_end_and_are_bounded(tmp_path: Path) -> None:
     sessions = Sessions(KEY, tmp_path, lasts_s=100.0)
     shown = sessions.log_in(make(KEY, "viewer", 50.0), 0.0)
-    found = sessions.find(shown, 99.0)
+    found = sessions.find(*shown, 99.0)
     assert found is not None
+    assert found.id == shown[0]
+    assert sessions.find("", shown[1], 99.0) is None
     assert found.role == "viewer"
     assert found.proves(found.csrf)
     assert not found.proves("")
-    assert sessions.find(shown, 100.0) is None
-    assert sessions.find("", 0.0) is None
+    assert sessions.find(*shown, 100.0) is None
+    assert sessions.find("", "", 0.0) is None
     first, *others = (sessions.log_in(make(KEY, "viewer", 500.0), 101.0) for _ in range(1001))
-    assert sessions.find(first, 102.0) is None
-    assert all(sessions.find(other, 102.0) for other in others)
-    sessions.log_out(others[0])
-    assert sessions.find(others[0], 102.0) is None
+    assert sessions.find(*first, 102.0) is None
+    assert all(sessions.find(*other, 102.0) for other in others)
+    sessions.log_out(*others[0])
+    assert sessions.find(*others[0], 102.0) is None
