@@ -300,8 +300,8 @@ def install(
 
 @contextlib.contextmanager
 def _file(at: Place, text: str, *, for_agent: bool = False) -> Iterator[str]:
-    """Yield the path of a file with the text. Its reader is whoever logs in, or with `for_agent` the
-    agent's user, and nobody else."""
+    """Yield the path of a file with the text. Whoever logs in may read it, or with `for_agent` the
+    agent's user; nobody else may."""
     with tempfile.NamedTemporaryFile("w", dir=at.folder, suffix=".txt") as file:
         if for_agent and at.is_demoted:
             os.fchown(file.fileno(), at.account().pw_uid, -1)
