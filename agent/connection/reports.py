@@ -7,6 +7,8 @@ import msgspec
 
 from oobleck.agent.state import NodeState
 from oobleck.agent.worker import WorkerState
+from oobleck.planner.ids import NodeName
+from oobleck.planner.programs.plan import Plan
 from oobleck.proto import types
 
 
@@ -106,9 +108,13 @@ def newest_plan(known: types.Assignment | None, told: types.Assignment) -> types
 
 
 def tells_at_once(state: NodeState) -> bool:
-    """Whether this node's agent sends the records of steps at once: those of two nodes do."""
-    if (assign := state.desired.assign) is None:
-        return False
-    first = assign.plan.workers[0].node
-    others = (worker.node for worker in assign.plan.workers if worker.node != first)
-    return state.node in (first, next(others, first))
+    """Return whether this node's agent sends the records of steps at once."""
+    assign = state.desired.assign
+    return assign is not None and state.node in first_tellers(assign.plan)
+
+
+def first_tellers(plan: Plan) -> tuple[NodeName, NodeName]:
+    """Return the two nodes whose agents do; a node that is alone stands twice."""
+    first = plan.workers[0].node
+    others = (worker.node for worker in plan.workers if worker.node != first)
+    return first, next(others, first)

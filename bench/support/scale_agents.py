@@ -26,6 +26,7 @@ import psutil
 
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.connection.outbox import Outbox
+from oobleck.agent.connection.reports import first_tellers
 from oobleck.agent.connection.session import Session, channel_options
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.endpoint import Endpoint
@@ -65,17 +66,18 @@ class News:
 
     def __init__(self) -> None:
         self._lines: dict[str, list[object]] = {}
-        self._first: dict[Generation, NodeName] = {}
+        self._first: dict[Generation, tuple[NodeName, NodeName]] = {}
 
     def tell(self, kind: str, *what: object) -> None:
         if not self._lines:
             asyncio.get_running_loop().call_later(_NEWS_S, self._flush)
         self._lines.setdefault(kind, []).append(what)
 
-    def plan(self, plan: Plan) -> NodeName:
-        """The node of rank 0. All by rank are told once, however many agents hear of the plan."""
+    def plan(self, plan: Plan) -> tuple[NodeName, NodeName]:
+        """Return the two nodes that send records at once. All by rank are told once, however many
+        agents hear of the plan."""
         if plan.generation not in self._first:
-            self._first[plan.generation] = plan.workers[0].node
+            self._first[plan.generation] = first_tellers(plan)
             ranks = [int(worker.node.removeprefix("n")) for worker in plan.workers]
             self.tell("plan", plan.generation, ranks)
         return self._first[plan.generation]
@@ -136,7 +138,7 @@ class Agent:
         self._worker = Incarnation("")
         self._told = self._entered = Generation(0)
         self._step, self._beats = -1, 0
-        self.has_rank_0 = False
+        self.tells_at_once = False
         #: Told again to each new session until there is a newer plan.
         self._lost: WorkerReport | None = None
 
@@ -185,14 +187,14 @@ class Agent:
             self._step = -1
         if assign is None:
             self._told = self._entered = Generation(0)
-            self.has_rank_0 = False
+            self.tells_at_once = False
         elif desired.generation > self._told and self._worker in desired.worker_incarnations:
             self._enter(assign.plan)
         self._tell()
 
     def _enter(self, plan: Plan) -> None:
         generation = self._told = plan.generation
-        self.has_rank_0 = self._news.plan(plan) == node_name(self._number)
+        self.tells_at_once = node_name(self._number) in self._news.plan(plan)
         self._lost = None
         self._news.tell("told", self._number, generation, time.monotonic())
         loop = asyncio.get_running_loop()
@@ -248,7 +250,7 @@ class Agent:
             )
             workers = (worker,)
         status = NodeStatus(job_id=self._job_id, generation=self._told, workers=workers)
-        self._outbox.status(status, self._environment.now(), has_rank_0=self.has_rank_0)
+        self._outbox.status(status, self._environment.now(), tells_at_once=self.tells_at_once)
 
 
 class Hosts:
@@ -293,8 +295,8 @@ class Hosts:
         loop = asyncio.get_running_loop()
         for agent in self.agents.values():
             # Here they wait for each other, as agents on hosts of their own do not: so that the
-            # only one whose record is waited for is the first.
-            after_s = 0.0 if agent.has_rank_0 else random.uniform(0.02, _SPREAD_S)
+            # only ones whose records are waited for are the first.
+            after_s = 0.0 if agent.tells_at_once else random.uniform(0.02, _SPREAD_S)
             loop.call_later(after_s, agent.commit, record)
 
     def cut(self, count: int) -> None:
