@@ -1,0 +1,129 @@
+"""What all workers tell alike counts when a second node says it too, or nobody else can."""
+
+import msgspec
+import pytest
+
+from oobleck.host.ipc.messages import StepRecord
+from oobleck.master.clients import witnesses
+from oobleck.master.clients.budget import Budget
+from oobleck.master.clients.witnesses import LOST_S, MOST_WAITING, Witnesses
+from oobleck.planner.ids import NodeName
+from support.scenario import Player, record
+
+N1, N2, N3, N9 = (NodeName(name) for name in ("n1", "n2", "n3", "n9"))
+
+
+class Telling:
+    """A job on three nodes, in generation 1."""
+
+    def __init__(self) -> None:
+        player = Player()
+        player.play(
+            "0.0 register n1 n2 n3\n0.1 submit demo f=0 min_nodes=1\n0.5 ready n1 n2 n3\n"
+            "0.6 register n9\n"
+        )
+        self.state = player.state
+        assert self.state.job is not None
+        self.job = self.state.job
+        assert self.job.current.generation == 1
+        self.told = Witnesses[StepRecord](lambda one: one.step)
+        self.now = 10.0
+
+    def tell(self, node: NodeName, *steps: int, **other: object) -> str:
+        for step in steps:
+            word = msgspec.structs.replace(record(step, 1, float(step)), **other)
+            if reason := self.told.tell(self.job, node, word, self.now):
+                return reason
+        return ""
+
+    def judged(self) -> list[tuple[int, str]]:
+        """Which steps count now, and who alone told of them."""
+        words = self.told.judge(self.state, self.job, self.now).words
+        return [(word.step, by) for word, by in words]
+
+
+@pytest.fixture
+def telling() -> Telling:
+    return Telling()
+
+
+def test_a_second_node_has_to_say_the_same(telling: Telling) -> None:
+    telling.tell(N1, 1, 2)
+    assert telling.judged() == []
+    telling.tell(N1, 1, 2)
+    assert telling.judged() == [], "it is the same node again"
+    telling.tell(N2, 1, step_seconds=9.0, time=9.0)
+    assert telling.judged() == [(1, "")], "what each measures for itself may differ"
+
+
+def test_two_that_differ_are_told_of_and_a_third_decides(telling: Telling) -> None:
+    telling.tell(N1, 1, 2, loss=7.0)
+    telling.tell(N2, 1, 2)
+    (differs,) = telling.told.judge(telling.state, telling.job, telling.now).differ
+    assert (differs.step, differs.nodes, differs.fields) == (1, (N1, N2), ("loss",))
+    telling.tell(N3, 1)
+    verdict = telling.told.judge(telling.state, telling.job, telling.now)
+    assert [(word.loss, by) for word, by in verdict.words] == [(1.0, "")]
+    assert [differs.nodes for differs in verdict.differ] == [(N1, N3)], "so n1 is the odd one"
+
+
+def test_alone_it_counts_where_the_others_are_lost_or_have_told_of_later_steps(
+    telling: Telling,
+) -> None:
+    telling.tell(N1, 1)
+    telling.tell(N2, 2)
+    assert telling.judged() == [], "n3 may have it"
+    telling.state.nodes[N3].registered = False
+    assert telling.judged() == [(1, N1)]
+    telling.told.begin_again(N1)
+    assert telling.judged() == [], "in a new session n1 tells all that it has"
+    telling.tell(N1, 3)
+    assert telling.judged() == [(2, N2)]
+
+
+def test_what_others_have_passed_and_do_not_tell_of_counts_after_a_while(telling: Telling) -> None:
+    telling.tell(N1, 1, 2)
+    telling.job.seen.steps.furthest_step = 1
+    telling.now += LOST_S
+    assert telling.judged() == [(1, N1)], "step 2 may be made up"
+
+
+def test_who_has_no_part_has_no_word(telling: Telling) -> None:
+    assert telling.tell(N9, 1) == "of a node that had no part in it"
+    assert telling.tell(N1, 1, generation=2) == "of a generation that there is not"
+    telling.tell(N2, 1)
+    assert telling.judged() == []
+
+
+def test_more_than_can_wait_is_asked_for_again_when_nothing_waits(
+    telling: Telling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(witnesses, "_LOOKED_AT", 2 * MOST_WAITING)
+    telling.tell(N1, *range(1, MOST_WAITING + 2))
+    assert telling.told.ask_again() == []
+    telling.tell(N2, *range(1, MOST_WAITING + 1))
+    assert len(telling.judged()) == MOST_WAITING
+    assert telling.told.ask_again() == [N1]
+    assert telling.told.ask_again() == []
+
+
+def test_what_is_settled_waits_no_more(telling: Telling) -> None:
+    telling.tell(N1, 1, 2)
+    telling.told.settle_through(1)
+    telling.tell(N2, 1, 2)
+    assert telling.judged() == [(2, "")]
+    telling.now += 2.0
+    assert not telling.told.wait_long(telling.now)
+    telling.tell(N1, 3)
+    telling.now += 2.0
+    assert telling.told.wait_long(telling.now)
+
+
+def test_a_budget_gives_a_burst_and_then_so_much_a_second() -> None:
+    budget = Budget(per_s=2.0, burst=3.0)
+    assert [budget.take(1, 0.0) for _ in range(4)] == [True, True, True, False]
+    assert budget.take(1, 0.5)
+    assert not budget.take(1, 0.5)
+    assert budget.owe(1, 0.5) == 0.5
+    assert budget.owe(1, 0.5) == 1.0
+    assert budget.owe(1, 60.0) == 0.0
