@@ -27,10 +27,15 @@ def read_records(message: pb.StepRecords) -> tuple[JobId, tuple[StepRecord, ...]
         return read_job_id(message.job_id), tuple(map(_read_record, message.records))
 
 
+def dropped_line(count: int) -> str:
+    """Return what stands in the place of so many lines of output."""
+    return f"[{count} lines were dropped here: too many at once]"
+
+
 def read_output(message: pb.LogLines) -> tuple[JobId, int, tuple[str, ...]]:
     """Job, slot and lines of a worker's output; a gap is told in a line of its own."""
     with in_field("log"):
         lines = tuple(message.lines)
         if message.dropped:
-            lines = (f"[{message.dropped} lines were dropped here: too many at once]", *lines)
+            lines = (dropped_line(message.dropped), *lines)
         return read_job_id(message.job_id), read_slot(message.slot), lines

@@ -42,6 +42,7 @@ from oobleck.master.state.trust import Denied, check_caller
 from oobleck.master.storage.ledger import Ledger
 from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.proto.protocol import NEWEST
+from oobleck.proto.records import dropped_line
 from oobleck.proto.types import NodeStatus, Registration, WorkerReport
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class _Sender:
     output: Budget = field(
         default_factory=lambda: Budget(_OUTPUT_BYTES_PER_S, _OUTPUT_BYTES_AT_ONCE)
     )
+    #: Lines of output that were dropped since the last that were kept.
+    dropped: int = 0
     #: Of its newest status.
     processes: tuple[Incarnation, ...] = ()
 
@@ -278,12 +281,16 @@ class Sessions:
         if not has_part(self._ledger.state, node, message.job_id):
             self._refuse(node, "output of a job that it has no part in")
             return
-        size = sum(map(len, message.lines))
-        if not self._sender(node).output.take(size, arrived_at):
-            self.refused["lines of output, too many at once"] += len(message.lines)
+        sender, lines = self._sender(node), message.lines
+        if not sender.output.take(sum(map(len, lines)), arrived_at):
+            sender.dropped += len(lines)
+            self.refused["lines of output, too many at once"] += len(lines)
             return
+        if sender.dropped:
+            lines = (dropped_line(sender.dropped), *lines)
+            sender.dropped = 0
         worker = WorkerId(node, message.slot)
-        self._ledger.archive.take_output(message.job_id, worker, message.lines, self._ledger.unix())
+        self._ledger.archive.take_output(message.job_id, worker, lines, self._ledger.unix())
         self._changes.happened()
 
     def _take_records(self, session: AgentSession, message: Records, arrived_at: float) -> None:

@@ -12,10 +12,11 @@ import pytest
 
 from oobleck.host.detection import DETECTIONS
 from oobleck.host.system.environment import Environment
-from oobleck.master.clients.incoming import Records
+from oobleck.master.clients.incoming import Output, Records
 from oobleck.master.clients.outbox import AgentSession
 from oobleck.master.config import MasterConfig
 from oobleck.master.loop import Master
+from oobleck.master.rules.nodes.admission import Refusal
 from oobleck.master.state.trust import Denied, Trust
 from oobleck.master.storage.journal import Journal
 from oobleck.planner.ids import Incarnation, JobId, NodeName
@@ -166,6 +167,47 @@ def test_a_job_is_known_to_have_records_that_wait_for_others(tmp_path: Path) -> 
                 await master.sessions.receive(session, found)
                 await turned(master)
                 assert master.state.jobs[job_id].seen.steps.records_wait == waits
+
+    loops.run(play())
+
+
+def test_a_node_has_so_much_output_kept_and_only_of_its_jobs(tmp_path: Path) -> None:
+    async def play() -> None:
+        clock = Clock()
+        async with running(tmp_path, clock) as master:
+            session, job_id = await trained(master)
+            other = await master.requests.submit("r2", job_spec("other", f=0, min_nodes=1))
+            lines = 64 * ("x" * 4096,)
+
+            async def say(of: JobId, *lines: str) -> None:
+                await master.sessions.receive(session, Output(job_id=of, slot=0, lines=lines))
+
+            for _ in range(100):
+                await say(job_id, *lines)
+            await say(other, "not mine")
+            await turned(master)
+            clock.jump(1.0)
+            await say(job_id, "later")
+            await turned(master)
+            kept = list(master.archive.logs.snapshot(job_id, lambda worker: True))
+            found = [line.text for line in kept]
+            assert found[-2:] == ["[2304 lines were dropped here: too many at once]", "later"]
+            assert not list(master.archive.logs.snapshot(other, lambda worker: True))
+
+    loops.run(play())
+
+
+def test_a_node_registers_so_often_and_no_more(tmp_path: Path) -> None:
+    async def play() -> None:
+        clock = Clock()
+        async with running(tmp_path, clock) as master:
+            found = [await master.sessions.open(registration()) for _ in range(40)]
+            refused = [one for one in found if isinstance(one, Refusal)]
+            assert 0 < len(refused) <= 10
+            assert "more often than once a second" in refused[0].reason
+            assert refused[0].temporary
+            clock.jump(2.0)
+            await opened(master)
 
     loops.run(play())
 
