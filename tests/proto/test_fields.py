@@ -15,9 +15,9 @@ from oobleck.proto.types import NodeFacts, NodeStatus, WorkerStatus
 
 #: What is not carried: the master counts it, the envelope or the job's status has it.
 ELSEWHERE = {
-    StepRecord: {"skipped_steps"},
+    StepRecord: {"skipped_steps", "told_by"},
     NodeFacts: {"incarnation"},
-    EvaluationRecord: {"generation", "metrics"},
+    EvaluationRecord: {"generation", "metrics", "told_by"},
 }
 
 
