@@ -106,14 +106,14 @@ class ControlService(rpc.ControlServicer):
     async def _read(self, session: AgentSession, requests: AsyncIterator[pb.AgentMessage]) -> None:
         slots = self._master.state.nodes[session.node].facts.worker_slots
         async for message in requests:
-            await session.rest(message.ByteSize())
             if message.incarnation != session.incarnation:
                 self._master.sessions.refused["message of another incarnation"] += 1
                 continue
             match message.WhichOneof("body"):
                 case "recorded":
                     check_slot(message.recorded.slot, slots)
-                    self._master.timelines.take_recording(session.node, message.recorded)
+                    if not self._master.timelines.take_recording(session.node, message.recorded):
+                        await session.rest(message.ByteSize())
                     continue
                 case "clock":
                     self._master.timelines.clock_read(session.node, message.clock)
@@ -124,6 +124,8 @@ class ControlService(rpc.ControlServicer):
                     continue
                 case _:
                     pass
+            # Behind it the next one waits, a heartbeat too: only what nobody sends so fast.
+            await session.rest(message.ByteSize())
             for incoming in self._known(session, message):
                 _check_slots(incoming, slots)
                 await self._master.sessions.receive(session, incoming)

@@ -122,7 +122,7 @@ class Connections:
         #: On which calls were allowed, and whose (None: of this host, in the clear), by the names
         #: that gRPC has for them, the oldest first. Some of them may have ended.
         self._known: dict[str, tuple[Peer, Identity | None]] = {}
-        #: What is left of its denials, and when the last one is answered, by the same names.
+        #: What is left of its denials, and when the last one was, by the same names.
         self._denied: dict[str, tuple[Budget, float]] = {}
         #: By source, when an agent was last seen to have a proven connection.
         self._agent_at: dict[bytes, float] = {}
@@ -146,9 +146,8 @@ class Connections:
         """A call of this peer was denied. Returns when that may be answered."""
         now = self._now()
         budget, _ = self._denied.get(peer) or (Budget(DENIED_PER_S, DENIED_AT_ONCE), now)
-        wait_s = budget.owe(1, now)
-        self._denied[peer] = budget, now + wait_s
-        await asyncio.sleep(wait_s)
+        self._denied[peer] = budget, now
+        await asyncio.sleep(budget.owe(1, now))
 
     async def watch(self, port: int) -> None:
         """Never returns; ends by cancellation."""
@@ -199,6 +198,7 @@ class Connections:
                 self._agent_at[source_of(peer[0])] = self._now()
             if who is None or of_holder[who.uri] <= MOST_OF_HOLDER:
                 waiting.discard(peer)
+        self._forget_agents()
         found = Counter(source_of(address) for address, _ in waiting)
         for name, (_, at) in list(self._denied.items()):
             if self._now() < at + REFUSED_S:
@@ -206,6 +206,10 @@ class Connections:
             else:
                 del self._denied[name]
         return found
+
+    def _forget_agents(self) -> None:
+        now = self._now()
+        self._agent_at = {s: at for s, at in self._agent_at.items() if now < at + _AGENT_S}
 
     def _has_agent(self, source: bytes) -> bool:
         """Whether one has, or had not long ago, a proven connection from there."""

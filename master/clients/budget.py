@@ -21,9 +21,10 @@ class Budget:
         return True
 
     def owe(self, amount: float, now: float) -> float:
-        """Take that much at once; returns after how many seconds it will have been there."""
+        """Take that much at once; returns after how many seconds it will have been there. Nobody
+        owes more than a burst."""
         self._fill(now)
-        self._there -= amount
+        self._there = max(-self.burst, self._there - amount)
         return max(0.0, -self._there / self.per_s)
 
     def _fill(self, now: float) -> None:

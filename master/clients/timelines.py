@@ -60,13 +60,13 @@ class Timelines:
 
     # ---- what agents tell
 
-    def take_recording(self, node: NodeName, message: pb.Recorded) -> None:
-        """Raises ValueError where the recording cannot be read. One that nobody waits for is not
-        looked at."""
+    def take_recording(self, node: NodeName, message: pb.Recorded) -> bool:
+        """Take what somebody waits for; returns whether anybody does. Raises ValueError where the
+        recording cannot be read."""
         worker = WorkerId(node, message.slot)
         waiting = [w for w in self._wishes.values() if w.job_id == message.job_id]
         if not any(worker not in wish.found for wish in waiting):
-            return
+            return False
         try:
             recording = decode(Recording, message.recording)
         except ValueError as error:
@@ -75,6 +75,7 @@ class Timelines:
         if wish is not None and wish.job_id == message.job_id:
             wish.found[worker] = recording
             wish.news.set()
+        return True
 
     def clock_read(self, node: NodeName, message: pb.ClockRead) -> None:
         reading = self._readings.pop((node, message.number), None)

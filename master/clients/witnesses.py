@@ -82,6 +82,8 @@ class Witnesses(Generic[W]):
         #: Words of theirs were left because too many wait.
         self._left: set[NodeName] = set()
         self._tellers: dict[Generation, frozenset[NodeName]] = {}
+        #: The last step that is settled, and its generation: generations do not fall as steps rise.
+        self._last: tuple[int, Generation] = settled, Generation(0)
         #: Pairs that were told of.
         self._differing: set[tuple[NodeName, NodeName]] = set()
 
@@ -93,6 +95,8 @@ class Witnesses(Generic[W]):
             return "of a generation that there is not"
         if allowed is not None and node not in allowed:
             return "of a node that had no part in it"
+        if not self._is_in_order(number, word):
+            return "of a generation that it cannot be of"
         self._told[node] = max(number, self._told.get(node, 0))
         claim = self._claims.get(number)
         if number <= self._settled or (claim is not None and node in claim.words):
@@ -143,8 +147,13 @@ class Witnesses(Generic[W]):
             settled = self._settle(state, job, number, claim, members, now)
             if settled is not None:
                 verdict.words.append(settled)
+                self._last = max(self._last, (number, settled[0].generation))
                 self._forget(number)
         return verdict
+
+    def _is_in_order(self, number: int, word: W) -> bool:
+        last, generation = self._last
+        return word.generation >= generation if number > last else True
 
     def _settle(
         self,
@@ -156,16 +165,19 @@ class Witnesses(Generic[W]):
         now: float,
     ) -> tuple[W, str] | None:
         told: dict[bytes, W] = {}
-        for node, word in claim.words.items():
-            if node not in members:
-                continue
+        counts = {
+            node: word
+            for node, word in claim.words.items()
+            if node in members and self._is_in_order(number, word)
+        }
+        for word in counts.values():
             if (same := _fingerprint(word)) in told:
                 return told[same], ""
             told[same] = word
         if not told:
             return None
-        only, word = next((n, w) for n, w in claim.words.items() if n in members)
-        others = members - claim.words.keys()
+        only, word = next(iter(counts.items()))
+        others = members - counts.keys()
         if any(self._may_yet_tell(state, job, node, number) for node in others):
             lost = number <= job.seen.steps.furthest_step and now >= claim.since + LOST_S
             if not lost or isinstance(word, Restored):
@@ -181,7 +193,9 @@ class Witnesses(Generic[W]):
     def _members_of(self, job: Job, claim: _Claim[W]) -> frozenset[NodeName]:
         """Nodes whose word on it counts."""
         members: frozenset[NodeName] = frozenset()
-        for generation in {word.generation for word in claim.words.values()}:
+        number = self._number_of(next(iter(claim.words.values())))
+        words = (word for word in claim.words.values() if self._is_in_order(number, word))
+        for generation in {word.generation for word in words}:
             nodes = self._of_generation(job, generation) or frozenset()
             members = members | nodes if members else nodes
         return members
@@ -211,6 +225,8 @@ class Witnesses(Generic[W]):
 
 def _unlike(one: W, other: W) -> tuple[str, ...]:
     """The fields that all workers should have told alike, and have not."""
+    if one.generation != other.generation:  # one of them did it again
+        return ()
     shared = (name for name in one.__struct_fields__ if name not in _OWN)
     return tuple(name for name in shared if getattr(one, name) != getattr(other, name))
 

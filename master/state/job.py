@@ -118,8 +118,9 @@ class Lineage:
     #: Nodes whose workers of `plans` are known to be gone: their agent was started anew or has
     #: ended as told, or the job must do without them though they were drained.
     emptied: set[NodeName] = field(default_factory=set)
-    #: Processes that an earlier plan counted on and the newest does not, oldest first.
-    replaced: dict[Incarnation, None] = field(default_factory=dict)
+    #: Processes that an earlier plan counted on and the newest does not, oldest first; and whether
+    #: each was the first of its plan (None: not known).
+    replaced: dict[Incarnation, bool | None] = field(default_factory=dict)
     #: Most nodes that any plan was made for: the templates cover them.
     most_nodes: int = 0
     #: Plans after the first.
@@ -372,6 +373,15 @@ class Job:
             )
             return report.generation <= newest or report.generation < self.current.stepped
         return report in self.saves.known
+
+    def due_report(self) -> SaveReport | None:
+        """Return the first word on checkpoints that an event is to be made of. Nobody saves what is
+        not committed, and that others have committed it may be heard of later."""
+        steps = self.seen.steps
+        committed = max(steps.furthest_step, steps.committed_step, self.rollback.redo_until)
+        reports = self.seen.save_reports
+        due = (r for r in reports if not isinstance(r, CheckpointSaved) or r.step <= committed)
+        return next(due, None)
 
     def unanswered(self) -> tuple[WorkerId, ...]:
         """Workers that must enter the newest generation at once and have not left the one before.

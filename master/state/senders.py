@@ -52,7 +52,7 @@ def has_part(state: ClusterState, node: NodeName, job_id: JobId) -> bool:
     """Return whether the node has, or not long ago had, workers of that job by the master's word:
     so there may be output of theirs."""
     job, known = state.jobs[job_id], state.nodes[node]
-    return known.desired.job_id == job_id or node in _planned(job)
+    return known.desired.job_id == job_id or node in job.left_out or node in _planned(job)
 
 
 def tellers(job: Job, generation: Generation) -> frozenset[NodeName] | None:
@@ -107,9 +107,9 @@ def _was_member(job: Job, worker: WorkerId, process: Incarnation) -> bool:
 
 
 def _publishes(job: Job, worker: WorkerId, process: Incarnation) -> bool:
-    """The first worker of a plan writes a checkpoint's manifest."""
+    """The first worker of a plan writes a checkpoint's manifest, maybe long after the plan."""
     first = any(plan.workers[0] == worker for plan in _plans(job))
-    return first and _was_member(job, worker, process)
+    return bool(job.lineage.replaced.get(process)) or (first and _was_member(job, worker, process))
 
 
 def _was_asked(job: Job, worker: WorkerId, process: Incarnation) -> bool:

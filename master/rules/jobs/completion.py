@@ -170,17 +170,10 @@ def _succeed(context: Context, job: Job) -> Decision | None:
 
 def note_checkpoint(context: Context) -> Decision | None:
     for job in context.state.jobs.values():
-        for report in job.seen.save_reports:
-            # Nobody saves what is not committed; that others have committed it may come later.
-            if not isinstance(report, CheckpointSaved) or report.step <= _committed(job):
-                event = _event(job, report)
-                return Decision(actions=(event,), reason="a worker told of a checkpoint")
+        if (report := job.due_report()) is not None:
+            event = _event(job, report)
+            return Decision(actions=(event,), reason="a worker told of a checkpoint")
     return None
-
-
-def _committed(job: Job) -> int:
-    steps = job.seen.steps
-    return max(steps.furthest_step, steps.committed_step, job.rollback.redo_until)
 
 
 def _event(job: Job, report: SaveReport) -> CheckpointPublished | SaveProblem | JobRestored:

@@ -101,7 +101,7 @@ def _base(job: Job, event: PlanMade) -> Plan | None:
 def _note_replaced(job: Job, event: PlanMade) -> None:
     """`event` is the plan that follows `job.current.made`."""
     before = job.current.made.incarnations if job.current.made is not None else ()
-    job.lineage.replaced |= dict.fromkeys(before)
+    job.lineage.replaced |= {process: rank == 0 for rank, process in enumerate(before)}
     for process in event.incarnations:
         job.lineage.replaced.pop(process, None)
     while len(job.lineage.replaced) > KNOWN_PROCESSES:

@@ -155,7 +155,7 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
             changed |= _take_progress(state, job, node.facts.node, worker, now)
             changed |= _take_pace(job, node.facts.node, worker, now)
             note_entered(job, worker.incarnation, worker.generation)
-        changed |= bool(job.seen.save_reports)  # they may wait for the step
+        changed |= job.due_report() is not None
     return changed
 
 
@@ -240,11 +240,15 @@ def _take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None
 
 def _refute_losses(job: Job, record: StepRecord) -> None:
     """Who has lost a peer takes part in no later step, and without it nobody commits one."""
-    for worker, (_, lost) in list(job.seen.peers_lost.items()):
-        member = worker in job.current.processes()
-        if member and record.step > lost.step and record.generation >= lost.generation:
-            del job.seen.peers_lost[worker]
-            job.seen.untrue[worker.node] += 1
+    refuted = [
+        worker
+        for worker, (_, lost) in job.seen.peers_lost.items()
+        if record.step > lost.step and record.generation >= lost.generation
+        if worker in job.current.processes()
+    ]
+    for worker in refuted:
+        del job.seen.peers_lost[worker]
+    job.seen.untrue.update({worker.node for worker in refuted})
 
 
 def _note_claim(

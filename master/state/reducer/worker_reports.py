@@ -21,7 +21,7 @@ from oobleck.host.ipc.messages import (
 from oobleck.master.events.reports import WorkerReported
 from oobleck.master.state import evidence
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.job import Job
+from oobleck.master.state.job import KNOWN_REPORTS, Job
 from oobleck.master.state.job_observed import Accusation, Received, SaveReport
 from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.proto.types import Hung, WorkerExited
@@ -109,7 +109,7 @@ def hear_save(job: Job, what: SaveReport, now: float) -> bool:
         job.seen.progressed_at = now  # it is tried again and again
     if job.knows(what) or what in job.seen.save_reports:
         return False
-    job.seen.save_reports = (*job.seen.save_reports, what)
+    job.seen.save_reports = (*job.seen.save_reports, what)[-KNOWN_REPORTS:]
     return True
 
 
