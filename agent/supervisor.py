@@ -16,7 +16,8 @@ import msgspec
 from oobleck.agent.actions import Action, GiveUpWorker
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.connection.outbox import Outbox
-from oobleck.agent.connection.reports import report_of, standing_reports, status_of, tells_at_once
+from oobleck.agent.connection.records import HOLD_S
+from oobleck.agent.connection.reports import records_hold_s, report_of, standing_reports, status_of
 from oobleck.agent.events import (
     Assigned,
     ChannelClosed,
@@ -49,6 +50,7 @@ from oobleck.host.gpu.sample import Sample
 from oobleck.host.ipc.marker import with_last_line
 from oobleck.host.ipc.messages import (
     Alive,
+    Assign,
     Committed,
     Failed,
     Finished,
@@ -96,6 +98,9 @@ class Supervisor:
         self._config = config
         #: Where all that the master is to hear is put.
         self._outbox = outbox
+        #: For how long records are held back, and the plan that says so: every event asks.
+        self._held_for: Assign | None = None
+        self._hold_s = HOLD_S
         self._now = environment.now
         self._pool = ProcessPool(
             config,
@@ -352,9 +357,10 @@ class Supervisor:
             self._timer = asyncio.get_running_loop().call_later(
                 max(0.0, agenda.wake_at - self._now()) + 0.001, self._settle
             )
-        self._outbox.status(
-            status_of(self._state), self._now(), tells_at_once=tells_at_once(self._state)
-        )
+        assign = self._state.desired.assign
+        if assign is not self._held_for:
+            self._held_for, self._hold_s = assign, records_hold_s(self._state)
+        self._outbox.status(status_of(self._state), self._now(), hold_s=self._hold_s)
         if agenda.done:
             self._done.set()
 

@@ -19,17 +19,21 @@ _SPACED = re.compile(r"://[^\s/?#@:\[]{1,200}:(?!\d{1,5}\b)[^\s/?#@][^\n/?#@]{0,
 #: Of these the part before `@` names a container or a user, and is no secret.
 _NAMED = re.compile(r"(?:^|[^a-z0-9+.-])(?:abfss?|wasbs?|hdfs)$")
 _NAMED_CHARACTERS = 6
-#: Anywhere in a query's name.
-_SECRET = re.compile(r"token|secret|sig|passw|passphrase|credential|key|access_?id", re.IGNORECASE)
+#: Anywhere in a query's name; not `max_tokens`, `tokenizer` nor `design`.
+_SECRET = re.compile(
+    r"token(?!s|iz)|secret|signature|(?<![a-z])sig(?![a-z])|passw|passphrase|credential|key"
+    r"|access_?id",
+    re.IGNORECASE,
+)
 #: Short words that stand in many others, as in `author` and `encode`: these count as whole words.
-_SECRET_WORDS = frozenset({"auth", "authorization", "bearer", "jwt", "pass", "pw", "pwd"})
+_SECRET_WORDS = frozenset({"auth", "authorization", "bearer", "jwt", "pass", "pw", "pwd", "sas"})
 #: OAuth's; `country_code` and its like are none.
 _SECRET_NAMES = frozenset({"code", "authcode", "authorizationcode", "devicecode", "usercode"})
 _WORD_OF_NAME = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-#: Who knows a webhook's path may post to it: all behind the host `hooks.*`, or behind a part of the
-#: path or host such as `webhooks`; and Telegram's `/bot123:TOKEN/`.
+#: Who knows a webhook's path may post to it by HTTP: all behind the host `hooks.*`, or behind a
+#: part of the path or host such as `webhooks`; and Telegram's `/bot123:TOKEN/`.
 _HOOK = re.compile(
-    r"(?P<shown>://(?:hooks\.[^\s/?#'\"]*/"
+    r"(?P<shown>https?://(?:hooks\.[^\s/?#'\"]*/"
     r"|[^\s/?#'\"]{0,200}webhook[^\s/?#'\"]*/"
     r"|[^\s/?#'\"]*/(?:[^\s?#'\"]{0,200}/)?(?:(?:web)?hooks?|webhookb2)/"
     r"|[^\s/?#'\"]*/bot(?=[0-9]{1,20}:)))"

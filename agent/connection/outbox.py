@@ -11,7 +11,7 @@ from collections import deque
 
 import msgspec
 
-from oobleck.agent.connection.records import RecordBuffer
+from oobleck.agent.connection.records import HOLD_S, RecordBuffer
 from oobleck.agent.processes.output import LogQueue
 from oobleck.host.detection import GATHER_WORDS_S
 from oobleck.host.doctor.orders import Answer
@@ -58,10 +58,10 @@ class Outbox:
         self._log_job = JobId("")
         #: When they are sent; None: there are none.
         self._log_due_at: float | None = None
-        #: This agent is, or was, one of those that send records at once.
-        self._tells_at_once = False
-        #: Newest plan that has those elsewhere, and none of whose steps is known here yet.
-        self._tells_until: Generation | None = None
+        #: For how long records are held back.
+        self._hold_s = HOLD_S
+        #: That from the newest plan on, none of whose steps is known here yet; None: the same.
+        self._hold_then: tuple[Generation, float] | None = None
         #: Set whenever something new may be due.
         self.wake = asyncio.Event()
 
@@ -74,7 +74,7 @@ class Outbox:
         self._status_due = False
         return self._status
 
-    def status(self, status: NodeStatus, now: float, *, tells_at_once: bool) -> None:
+    def status(self, status: NodeStatus, now: float, *, hold_s: float) -> None:
         """The newest status; sent soon where the plan in it has changed, and at once where more
         than that and the progress has."""
         before, after = _without_progress(self._status), _without_progress(status)
@@ -83,14 +83,15 @@ class Outbox:
             self._status_due = True
             self._words_due(now + GATHER_WORDS_S if alone else now)
         self._status = status
-        if tells_at_once:
-            self._tells_until = None
-            if not self._tells_at_once:
-                self._tells_at_once = True
+        if hold_s <= self._hold_s:
+            self._hold_then = None
+            if hold_s < self._hold_s:
+                self._hold_s = hold_s
                 self.wake.set()
-        elif self._tells_at_once and self._tells_until is None:
+        else:
             # Steps before a boundary may be known to nobody who is in the plan after it.
-            self._tells_until = status.generation
+            known = self._hold_then
+            self._hold_then = status.generation if known is None else known[0], hold_s
 
     def want_status(self, now: float) -> None:
         """Have the status sent though nothing in it has changed."""
@@ -115,8 +116,8 @@ class Outbox:
         """Keep it for the master; the way into the plan, which may still wait, is told now."""
         if self._words_due_at is not None:
             self._words_due(now)
-        if self._tells_until is not None and record.generation >= self._tells_until:
-            self._tells_at_once, self._tells_until = False, None
+        if self._hold_then is not None and record.generation >= self._hold_then[0]:
+            self._hold_s, self._hold_then = self._hold_then[1], None
         lost = self._records.lost
         self._records.add(job_id, record, now)
         if self._records.lost != lost:
@@ -179,7 +180,7 @@ class Outbox:
         """
         found: list[pb.AgentMessage] = []
         words_due = self._words_due_at is not None and now >= self._words_due_at
-        records = self._records.due(now, first=self._tells_at_once)
+        records = self._records.due(now, hold_s=self._hold_s)
         if words_due or records:
             texts = [_text_of(_aged(report, now - at)) for report, at in self._reports]
             found += [pb.AgentMessage(report=text) for text in texts if text is not None]
@@ -189,7 +190,7 @@ class Outbox:
             assert self._records.job_id is not None
             batch = records_message(self._records.job_id, records)
             found.append(pb.AgentMessage(records=batch))
-            records = self._records.due(now, first=self._tells_at_once)
+            records = self._records.due(now, hold_s=self._hold_s)
         if self._status_due and self._words_due_at is None:
             self._status_due = False
             found.append(pb.AgentMessage(status=status_message(self._status)))
@@ -207,7 +208,7 @@ class Outbox:
 
     def next_due(self, now: float) -> float | None:
         """When `take` will have something though nothing new comes."""
-        records_due_at = self._records.next_due(now, first=self._tells_at_once)
+        records_due_at = self._records.next_due(now, hold_s=self._hold_s)
         due = (self._words_due_at, records_due_at, self._log_due_at)
         return min((at for at in due if at is not None), default=None)
 

@@ -2,8 +2,8 @@
 
 Every worker of a job makes the same record at each commit, so every agent has all of them and
 keeps each until the master acknowledges it. Two agents send at once, since the master takes what
-two nodes say alike. The others send only what stays unacknowledged for `HOLD_S`, so that a record
-gets through whoever dies.
+two nodes say alike. The others send only what stays unacknowledged, one of them after `HOLD_S` and
+each next one `NEXT_S` later, so that a record gets through whoever dies, and not from all at once.
 
 The bound: while the master is away for more than `LIMIT` steps, the *oldest* records are kept,
 since the master writes them in step order; later ones are lost and counted.
@@ -18,8 +18,12 @@ from oobleck.planner.ids import JobId
 LIMIT = 65_536
 #: Records per message.
 BATCH = 256
-#: How long the others hold back.
+#: How long the third one holds back, and how much longer each one after it: by then it knows what
+#: the one before it has sent.
 HOLD_S = 4.0
+NEXT_S = 3.0
+#: Nobody holds back for longer.
+MOST_HOLD_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +76,20 @@ class RecordBuffer:
         """What an earlier session sent may not have arrived: all are to be sent again."""
         self._waiting = deque(_Waiting(self._kept[step], now) for step in sorted(self._kept))
 
-    def due(self, now: float, *, first: bool) -> list[StepRecord]:
-        """The next records to send, which count as sent; `first`: this agent
-        is one of those that send at once."""
+    def due(self, now: float, *, hold_s: float) -> list[StepRecord]:
+        """The next records to send, which count as sent; `hold_s`: for how long this agent holds
+        them back."""
         found: list[StepRecord] = []
-        while len(found) < BATCH and (at := self.next_due(now, first=first)) is not None:
+        while len(found) < BATCH and (at := self.next_due(now, hold_s=hold_s)) is not None:
             if at > now:
                 break
             found.append(self._waiting.popleft().record)
         return found
 
-    def next_due(self, now: float, *, first: bool) -> float | None:
+    def next_due(self, now: float, *, hold_s: float) -> float | None:
         """When `due` will have something; None: nothing waits."""
         while self._waiting and self._waiting[0].record.step not in self._kept:
             self._waiting.popleft()
         if not self._waiting:
             return None
-        return now if first else max(now, self._waiting[0].since + HOLD_S)
+        return max(now, self._waiting[0].since + hold_s)

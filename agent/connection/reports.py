@@ -5,6 +5,7 @@ Pure. Must not know when it is told, nor how it gets there.
 
 import msgspec
 
+from oobleck.agent.connection.records import HOLD_S, MOST_HOLD_S, NEXT_S
 from oobleck.agent.state import NodeState
 from oobleck.agent.worker import WorkerState
 from oobleck.planner.ids import NodeName
@@ -107,14 +108,15 @@ def newest_plan(known: types.Assignment | None, told: types.Assignment) -> types
     return msgspec.structs.replace(told, job=None)
 
 
-def tells_at_once(state: NodeState) -> bool:
-    """Return whether this node's agent sends the records of steps at once."""
+def records_hold_s(state: NodeState) -> float:
+    """Return for how long this node's agent holds the records of steps back."""
     assign = state.desired.assign
-    return assign is not None and state.node in first_tellers(assign.plan)
+    if assign is None or state.node not in assign.plan.nodes:
+        return HOLD_S
+    return hold_s(assign.plan, state.node)
 
 
-def first_tellers(plan: Plan) -> tuple[NodeName, NodeName]:
-    """Return the two nodes whose agents do; a node that is alone stands twice."""
-    first = plan.workers[0].node
-    others = (worker.node for worker in plan.workers if worker.node != first)
-    return first, next(others, first)
+def hold_s(plan: Plan, node: NodeName) -> float:
+    """Return that of a node of the plan; 0: the first two send at once."""
+    place = list(dict.fromkeys(worker.node for worker in plan.workers)).index(node)
+    return 0.0 if place < 2 else min(MOST_HOLD_S, HOLD_S + NEXT_S * (place - 2))

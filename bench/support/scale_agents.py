@@ -26,7 +26,8 @@ import psutil
 
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.connection.outbox import Outbox
-from oobleck.agent.connection.reports import first_tellers
+from oobleck.agent.connection.records import HOLD_S
+from oobleck.agent.connection.reports import hold_s
 from oobleck.agent.connection.session import Session, channel_options
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.endpoint import Endpoint
@@ -66,21 +67,19 @@ class News:
 
     def __init__(self) -> None:
         self._lines: dict[str, list[object]] = {}
-        self._first: dict[Generation, tuple[NodeName, NodeName]] = {}
+        self._plans: set[Generation] = set()
 
     def tell(self, kind: str, *what: object) -> None:
         if not self._lines:
             asyncio.get_running_loop().call_later(_NEWS_S, self._flush)
         self._lines.setdefault(kind, []).append(what)
 
-    def plan(self, plan: Plan) -> tuple[NodeName, NodeName]:
-        """Return the two nodes that send records at once. All by rank are told once, however many
-        agents hear of the plan."""
-        if plan.generation not in self._first:
-            self._first[plan.generation] = first_tellers(plan)
+    def plan(self, plan: Plan) -> None:
+        """All by rank are told once, however many agents hear of the plan."""
+        if plan.generation not in self._plans:
+            self._plans.add(plan.generation)
             ranks = [int(worker.node.removeprefix("n")) for worker in plan.workers]
             self.tell("plan", plan.generation, ranks)
-        return self._first[plan.generation]
 
     def _flush(self) -> None:
         lines, self._lines = self._lines, {}
@@ -138,7 +137,7 @@ class Agent:
         self._worker = Incarnation("")
         self._told = self._entered = Generation(0)
         self._step, self._beats = -1, 0
-        self.tells_at_once = False
+        self.hold_s = HOLD_S
         #: Told again to each new session until there is a newer plan.
         self._lost: WorkerReport | None = None
 
@@ -187,14 +186,15 @@ class Agent:
             self._step = -1
         if assign is None:
             self._told = self._entered = Generation(0)
-            self.tells_at_once = False
+            self.hold_s = HOLD_S
         elif desired.generation > self._told and self._worker in desired.worker_incarnations:
             self._enter(assign.plan)
         self._tell()
 
     def _enter(self, plan: Plan) -> None:
         generation = self._told = plan.generation
-        self.tells_at_once = node_name(self._number) in self._news.plan(plan)
+        self._news.plan(plan)
+        self.hold_s = hold_s(plan, node_name(self._number))
         self._lost = None
         self._news.tell("told", self._number, generation, time.monotonic())
         loop = asyncio.get_running_loop()
@@ -250,7 +250,7 @@ class Agent:
             )
             workers = (worker,)
         status = NodeStatus(job_id=self._job_id, generation=self._told, workers=workers)
-        self._outbox.status(status, self._environment.now(), tells_at_once=self.tells_at_once)
+        self._outbox.status(status, self._environment.now(), hold_s=self.hold_s)
 
 
 class Hosts:
@@ -296,7 +296,7 @@ class Hosts:
         for agent in self.agents.values():
             # Here they wait for each other, as agents on hosts of their own do not: so that the
             # only ones whose records are waited for are the first.
-            after_s = 0.0 if agent.tells_at_once else random.uniform(0.02, _SPREAD_S)
+            after_s = 0.0 if not agent.hold_s else random.uniform(0.02, _SPREAD_S)
             loop.call_later(after_s, agent.commit, record)
 
     def cut(self, count: int) -> None:

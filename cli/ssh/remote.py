@@ -325,8 +325,12 @@ def _make_state(at: Place) -> None:
     """Make the agent's own folder, and its user, unless they are there. Raises Refused."""
     if at.is_demoted:
         _make_user(at.user)
-    if at.state.exists() and at.state != at.folder and _name(at.state.stat().st_uid) != at.user:
-        shutil.rmtree(at.state)
+    owner = _name(at.state.stat().st_uid) if at.state.exists() else at.user
+    if at.state != at.folder and owner != at.user:
+        raise Refused(
+            f"{at.state} belongs to {owner}, and may hold what jobs wrote: say --run-as {owner}, "
+            "or remove it first with `oobleck down --purge`"
+        )
     at.state.mkdir(mode=0o700, exist_ok=True)
     if at.is_demoted:
         os.chown(at.state, at.account().pw_uid, at.account().pw_gid)

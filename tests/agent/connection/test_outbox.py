@@ -9,6 +9,7 @@ from oobleck.agent.connection.outbox import (
     LINES_PER_MESSAGE,
     Outbox,
 )
+from oobleck.agent.connection.records import HOLD_S
 from oobleck.host.detection import GATHER_WORDS_S
 from oobleck.host.ipc.messages import (
     CheckpointSaved,
@@ -116,7 +117,7 @@ def test_what_the_master_acts_on_takes_what_waits_along() -> None:
     outbox = Outbox(Incarnation("0123"))
     generation = Generation(2)
     outbox.report(reported(PhaseReached(generation=generation, phase="transferred")), 10.0)
-    outbox.status(NodeStatus(generation=generation), 10.0, tells_at_once=False)
+    outbox.status(NodeStatus(generation=generation), 10.0, hold_s=HOLD_S)
     assert outbox.take(10.0) == []
     outbox.report(reported(PeerLost(generation=generation, step=3, detail="closed")), 10.0)
     assert [message.WhichOneof("body") for message in outbox.take(10.0)] == [
@@ -126,12 +127,12 @@ def test_what_the_master_acts_on_takes_what_waits_along() -> None:
     ]
 
 
-@pytest.mark.parametrize("tells_at_once", [True, False])
-def test_the_way_into_a_plan_is_told_with_its_first_step(tells_at_once: bool) -> None:
+@pytest.mark.parametrize("hold_s", [0.0, HOLD_S])
+def test_the_way_into_a_plan_is_told_with_its_first_step(hold_s: float) -> None:
     outbox, generation = Outbox(Incarnation("0123")), Generation(2)
-    outbox.status(NodeStatus(), 9.0, tells_at_once=tells_at_once)
+    outbox.status(NodeStatus(), 9.0, hold_s=hold_s)
     outbox.report(reported(PhaseReached(generation=generation, phase="transferred")), 10.0)
-    outbox.status(NodeStatus(generation=generation), 10.0, tells_at_once=tells_at_once)
+    outbox.status(NodeStatus(generation=generation), 10.0, hold_s=hold_s)
     assert outbox.take(10.0) == []
     record = StepRecord(
         step=5,
@@ -145,12 +146,12 @@ def test_the_way_into_a_plan_is_told_with_its_first_step(tells_at_once: bool) ->
     )
     outbox.record(JobId("demo-1"), record, 10.1)
     told = [message.WhichOneof("body") for message in outbox.take(10.1)]
-    assert told == ["report", *(["records"] if tells_at_once else []), "status"]
+    assert told == ["report", *([] if hold_s else ["records"]), "status"]
 
 
 def test_a_status_with_more_than_the_plan_in_it_is_sent_at_once() -> None:
     outbox = Outbox(Incarnation("0123"))
-    outbox.status(NodeStatus(leaving=True), 10.0, tells_at_once=False)
+    outbox.status(NodeStatus(leaving=True), 10.0, hold_s=HOLD_S)
     assert [message.WhichOneof("body") for message in outbox.take(10.0)] == ["status"]
 
 

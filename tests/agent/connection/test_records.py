@@ -3,10 +3,12 @@
 import pytest
 
 from oobleck.agent.connection.outbox import Outbox
-from oobleck.agent.connection.records import BATCH, HOLD_S, RecordBuffer
+from oobleck.agent.connection.records import BATCH, HOLD_S, NEXT_S, RecordBuffer
+from oobleck.agent.connection.reports import hold_s
 from oobleck.agent.processes.output import LINE_BYTES, TAIL_LINES, LogQueue, Tail
-from oobleck.planner.ids import Generation, Incarnation, JobId
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.proto.types import NodeStatus
+from support.plans import plan_of_cuts
 from support.standin_warm import record
 
 JOB = JobId("demo-1")
@@ -20,23 +22,29 @@ def filled(steps: int, limit: int = 1000) -> RecordBuffer:
     return buffer
 
 
-def steps(buffer: RecordBuffer, now: float, *, first: bool) -> list[int]:
-    return [record.step for record in buffer.due(now, first=first)]
+def steps(buffer: RecordBuffer, now: float, *, held_s: float) -> list[int]:
+    return [record.step for record in buffer.due(now, hold_s=held_s)]
+
+
+def test_two_nodes_send_at_once_and_the_others_one_after_the_other() -> None:
+    plan = plan_of_cuts(([1, 1], 1), ([2], 1), ([1, 1], 1))
+    holds = [hold_s(plan, NodeName(f"n{number}")) for number in range(5)]
+    assert holds == [0.0, 0.0, HOLD_S, HOLD_S + NEXT_S, HOLD_S + 2 * NEXT_S]
 
 
 def test_the_agent_of_rank_0_sends_each_record_at_once_and_once() -> None:
     buffer = filled(3)
-    assert steps(buffer, 0.0, first=True) == [1, 2, 3]
-    assert steps(buffer, 99.0, first=True) == []
-    assert buffer.next_due(0.0, first=True) is None
+    assert steps(buffer, 0.0, held_s=0.0) == [1, 2, 3]
+    assert steps(buffer, 99.0, held_s=0.0) == []
+    assert buffer.next_due(0.0, hold_s=0.0) is None
 
 
 def test_other_agents_send_what_stays_unacknowledged() -> None:
     buffer = filled(3)
-    assert steps(buffer, HOLD_S - 0.01, first=False) == []
-    assert buffer.next_due(0.5, first=False) == HOLD_S
+    assert steps(buffer, HOLD_S - 0.01, held_s=HOLD_S) == []
+    assert buffer.next_due(0.5, hold_s=HOLD_S) == HOLD_S
     buffer.acknowledge(JOB, 2)
-    assert steps(buffer, HOLD_S, first=False) == [3]
+    assert steps(buffer, HOLD_S, held_s=HOLD_S) == [3]
 
 
 def test_records_of_several_workers_and_late_repeats_count_once() -> None:
@@ -49,30 +57,30 @@ def test_records_of_several_workers_and_late_repeats_count_once() -> None:
 
 def test_a_new_session_repeats_all_that_is_unacknowledged_in_step_order() -> None:
     buffer = filled(3)
-    assert steps(buffer, 0.0, first=True) == [1, 2, 3]
+    assert steps(buffer, 0.0, held_s=0.0) == [1, 2, 3]
     buffer.acknowledge(JOB, 1)
     buffer.session_began(5.0)
-    assert steps(buffer, 5.0, first=False) == []
-    assert steps(buffer, 5.0 + HOLD_S, first=False) == [2, 3]
+    assert steps(buffer, 5.0, held_s=HOLD_S) == []
+    assert steps(buffer, 5.0 + HOLD_S, held_s=HOLD_S) == [2, 3]
 
 
 def test_batches_are_bounded() -> None:
     buffer = filled(BATCH + 1)
-    assert len(steps(buffer, 0.0, first=True)) == BATCH
-    assert len(steps(buffer, 0.0, first=True)) == 1
+    assert len(steps(buffer, 0.0, held_s=0.0)) == BATCH
+    assert len(steps(buffer, 0.0, held_s=0.0)) == 1
 
 
 def test_a_full_buffer_keeps_the_oldest() -> None:
     buffer = filled(5, limit=3)
     assert buffer.lost == 2
-    assert steps(buffer, 0.0, first=True) == [1, 2, 3]
+    assert steps(buffer, 0.0, held_s=0.0) == [1, 2, 3]
 
 
 def test_another_job_drops_the_old_records_and_ignores_old_acknowledgements() -> None:
     buffer = filled(3)
     buffer.add(JobId("next-1"), record(1, FIRST), 0.0)
     buffer.acknowledge(JOB, 3)
-    assert steps(buffer, 0.0, first=True) == [1]
+    assert steps(buffer, 0.0, held_s=0.0) == [1]
 
 
 def test_output_is_cut_into_lines_and_the_last_ones_are_remembered() -> None:
@@ -97,8 +105,8 @@ def test_lines_that_nobody_takes_are_dropped_oldest_first_and_counted() -> None:
 
 def test_steps_before_a_boundary_are_sent_at_once_by_who_had_rank_0_then() -> None:
     outbox = Outbox(Incarnation("0001"))
-    outbox.status(NodeStatus(generation=FIRST), 0.0, tells_at_once=True)
-    outbox.status(NodeStatus(generation=Generation(2)), 0.0, tells_at_once=False)
+    outbox.status(NodeStatus(generation=FIRST), 0.0, hold_s=0.0)
+    outbox.status(NodeStatus(generation=Generation(2)), 0.0, hold_s=HOLD_S)
     outbox.record(JOB, record(7, FIRST), 0.0)
     assert sent(outbox) == [7]
     outbox.record(JOB, record(8, Generation(2)), 0.1)

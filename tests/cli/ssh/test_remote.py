@@ -1,5 +1,7 @@
 """What `oobleck up` writes on hosts: the unit, made of deploy's, and what pip is told."""
 
+import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -120,3 +122,13 @@ def test_hosts_take_no_file_of_another_hash(
     with pytest.raises(Refused, match="DO NOT MATCH THE HASHES"):
         remote.install(place(tmp_path), "key", [own.name], pinned, "", alone=False)
     assert not (tmp_path / "venvs" / "key" / "whole").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_what_another_users_jobs_wrote_is_not_removed(tmp_path: Path) -> None:
+    there = place(tmp_path, "nobody")
+    os.chown(there.state, pwd.getpwnam("daemon").pw_uid, -1)
+    (there.state / "checkpoint").write_text("weights")
+    with pytest.raises(Refused, match=r"belongs to daemon, .*--run-as daemon, .*--purge"):
+        remote._make_state(there)
+    assert (there.state / "checkpoint").read_text() == "weights"
