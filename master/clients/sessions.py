@@ -8,28 +8,20 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from oobleck.host.ipc.messages import (
-    Evaluated,
-    EvaluationRecord,
-    Restored,
-    StepRecord,
-)
+from oobleck.host.ipc.messages import Evaluated, Restored
 from oobleck.master.clients.budget import Budget
+from oobleck.master.clients.confirmations import Confirmations
 from oobleck.master.clients.incoming import Incoming, Output, Records
 from oobleck.master.clients.outbox import OTHERS_S, SENDERS_S, AgentSession, Rounds
-from oobleck.master.clients.witnesses import Differs, Witnesses
 from oobleck.master.config import MasterConfig
-from oobleck.master.events.jobs import RecordsDiffer
 from oobleck.master.events.reports import (
     AgentRefused,
-    EvaluationReceived,
     RecordsReceived,
     RecordsWait,
-    RestoreReceived,
     StatusReceived,
     StreamClosed,
     StreamOpened,
@@ -56,13 +48,11 @@ _REGISTRATIONS_PER_S, _REGISTRATIONS_AT_ONCE = 1.0, 30
 _OUTPUT_BYTES_PER_S, _OUTPUT_BYTES_AT_ONCE = 1 << 20, 16 << 20
 #: Refusals of one node's words are logged once for each of so many reasons.
 _MOST_TOLD = 1000
-#: So often all that waits for other words is looked at.
-_JUDGE_S = 0.2
 
 
 @dataclass(slots=True)
 class _Sender:
-    """One node, over all its sessions."""
+    """Bounds one node, over all its sessions."""
 
     registrations: Budget = field(
         default_factory=lambda: Budget(_REGISTRATIONS_PER_S, _REGISTRATIONS_AT_ONCE)
@@ -74,21 +64,6 @@ class _Sender:
     dropped: int = 0
     #: Of its newest status.
     processes: tuple[Incarnation, ...] = ()
-
-
-@dataclass(slots=True)
-class _Told:
-    """What nodes have told of one job, and a second one has to confirm."""
-
-    records: Witnesses[StepRecord]
-    evaluations: Witnesses[EvaluationRecord]
-    restores: Witnesses[Restored]
-
-    @property
-    def all(
-        self,
-    ) -> tuple[Witnesses[StepRecord] | Witnesses[EvaluationRecord] | Witnesses[Restored], ...]:
-        return self.records, self.evaluations, self.restores
 
 
 class Sessions:
@@ -110,8 +85,7 @@ class Sessions:
         self._open: dict[int, AgentSession] = {}
         self._last_number = 0
         self._by_node: dict[NodeName, _Sender] = {}
-        self._told: dict[JobId, _Told] = {}
-        self._judged_at = 0.0
+        self._confirmations = Confirmations(ledger)
         #: Of each process in the newest statuses.
         self._places: dict[Incarnation, WorkerId] = {}
         #: Refusals that were logged.
@@ -198,9 +172,7 @@ class Sessions:
             running=registration.running,
         )
         ledger.observe(opened, arrived_at)
-        for told in self._told.values():
-            for witnesses in told.all:
-                witnesses.begin_again(facts.node)
+        self._confirmations.begin_again(facts.node)
         if ledger.state.active is not None:
             self._to_all.note(ledger.state.active)
         return session
@@ -239,14 +211,9 @@ class Sessions:
             case WorkerReport() if reason := why_refused(ledger.state, node, message):
                 self._refuse(node, reason)
             case WorkerReport(job_id=job_id, what=Evaluated(record=record)):
-                told = self._of_job(job_id).evaluations
-                self._refuse(node, told.tell(ledger.state.jobs[job_id], node, record, arrived_at))
-                self._judge_evaluations(job_id, arrived_at, (record,))
+                self._refuse(node, self._confirmations.evaluation(job_id, node, record, arrived_at))
             case WorkerReport(job_id=job_id, what=Restored() as restored):
-                restores = self._of_job(job_id).restores
-                job = ledger.state.jobs[job_id]
-                self._refuse(node, restores.tell(job, node, restored, arrived_at))
-                self._judge_restores(job_id, arrived_at, (restored,))
+                self._refuse(node, self._confirmations.restore(job_id, node, restored, arrived_at))
             case WorkerReport():
                 reported = WorkerReported(
                     worker=WorkerId(session.node, message.slot),
@@ -261,7 +228,7 @@ class Sessions:
                 self._take_records(session, message, arrived_at)
 
     def _believed(self, node: NodeName, status: NodeStatus) -> NodeStatus:
-        """What of it counts. Of a process that two places name, the first one has it."""
+        """Return what of it counts. Of a process that two places name, the first one has it."""
         state = self._ledger.state
         known = believed(state, node, status)
         sender = self._sender(node)
@@ -294,103 +261,12 @@ class Sessions:
         self._changes.happened()
 
     def _take_records(self, session: AgentSession, message: Records, arrived_at: float) -> None:
-        job, told = self._ledger.state.jobs[message.job_id], self._of_job(message.job_id)
-        for record in message.records:
-            reason = "of a step that there is not"
-            if record.step <= job.spec.training.steps:
-                reason = told.records.tell(job, session.node, record, arrived_at)
-            self._refuse(session.node, reason and f"a step's record {reason}")
-        self._judge_records(job.id, arrived_at, message.records)
+        told = self._confirmations.records
+        for reason in told(message.job_id, session.node, message.records, arrived_at):
+            self._refuse(session.node, reason)
         self._senders.add(session.number)
         self._to_senders.note(message.job_id)
         self._to_all.note(message.job_id)
-
-    # ---- what a second node says too
-
-    def _judge_records(
-        self, job_id: JobId, now: float, about: Iterable[StepRecord] | None = None
-    ) -> None:
-        archive, told = self._ledger.archive, self._of_job(job_id).records
-        verdict = told.judge(self._ledger.state, self._ledger.state.jobs[job_id], now, about)
-        words = [msgspec.structs.replace(word, told_by=by) for word, by in verdict.words]
-        if words:
-            new = archive.take_records(job_id, tuple(words))
-            if new:
-                self._ledger.observe(RecordsReceived(job_id=job_id, records=new), now)
-            told.settle_through(archive.metrics(job_id).through_step)
-        self._note_differences(job_id, "step", verdict.differ)
-
-    def _judge_evaluations(
-        self, job_id: JobId, now: float, about: Iterable[EvaluationRecord] | None = None
-    ) -> None:
-        archive, told = self._ledger.archive, self._of_job(job_id).evaluations
-        verdict = told.judge(self._ledger.state, self._ledger.state.jobs[job_id], now, about)
-        for word, by in verdict.words:
-            record = msgspec.structs.replace(word, told_by=by)
-            if archive.take_evaluation(job_id, record):
-                received = EvaluationReceived(job_id=job_id, record=record)
-                self._ledger.observe(received, now)
-            told.settle_through(record.step)
-        self._note_differences(job_id, "evaluation", verdict.differ)
-
-    def _judge_restores(
-        self, job_id: JobId, now: float, about: Iterable[Restored] | None = None
-    ) -> None:
-        told = self._of_job(job_id).restores
-        verdict = told.judge(self._ledger.state, self._ledger.state.jobs[job_id], now, about)
-        for restored, _ in verdict.words:
-            self._ledger.observe(RestoreReceived(job_id=job_id, restored=restored), now)
-            told.settle_through(restored.generation)
-        self._note_differences(job_id, "restore", verdict.differ)
-
-    def _note_differences(
-        self,
-        job_id: JobId,
-        record: Literal["step", "evaluation", "restore"],
-        found: Iterable[Differs],
-    ) -> None:
-        for one in found:
-            log.warning(
-                "two nodes tell different things of what all workers should tell alike; one of "
-                "them is broken, or lies: drain it",
-                extra={"job": job_id, "nodes": one.nodes, "step": one.step, "fields": one.fields},
-            )
-            event = RecordsDiffer(
-                job_id=job_id,
-                record=record,
-                step=one.step,
-                nodes=one.nodes,
-                fields=one.fields,
-            )
-            self._ledger.journal(event)
-
-    def _judge(self, now: float) -> None:
-        """Look at all that waits: others may be lost by now, or have told of later steps."""
-        if 0 <= now - self._judged_at < _JUDGE_S:
-            return
-        self._judged_at = now
-        for job_id in list(self._told):
-            if job_id not in self._ledger.state.jobs:
-                del self._told[job_id]
-                continue
-            self._judge_records(job_id, now)
-            self._judge_evaluations(job_id, now)
-            self._judge_restores(job_id, now)
-            for node in self._told[job_id].records.ask_again():
-                reason = "to send again the records that were too many to keep"
-                self.end_of(node, Refusal(reason=reason, temporary=True))
-
-    def _of_job(self, job_id: JobId) -> _Told:
-        if job_id not in self._told:
-            archive = self._ledger.archive
-            self._told[job_id] = _Told(
-                records=Witnesses(lambda record: record.step, archive.metrics(job_id).through_step),
-                evaluations=Witnesses(
-                    lambda record: record.step, archive.evaluations(job_id).stored_step
-                ),
-                restores=Witnesses(lambda restored: restored.generation),
-            )
-        return self._told[job_id]
 
     def _sender(self, node: NodeName) -> _Sender:
         if node not in self._by_node:
@@ -401,7 +277,7 @@ class Sessions:
         return self._by_node[node]
 
     def _give_up(self, sender: _Sender) -> None:
-        """What its newest status has told of is nobody's now."""
+        """Have the processes of its newest status be nobody's."""
         for process in sender.processes:
             self._places.pop(process, None)
 
@@ -417,7 +293,9 @@ class Sessions:
     def pass_over_lost(self, now: float, late_s: float) -> None:
         """Records that waited in vain for those of steps before, or for another node's word, wait
         no more."""
-        self._judge(now)
+        for node in self._confirmations.look(now):
+            reason = "to send again the records that were too many to keep"
+            self.end_of(node, Refusal(reason=reason, temporary=True))
         for job_id, records in self._ledger.archive.pass_over_lost(now, late_s).items():
             self._ledger.observe(RecordsReceived(job_id=job_id, records=records), now)
             self._to_all.note(job_id)
@@ -427,7 +305,7 @@ class Sessions:
         if (job := self._ledger.state.job) is None:
             return
         waiting = self._ledger.archive.has_waiting(job.id)
-        waiting |= job.id in self._told and self._told[job.id].records.wait_long(now)
+        waiting |= self._confirmations.wait_long(job.id, now)
         if waiting != job.seen.steps.records_wait:
             self._ledger.observe(RecordsWait(job_id=job.id, waiting=waiting), now)
 

@@ -51,7 +51,7 @@ class Differs:
 
 @dataclass(slots=True)
 class Verdict(Generic[W]):
-    """What counts from now on, in order, and what differs."""
+    """Says what counts from now on, in order, and what differs."""
 
     #: With the only node that told it; empty: several did.
     words: list[tuple[W, str]] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Verdict(Generic[W]):
 
 @dataclass(slots=True)
 class _Claim(Generic[W]):
-    """All that is told of one step, or one return to a checkpoint."""
+    """Holds what nodes tell of one step, or of one return to a checkpoint."""
 
     since: float
     #: In the order in which they came.
@@ -68,7 +68,7 @@ class _Claim(Generic[W]):
 
 
 class Witnesses(Generic[W]):
-    """What nodes have told, of one kind and in one job, that is not settled yet."""
+    """Holds what nodes have told, of one kind and in one job, and is not settled yet."""
 
     def __init__(self, number_of: Callable[[W], int], settled: int = 0) -> None:
         """`number_of`: what a word is about, a step or a generation; agents tell of them in order.
@@ -111,11 +111,11 @@ class Witnesses(Generic[W]):
         return ""
 
     def begin_again(self, node: NodeName) -> None:
-        """In a new session its agent tells all that it keeps, from the oldest on."""
+        """Know that a new session of its agent tells all that it keeps, from the oldest on."""
         self._told.pop(node, None)
 
     def settle_through(self, number: int) -> None:
-        """All up to there is known."""
+        """Forget all up to there: it is known."""
         self._settled = max(self._settled, number)
         for known in [known for known in self._claims if known <= self._settled]:
             self._forget(known)
@@ -152,6 +152,8 @@ class Witnesses(Generic[W]):
         return verdict
 
     def _is_in_order(self, number: int, word: W) -> bool:
+        """Return whether its generation can be that of the step: nobody who left a plan can tell
+        of what came after it."""
         last, generation = self._last
         return word.generation >= generation if number > last else True
 
@@ -185,7 +187,7 @@ class Witnesses(Generic[W]):
         return word, only
 
     def _may_yet_tell(self, state: ClusterState, job: Job, node: NodeName, number: int) -> bool:
-        """Whether its agent may have the word, and has told of nothing that comes after it."""
+        """Return whether its agent may have the word, and has told of nothing that comes later."""
         here = node in state.nodes and state.nodes[node].registered
         gone = node in job.lineage.emptied or job.state in ENDED
         return here and not gone and self._told.get(node, 0) < number

@@ -96,24 +96,25 @@ def is_member(job: Job, worker: WorkerId, process: Incarnation) -> bool:
 
 
 def _is_no_others(job: Job, worker: WorkerId, process: Incarnation) -> bool:
-    """Another place's process is that place's agent's to speak for."""
+    """Return whether no plan has it in another place, whose agent speaks for it."""
     known = job.current.processes().get(worker)
     return known == process or process not in job.current.processes().values()
 
 
 def _was_member(job: Job, worker: WorkerId, process: Incarnation) -> bool:
-    """What it has saved outlives its part in a plan."""
+    """Return whether a plan has it or had it: what it has saved outlives its part in a plan."""
     return is_member(job, worker, process) or process in job.lineage.replaced
 
 
 def _publishes(job: Job, worker: WorkerId, process: Incarnation) -> bool:
-    """The first worker of a plan writes a checkpoint's manifest, maybe long after the plan."""
+    """Return whether it is or was the first of a plan, which writes a checkpoint's manifest, maybe
+    long after the plan."""
     first = any(plan.workers[0] == worker for plan in _plans(job))
     return bool(job.lineage.replaced.get(process)) or (first and _was_member(job, worker, process))
 
 
 def _was_asked(job: Job, worker: WorkerId, process: Incarnation) -> bool:
-    """The newest attempt at measuring asks it, or it stands by."""
+    """Return whether the newest attempt at measuring asks it, or it stands by."""
     measuring, slow = job.profiling.under_way, job.slow.get(worker)
     if measuring is not None and (worker, process) in measuring.workers:
         return True
@@ -206,7 +207,7 @@ def _planned(job: Job) -> frozenset[NodeName]:
 
 
 def _plans(job: Job) -> Iterator[Plan]:
-    """Those that are kept."""
+    """Yield the plans that are kept."""
     for made in (job.current.made, job.current.trained):
         if made is not None:
             yield made.plan
@@ -236,6 +237,6 @@ def _believed(job: Job, node: NodeName, worker: WorkerStatus) -> WorkerStatus:
 
 
 def _has_entered(job: Job, place: WorkerId, worker: WorkerStatus) -> bool:
-    """Whether a plan that is kept has that place: its processes are not known any more."""
+    """Return whether a plan that is kept has that place: its processes are not known any more."""
     plan = job.lineage.plans.get(worker.generation)
     return plan is not None and place in plan.workers

@@ -14,18 +14,18 @@ N1, N2, N3, N9 = (NodeName(name) for name in ("n1", "n2", "n3", "n9"))
 
 
 class Telling:
-    """A job on three nodes, in generation 1."""
+    """A job on three nodes, in generation 1 if nothing more happens."""
 
-    def __init__(self) -> None:
+    def __init__(self, more: str = "") -> None:
         player = Player()
         player.play(
             "0.0 register n1 n2 n3\n0.1 submit demo f=0 min_nodes=1\n0.5 ready n1 n2 n3\n"
-            "0.6 register n9\n"
+            f"0.6 register n9\n{more}"
         )
         self.state = player.state
         assert self.state.job is not None
         self.job = self.state.job
-        assert self.job.current.generation == 1
+        assert self.job.current.generation == 1 + bool(more)
         self.told = Witnesses[StepRecord](lambda one: one.step)
         self.now = 10.0
 
@@ -93,6 +93,25 @@ def test_who_has_no_part_has_no_word(telling: Telling) -> None:
     assert telling.tell(N1, 1, generation=2) == "of a generation that there is not"
     telling.tell(N2, 1)
     assert telling.judged() == []
+
+
+def test_who_has_left_a_plan_tells_of_nothing_after_it() -> None:
+    telling = Telling(
+        "0.7 enter 1 n1 n2 n3\n1.0 steps 1 5 1\n2.0 fail n3/0 node torn\n4.0 enter 2 n1 n2\n"
+        "4.1 steps 6 6 2\n"
+    )
+    assert telling.job.current.trained is not None
+    assert telling.job.current.trained.plan.nodes == (N1, N2)
+    assert telling.tell(N3, 9, loss=666.0) == "", "it may be of a step that was told of late"
+    for node in (N1, N2):
+        telling.tell(node, 7, generation=2)
+    assert telling.judged() == [(7, "")]
+    assert telling.tell(N3, 8, loss=666.0) == "of a generation that it cannot be of"
+    telling.tell(N1, 9, generation=2)
+    assert telling.judged() == [], "n2 may yet tell, and n3 does not count"
+    telling.tell(N2, 9, generation=2)
+    (settled,) = telling.told.judge(telling.state, telling.job, telling.now).words
+    assert (settled[0].loss, settled[1]) == (1 / 9, "")
 
 
 def test_more_than_can_wait_is_asked_for_again_when_nothing_waits(
