@@ -4,6 +4,7 @@ Every worker makes the record of every step and of every evaluation, and tells o
 checkpoint. So one agent that lies changes nothing: its word waits for another node's. Alone it
 counts where nobody else can say anything: the plan has one node, the others are lost, or they have
 told of something later, since agents tell in order. Then the line in the job's file names the node.
+A job's end changes none of this: what one node alone says of a step after it counts as before it.
 Two words that differ are told to the operator, and a third one decides.
 
 Must not know what the words are good for. Forgets all with the master's process; agents keep what
@@ -20,7 +21,7 @@ import msgspec
 
 from oobleck.host.ipc.messages import EvaluationRecord, Restored, StepRecord
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.job import ENDED, Job
+from oobleck.master.state.job import Job
 from oobleck.master.state.senders import tellers
 from oobleck.planner.ids import Generation, NodeName
 
@@ -178,7 +179,8 @@ class Witnesses(Generic[W]):
             told[same] = word
         if not told:
             return None
-        only, word = next(iter(counts.items()))
+        # A step that somebody has committed alone, before it was lost, is done again.
+        only, word = max(counts.items(), key=lambda one: one[1].generation)
         others = members - counts.keys()
         if any(self._may_yet_tell(state, job, node, number) for node in others):
             lost = number <= job.seen.steps.furthest_step and now >= claim.since + LOST_S
@@ -189,18 +191,15 @@ class Witnesses(Generic[W]):
     def _may_yet_tell(self, state: ClusterState, job: Job, node: NodeName, number: int) -> bool:
         """Return whether its agent may have the word, and has told of nothing that comes later."""
         here = node in state.nodes and state.nodes[node].registered
-        gone = node in job.lineage.emptied or job.state in ENDED
-        return here and not gone and self._told.get(node, 0) < number
+        return here and node not in job.lineage.emptied and self._told.get(node, 0) < number
 
     def _members_of(self, job: Job, claim: _Claim[W]) -> frozenset[NodeName]:
-        """Nodes whose word on it counts."""
-        members: frozenset[NodeName] = frozenset()
+        """Nodes that may tell of it: of every plan that it may have been committed in, so that
+        nobody shuts others out by naming a plan without them."""
         number = self._number_of(next(iter(claim.words.values())))
         words = (word for word in claim.words.values() if self._is_in_order(number, word))
-        for generation in {word.generation for word in words}:
-            nodes = self._of_generation(job, generation) or frozenset()
-            members = members | nodes if members else nodes
-        return members
+        nodes = (self._of_generation(job, word.generation) for word in words)
+        return frozenset[NodeName]().union(*filter(None, nodes))
 
     def _of_generation(self, job: Job, generation: Generation) -> frozenset[NodeName] | None:
         found = self._tellers.get(generation)

@@ -52,9 +52,10 @@ class RecoveryTimeline:
     received_bytes: int = 0
     fed_bytes: int = 0
     salvaged_microbatches: int = 0
-    #: Who has left the generation before, met the others, and come to hold its layers.
+    #: Who has left the generation before, met the others (and on which committed step they have
+    #: agreed), and come to hold its layers.
     answered: set[WorkerId] = field(default_factory=set)
-    joined: set[WorkerId] = field(default_factory=set)
+    joined: dict[WorkerId, int] = field(default_factory=dict)
     entered: set[WorkerId] = field(default_factory=set)
 
     def stats(self, end: float, unanswered: tuple[WorkerId, ...] = ()) -> ReconfigurationStats:

@@ -143,7 +143,10 @@ def test_what_ends_a_process_in_a_users_code_ends_the_job_alone(
         )
         assert re.fullmatch(expected, status["reason"]), status["reason"]
         assert cluster.live() == {"n1", "n2", "n3"}
-        assert not cluster.events(job_id, "node_left_out")
+        # Whoever meets it first, before the others do, is left out until another one says so too.
+        left_out = [event["reason"] for event in cluster.events(job_id, "node_left_out")]
+        assert len(left_out) <= 1
+        assert all(re.fullmatch(expected, reason) for reason in left_out), left_out
 
 
 MODEL = """

@@ -171,6 +171,8 @@ class Operator:
         fruitless = self._world.hung or self._world.flapped
         known = fruitless and "without a committed step" in job.reason
         known |= DISK_ERROR in job.reason or GONE in job.reason
+        # So a liar says of itself, whom the others cannot do without.
+        known |= self._world.liar is not None and job.reason == "no"
         if job.state == "failed" and job.id not in self._world.fails_at and not known:
             raise Broken(f"{job.id} failed: {job.reason}")
         if job.state == "succeeded":
@@ -185,7 +187,12 @@ class Operator:
         those whose records everybody who had them died with."""
         path = self._world.config.job_directory(job.id) / "metrics.jsonl"
         lines = path.read_bytes().splitlines() if path.exists() else []
-        found = [msgspec.json.decode(line)["step"] for line in lines]
+        records = [msgspec.json.decode(line) for line in lines]
+        for record in records:
+            true = (record["loss"], record["grad_norm"]) == (1.0 / record["step"], 1.0)
+            if not true and record.get("told_by", "") != self._world.liar:
+                raise Broken(f"metrics.jsonl of {job.id} has {record}, which nobody saw")
+        found = [record["step"] for record in records]
         first, ledger = job.rollback.resumed_step + 1, self._world.ledger(job.id)
         last = job.spec.training.steps if job.state == "succeeded" else max(found, default=0)
         restored = self._world.watch.restored.get(job.id, 0)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from itertools import cycle
 
 from simulation.client import Operator
+from simulation.lies import Lies
 from simulation.outages import Outages
 from simulation.trainer import Trainer
 from simulation.truth import Truth
@@ -54,6 +55,8 @@ _WEIGHTS = {
     "fail_job": 1,
     "strike_twice": 8,
     "start_second_master": 1,
+    "lie_outside": 2,
+    "lie_inside": 2,
 }
 #: Where on the way into the next generation a second fault strikes.
 _PHASES = ("aborted", "joined", "transferred", "first step")
@@ -84,6 +87,7 @@ class Faults:
             self,
             Outages(world, draw, nodes, self.for_a_while),
             Upkeep(world, operator, draw, nodes, self.for_a_while, self.revive),
+            Lies(world, draw, slots, self.for_a_while),
         )
         self.truth = Truth(world)
         #: Of second strikes, in turn.

@@ -33,6 +33,7 @@ from oobleck.master.statelock import locked
 from oobleck.master.storage.disk import StorageFailed
 from oobleck.master.storage.journal import Journal
 from oobleck.planner.ids import Incarnation, JobId, NodeName
+from oobleck.proto import control_pb2 as pb
 from oobleck.proto.types import Assignment
 
 if TYPE_CHECKING:
@@ -192,6 +193,18 @@ class WatchedOutbox(Outbox):
     def __init__(self, world: "World", incarnation: Incarnation) -> None:
         super().__init__(incarnation)
         self._world = world
+        #: What is to be said beside the truth.
+        self._lies: list[pb.AgentMessage] = []
+
+    def lie(self, messages: list[pb.AgentMessage]) -> None:
+        self._lies += messages
+        self.wake.set()
+
+    def take(self, now: float) -> list[pb.AgentMessage]:
+        lies, self._lies = self._lies, []
+        for message in lies:
+            message.incarnation = self._incarnation
+        return [*super().take(now), *lies]
 
     def acknowledge(self, job_id: JobId, through_step: int) -> None:
         self._world.ledger(job_id).acknowledged(through_step)

@@ -23,17 +23,19 @@ _WORKER_ENDS = {"kill_worker", "kill_warm", "flap_node", "break_warm", "fail_for
 _STOPS = {"freeze_worker", "freeze_host", "freeze_agent", "hang_worker"}
 _DATA_CUTS = {"cut_data", "cut_both"}
 _CONTROL_CUTS = {"cut_control", "cut_both", "start_twin"}
-_ANY = _ENDS | _WORKER_ENDS | _STOPS | _DATA_CUTS | _CONTROL_CUTS
+#: Of the node that lies; what a stranger to all plans says explains nothing.
+_LIES = {"lie_inside"}
+_ANY = _ENDS | _WORKER_ENDS | _STOPS | _DATA_CUTS | _CONTROL_CUTS | _LIES
 #: By the kind of the root cause: what may have struck the node that it names.
 _EXPLAINS = {
-    "worker died": _ENDS | _WORKER_ENDS | _STOPS,
+    "worker died": _ENDS | _WORKER_ENDS | _STOPS | _LIES,
     "node lost": _ENDS | {"freeze_host", "freeze_agent"} | _CONTROL_CUTS,
     "agent restarted": _ENDS,
-    "hang": _STOPS,
+    "hang": _STOPS | _LIES,
     "node unfit": _ANY,
     "peers disconnected": _ANY,
     "no progress": _ANY,
-    "job error": {"fail_job", "sicken_node"},
+    "job error": {"fail_job", "sicken_node"} | _LIES,
     "job failed": _ANY,
     "network cut": _ANY,
     "head cut off": _CONTROL_CUTS | {"freeze_host", "freeze_agent"},

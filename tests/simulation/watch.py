@@ -210,9 +210,13 @@ class Watch:
         workers = [
             trainer
             for agent in self._world.all_agents()
-            # Of two agents of one name the one counts that came last.
-            if (node := state.nodes.get(agent.name)) is None
-            or node.facts.incarnation == agent.incarnation
+            # What a liar has counts only while it is believed, and of two agents of one name the
+            # one counts that came last.
+            if agent.name != self._world.liar
+            and (
+                (node := state.nodes.get(agent.name)) is None
+                or node.facts.incarnation == agent.incarnation
+            )
             for trainer in agent.trainers.values()
             if trainer.job_id == job_id and trainer.entered
         ]

@@ -81,6 +81,8 @@ class World:
         self.fails_at: dict[JobId, int] = {}
         #: The starts of agents that a worker told of that, which had trained before.
         self._raised: dict[JobId, list[Process]] = {}
+        #: The only node that trains and says what is not so; None: none has yet.
+        self.liar: NodeName | None = None
         #: Nodes whose workers fail by their host's fault, and where none can be started.
         self.sick: set[NodeName] = set()
         self.unstartable: set[NodeName] = set()
@@ -217,7 +219,7 @@ class World:
             return False
         layers = job.spec.model.layer_count
         agreement = agree({t.worker: t.recovery_state(layers) for t in trainers})
-        if agreement.step < max(self.ledger(job.id).steps):
+        if agreement.step < max(self.ledger(job.id).steps, default=0):
             return False  # what they have is out of date
         try:
             require_holders(agreement.held, layers)

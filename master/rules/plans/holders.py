@@ -139,22 +139,23 @@ def departing(state: ClusterState, job: Job, plan: Plan) -> tuple[WorkerId, ...]
 
 def was_trained(state: ClusterState, job: Job) -> bool:
     """Whether there is a state to lose. After a restart of the master the step may be unknown, and
-    whoever has told of one may be gone."""
-    known = max(committed_step(state, job), job.seen.steps.furthest_step)
-    return job.current.stepped > NO_GENERATION or known > 0
-
-
-def committed_step(state: ClusterState, job: Job) -> int:
-    """The last committed step that anyone tells of."""
-    told = (
-        worker.committed_step
-        for node in state.nodes.values()
-        if node.connected and node.seen.status.job_id == job.id
-        for worker in node.seen.status.workers
-    )
-    timeline = job.seen.timeline
-    agreed = 0 if timeline is None else timeline.committed_step or 0
-    return max(job.seen.steps.committed_step, agreed, *told, 0)
+    whoever has told of one may be gone. One node's word does not count while others of the plan are
+    there and know of no step."""
+    steps, processes = job.seen.steps, job.current.processes()
+    if job.current.stepped > NO_GENERATION or max(steps.committed_step, steps.furthest_step) > 0:
+        return True
+    timeline, others = job.seen.timeline, set()
+    agreed = timeline.joined if timeline is not None else {}
+    told = {worker.node for worker, step in agreed.items() if step > 0}
+    for name, node in state.nodes.items():
+        status = node.seen.status
+        if not node.connected or status.job_id != job.id:
+            continue
+        if any(worker.committed_step > 0 for worker in status.workers):
+            told.add(name)
+        elif any(processes.get(WorkerId(name, w.slot)) == w.incarnation for w in status.workers):
+            others.add(name)
+    return len(told) > 1 or (len(told) == 1 and not others - told)
 
 
 def _is_behind(worker: WorkerId, generation: Generation, stepped: Plan) -> bool:

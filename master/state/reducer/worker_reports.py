@@ -236,7 +236,7 @@ def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -
             pass  # is noted, also where it is of an older plan
         case "joined":
             timeline.joined_at = max(now, timeline.joined_at or now)
-            timeline.joined.add(worker)
+            timeline.joined[worker] = reached.committed_step or 0
             timeline.committed_step = reached.committed_step
             timeline.redo = timeline.redo or reached.redo
             timeline.rolled_forward = timeline.rolled_forward or reached.rolled_forward

@@ -146,3 +146,27 @@ def test_a_budget_gives_a_burst_and_then_so_much_a_second() -> None:
     assert budget.owe(1, 0.5) == 0.5
     assert budget.owe(1, 0.5) == 1.0
     assert budget.owe(1, 60.0) == 0.0
+
+
+def test_an_older_generation_shuts_nobody_out(
+    telling: Telling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who claims that a step is of a plan without the others makes them wait, and no line."""
+    nodes = {1: frozenset((N1, N2)), 2: frozenset((N1, N2, N3))}
+    monkeypatch.setattr(witnesses, "tellers", lambda _, generation: nodes.get(generation))
+    telling.tell(N1, 1, loss=7.0)
+    telling.tell(N2, 1, generation=2)
+    assert telling.judged() == [], "n3 may say the same as n2"
+    telling.tell(N3, 1, generation=2)
+    verdict = telling.told.judge(telling.state, telling.job, telling.now)
+    assert [(word.loss, by) for word, by in verdict.words] == [(1.0, "")]
+    assert verdict.differ == [], "a step that is done again may have been told of before"
+
+
+def test_of_a_job_that_has_ended_only_known_steps_count_alone(telling: Telling) -> None:
+    telling.job.state = "failed"
+    telling.tell(N1, 1, 2)
+    assert telling.judged() == []
+    telling.now += LOST_S
+    telling.job.seen.steps.furthest_step = 1
+    assert telling.judged() == [(1, N1)], "nobody knows of step 2"
