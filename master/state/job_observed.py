@@ -189,22 +189,12 @@ class ProfilingSeen:
     links_measured: dict[Scope, LinkMeasured] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Accusation:
-    """A worker says that the job is at fault. A step of a later generation, which it has no part
-    in, refutes it."""
-
-    at: float
-    generation: Generation
-    message: str
-
-
 @dataclass(slots=True, kw_only=True)
 class FaultsSeen:
     """Who or what is at fault, by the word of workers."""
 
-    #: The job itself, by the word of workers on these nodes.
-    accused: dict[NodeName, Accusation] = field(default_factory=dict)
+    #: The job itself, by the newest word of workers on these nodes, and when that was told.
+    accused: dict[NodeName, tuple[float, str]] = field(default_factory=dict)
     #: Nodes of workers that count, and when that was told; kept when the node is left out.
     ailing: dict[NodeName, tuple[float, str]] = field(default_factory=dict)
     #: Nodes of processes that have had no part in a step while others have: why they cannot have

@@ -1,8 +1,9 @@
 """Rules about failures of workers that count: whether the job is at fault, or one node.
 
-The job is, where workers on two nodes say so (an exception in the model, or a second time no memory
-for the same step), or one does and the others cannot go on without its node. So one node alone ends
-no job that others can do: it is left out, and another worker meets the same, or does not.
+The job is, where workers on two nodes say so within an hour (an exception in the model, or a second
+time no memory for the same step), or one does and the others cannot go on without its node. So one
+node alone ends no job that others can do: it is left out, and another worker meets the same, or
+does not.
 
 What a worker found wrong with its host (data that are missing or damaged, a device, a disk) and
 ends that nobody explains may be the node's own. The node is left out then, if the others can do it,
@@ -25,6 +26,8 @@ from oobleck.planner.units import comma_separated
 
 #: Ends of one worker's processes that may follow each other without a committed step in between.
 _MOST_ENDS = 5
+#: What workers on two nodes raise within this time is the job's: its code may fail at random.
+_ONE_FAULT_S = 3600.0
 
 
 def fail_job(context: Context, job: Job) -> Decision | None:
@@ -35,9 +38,9 @@ def fail_job(context: Context, job: Job) -> Decision | None:
 
 def _jobs_fault(context: Context, job: Job) -> str | None:
     """Why the job has failed; None: it has not."""
-    accused = job.seen.faults.accused
+    accused = _accused(context, job)
     if accused and (len(accused) > 1 or not _is_done_without(context, job, accused)):
-        return min(accused.values(), key=lambda accusation: accusation.at).message
+        return min(accused.values())[1]
     dying = _dying(job)
     given_up = _given_up(job)
     nodes = {*given_up, *(worker.node for worker in dying)}
@@ -94,10 +97,16 @@ def _suspects(job: Job) -> dict[NodeName, str]:
 
 def _ailing(job: Job) -> dict[NodeName, str]:
     """What is wrong with nodes, or the job, by their own workers' word, the first one first."""
+    told = job.seen.faults.ailing | job.seen.faults.accused
+    found = sorted((at, name, words) for name, (at, words) in told.items())
+    return {name: words for _, name, words in found}
+
+
+def _accused(context: Context, job: Job) -> dict[NodeName, tuple[float, str]]:
+    """By which nodes' word the job is at fault, as far as that is not too long ago to be one fault
+    with what another says now."""
     accused = job.seen.faults.accused
-    found = [(at, name, words) for name, (at, words) in job.seen.faults.ailing.items()]
-    found += [(one.at, name, one.message) for name, one in accused.items()]
-    return {name: words for _, name, words in sorted(found)}
+    return {name: told for name, told in accused.items() if context.now < told[0] + _ONE_FAULT_S}
 
 
 def _dying(job: Job) -> dict[WorkerId, str]:
@@ -133,10 +142,8 @@ def _others(context: Context, job: Job, suspects: Collection[NodeName]) -> list[
 
 def _wait_until(context: Context, job: Job, suspects: dict[NodeName, str]) -> float | None:
     """Until when others may still say the same; None: no longer."""
-    faults = job.seen.faults
-    told = {name: at for name, (at, _) in faults.ailing.items()}
-    told |= {name: one.at for name, one in faults.accused.items()}
-    since = [at for name, at in told.items() if name not in job.left_out]
+    told = job.seen.faults.ailing | job.seen.faults.accused
+    since = [at for name, (at, _) in told.items() if name not in job.left_out]
     if job.current.made is not None:
         due = max(since, default=context.now) + context.timing.join_settle_s
         return due if since and context.now < due else None

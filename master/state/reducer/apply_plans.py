@@ -112,9 +112,6 @@ def _step(state: ClusterState, job: Job, event: FirstStepCommitted, unix: float)
     job.current.trained, job.current.trained_base = job.current.made, job.current.base
     for node in job.current.members:
         job.seen.faults.stillborn.pop(node, None)
-    accused = job.seen.faults.accused
-    for node in [node for node in accused if accused[node].generation < event.generation]:
-        del accused[node]
     job.lineage.plans = {g: plan for g, plan in job.lineage.plans.items() if g >= event.generation}
     # Whatever they have reported by now: a step is committed by all or by none.
     entered = dict.fromkeys(job.current.processes().values(), frozenset({event.generation}))

@@ -22,7 +22,7 @@ from oobleck.master.events.reports import WorkerReported
 from oobleck.master.state import evidence
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import KNOWN_REPORTS, Job
-from oobleck.master.state.job_observed import Accusation, Received, SaveReport
+from oobleck.master.state.job_observed import Received, SaveReport
 from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.proto.types import Hung, WorkerExited
 
@@ -98,8 +98,7 @@ def _hear_failure(
     elif failed.kind == "node" or not counts:
         job.seen.faults.ailing.setdefault(event.worker.node, (now, failed.message))
     else:
-        accusation = Accusation(now, job.current.generation, failed.message)
-        job.seen.faults.accused.setdefault(event.worker.node, accusation)
+        job.seen.faults.accused[event.worker.node] = now, failed.message
     return True
 
 
