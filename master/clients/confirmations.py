@@ -36,8 +36,9 @@ class _Claims:
 
 
 class Confirmations:
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, heartbeat_s: float) -> None:
         self._ledger = ledger
+        self._heartbeat_s = heartbeat_s
         self._claims: dict[JobId, _Claims] = {}
         self._looked_at = 0.0
 
@@ -151,13 +152,15 @@ class Confirmations:
 
     def _of(self, job_id: JobId) -> _Claims:
         if job_id not in self._claims:
-            archive = self._ledger.archive
+            archive, beat_s = self._ledger.archive, self._heartbeat_s
             self._claims[job_id] = _Claims(
                 job=self._ledger.state.jobs[job_id],
-                records=Witnesses(lambda record: record.step, archive.metrics(job_id).through_step),
-                evaluations=Witnesses(
-                    lambda record: record.step, archive.evaluations(job_id).stored_step
+                records=Witnesses(
+                    lambda record: record.step, beat_s, archive.metrics(job_id).through_step
                 ),
-                restores=Witnesses(lambda restored: restored.generation),
+                evaluations=Witnesses(
+                    lambda record: record.step, beat_s, archive.evaluations(job_id).stored_step
+                ),
+                restores=Witnesses(lambda restored: restored.generation, beat_s),
             )
         return self._claims[job_id]

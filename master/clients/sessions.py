@@ -85,7 +85,7 @@ class Sessions:
         self._open: dict[int, AgentSession] = {}
         self._last_number = 0
         self._by_node: dict[NodeName, _Sender] = {}
-        self._confirmations = Confirmations(ledger)
+        self._confirmations = Confirmations(ledger, config.timing.heartbeat_s)
         #: Of each process in the newest statuses.
         self._places: dict[Incarnation, WorkerId] = {}
         #: Refusals that were logged.

@@ -31,6 +31,8 @@ W = TypeVar("W", StepRecord, EvaluationRecord, Restored)
 MOST_WAITING = 8192
 #: What the others have passed so long ago, and do not tell of, they have lost.
 LOST_S = 30.0
+#: A node that is not heard of for so many heartbeats is not waited for.
+SILENT = 4
 #: Those that wait longer wait for somebody who is slow, or gone.
 _LONG_S = 1.0
 #: Of what waits, so much is looked at in one turn of the master's.
@@ -71,9 +73,10 @@ class _Claim(Generic[W]):
 class Witnesses(Generic[W]):
     """Holds what nodes have told, of one kind and in one job, and is not settled yet."""
 
-    def __init__(self, number_of: Callable[[W], int], settled: int = 0) -> None:
+    def __init__(self, number_of: Callable[[W], int], heartbeat_s: float, settled: int = 0) -> None:
         """`number_of`: what a word is about, a step or a generation; agents tell of them in order.
         Up to `settled` all is known."""
+        self._silent_s = SILENT * heartbeat_s
         self._number_of: Callable[[W], int] = number_of
         self._settled = settled
         self._claims: dict[int, _Claim[W]] = {}
@@ -182,15 +185,27 @@ class Witnesses(Generic[W]):
         # A step that somebody has committed alone, before it was lost, is done again.
         only, word = max(counts.items(), key=lambda one: one[1].generation)
         others = members - counts.keys()
-        if any(self._may_yet_tell(state, job, node, number) for node in others):
+        if any(self._may_yet_tell(state, job, node, number, claim, now) for node in others):
             lost = number <= job.seen.steps.furthest_step and now >= claim.since + LOST_S
             if not lost or isinstance(word, Restored):
                 return None
         return word, only
 
-    def _may_yet_tell(self, state: ClusterState, job: Job, node: NodeName, number: int) -> bool:
-        """Return whether its agent may have the word, and has told of nothing that comes later."""
-        here = node in state.nodes and state.nodes[node].registered
+    def _may_yet_tell(
+        self,
+        state: ClusterState,
+        job: Job,
+        node: NodeName,
+        number: int,
+        claim: _Claim[W],
+        now: float,
+    ) -> bool:
+        """Return whether its agent may have the word, and has told of nothing that comes later. One
+        that has fallen silent is not waited for as long as for its loss: training may go on."""
+        if node not in state.nodes or not state.nodes[node].registered:
+            return False
+        silent = state.nodes[node].seen.last_heard < claim.since
+        here = not silent or now < claim.since + self._silent_s
         return here and node not in job.lineage.emptied and self._told.get(node, 0) < number
 
     def _members_of(self, job: Job, claim: _Claim[W]) -> frozenset[NodeName]:

@@ -177,7 +177,8 @@ def _may_restore(job: Job, what: Restored) -> bool:
 
 def _may_evaluate(job: Job, what: Evaluated) -> bool:
     evaluation, step = job.spec.evaluation, what.record.step
-    return evaluation is not None and evaluation.due(step, job.spec.training.steps)
+    due = evaluation is not None and evaluation.due(step, job.spec.training.steps)
+    return due and _is_step(job, step)
 
 
 @dataclass(frozen=True, slots=True)

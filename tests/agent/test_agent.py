@@ -300,13 +300,13 @@ async def test_steps_go_on_while_the_master_is_away_and_arrive_afterwards() -> N
 
 
 @scenario
-async def test_an_agent_without_rank_0_holds_its_records_back() -> None:
+async def test_an_agent_that_is_none_of_the_first_two_holds_its_records_back() -> None:
     async with cluster() as (_, _, stream):
         spec = job("demo", steps=3)
         await stream.assign("demo-1", spec)
         (worker,) = await stream.ready()
-        two = plan(1, "n0", "n1")
-        await stream.assign("demo-1", spec, placement=two, incarnations=(worker.incarnation,))
+        three = plan(1, "n0", "n00", "n1")
+        await stream.assign("demo-1", spec, placement=three, incarnations=(worker.incarnation,))
         await stream.workers(lambda ws: any(w.finished for w in ws))
         assert stream.steps() == []
         await stream.say(ack=pb.Ack(job_id="demo-1", through_step=2))

@@ -18,12 +18,12 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     told: dict[str, list[str]] = {}
     real = socket.getaddrinfo
 
-    def look_up(host: str, port: object, **options: Any) -> list[Any]:
+    def look_up(host: str, *others: Any, **options: Any) -> list[Any]:
         if host not in told:
-            return list(real(host, port, **options))
+            return list(real(host, *others, **options))
         if host not in answers:
             answers[host] = iter(told[host])
-        return list(real(next(answers[host]), port, **options))
+        return list(real(next(answers[host]), *others, **options))
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     return told

@@ -106,10 +106,12 @@ def _changed(context: Context, job: Job) -> Iterator[RateChanged]:
     planned = {one.worker: one.rate for one in made.plan.rates}
     for worker, now in samples[0].slowness.items():
         told = job.slow.get(worker)
+        # Who is slow now may have been well on the whole of a longer while.
+        slow = _run(samples, worker, lambda slowness: slowness >= SLOW, SLOW_STEPS, LOST_S)
         if told is None:
-            run = _run(samples, worker, lambda slowness: slowness >= SLOW, SLOW_STEPS, LOST_S)
+            run = slow
             rate = _rate(run, worker) if run else 1.0
-        elif run := _well(samples, worker):
+        elif not slow and (run := _well(samples, worker)):
             rate = 1.0
         else:
             run = _run(samples, worker, _differs(told.rate, now), SLOW_STEPS)

@@ -128,11 +128,18 @@ def test_an_incident_appears_on_the_open_page_and_has_one_of_its_own(
         kill,
     )
     assert f"(rank 1, pid {worker.pid}) was killed by SIGKILL; recovered in" in told
-    page = viewer.get(f"/jobs/{stand.job}/incidents/{number}")
+    measured = re.compile(r"generation \d: a step \d\.\d{3} s \d\.\d{3} s")
+
+    def has_steps() -> bool:
+        """Whether the plan's steps have come by now."""
+        return bool(measured.search(plain(viewer.get(of_incident).text)))
+
+    of_incident = f"/jobs/{stand.job}/incidents/{number}"
+    until(has_steps, "a measured step of the new plan")
+    page = viewer.get(of_incident)
     shown = plain(page.text)
     assert 'class="phase-detect"' in page.text
     assert f"agent of n2: pid {worker.pid} was killed by signal 9" in shown
-    assert re.search(r"generation \d: a step \d\.\d{3} s \d\.\d{3} s", shown), shown
     assert re.search(r"generation \d: standstill 0\.000 s \d\.\d{3} s", shown), shown
     assert "worker n2/0 faults" in shown  # its last words
     chart = viewer.get(f"/jobs/{stand.job}").text

@@ -6,7 +6,7 @@ import pytest
 from oobleck.host.ipc.messages import StepRecord
 from oobleck.master.clients import witnesses
 from oobleck.master.clients.budget import Budget
-from oobleck.master.clients.witnesses import LOST_S, MOST_WAITING, Witnesses
+from oobleck.master.clients.witnesses import LOST_S, MOST_WAITING, SILENT, Witnesses
 from oobleck.planner.ids import NodeName
 from support.scenario import Player, record
 
@@ -26,7 +26,7 @@ class Telling:
         assert self.state.job is not None
         self.job = self.state.job
         assert self.job.current.generation == 1 + bool(more)
-        self.told = Witnesses[StepRecord](lambda one: one.step)
+        self.told = Witnesses[StepRecord](lambda one: one.step, 1.0)
         self.now = 10.0
 
     def tell(self, node: NodeName, *steps: int, **other: object) -> str:
@@ -86,6 +86,17 @@ def test_what_others_have_passed_and_do_not_tell_of_counts_after_a_while(telling
     telling.job.seen.steps.furthest_step = 1
     telling.now += LOST_S
     assert telling.judged() == [(1, N1)], "step 2 may be made up"
+
+
+def test_who_has_fallen_silent_is_not_waited_for(telling: Telling) -> None:
+    telling.tell(N1, 1)
+    telling.now += SILENT
+    for node in (N2, N3):
+        telling.state.nodes[node].seen.last_heard = telling.now
+    assert telling.judged() == [], "they are there, and may tell"
+    for node in (N2, N3):
+        telling.state.nodes[node].seen.last_heard = 9.0
+    assert telling.judged() == [(1, N1)]
 
 
 def test_who_has_no_part_has_no_word(telling: Telling) -> None:
