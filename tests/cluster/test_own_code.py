@@ -44,7 +44,8 @@ def test_what_fails_in_a_users_code_is_the_jobs_failure(small_cluster: LocalClus
         status = cluster.status(job_id)
         expected = rf"{begin}ValueError: tired \(bad_models\.py:\d+\)"
         assert re.fullmatch(expected, status["reason"]), status["reason"]
-        assert status["generation"] == 1
+        # The node that meets it first may be left out until another one says so too.
+        assert status["generation"] <= 2
 
 
 def test_what_is_missing_on_one_node_costs_that_node_and_on_all_the_job_before_a_step(

@@ -36,6 +36,12 @@ class Telling:
                 return reason
         return ""
 
+    def wait(self, seconds: float) -> None:
+        """All nodes are heard of meanwhile."""
+        self.now += seconds
+        for node in self.state.nodes.values():
+            node.seen.last_heard = self.now
+
     def judged(self) -> list[tuple[int, str]]:
         """Which steps count now, and who alone told of them."""
         words = self.told.judge(self.state, self.job, self.now).words
@@ -84,15 +90,13 @@ def test_alone_it_counts_where_the_others_are_lost_or_have_told_of_later_steps(
 def test_what_others_have_passed_and_do_not_tell_of_counts_after_a_while(telling: Telling) -> None:
     telling.tell(N1, 1, 2)
     telling.job.seen.steps.furthest_step = 1
-    telling.now += LOST_S
+    telling.wait(LOST_S)
     assert telling.judged() == [(1, N1)], "step 2 may be made up"
 
 
 def test_who_has_fallen_silent_is_not_waited_for(telling: Telling) -> None:
     telling.tell(N1, 1)
-    telling.now += SILENT
-    for node in (N2, N3):
-        telling.state.nodes[node].seen.last_heard = telling.now
+    telling.wait(SILENT)
     assert telling.judged() == [], "they are there, and may tell"
     for node in (N2, N3):
         telling.state.nodes[node].seen.last_heard = 9.0
@@ -178,6 +182,6 @@ def test_of_a_job_that_has_ended_only_known_steps_count_alone(telling: Telling) 
     telling.job.state = "failed"
     telling.tell(N1, 1, 2)
     assert telling.judged() == []
-    telling.now += LOST_S
+    telling.wait(LOST_S)
     telling.job.seen.steps.furthest_step = 1
     assert telling.judged() == [(1, N1)], "nobody knows of step 2"
