@@ -194,7 +194,7 @@ async def _read_form(request: Request) -> dict[str, str]:
 
 
 def _id(request: Request) -> str:
-    """Of the session in whose path the request is; empty: it is in none."""
+    """Return the id of the session in whose path the request is; empty: it is in none."""
     found: str = request.scope.get(_ID, "")
     return found
 

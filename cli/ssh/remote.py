@@ -65,7 +65,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where all is on this host, and whose."""
+    """Names where all is on this host, and whose it is."""
 
     #: Of whoever logs in.
     folder: Path

@@ -1,4 +1,4 @@
-"""How processes find the master that their own user runs on this host, and its authority.
+"""Finds the master that this user runs on this host, and its authority.
 
 A master with an authority answers at an abstract Unix socket, named after its user and its address.
 The kernel ends that name with the master, and keeps it in the network namespace of the master's

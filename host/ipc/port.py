@@ -190,8 +190,8 @@ def _program(
     of_networks: tuple[_Instruction, ...] = (_DROP,),
     of_others: tuple[_Instruction, ...] = (_TAKE,),
 ) -> bytes:
-    """What is done with packets of `networks`, with most calls of those in `partly` dropped, and
-    with packets of all others, in the language of bpf(4)."""
+    """Return what is done with packets of `networks`, with most calls of those in `partly` dropped,
+    and with packets of all others, in the language of bpf(4)."""
     of_four: list[_Instruction] = [(_LOAD, 0, 0, _SENDER_4)]
     of_six: list[_Instruction] = []
     for network in networks:

@@ -212,7 +212,7 @@ class Connections:
         self._agent_at = {s: at for s, at in self._agent_at.items() if now < at + _AGENT_S}
 
     def _has_agent(self, source: bytes) -> bool:
-        """Whether one has, or had not long ago, a proven connection from there."""
+        """Return whether one has, or had not long ago, a proven connection from there."""
         return self._now() < self._agent_at.get(source, -math.inf) + _AGENT_S
 
     def _tell(self, sources: Iterable[bytes], waiting: Mapping[bytes, int]) -> None:

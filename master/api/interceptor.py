@@ -78,7 +78,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # n
 
 
 def _request_kind(handler: Handler) -> type[Message]:
-    """Of which `FromString` is the deserializer."""
+    """Return the message whose `FromString` is the deserializer."""
     kind: type[Message] = handler.request_deserializer.__self__
     return kind
 

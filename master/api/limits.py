@@ -44,7 +44,7 @@ _LARGER = {
 
 
 def most_bytes(method: str) -> int:
-    """Of one request."""
+    """Return the most bytes that one request may have."""
     return _LARGER.get(method, MOST_REQUEST_BYTES)
 
 
