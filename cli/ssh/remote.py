@@ -381,8 +381,8 @@ def start(at: Place, key: str, agent: dict[str, Any]) -> dict[str, Any]:
         same = all(recorded.get(name) == value for name, value in wanted.items())
         if same and state(at)["pid"]:
             return state(at)
-        _stop(at, now=False)
         _make_state(at)
+        _stop(at, now=False)
         _start(at, wanted)
         for old in [path for path in (at.folder / "venvs").iterdir() if path.name != key]:
             shutil.rmtree(old)

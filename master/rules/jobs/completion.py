@@ -41,6 +41,8 @@ def _stall_s(job: Job) -> float | None:
     before; None: there is none, or none of before is known."""
     recent, generation = job.seen.steps.recent, job.current.generation
     before = [record for record in recent if record.generation < generation]
+    if not before and job.seen.steps.last_before is not None:
+        before = [job.seen.steps.last_before]  # many steps may be told of at once
     first = next((record for record in recent if record.generation >= generation), None)
     if first is None or not before:
         return None
