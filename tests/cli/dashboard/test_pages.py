@@ -114,7 +114,7 @@ def test_an_incident_appears_on_the_open_page_and_has_one_of_its_own(
     stand: Stand, viewer: Visitor
 ) -> None:
     before = stand.client.job(stand.job).incidents
-    (worker,) = next(n for n in stand.client.nodes() if n.node == "n2").workers
+    (worker,) = next(n for n in stand.client.nodes() if n.node == "n3").workers
 
     def kill() -> None:
         os.kill(worker.pid, signal.SIGKILL)
@@ -127,7 +127,7 @@ def test_an_incident_appears_on_the_open_page_and_has_one_of_its_own(
         lambda shown: re.search(rf"incident {number} \d", shown),  # it has a time: it is over
         kill,
     )
-    assert f"(rank 1, pid {worker.pid}) was killed by SIGKILL; recovered in" in told
+    assert f"(rank 2, pid {worker.pid}) was killed by SIGKILL; recovered in" in told
     measured = re.compile(r"generation \d: a step \d\.\d{3} s \d\.\d{3} s")
 
     def has_steps() -> bool:
@@ -139,9 +139,10 @@ def test_an_incident_appears_on_the_open_page_and_has_one_of_its_own(
     page = viewer.get(of_incident)
     shown = plain(page.text)
     assert 'class="phase-detect"' in page.text
-    assert f"agent of n2: pid {worker.pid} was killed by signal 9" in shown
-    assert re.search(r"generation \d: standstill 0\.000 s \d\.\d{3} s", shown), shown
-    assert "worker n2/0 faults" in shown  # its last words
+    assert f"agent of n3: pid {worker.pid} was killed by signal 9" in shown
+    # Stand-ins do not train in step, so it may not be known when the last step was.
+    assert re.search(r"generation \d: standstill 0\.000 s (\d\.\d{3} s|not known)", shown), shown
+    assert "worker n3/0 faults" in shown  # its last words
     chart = viewer.get(f"/jobs/{stand.job}").text
     assert f'<a href="jobs/{stand.job}/incidents/{number}">' in chart
     assert viewer.get(f"/jobs/{stand.job}/incidents/{'0' * 5000}1").status == 404
