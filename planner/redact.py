@@ -62,7 +62,7 @@ def _redact_word(word: str) -> str:
 
 
 def _is_secret(name: str) -> bool:
-    """Whether what a query gives by this name is a secret; servers read escapes in names too."""
+    """Return whether what a query gives by this name is a secret; servers read escapes in names."""
     plain = unquote(name)
     words = {word.lower() for word in _WORD_OF_NAME.findall(plain)}
     whole = re.sub(r"[^a-z0-9]", "", plain.lower())

@@ -112,7 +112,7 @@ def report_lost(
 
 
 def _names_of(assign: Assign) -> Mapping[bytes, str]:
-    """What the plan's workers are called, by identity, as far as the master knew them."""
+    """Return the names of the plan's workers, by identity, as far as the master knew them."""
     cards = zip(assign.plan.workers, assign.rendezvous.cards, strict=False)
     return {Card.read(card).identity: str(worker) for worker, card in cards if card}
 

@@ -143,7 +143,7 @@ class Connections:
             self._known[peer] = _address_of(peer), who
 
     async def denied(self, peer: str) -> None:
-        """A call of this peer was denied. Returns when that may be answered."""
+        """Count a denied call of this peer. Returns when it may be answered."""
         now = self._now()
         budget, _ = self._denied.get(peer) or (Budget(DENIED_PER_S, DENIED_AT_ONCE), now)
         self._denied[peer] = budget, now

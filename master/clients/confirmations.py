@@ -5,7 +5,7 @@ files and state. Called in iterations of the loop.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,16 +44,17 @@ class Confirmations:
 
     def records(
         self, job_id: JobId, node: NodeName, records: tuple[StepRecord, ...], now: float
-    ) -> Iterator[str]:
-        """Take what a node tells of steps. Yields why a record does not count."""
-        claims = self._of(job_id)
+    ) -> list[str]:
+        """Take what a node tells of steps. Returns why some of the records do not count."""
+        claims, refused = self._of(job_id), []
         for record in records:
             reason = "of a step that there is not"
             if record.step <= claims.job.spec.training.steps:
                 reason = claims.records.tell(claims.job, node, record, now)
             if reason:
-                yield f"a step's record {reason}"
+                refused.append(f"a step's record {reason}")
         self._settle_records(claims, now, records)
+        return refused
 
     def evaluation(
         self, job_id: JobId, node: NodeName, record: EvaluationRecord, now: float

@@ -249,7 +249,7 @@ class Sessions:
             self._refuse(node, "output of a job that it has no part in")
             return
         sender, lines = self._sender(node), message.lines
-        if not sender.output.take(sum(map(len, lines)), arrived_at):
+        if not sender.output.take(sum(len(line.encode()) for line in lines), arrived_at):
             sender.dropped += len(lines)
             self.refused["lines of output, too many at once"] += len(lines)
             return
@@ -261,9 +261,11 @@ class Sessions:
         self._changes.happened()
 
     def _take_records(self, session: AgentSession, message: Records, arrived_at: float) -> None:
-        told = self._confirmations.records
-        for reason in told(message.job_id, session.node, message.records, arrived_at):
-            self._refuse(session.node, reason)
+        node = session.node
+        for reason in self._confirmations.records(
+            message.job_id, node, message.records, arrived_at
+        ):
+            self._refuse(node, reason)
         self._senders.add(session.number)
         self._to_senders.note(message.job_id)
         self._to_all.note(message.job_id)

@@ -218,3 +218,17 @@ def test_an_event_that_a_state_does_not_allow_is_an_error_with_the_history() -> 
     player.play("0.0 submit demo\n1.0 cancel demo-1\n")
     with pytest.raises(InvalidTransition, match="demo-1 is cancelled and got JobStarted"):
         apply(player.state, JobStarted(job_id=JobId("demo-1")), now=2.0, unix=2.0)
+
+
+def test_what_two_nodes_raise_more_than_an_hour_apart_is_not_one_fault() -> None:
+    """A job that trains for an hour would make a long transcript."""
+    player = Player()
+    before, second, _ = commands("accused").partition("21.0 fail")
+    player.play(before)
+    job = player.state.job
+    assert job is not None
+    ((node, (at, words)),) = job.seen.faults.accused.items()
+    job.seen.faults.accused[node] = at - 3600.0, words
+    told = player.play(f"{second} n1/0 user again\n24.0 rates\n")
+    assert "NodeLeftOut n1: again" in told
+    assert "JobFailed" not in told

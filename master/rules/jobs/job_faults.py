@@ -84,10 +84,12 @@ def leave_out(context: Context, job: Job) -> Decision | None:
 
 
 def _is_done_without(context: Context, job: Job, nodes: Collection[NodeName]) -> bool:
-    """Whether there is somebody else, and after the first plan whether the others can go on."""
+    """Return whether there is somebody else, and after the first plan whether the others can go
+    on."""
     if job.current.made is None:
         return bool(_others(context, job, nodes))
-    return job.current.members != (*nodes,) and stalls.can_spare(context, job, {*nodes})
+    others = {*job.current.members} - {*nodes}
+    return bool(others) and stalls.can_spare(context, job, {*nodes})
 
 
 def _suspects(job: Job) -> dict[NodeName, str]:
@@ -96,15 +98,16 @@ def _suspects(job: Job) -> dict[NodeName, str]:
 
 
 def _ailing(job: Job) -> dict[NodeName, str]:
-    """What is wrong with nodes, or the job, by their own workers' word, the first one first."""
+    """Return what is wrong with nodes, or the job, by their own workers' word, the first one
+    first."""
     told = job.seen.faults.ailing | job.seen.faults.accused
     found = sorted((at, name, words) for name, (at, words) in told.items())
     return {name: words for _, name, words in found}
 
 
 def _accused(context: Context, job: Job) -> dict[NodeName, tuple[float, str]]:
-    """By which nodes' word the job is at fault, as far as that is not too long ago to be one fault
-    with what another says now."""
+    """Return by which nodes' word the job is at fault, as far as that is not too long ago to be one
+    fault with what another says now."""
     accused = job.seen.faults.accused
     return {name: told for name, told in accused.items() if context.now < told[0] + _ONE_FAULT_S}
 

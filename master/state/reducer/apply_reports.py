@@ -239,7 +239,8 @@ def _take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None
 
 
 def _refute_losses(job: Job, record: StepRecord) -> None:
-    """Who has lost a peer takes part in no later step, and without it nobody commits one."""
+    """Take back losses of peers that the step refutes: who has lost one takes part in no later
+    step, and without it nobody commits one."""
     refuted = [
         worker
         for worker, (_, lost) in job.seen.peers_lost.items()

@@ -29,9 +29,15 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterProcess]
         yield process
 
 
-def code_of(running: MasterProcess, path: str, request: bytes, **call: object) -> grpc.StatusCode:
+def code_of(
+    running: MasterProcess,
+    path: str,
+    request: bytes,
+    compression: grpc.Compression | None = None,
+    **call: object,
+) -> grpc.StatusCode:
     async def ask() -> grpc.StatusCode:
-        async with grpc.aio.insecure_channel(running.address) as channel:
+        async with grpc.aio.insecure_channel(running.address, compression=compression) as channel:
             try:
                 await channel.unary_unary(path)(request, timeout=DEADLINE_S, **call)
             except grpc.aio.AioRpcError as error:
@@ -49,6 +55,16 @@ def test_messages_that_are_too_large_are_refused(running: MasterProcess) -> None
     smaller = pb.SubmitRequest(request_id="1", job="x" * (MOST_JOB_CHARACTERS + 1))
     found = code_of(running, path, smaller.SerializeToString())
     assert found is grpc.StatusCode.INVALID_ARGUMENT
+    named = pb.CancelRequest(request_id="1", job_id="x" * limits.MOST_REQUEST_BYTES)
+    found = code_of(running, "/oobleck.Operator/CancelJob", named.SerializeToString())
+    assert found is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_compressed_requests_are_refused(running: MasterProcess) -> None:
+    path = "/oobleck.Operator/GetJob"
+    request = pb.JobRequest(job_id="n" * 4096).SerializeToString()
+    found = [code_of(running, path, request, way) for way in (None, grpc.Compression.Gzip)]
+    assert found == [grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT]
 
 
 @pytest.mark.parametrize(

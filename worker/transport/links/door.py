@@ -226,7 +226,7 @@ class Door:
         self._hear_guest(caller.fileno(), self._listen_to)  # most have said something, or gone
 
     def _keep(self, guest: _Guest) -> None:
-        """Among those that are trusted as far; the oldest of too many is dropped."""
+        """Count it among those that are trusted as far; the oldest of too many is dropped."""
         alike = self._trusted[guest.trust]
         alike[guest.socket.fileno()] = None
         if len(alike) > MOST_CALLERS:
@@ -286,14 +286,14 @@ class Door:
         guest.socket.close()
 
     def _let_go(self, descriptor: int) -> _Guest:
-        """It is no guest any more."""
+        """Forget it: it is no guest any more."""
         guest = self._guests.pop(descriptor)
         del self._trusted[guest.trust][descriptor]
         self._poll.unregister(guest.socket)
         return guest
 
     def _trust(self, guest: _Guest) -> None:
-        """Its first word is proven."""
+        """Count it among those whose first word is proven."""
         del self._trusted[guest.trust][guest.socket.fileno()]
         guest.trust = _PROVEN
         self._keep(guest)
@@ -403,7 +403,7 @@ class Door:
 
     @property
     def calling(self) -> bool:
-        """Whether a call of this process's own is under way, or has failed."""
+        """Return whether a call of this process's own is under way, or has failed."""
         return bool(self._calls.calls)
 
     def close(self) -> None:

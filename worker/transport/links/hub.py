@@ -196,13 +196,10 @@ class Links:
             self.press(-1)
             for link in self._links.values():
                 link.stop_feeding(feeding.epoch)
+                if link.outside_since is not None:
+                    link.keep_out()  # from now on: it may have stayed for the sake of that meeting
             if feeding.epoch > self._epoch:
                 self._door.call_off(feeding.epoch)
-            for link in self._links.values():
-                if (
-                    link.outside_since is not None
-                ):  # for the sake of that meeting it may have stayed
-                    link.keep_out()
             self._traffic.arm()
 
     def withdraw(self, feeding: Feeding, peer: bytes) -> None:
