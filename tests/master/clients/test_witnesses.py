@@ -1,5 +1,7 @@
 """What all workers tell alike counts when a second node says it too, or nobody else can."""
 
+from typing import get_args
+
 import msgspec
 import pytest
 
@@ -7,7 +9,9 @@ from oobleck.host.ipc.messages import StepRecord
 from oobleck.master.clients import witnesses
 from oobleck.master.clients.budget import Budget
 from oobleck.master.clients.witnesses import LOST_S, MOST_WAITING, SILENT, Witnesses
+from oobleck.master.state import senders
 from oobleck.planner.ids import NodeName
+from oobleck.proto.types import Happening
 from support.scenario import Player, record
 
 N1, N2, N3, N9 = (NodeName(name) for name in ("n1", "n2", "n3", "n9"))
@@ -185,3 +189,8 @@ def test_of_a_job_that_has_ended_only_known_steps_count_alone(telling: Telling) 
     telling.wait(LOST_S)
     telling.job.seen.steps.furthest_step = 1
     assert telling.judged() == [(1, N1)], "nobody knows of step 2"
+
+
+def test_the_table_of_senders_has_every_kind_of_report() -> None:
+    assert set(senders._KINDS) == set(get_args(Happening))
+    assert {kind.sender for kind in senders._KINDS.values()} == set(senders._WANTED)
