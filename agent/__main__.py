@@ -16,7 +16,7 @@ import click
 
 from oobleck.agent.config import DRAIN_GRACE_S, AgentConfig
 from oobleck.agent.connection.address import check_own_address
-from oobleck.agent.connection.code import fetch
+from oobleck.agent.connection.code import fetch, give
 from oobleck.agent.connection.enrol import Denied, Holder, choose_way, join, read_join_token
 from oobleck.agent.connection.outbox import Outbox
 from oobleck.agent.connection.session import Session
@@ -84,7 +84,11 @@ async def serve(
     outbox = Outbox(incarnation)
     fetching = functools.partial(fetch, lambda: holder.endpoint)
     supervisor = Supervisor(
-        config, outbox, environment, fetch=fetching if config.accept_code else None
+        config,
+        outbox,
+        environment,
+        fetch=fetching if config.accept_code else None,
+        give=functools.partial(give, lambda: holder.endpoint),
     )
     examiner = Examiner(config, environment, outbox.examined, holder.folder)
     session = Session(

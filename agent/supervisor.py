@@ -40,7 +40,7 @@ from oobleck.agent.events import (
 from oobleck.agent.health import GpuHealth
 from oobleck.agent.metrics import gpus, workers
 from oobleck.agent.processes.children import WarmProcess, WorkerProcess
-from oobleck.agent.processes.code import CodeCache, Fetch
+from oobleck.agent.processes.code import CodeCache, Fetch, Give, NoCode
 from oobleck.agent.processes.ending import How
 from oobleck.agent.processes.pool import ProcessPool, StartWarmProcess, StartWorker
 from oobleck.agent.reconcile import decide
@@ -92,9 +92,12 @@ class Supervisor:
         start_warm: StartWarmProcess = WarmProcess,
         start_worker: StartWorker = WorkerProcess,
         fetch: Fetch | None = None,
+        give: Give | None = None,
     ) -> None:
         """`start_warm`, `start_worker`: what stands for the processes here. `fetch`: gets code that
-        comes with jobs; None: this node takes none."""
+        comes with jobs; None: this node takes none. `give`: gives it back to a master that has
+        lost it."""
+        self._give = give
         self._config = config
         #: Where all that the master is to hear is put.
         self._outbox = outbox
@@ -177,6 +180,22 @@ class Supervisor:
         for incarnation, worker in self._state.workers.items():
             if worker.job_id == job_id and incarnation in self._pool.processes:
                 self._pool.processes[incarnation].send(wish)
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether a worker process is here."""
+        return bool(self._state.workers)
+
+    def return_code(self, digest: str) -> None:
+        """Give the wheel of a job here back to the master."""
+        if self._give is not None:
+            self._tasks.create_task(self._return_code(digest, self._give))
+
+    async def _return_code(self, digest: str, give: Give) -> None:
+        try:
+            await give(await self._pool.code.wheel(digest))
+        except NoCode as error:
+            logger.warning("the job's code is not given back", extra={"reason": error})
 
     def leave(self) -> None:
         """End once the node is drained; told again, at once."""

@@ -5,7 +5,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -30,6 +30,8 @@ ASK_AGAIN_S = 10.0
 TIMELINE_S = 3600.0
 #: For a wheel, which may be large and the line slow.
 CODE_S = 600.0
+#: For the agents of a job to say what it is, and to give its wheel back.
+ADOPT_S = 300.0
 _PART_BYTES = 1 << 20
 _TLS_S = 1.0
 
@@ -96,6 +98,8 @@ class MasterClient:
         self._channel = open_channel(endpoint, CHANNEL_OPTIONS)
         #: What the last answer said of the master itself; empty: all is well.
         self.problem = ""
+        #: And how that master stands to others; None: it does not say.
+        self.head: pb.HeadStatus | None = None
         self._stub: Any = OperatorStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         self._pki: Any = PkiStub(self._channel)  # type: ignore[no-untyped-call]  # generated
 
@@ -161,6 +165,19 @@ class MasterClient:
         request = pb.CancelRequest(request_id=_new_id(), job_id=job_id)
         reply: pb.JobStatus = self._change(self._stub.CancelJob, request)
         return reply
+
+    def adopt(self, job_id: str) -> Sequence[str]:
+        """Have the master take over a job that nodes train and it does not know; return what is
+        lost of it, a line each."""
+        request = pb.AdoptRequest(request_id=_new_id(), job_id=job_id)
+        reply: pb.AdoptReply = self._change(self._stub.AdoptJob, request, ADOPT_S)
+        return reply.lost
+
+    def cancel_unknown(self, job_id: str) -> Sequence[str]:
+        """Have the workers end of a job that the master does not know; return their nodes."""
+        request = pb.CancelRequest(request_id=_new_id(), job_id=job_id)
+        reply: pb.CancelUnknownReply = self._change(self._stub.CancelUnknownJob, request)
+        return reply.nodes
 
     def nodes(self, timeout_s: float = DEADLINE_S) -> list[pb.NodeInfo]:
         reply: pb.ListNodesReply = self._ask(self._stub.ListNodes, pb.ListNodesRequest(), timeout_s)
@@ -234,13 +251,13 @@ class MasterClient:
     def revoke(self, request: pb.RevokeRequest) -> None:
         self._ask(self._pki.Revoke, request)
 
-    def _change(self, method: Any, request: Message) -> Any:
+    def _change(self, method: Any, request: Message, timeout_s: float = DEADLINE_S) -> Any:
         """The reply to a request that changes something. If the reply is lost, as when the
         master restarts, the same request is sent again; by its id the master does it once."""
         until = 0.0
         while True:
             try:
-                return self._ask(method, request)
+                return self._ask(method, request, timeout_s)
             except Unreachable as unreachable:
                 if unreachable.reached and not until:
                     until = time.monotonic() + self._ask_again_s
@@ -252,6 +269,8 @@ class MasterClient:
         with self._errors_as_lines():
             reply = method(request, timeout=timeout_s)
         self.problem = str(getattr(reply, "problem", self.problem))
+        if isinstance(reply, pb.ListJobsReply | pb.ListNodesReply) and reply.HasField("head"):
+            self.head = reply.head
         return reply
 
     def _stream(self, method: Any, request: Message) -> Iterator[Any]:

@@ -44,6 +44,7 @@ COMMANDS = {
         "Strike a running job with real faults, as a drill.",
     ),
     "cancel": ("oobleck.cli.jobs.submit:cancel", "End a job."),
+    "adopt": ("oobleck.cli.jobs.submit:adopt", "Take over a job that the master does not know."),
     "data": ("oobleck.cli.jobs.data:data", "Make and inspect files of training tokens."),
     "profile": (
         "oobleck.cli.planning.profile:profile",

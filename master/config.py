@@ -50,6 +50,10 @@ class MasterConfig:
     health_listen: str | None = None
     #: Folder of the cluster's authority; None: the service is in the clear.
     pki: Path | None = None
+    #: Identity of that authority; empty: there is none.
+    cluster: str = ""
+    #: Identity of the state directory's place: another host's or folder's is another one.
+    place: str = ""
     #: Of the certificates that agents, operators and viewers are given.
     certificate_life_s: float = 90 * 86_400.0
     retention: Retention = Retention()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from oobleck.host.metrics.families import Distribution
 from oobleck.host.system.environment import Environment
 from oobleck.master import crash
+from oobleck.master.clients.adoptions import Adoptions
 from oobleck.master.clients.examinations import Examinations
 from oobleck.master.clients.requests import Requests
 from oobleck.master.clients.sessions import Sessions
@@ -28,6 +29,7 @@ from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.plans.foresight import Foresight
 from oobleck.master.rules.reconcile import reconcile
 from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.history import ID_BYTES
 from oobleck.master.storage.disk import StorageFailed
 from oobleck.master.storage.journal import Journal
 from oobleck.master.storage.ledger import Ledger
@@ -76,10 +78,17 @@ class Master:
         self.state = self._ledger.state
         self.archive = self._ledger.archive
         self._inbox = Inbox(self.now)
-        self.sessions = Sessions(config, self._ledger, self._inbox, self.changes)
+        self.sessions = Sessions(
+            config,
+            self._ledger,
+            self._inbox,
+            self.changes,
+            new_id=lambda: self._environment.token(ID_BYTES),
+        )
         self.requests = Requests(config, self._ledger, self._inbox, self.sessions)
         self.timelines = Timelines(lambda: list(self.sessions))
         self.examinations = Examinations(config, self.state, self._environment, self.sessions.of)
+        self.adoptions = Adoptions(self.state, self._environment, self.sessions.of)
         self._foresight = Foresight()
         self._wake_at: float | None = None
         self._reason = ""

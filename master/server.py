@@ -5,6 +5,7 @@ Must not know flags.
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import signal
@@ -17,6 +18,7 @@ import grpc
 from oobleck.host.address import leaves_host, own_address
 from oobleck.host.ipc.own_master import OwnMaster, announced
 from oobleck.host.metrics.page import MetricsPage, bind
+from oobleck.host.system.files import place_of
 from oobleck.host.system.process import end_signals
 from oobleck.master.api import limits
 from oobleck.master.api.access import Access
@@ -64,6 +66,11 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
         listening = _open_page(config.metrics_listen)
         health = _open_health(config.health_listen, probes)
     authority = _read_authority(config)
+    config = dataclasses.replace(
+        config,
+        cluster=authority.cluster if authority is not None else "",
+        place=place_of(config.state_dir),
+    )
     planner = PlanningProcess()
     master = Master(config, journal, planner=planner)
     connections = Connections(master.now, functools.partial(was_revoked, master.state.trust))

@@ -8,6 +8,7 @@ from oobleck.planner.job.file import format_job, parse_job
 from oobleck.planner.job.spec import JobSpec
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.checks import at_least, in_field, read_card, read_incarnation, read_job_id
+from oobleck.proto.heads import head_message, head_of
 from oobleck.proto.packed import pack, unpack
 from oobleck.proto.types import Assignment
 
@@ -22,6 +23,7 @@ def assignment_message(assignment: Assignment) -> pb.Assignment:
         measure=_packed(assignment.measure) if assignment.measure is not None else b"",
         save=assignment.save,
         drained=assignment.drained,
+        head=head_message(assignment.head) if assignment.head is not None else None,
     )
 
 
@@ -37,6 +39,7 @@ def read_assignment(message: pb.Assignment) -> Assignment:
             measure=_read_measure(message.measure) if message.measure else None,
             save=message.save,
             drained=message.drained,
+            head=head_of(message),
         )
 
 

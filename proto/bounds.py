@@ -46,6 +46,7 @@ _MOST_FIELDS = 8192
 
 _TEXTS: Mapping[str, int] = {
     "Recorded.recording": MOST_BYTES,
+    "JobTold.job": MOST_BYTES,
     # Told with a better reason by their readers.
     "SubmitRequest.job": MOST_BYTES,
     "SubmitRequest.profile": MOST_BYTES,
@@ -54,6 +55,9 @@ _TEXTS: Mapping[str, int] = {
 #: Stand in tables and logs, so nothing that moves a cursor is in them.
 _LINES = frozenset(
     {
+        "Head.begun_by",
+        "Head.cluster",
+        "Head.history",
         "Register.hostname",
         "Register.address",
         "Register.device_kind",

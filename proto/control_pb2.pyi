@@ -65,7 +65,7 @@ class Plan(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., pipelines: _Optional[_Iterable[_Union[Pipeline, _Mapping]]] = ..., schedule: _Optional[str] = ..., routes: _Optional[_Iterable[_Union[Route, _Mapping]]] = ..., holds: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., shadows: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ...) -> None: ...
 
 class AgentMessage(_message.Message):
-    __slots__ = ("incarnation", "register", "status", "report", "records", "log", "recorded", "clock", "examined")
+    __slots__ = ("incarnation", "register", "status", "report", "records", "log", "recorded", "clock", "examined", "job_told")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,7 @@ class AgentMessage(_message.Message):
     RECORDED_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     EXAMINED_FIELD_NUMBER: _ClassVar[int]
+    JOB_TOLD_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     register: Register
     status: NodeStatus
@@ -84,10 +85,11 @@ class AgentMessage(_message.Message):
     recorded: Recorded
     clock: ClockRead
     examined: Examined
-    def __init__(self, incarnation: _Optional[str] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., report: _Optional[bytes] = ..., records: _Optional[_Union[StepRecords, _Mapping]] = ..., log: _Optional[_Union[LogLines, _Mapping]] = ..., recorded: _Optional[_Union[Recorded, _Mapping]] = ..., clock: _Optional[_Union[ClockRead, _Mapping]] = ..., examined: _Optional[_Union[Examined, _Mapping]] = ...) -> None: ...
+    job_told: JobTold
+    def __init__(self, incarnation: _Optional[str] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., report: _Optional[bytes] = ..., records: _Optional[_Union[StepRecords, _Mapping]] = ..., log: _Optional[_Union[LogLines, _Mapping]] = ..., recorded: _Optional[_Union[Recorded, _Mapping]] = ..., clock: _Optional[_Union[ClockRead, _Mapping]] = ..., examined: _Optional[_Union[Examined, _Mapping]] = ..., job_told: _Optional[_Union[JobTold, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("protocol", "newest_protocol", "node", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "status", "device_kind", "running", "versions")
+    __slots__ = ("protocol", "newest_protocol", "node", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "status", "device_kind", "running", "versions", "acted_on")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NEWEST_PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +103,7 @@ class Register(_message.Message):
     DEVICE_KIND_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    ACTED_ON_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     newest_protocol: int
     node: str
@@ -114,7 +117,22 @@ class Register(_message.Message):
     device_kind: str
     running: Assignment
     versions: Versions
-    def __init__(self, protocol: _Optional[int] = ..., newest_protocol: _Optional[int] = ..., node: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., device_kind: _Optional[str] = ..., running: _Optional[_Union[Assignment, _Mapping]] = ..., versions: _Optional[_Union[Versions, _Mapping]] = ...) -> None: ...
+    acted_on: Head
+    def __init__(self, protocol: _Optional[int] = ..., newest_protocol: _Optional[int] = ..., node: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., device_kind: _Optional[str] = ..., running: _Optional[_Union[Assignment, _Mapping]] = ..., versions: _Optional[_Union[Versions, _Mapping]] = ..., acted_on: _Optional[_Union[Head, _Mapping]] = ...) -> None: ...
+
+class Head(_message.Message):
+    __slots__ = ("cluster", "history", "term", "begun_by", "sequence")
+    CLUSTER_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_BY_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    cluster: str
+    history: str
+    term: int
+    begun_by: str
+    sequence: int
+    def __init__(self, cluster: _Optional[str] = ..., history: _Optional[str] = ..., term: _Optional[int] = ..., begun_by: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class Versions(_message.Message):
     __slots__ = ("oobleck", "python", "torch", "transformers", "cuda", "nccl", "driver", "engine")
@@ -240,6 +258,14 @@ class Examined(_message.Message):
     answer: bytes
     def __init__(self, number: _Optional[int] = ..., answer: _Optional[bytes] = ...) -> None: ...
 
+class JobTold(_message.Message):
+    __slots__ = ("number", "job")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    job: str
+    def __init__(self, number: _Optional[int] = ..., job: _Optional[str] = ...) -> None: ...
+
 class StepRecords(_message.Message):
     __slots__ = ("job_id", "records")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
@@ -283,7 +309,7 @@ class LogLines(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., slot: _Optional[int] = ..., lines: _Optional[_Iterable[str]] = ..., dropped: _Optional[int] = ...) -> None: ...
 
 class MasterMessage(_message.Message):
-    __slots__ = ("welcome", "refused", "assignment", "ack", "record", "clock", "examine")
+    __slots__ = ("welcome", "refused", "assignment", "ack", "record", "clock", "examine", "tell_job", "return_code")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
@@ -291,6 +317,8 @@ class MasterMessage(_message.Message):
     RECORD_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     EXAMINE_FIELD_NUMBER: _ClassVar[int]
+    TELL_JOB_FIELD_NUMBER: _ClassVar[int]
+    RETURN_CODE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     assignment: Assignment
@@ -298,15 +326,19 @@ class MasterMessage(_message.Message):
     record: Record
     clock: ReadClock
     examine: Examine
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., record: _Optional[_Union[Record, _Mapping]] = ..., clock: _Optional[_Union[ReadClock, _Mapping]] = ..., examine: _Optional[_Union[Examine, _Mapping]] = ...) -> None: ...
+    tell_job: TellJob
+    return_code: ReturnCode
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., record: _Optional[_Union[Record, _Mapping]] = ..., clock: _Optional[_Union[ReadClock, _Mapping]] = ..., examine: _Optional[_Union[Examine, _Mapping]] = ..., tell_job: _Optional[_Union[TellJob, _Mapping]] = ..., return_code: _Optional[_Union[ReturnCode, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("detection", "protocol")
+    __slots__ = ("detection", "protocol", "head")
     DETECTION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
     detection: Detection
     protocol: int
-    def __init__(self, detection: _Optional[_Union[Detection, _Mapping]] = ..., protocol: _Optional[int] = ...) -> None: ...
+    head: Head
+    def __init__(self, detection: _Optional[_Union[Detection, _Mapping]] = ..., protocol: _Optional[int] = ..., head: _Optional[_Union[Head, _Mapping]] = ...) -> None: ...
 
 class Detection(_message.Message):
     __slots__ = ("heartbeat_s", "lease_s", "return_s", "ping_every_s", "ping_timeout_s", "answer_s", "longest_retry_s", "witness_window_s", "regroup_s", "longest_regroup_s", "hang_s", "stall_s", "lag_limit_s", "replacement_grace_s", "join_settle_s", "storage_s", "first_step_s", "fruitless_s", "start_timeout_s", "away_s", "profile_timeout_s", "meeting_s", "quarantine_s", "stand_by_s", "gpu_grace_s")
@@ -363,15 +395,17 @@ class Detection(_message.Message):
     def __init__(self, heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., return_s: _Optional[float] = ..., ping_every_s: _Optional[float] = ..., ping_timeout_s: _Optional[float] = ..., answer_s: _Optional[float] = ..., longest_retry_s: _Optional[float] = ..., witness_window_s: _Optional[float] = ..., regroup_s: _Optional[float] = ..., longest_regroup_s: _Optional[float] = ..., hang_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., lag_limit_s: _Optional[float] = ..., replacement_grace_s: _Optional[float] = ..., join_settle_s: _Optional[float] = ..., storage_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., fruitless_s: _Optional[float] = ..., start_timeout_s: _Optional[float] = ..., away_s: _Optional[float] = ..., profile_timeout_s: _Optional[float] = ..., meeting_s: _Optional[float] = ..., quarantine_s: _Optional[float] = ..., stand_by_s: _Optional[float] = ..., gpu_grace_s: _Optional[float] = ...) -> None: ...
 
 class Refused(_message.Message):
-    __slots__ = ("reason", "temporary")
+    __slots__ = ("reason", "temporary", "revoked")
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEMPORARY_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
     reason: str
     temporary: bool
-    def __init__(self, reason: _Optional[str] = ..., temporary: _Optional[bool] = ...) -> None: ...
+    revoked: bool
+    def __init__(self, reason: _Optional[str] = ..., temporary: _Optional[bool] = ..., revoked: _Optional[bool] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("version", "job_id", "job", "worker_incarnations", "save", "drained", "assign", "measure")
+    __slots__ = ("version", "job_id", "job", "worker_incarnations", "save", "drained", "assign", "measure", "head")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -380,6 +414,7 @@ class Assignment(_message.Message):
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     ASSIGN_FIELD_NUMBER: _ClassVar[int]
     MEASURE_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
     version: int
     job_id: str
     job: str
@@ -388,7 +423,8 @@ class Assignment(_message.Message):
     drained: bool
     assign: bytes
     measure: bytes
-    def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., job: _Optional[str] = ..., worker_incarnations: _Optional[_Iterable[str]] = ..., save: _Optional[int] = ..., drained: _Optional[bool] = ..., assign: _Optional[bytes] = ..., measure: _Optional[bytes] = ...) -> None: ...
+    head: Head
+    def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., job: _Optional[str] = ..., worker_incarnations: _Optional[_Iterable[str]] = ..., save: _Optional[int] = ..., drained: _Optional[bool] = ..., assign: _Optional[bytes] = ..., measure: _Optional[bytes] = ..., head: _Optional[_Union[Head, _Mapping]] = ...) -> None: ...
 
 class Ack(_message.Message):
     __slots__ = ("job_id", "through_step")
@@ -423,6 +459,20 @@ class Examine(_message.Message):
     number: int
     order: bytes
     def __init__(self, number: _Optional[int] = ..., order: _Optional[bytes] = ...) -> None: ...
+
+class TellJob(_message.Message):
+    __slots__ = ("number", "job_id")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    job_id: str
+    def __init__(self, number: _Optional[int] = ..., job_id: _Optional[str] = ...) -> None: ...
+
+class ReturnCode(_message.Message):
+    __slots__ = ("sha256",)
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    sha256: str
+    def __init__(self, sha256: _Optional[str] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
     __slots__ = ("request_id", "job", "profile", "profile_only")
@@ -526,6 +576,52 @@ class CancelRequest(_message.Message):
     job_id: str
     def __init__(self, request_id: _Optional[str] = ..., job_id: _Optional[str] = ...) -> None: ...
 
+class AdoptRequest(_message.Message):
+    __slots__ = ("request_id", "job_id")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    job_id: str
+    def __init__(self, request_id: _Optional[str] = ..., job_id: _Optional[str] = ...) -> None: ...
+
+class AdoptReply(_message.Message):
+    __slots__ = ("lost",)
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    lost: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, lost: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class CancelUnknownReply(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, nodes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class HeldJob(_message.Message):
+    __slots__ = ("job_id", "nodes", "committed_step", "generation", "since")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    committed_step: int
+    generation: int
+    since: float
+    def __init__(self, job_id: _Optional[str] = ..., nodes: _Optional[_Iterable[str]] = ..., committed_step: _Optional[int] = ..., generation: _Optional[int] = ..., since: _Optional[float] = ...) -> None: ...
+
+class HeadStatus(_message.Message):
+    __slots__ = ("head", "behind", "superseded", "held")
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    BEHIND_FIELD_NUMBER: _ClassVar[int]
+    SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    head: Head
+    behind: int
+    superseded: str
+    held: _containers.RepeatedCompositeFieldContainer[HeldJob]
+    def __init__(self, head: _Optional[_Union[Head, _Mapping]] = ..., behind: _Optional[int] = ..., superseded: _Optional[str] = ..., held: _Optional[_Iterable[_Union[HeldJob, _Mapping]]] = ...) -> None: ...
+
 class SaveCheckpointRequest(_message.Message):
     __slots__ = ("request_id", "job_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -559,12 +655,14 @@ class ListJobsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListJobsReply(_message.Message):
-    __slots__ = ("jobs", "problem")
+    __slots__ = ("jobs", "problem", "head")
     JOBS_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
     jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
     problem: str
-    def __init__(self, jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., problem: _Optional[str] = ...) -> None: ...
+    head: HeadStatus
+    def __init__(self, jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., problem: _Optional[str] = ..., head: _Optional[_Union[HeadStatus, _Mapping]] = ...) -> None: ...
 
 class JobStatus(_message.Message):
     __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "steps", "loss", "tokens_per_s", "mfu", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "policy", "then", "directory", "profile", "checkpoint", "checkpoint_step", "checkpoint_path", "checkpoint_at", "save_failure", "evaluation", "skipped_steps", "memory", "data_plane", "incidents", "last_incident", "last_incident_at", "redo", "problem", "journal_cut_at", "last_step_age_s")
@@ -689,12 +787,14 @@ class UndrainNodeRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
 class ListNodesReply(_message.Message):
-    __slots__ = ("nodes", "problem")
+    __slots__ = ("nodes", "problem", "head")
     NODES_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
     nodes: _containers.RepeatedCompositeFieldContainer[NodeInfo]
     problem: str
-    def __init__(self, nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., problem: _Optional[str] = ...) -> None: ...
+    head: HeadStatus
+    def __init__(self, nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., problem: _Optional[str] = ..., head: _Optional[_Union[HeadStatus, _Mapping]] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
     __slots__ = ("node", "state", "reason", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "job_id", "generation", "last_heard_s", "heard_before", "workers", "failures", "versions", "protocol")

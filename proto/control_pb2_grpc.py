@@ -46,6 +46,11 @@ class ControlStub:
                 request_serializer=oobleck_dot_proto_dot_control__pb2.CodeRequest.SerializeToString,
                 response_deserializer=oobleck_dot_proto_dot_control__pb2.CodeChunk.FromString,
                 _registered_method=True)
+        self.GiveCode = channel.stream_unary(
+                '/oobleck.Control/GiveCode',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.CodeChunk.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.CodeReply.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -66,6 +71,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GiveCode(self, request_iterator, context):
+        """A wheel that the master asked this node for by ReturnCode; FAILED_PRECONDITION for any other.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +90,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.GetCode,
                     request_deserializer=oobleck_dot_proto_dot_control__pb2.CodeRequest.FromString,
                     response_serializer=oobleck_dot_proto_dot_control__pb2.CodeChunk.SerializeToString,
+            ),
+            'GiveCode': grpc.stream_unary_rpc_method_handler(
+                    servicer.GiveCode,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.CodeChunk.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.CodeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -146,6 +163,33 @@ class Control:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def GiveCode(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/oobleck.Control/GiveCode',
+            oobleck_dot_proto_dot_control__pb2.CodeChunk.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.CodeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class OperatorStub:
     """Operator -> master.
@@ -186,6 +230,16 @@ class OperatorStub:
                 '/oobleck.Operator/CancelJob',
                 request_serializer=oobleck_dot_proto_dot_control__pb2.CancelRequest.SerializeToString,
                 response_deserializer=oobleck_dot_proto_dot_control__pb2.JobStatus.FromString,
+                _registered_method=True)
+        self.AdoptJob = channel.unary_unary(
+                '/oobleck.Operator/AdoptJob',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.AdoptRequest.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.AdoptReply.FromString,
+                _registered_method=True)
+        self.CancelUnknownJob = channel.unary_unary(
+                '/oobleck.Operator/CancelUnknownJob',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.CancelRequest.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.CancelUnknownReply.FromString,
                 _registered_method=True)
         self.SaveCheckpoint = channel.unary_unary(
                 '/oobleck.Operator/SaveCheckpoint',
@@ -284,6 +338,21 @@ class OperatorServicer:
 
     def CancelJob(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AdoptJob(self, request, context):
+        """Take over a job that nodes train and this master does not know, while it trains on.
+        FAILED_PRECONDITION where its nodes disagree or are too few.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelUnknownJob(self, request, context):
+        """Have the workers end of a job that this master does not know.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -403,6 +472,16 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.CancelJob,
                     request_deserializer=oobleck_dot_proto_dot_control__pb2.CancelRequest.FromString,
                     response_serializer=oobleck_dot_proto_dot_control__pb2.JobStatus.SerializeToString,
+            ),
+            'AdoptJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.AdoptJob,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.AdoptRequest.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.AdoptReply.SerializeToString,
+            ),
+            'CancelUnknownJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelUnknownJob,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.CancelRequest.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.CancelUnknownReply.SerializeToString,
             ),
             'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveCheckpoint,
@@ -623,6 +702,60 @@ class Operator:
             '/oobleck.Operator/CancelJob',
             oobleck_dot_proto_dot_control__pb2.CancelRequest.SerializeToString,
             oobleck_dot_proto_dot_control__pb2.JobStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AdoptJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/oobleck.Operator/AdoptJob',
+            oobleck_dot_proto_dot_control__pb2.AdoptRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.AdoptReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelUnknownJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/oobleck.Operator/CancelUnknownJob',
+            oobleck_dot_proto_dot_control__pb2.CancelRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.CancelUnknownReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -4,18 +4,23 @@ from dataclasses import fields
 
 from oobleck.host.detection import Detection
 from oobleck.proto import control_pb2 as pb
+from oobleck.proto.heads import head_message, head_of
 from oobleck.proto.protocol import NEWEST, OLDEST_MASTER, span
+from oobleck.proto.types import Head
 
 
-def welcome_message(detection: Detection, protocol: int) -> pb.Welcome:
+def welcome_message(detection: Detection, protocol: int, head: Head | None = None) -> pb.Welcome:
     """`protocol`: the one that agent and master speak."""
     spans = {field.name: getattr(detection, field.name) for field in fields(Detection)}
-    return pb.Welcome(detection=pb.Detection(**spans), protocol=protocol)
+    who = head_message(head) if head is not None else None
+    return pb.Welcome(detection=pb.Detection(**spans), protocol=protocol, head=who)
 
 
-def read_welcome(message: pb.Welcome) -> tuple[Detection, int]:
-    """The time-outs, and the protocol that master and agent speak. A time-out that a master of
-    before does not know is as it is by default. Raises ValueError where it makes no sense."""
+def read_welcome(message: pb.Welcome) -> tuple[Detection, int, Head | None]:
+    """Return the time-outs, the protocol that master and agent speak, and the master's head.
+
+    A time-out that a master of before does not know is as it is by default, and the head is None.
+    Raises ValueError where it makes no sense."""
     told, protocol = message.detection, message.protocol
     if not OLDEST_MASTER <= protocol <= NEWEST:
         ours = span(OLDEST_MASTER, NEWEST)
@@ -26,7 +31,8 @@ def read_welcome(message: pb.Welcome) -> tuple[Detection, int]:
         if field.has_presence and not told.HasField(field.name)
     }
     names = {field.name for field in fields(Detection)} - lacking
-    return Detection(**{name: getattr(told, name) for name in names}), protocol
+    detection = Detection(**{name: getattr(told, name) for name in names})
+    return detection, protocol, head_of(message)
 
 
 def keepalive_options(detection: Detection) -> tuple[tuple[str, int], ...]:

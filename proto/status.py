@@ -17,9 +17,11 @@ from oobleck.proto.checks import (
     read_slot,
 )
 from oobleck.proto.fields import message_of, struct_of
+from oobleck.proto.heads import head_message, read_head
 from oobleck.proto.protocol import common, refusal
 from oobleck.proto.types import (
     Assignment,
+    Head,
     NodeFacts,
     NodeStatus,
     Registration,
@@ -64,6 +66,9 @@ def register_message(registration: Registration) -> pb.Register:
         versions=message_of(pb.Versions, facts.versions),
         status=status_message(registration.status),
         running=assignment_message(running) if running is not None else None,
+        acted_on=(
+            head_message(registration.acted_on) if registration.acted_on is not None else None
+        ),
     )
 
 
@@ -77,6 +82,13 @@ def _read_running(message: pb.Register) -> Assignment | None:
         if running.assign is None or running.job_id is None:
             raise ValueError("assign: is missing, or the job is")
         return running
+
+
+def _read_acted_on(message: pb.Register) -> Head | None:
+    if not message.HasField("acted_on"):
+        return None
+    with in_field("acted_on"):
+        return read_head(message.acted_on)
 
 
 def _read_facts(message: pb.Register, incarnation: str) -> NodeFacts:
@@ -121,4 +133,5 @@ def read_register(message: pb.Register, incarnation: str) -> Registration:
             facts=facts,
             status=status,
             running=_read_running(message),
+            acted_on=_read_acted_on(message),
         )

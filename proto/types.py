@@ -12,6 +12,39 @@ from oobleck.planner.job.spec import JobSpec
 from oobleck.proto.protocol import OLDEST
 
 
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """A master at one moment: the identity of its journal, and how far the journal goes.
+
+    Each journal has a random id, its history, which compaction and a restore keep. A history has
+    terms: a journal that was restored, copied or moved goes on in a higher one, so two masters
+    never speak in one term of different events.
+    """
+
+    #: Identity of the authority's key; of a cluster without one, a random id.
+    cluster: str
+    #: Random id made with the journal.
+    history: str
+    #: From 1.
+    term: int
+    #: Random id of the head that began the term.
+    begun_by: str
+    #: Number of the last event on disk.
+    sequence: int
+
+    def outranks(self, other: "Head") -> bool:
+        """Return whether an agent that acted on `self` must not act on `other`: both are of one
+        history, and `other` speaks in an earlier term, or in the same one of another head."""
+        if other.history != self.history:
+            return False
+        return (other.term, other.begun_by) != (self.term, self.begun_by) and (
+            other.term <= self.term
+        )
+
+    def __str__(self) -> str:
+        """Name it for operators."""
+        return f"term {self.term} of history {self.history[:8]}"
+
+
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What does not change during one start of an agent."""
 
@@ -102,6 +135,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     status: NodeStatus
     #: The newest assignment with a plan that the node has acted on, without the job.
     running: "Assignment | None" = None
+    #: The head whose assignment it acted on last; None: of a release before, or none.
+    acted_on: Head | None = None
 
 
 class WorkerExited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
@@ -157,6 +192,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     save: int = 0
     #: The node is drained: an agent that was told to end may.
     drained: bool = False
+    #: Who tells it; None: a master of the release before.
+    head: Head | None = None
 
     @property
     def generation(self) -> Generation:

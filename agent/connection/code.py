@@ -1,4 +1,4 @@
-"""Fetches wheels of jobs from the master."""
+"""Fetches wheels of jobs from the master, and gives them back to one that has lost them."""
 
 import asyncio
 import logging
@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 #: For the largest wheel over a slow line; a master that is frozen is asked anew.
 _CALL_TIMEOUT_S = 120.0
+_PART_BYTES = 1 << 20
 #: Longest wait before another try, a random part of which is waited.
 _RETRY_S = 2.0
 #: Answers that another try does not change.
@@ -56,3 +57,17 @@ async def _once(endpoint: Endpoint, digest: str) -> bytes:
             if len(content) > MOST_WHEEL_BYTES:
                 raise NoCode(f"code: the master sends more than {MOST_WHEEL_BYTES} bytes")
     return bytes(content)
+
+
+async def give(endpoint: Callable[[], Endpoint], content: bytes) -> None:
+    """Give a wheel back to the master, which has asked for it. Raises NoCode."""
+    parts = range(0, len(content), _PART_BYTES)
+    async with open_aio_channel(endpoint(), ()) as channel:
+        stub = ControlStub(channel)  # type: ignore[no-untyped-call]  # generated
+        try:
+            await stub.GiveCode(
+                (pb.CodeChunk(data=content[at : at + _PART_BYTES]) for at in parts),
+                timeout=_CALL_TIMEOUT_S,
+            )
+        except grpc.aio.AioRpcError as error:
+            raise NoCode(f"code: {error.details() or error.code().name}") from error

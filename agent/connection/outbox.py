@@ -146,6 +146,12 @@ class Outbox:
         self._answers.append(pb.AgentMessage(examined=message))
         self.wake.set()
 
+    def job_told(self, number: int, job: str) -> None:
+        """Answer a master that asks what job is trained here."""
+        told = pb.JobTold(number=number, job=job)
+        self._answers.append(pb.AgentMessage(job_told=told))
+        self.wake.set()
+
     def log(self, job_id: JobId, slot: int, lines: list[str], now: float) -> None:
         if job_id != self._log_job:
             self._logs, self._log_job = LogQueue(), job_id

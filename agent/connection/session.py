@@ -13,7 +13,7 @@ from oobleck.agent.config import AgentConfig
 from oobleck.agent.connection.address import local_address
 from oobleck.agent.connection.outbox import Outbox
 from oobleck.agent.connection.reports import newest_plan
-from oobleck.agent.connection.stream import Refused, SessionEnded, Stream, opened
+from oobleck.agent.connection.stream import Refused, SessionEnded, Stream, opened, refused
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.ipc.messages import Record
@@ -26,7 +26,7 @@ from oobleck.proto.detection import keepalive_options, read_welcome
 from oobleck.proto.protocol import NEWEST, OLDEST_MASTER
 from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.status import register_message
-from oobleck.proto.types import Assignment, NodeFacts, Registration, WorkerReport
+from oobleck.proto.types import Assignment, Head, NodeFacts, Registration, WorkerReport
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +60,15 @@ class _OtherTimeOuts(Exception):
 class Node(Protocol):
     """What the session is of: who acts on the master's word, and knows what to tell."""
 
+    @property
+    def has_workers(self) -> bool: ...
     def reached_from(self, address: str) -> None: ...
     def heard(self, by_master: bool) -> None: ...
     def detect(self, detection: Detection) -> None: ...
     def assigned(self, desired: Assignment) -> None: ...
     def not_understood(self, reason: str) -> None: ...
     def record(self, job_id: JobId, wish: Record) -> None: ...
+    def return_code(self, digest: str) -> None: ...
     def standing_reports(self) -> list[WorkerReport]: ...
 
 
@@ -114,6 +117,12 @@ class Session:
         self._retry_s = FIRST_RETRY_S
         #: The newest assignment with a plan of the job that is here; see `Registration`.
         self._running: Assignment | None = None
+        #: The head whose assignment was acted on last; None: a master of the release before.
+        self._acted_on: Head | None = None
+        #: Id and text of the job that the last assignment was about.
+        self._told_job = "", ""
+        #: Heads that were passed over for it, and were told of.
+        self._passed_over: set[tuple[str, int, str]] = set()
         #: The same as it came, with what a later release may have put into it.
         self._running_as_told = pb.Assignment()
 
@@ -140,8 +149,9 @@ class Session:
             try:
                 await self._one(stub)
             except Refused as refusal:
-                if not refusal.temporary:
+                if refusal.denied or not (refusal.temporary or self._node.has_workers):
                     return str(refusal)
+                # Training outlives a master that may be the wrong one, or an earlier release.
                 self._trouble(f"refused for now: {refusal}")
             except SessionEnded as end:
                 self._trouble(str(end))
@@ -181,7 +191,7 @@ class Session:
             case "welcome":
                 self._welcomed(first.welcome)
             case "refused":
-                raise Refused(first.refused.reason, temporary=first.refused.temporary)
+                raise refused(first.refused)
             case other:
                 raise SessionEnded(f"the master began with {other} instead of a welcome")
         stream.answer_s = self._detection.answer_s
@@ -211,9 +221,11 @@ class Session:
 
     def _welcomed(self, welcome: pb.Welcome) -> None:
         try:
-            detection, self._protocol = read_welcome(welcome)
+            detection, self._protocol, head = read_welcome(welcome)
         except ValueError as error:
             raise SessionEnded(f"the master's welcome makes no sense: {error}") from error
+        if self._is_outranked(head):
+            raise SessionEnded(f"it is in {head}, and this node follows {self._acted_on}")
         self._node.detect(detection)
         before, self._detection = self._detection, detection
         if keepalive_options(before) != keepalive_options(detection):
@@ -244,6 +256,7 @@ class Session:
             facts=facts,
             status=self._outbox.take_status(),
             running=self._running,
+            acted_on=self._acted_on,
         )
         register = register_message(registration)
         if self._running is not None:
@@ -297,9 +310,30 @@ class Session:
                     if self._examiner is not None:
                         self._examiner.take(message.examine)
                 case "refused":
-                    raise Refused(message.refused.reason, temporary=message.refused.temporary)
+                    raise refused(message.refused)
+                case "tell_job":
+                    self._tell_job(message.tell_job)
+                case "return_code":
+                    self._node.return_code(message.return_code.sha256)
                 case _:
                     pass  # a later protocol's addition; this one's are all above
+
+    def _is_outranked(self, head: Head | None) -> bool:
+        """Return whether a head is not to be followed, and log the first time."""
+        if head is None or self._acted_on is None or not self._acted_on.outranks(head):
+            return False
+        name = head.history, head.term, head.begun_by
+        if name not in self._passed_over:
+            self._passed_over.add(name)
+            logger.warning(
+                "this master is not followed: another one went on in its place",
+                extra={"master": self._config.master, "its": head, "followed": self._acted_on},
+            )
+        return True
+
+    def _tell_job(self, question: pb.TellJob) -> None:
+        job_id, text = self._told_job
+        self._outbox.job_told(question.number, text if job_id == question.job_id else "")
 
     def _assigned(self, assignment: pb.Assignment) -> None:
         """Streams keep the order and sessions follow each other: the last word is the newest."""
@@ -309,6 +343,10 @@ class Session:
             fix = "if the master is of a later release, upgrade Oobleck here"
             self._node.not_understood(f"{error}; {fix}")
             return
+        if self._is_outranked(desired.head):
+            return
+        self._acted_on = desired.head or self._acted_on
+        self._told_job = assignment.job_id, assignment.job
         before, self._running = self._running, newest_plan(self._running, desired)
         if self._running is not before and self._running is not None:
             self._running_as_told.CopyFrom(assignment)

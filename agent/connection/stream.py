@@ -28,9 +28,16 @@ class SessionEnded(Exception):
 
 
 class Refused(Exception):
-    def __init__(self, reason: str, *, temporary: bool) -> None:
+    """The master's refusal; the text says why."""
+
+    def __init__(self, reason: str, *, temporary: bool, denied: bool = False) -> None:
+        """`temporary`: another try may do. `denied`: the agent's certificate is not good."""
         super().__init__(reason)
-        self.temporary = temporary
+        self.temporary, self.denied = temporary, denied
+
+
+def refused(message: pb.Refused) -> Refused:
+    return Refused(message.reason, temporary=message.temporary, denied=message.revoked)
 
 
 class Stream:
@@ -50,8 +57,9 @@ class Stream:
         if first is not _EOF:
             return first
         async with asyncio.timeout(self.answer_s):
-            if await self._call.code() in _FINAL:
-                raise Refused(await self._call.details(), temporary=False)
+            if (code := await self._call.code()) in _FINAL:
+                denied = code is not grpc.StatusCode.INVALID_ARGUMENT
+                raise Refused(await self._call.details(), temporary=False, denied=denied)
         raise await self._end()
 
     async def send(self, message: pb.AgentMessage) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from oobleck.host.ipc.messages import Launch
 from oobleck.host.system.home import below_home
 from oobleck.host.wheel import Wheel
-from oobleck.planner.job.wheel import digest_of, unpacked_in
+from oobleck.planner.job.wheel import digest_of, stored_as, unpacked_in
 
 #: Below the home of the user whom the workers run as.
 FOLDER = "~/.cache/oobleck/code"
@@ -36,6 +36,10 @@ class NoCode(Exception):
 
 #: The wheel with that hash, however long it takes; raises NoCode.
 Fetch = Callable[[str], Awaitable[bytes]]
+#: Gives a wheel back to the master; raises NoCode.
+Give = Callable[[bytes], Awaitable[None]]
+#: The wheel itself, in the folder that it is unpacked in: no module has such a name.
+_WHEEL = ".whl"
 
 
 class CodeCache:
@@ -55,7 +59,8 @@ class CodeCache:
                 raise NoCode(_NOT_ACCEPTED)
             async with self._alone:
                 folder = await self._unpacked(digest, self._fetch)
-            modules = {name.removesuffix(".py") for name in os.listdir(folder)}
+            files = (name for name in os.listdir(folder) if name != _WHEEL)
+            modules = {name.removesuffix(".py") for name in files}
         except NoCode as error:
             return msgspec.structs.replace(launch, no_code=str(error))
         except OSError as error:
@@ -66,6 +71,17 @@ class CodeCache:
             job=unpacked_in(launch.job, str(folder), modules),
             allow_code=(*launch.allow_code, str(folder)),
         )
+
+    async def wheel(self, digest: str) -> bytes:
+        """Return the wheel with that hash, which a job here has brought. Raises NoCode."""
+        known = digest_of(stored_as(digest))
+        try:
+            if known is None:
+                raise NoCode("code: that is no hash of a wheel")
+            file = (self._folder or _default()) / known / _WHEEL
+            return await asyncio.to_thread(file.read_bytes)
+        except OSError as error:
+            raise NoCode(f"code: {error.filename}: {error.strerror}") from error
 
     async def _unpacked(self, digest: str, fetch: Fetch) -> Path:
         """Raises NoCode, OSError."""
@@ -87,6 +103,7 @@ class CodeCache:
                 raise NoCode("code: what the master sent is not the job's wheel; submit it again")
             with tempfile.TemporaryDirectory(dir=place.parent) as temporary:
                 wheel.unpack(Path(temporary) / digest)
+                (Path(temporary) / digest / _WHEEL).write_bytes(content)
                 # Another agent of this user may have been faster.
                 if not place.is_dir():
                     os.rename(Path(temporary) / digest, place)

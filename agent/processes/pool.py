@@ -72,7 +72,7 @@ class ProcessPool:
         self._config = config
         self._environment = environment
         self._listener = listener
-        self._code = code
+        self.code = code
         #: What stands for the processes here.
         self._start_warm = start_warm
         self._start_worker = start_worker
@@ -189,7 +189,7 @@ class ProcessPool:
                     await freed.wait()
             # Whoever comes after this one has waited long enough, too.
             self._freeing = {slot: it for slot, it in self._freeing.items() if it[1] is not freed}
-        return launch if launch.job.code is None else await self._code.complete(launch)
+        return launch if launch.job.code is None else await self.code.complete(launch)
 
     def _kill(self, incarnation: Incarnation, what: str, reason: str) -> None:
         process = self.processes[incarnation]

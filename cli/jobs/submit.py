@@ -97,15 +97,24 @@ def _follow(connection: object, job_id: str) -> int:
 @click.option(
     "--checkpoint", "save_first", is_flag=True, help="Take a checkpoint first, and wait for it."
 )
+@click.option(
+    "--unknown", is_flag=True, help="End the workers of a job that nodes train and the master lost."
+)
 @master_option
-def cancel(job_id: str, save_first: bool, master: Endpoint) -> None:
+def cancel(job_id: str, save_first: bool, unknown: bool, master: Endpoint) -> None:
     """End a job, and tell its newest checkpoint. A job that has ended stays as it is.
 
     With --checkpoint a job that cannot take one now goes on.
     """
     from oobleck.cli.client import MasterClient
 
+    if unknown and save_first:
+        raise click.UsageError("--checkpoint: the master cannot ask an unknown job for one")
     with MasterClient(master) as connection:
+        if unknown:
+            nodes = connection.cancel_unknown(job_id)
+            click.echo(inline(f"{job_id} ends on {', '.join(nodes)}"))
+            return
         if save_first:
             _save(connection, job_id)
         job = connection.cancel(job_id)
@@ -114,6 +123,24 @@ def cancel(job_id: str, save_first: bool, master: Endpoint) -> None:
         click.echo(inline(f"newest checkpoint: step {job.checkpoint_step}  {job.checkpoint}"))
     elif job.checkpoint_path:
         click.echo("no checkpoint was taken")
+
+
+@click.command()
+@job_argument()
+@master_option
+def adopt(job_id: str, master: Endpoint) -> None:
+    """Take over a job that nodes train and the master does not know, as after the loss of its
+    state directory. Training goes on meanwhile.
+
+    Refused where the job's nodes disagree, or are not all there. 'oobleck jobs' names such jobs.
+    """
+    from oobleck.cli.client import MasterClient
+
+    with MasterClient(master) as connection:
+        lost = connection.adopt(job_id)
+    click.echo(f"{job_id} is this master's now, and trains on; lost are:")
+    for line in lost:
+        click.echo(inline(f"  {line}"))
 
 
 def _save(connection: "MasterClient", job_id: str) -> None:

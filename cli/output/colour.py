@@ -13,7 +13,7 @@ _COLOURS = {
         *("reconfiguring", "waiting for nodes", "draining", "drained", "disconnected"),
         "quarantined",
     ),
-    "red": ("failed", "cancelled", "lost"),
+    "red": ("failed", "cancelled", "lost", "held"),
 }
 #: By the state of a job or a node; one that needs no look has none.
 COLOUR_OF = {state: colour for colour, states in _COLOURS.items() for state in states}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @job_argument(required=False)
 @options.master_option
 @options.watch_option
-@options.form_options("One JSON object: the job's status, or {nodes, jobs} of the cluster.")
+@options.form_options("One JSON object: the job's status, or {nodes, jobs, head} of the cluster.")
 def status(job_id: str | None, master: Endpoint, watch_s: float | None, form: "Form") -> None:
     """Show one job in full (state and reason, step, loss, pipelines, how many nodes it can still
     lose), or without JOB all nodes and jobs."""
@@ -43,7 +43,12 @@ def status(job_id: str | None, master: Endpoint, watch_s: float | None, form: "F
             listed = text.nodes_table(nodes, width=width, wide=wide)
             return f"{listed}\n\n{text.jobs_table(jobs, width=width, wide=wide)}"
 
-        both = {"nodes": [*map(text.plain, nodes)], "jobs": [*map(text.plain, jobs)]}
+        head = text.plain(connection.head) if connection.head is not None else None
+        both = {
+            "nodes": [*map(text.plain, nodes)],
+            "jobs": [*map(text.plain, jobs)],
+            "head": head,
+        }
         return Answer(data=both, text=tables)
 
     show(master, of_cluster if job_id is None else of_job, form, watch_s)

@@ -5,10 +5,13 @@ know what is in them.
 """
 
 import errno
+import hashlib
 import os
 import stat
 from pathlib import Path
 from typing import BinaryIO
+
+_MACHINE_ID = Path("/etc/machine-id")
 
 
 class WrongFile(OSError):
@@ -58,3 +61,13 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def place_of(folder: Path) -> str:
+    """Return an identity of this folder on this host: a copy has another one, and so has a folder
+    that is moved to another host. Raises OSError."""
+    try:
+        host = _MACHINE_ID.read_text().strip()
+    except OSError:
+        host = ""
+    return hashlib.sha256(f"{host} {folder.stat().st_ino}".encode()).hexdigest()[:16]

@@ -48,6 +48,19 @@ class ControlService(rpc.ControlServicer):
         async for data in self._code.chunks(request.sha256, context):
             yield pb.CodeChunk(data=data)
 
+    async def GiveCode(
+        self, requests: AsyncIterator[pb.CodeChunk], context: Context
+    ) -> pb.CodeReply:
+        wanted = self._master.adoptions.wanted
+        if not wanted:
+            text = "code: the master has not asked for a wheel"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        try:
+            digest = await self._code.put((chunk.data async for chunk in requests), wanted)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error)[:MOST_DETAILS])
+        return pb.CodeReply(sha256=digest)
+
     async def Session(self, requests: AsyncIterator[pb.AgentMessage], context: Context) -> None:
         timing = self._master.config.timing
         try:
@@ -78,7 +91,7 @@ class ControlService(rpc.ControlServicer):
             await context.write(refused_message(session))
             return
         spoken = common(registration.protocol, registration.facts.newest_protocol) or OLDEST
-        welcome = welcome_message(timing, spoken)
+        welcome = welcome_message(timing, spoken, self._master.state.head)
         try:
             await context.write(pb.MasterMessage(welcome=welcome))
             await self._serve(session, requests, context)
@@ -121,6 +134,11 @@ class ControlService(rpc.ControlServicer):
                 case "examined":
                     answer = _answer(session, message.examined)
                     self._master.examinations.take(session.node, message.examined.number, answer)
+                    continue
+                case "job_told":
+                    told = message.job_told
+                    self._master.adoptions.job_told(session.node, told.number, told.job)
+                    await session.rest(message.ByteSize())
                     continue
                 case _:
                     pass

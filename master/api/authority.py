@@ -79,6 +79,11 @@ class AuthorityFolder:
         self._viewer_key = pki.new_key()
         self._lock = threading.Lock()
 
+    @property
+    def cluster(self) -> str:
+        """Identity of the cluster: the SHA-256 of the authority's public key, in hexadecimal."""
+        return pki.key_digest(self.authority.key.public_key())
+
     def server_credentials(self) -> grpc.ServerCredentials:
         """Clients must show a certificate of this cluster."""
         self._renew_if_due()

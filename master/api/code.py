@@ -7,7 +7,7 @@ in a wheel.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
 from typing import Any
 
@@ -31,12 +31,19 @@ class CodeOfJobs:
         self._master = master
         self._folder = CodeFolder(master.config.code)
 
-    async def put(self, chunks: AsyncIterator[bytes]) -> str:
-        """Its hash, once it is on disk. Raises ValueError, StorageFailed."""
+    async def put(self, chunks: AsyncIterator[bytes], wanted: Collection[str] | None = None) -> str:
+        """Store a wheel, and return its hash once it is on disk. `wanted`: the hashes that one may
+        have; None: any. Raises ValueError, StorageFailed."""
         with self._folder.receive() as wheel:
             async for chunk in chunks:
                 await asyncio.to_thread(wheel.add, chunk)
+            if wanted is not None and wheel.digest not in wanted:
+                raise ValueError("code: the master has not asked for this wheel")
             return await asyncio.to_thread(wheel.keep)
+
+    def has(self, digest: str) -> bool:
+        """Return whether the wheel with that hash is on disk; it stays there for a while."""
+        return self._folder.has(digest)
 
     def check(self, job: JobSpec) -> None:
         """Raises ValueError where the code of a new job has not come."""

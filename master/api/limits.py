@@ -30,6 +30,9 @@ UNARY_S = 60.0
 _LONGER_S = {
     # Takes a wheel, over a slow line too.
     "/oobleck.Operator/PutCode": 600.0,
+    "/oobleck.Control/GiveCode": 600.0,
+    # Waits for agents, and for a wheel from one of them.
+    "/oobleck.Operator/AdoptJob": 300.0,
     # Waits for steps of a training job.
     "/oobleck.Operator/GetTimeline": 3700.0,
 }
@@ -40,6 +43,7 @@ _LARGER = {
     "/oobleck.Operator/Submit": MOST_RECEIVED_BYTES,
     # Parts of a wheel, of 1 MiB.
     "/oobleck.Operator/PutCode": 2 << 20,
+    "/oobleck.Control/GiveCode": 2 << 20,
 }
 
 

@@ -16,13 +16,14 @@ import grpc
 from oobleck.master.api.access import caller
 from oobleck.master.api.code import CodeOfJobs
 from oobleck.master.api.limits import MOST_DETAILS
-from oobleck.master.api.view import job_status, node_info
+from oobleck.master.api.view import head_status, job_status, node_info, problem_of
 from oobleck.master.clients.examinations import Busy, Wish
 from oobleck.master.clients.requests import Requests
 from oobleck.master.clients.timelines import NoTimeline
 from oobleck.master.loop import Master
 from oobleck.master.planning.client import planning
 from oobleck.master.rules.nodes.draining import is_undecided
+from oobleck.master.rules.plans.adoption import NotAdopted
 from oobleck.master.rules.plans.first_plan import shortfall
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.storage.logs import Line
@@ -69,9 +70,13 @@ class OperatorService(rpc.OperatorServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, text)
         return job
 
+    @property
+    def _problem(self) -> str:
+        return problem_of(self._master.state, self._master.problem)
+
     def _status(self, job: Job) -> pb.JobStatus:
         status = job_status(self._master.state, job, self._master.config, self._master.now())
-        status.problem = self._master.problem
+        status.problem = self._problem
         return status
 
     async def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.SubmitReply:
@@ -102,7 +107,9 @@ class OperatorService(rpc.OperatorServicer):
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsReply:
         jobs = self._master.state.jobs.values()
         return pb.ListJobsReply(
-            jobs=[self._status(job) for job in jobs], problem=self._master.problem
+            jobs=[self._status(job) for job in jobs],
+            problem=self._problem,
+            head=head_status(self._master.state),
         )
 
     async def GetJob(self, request: pb.JobRequest, context: Context) -> pb.JobStatus:
@@ -129,6 +136,31 @@ class OperatorService(rpc.OperatorServicer):
         await _check_request_id(request.request_id, context)
         await self._requests(context).cancel(request.request_id, job.id)
         return self._status(job)
+
+    async def AdoptJob(self, request: pb.AdoptRequest, context: Context) -> pb.AdoptReply:
+        await _check_request_id(request.request_id, context)
+        try:
+            lost = await self._master.adoptions.adopt(
+                request.request_id,
+                JobId(request.job_id),
+                self._requests(context),
+                self._code.has,
+            )
+        except NotAdopted as why:
+            text = f"job {request.job_id[:80]}: {why}"[:MOST_DETAILS]
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        return pb.AdoptReply(lost=lost)
+
+    async def CancelUnknownJob(
+        self, request: pb.CancelRequest, context: Context
+    ) -> pb.CancelUnknownReply:
+        await _check_request_id(request.request_id, context)
+        nodes = await self._requests(context).end_unknown(JobId(request.job_id))
+        if not nodes:
+            known = ", ".join(self._master.state.held) or "none"
+            text = f"no node trains an unknown job {request.job_id[:80]!r}; such jobs: {known}"
+            await context.abort(grpc.StatusCode.NOT_FOUND, text)
+        return pb.CancelUnknownReply(nodes=nodes)
 
     async def SaveCheckpoint(
         self, request: pb.SaveCheckpointRequest, context: Context
@@ -181,7 +213,7 @@ class OperatorService(rpc.OperatorServicer):
     async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesReply:
         state, now, unix = self._master.state, self._master.now(), self._master.unix()
         nodes = [node_info(state, node, now, unix) for _, node in sorted(state.nodes.items())]
-        return pb.ListNodesReply(nodes=nodes, problem=self._master.problem)
+        return pb.ListNodesReply(nodes=nodes, problem=self._problem, head=head_status(state))
 
     async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.NodeInfo:
         node = await self._node(request.request_id, request.node, context)

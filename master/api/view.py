@@ -18,12 +18,13 @@ from oobleck.master.state.incidents.incident_summary import headline_of, slowdow
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Drain, Node
-from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.ids import JobId, NodeName, WorkerId
 from oobleck.planner.redact import redact
 from oobleck.planner.report.speed import utilization
 from oobleck.planner.units import comma_separated, count
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.fields import message_of
+from oobleck.proto.heads import head_message
 from oobleck.proto.plans import plan_message, worker_message
 from oobleck.proto.protocol import NEWEST
 
@@ -234,6 +235,58 @@ def _names(nodes: Iterable[Node]) -> str:
     return comma_separated(node.facts.node for node in nodes)
 
 
+def problem_of(state: ClusterState, storage: str) -> str:
+    """Return what is wrong with this master itself, for operators; empty: nothing. `storage`: what
+    keeps it from storing."""
+    found = [storage] if storage else []
+    if state.superseded is not None:
+        other, node = state.superseded
+        found.append(
+            f"another head took this one's place: {node} follows {other}, and this one is in "
+            f"{state.head}; end this master"
+        )
+    if state.behind is not None:
+        events, node = state.behind
+        found.append(
+            f"this master's journal lacks {count(events, 'event')} that {node} was told of: it "
+            "goes on from an old copy, or from a disk that has lost them"
+        )
+    found += [_held_note(job_id, nodes) for job_id, nodes in state.held.items()]
+    return "; ".join(found)
+
+
+def _held_note(job_id: JobId, nodes: Sequence[Node]) -> str:
+    steps = (worker.committed_step for node in nodes for worker in node.seen.status.workers)
+    names, step = comma_separated(node.facts.node for node in nodes), max(steps, default=-1)
+    upto = f" up to step {step}" if step >= 0 else ""
+    return (
+        f"{names} train job {job_id}{upto}, which this master does not know: start the master on "
+        f"the --state-dir that has the job, or take it over with 'oobleck adopt {job_id}', or end "
+        f"it with 'oobleck cancel {job_id} --unknown'"
+    )
+
+
+def head_status(state: ClusterState) -> pb.HeadStatus:
+    """Return how this master stands to others that agents have heard, and what it holds."""
+    message = pb.HeadStatus(behind=state.behind[0] if state.behind is not None else 0)
+    if state.head is not None:
+        message.head.CopyFrom(head_message(state.head))
+    if state.superseded is not None:
+        other, node = state.superseded
+        message.superseded = f"{other}, by the word of {node}"
+    for job_id, nodes in state.held.items():
+        statuses = [node.seen.status for node in nodes]
+        workers = [worker for status in statuses for worker in status.workers]
+        message.held.add(
+            job_id=job_id,
+            nodes=[node.facts.node for node in nodes],
+            committed_step=max((worker.committed_step for worker in workers), default=-1),
+            generation=max((status.generation for status in statuses), default=0),
+            since=min(node.held.since for node in nodes if node.held is not None),
+        )
+    return message
+
+
 def node_info(state: ClusterState, node: Node, now: float, unix: float) -> pb.NodeInfo:
     facts, status = node.facts, node.seen.status
     heard_at = node.seen.heard_at
@@ -277,6 +330,8 @@ def node_state(node: Node) -> str:
         return "lost"
     if not node.connected:
         return "disconnected"
+    if node.held is not None:
+        return "held"
     if node.is_quarantined:
         return "quarantined"
     if node.drain is not None:
@@ -298,6 +353,12 @@ def _node_reason(state: ClusterState, node: Node, now: float) -> str:
     if not node.registered:
         drained = node.drain is not None and node.drain.by == "operator"
         return f"{node.reason}; drained, also when it is back" if drained else node.reason
+    if node.held is not None:
+        return (
+            f"trains job {node.held.job_id}, which this master does not know: start the master "
+            f"that has it, or 'oobleck adopt {node.held.job_id}', or 'oobleck cancel "
+            f"{node.held.job_id} --unknown'"
+        )
     if node.is_quarantined and node.drain is not None and node.seen.release_at is not None:
         left_s = max(0.0, node.seen.release_at - now)
         return f"back in {left_s:.0f} s at the latest: {node.drain.reason}"

@@ -215,6 +215,9 @@ class _Examination:
                 "make room where --state-dir is, or mend its disk: nothing new is decided meanwhile"
             )
             yield _of_head(Finding(check="journal", level="fail", what=self._wish.problem, fix=fix))
+        if self._state.superseded is not None:
+            what = f"agents follow another head, in {self._state.superseded[0]}"
+            yield _of_head(Finding(check="head", level="fail", what=what, fix="end this master"))
         for name, node in self._nodes.items():
             for finding in _of_state(node):
                 yield msgspec.structs.replace(finding, node=name)
@@ -445,6 +448,14 @@ def _of_state(node: Node) -> Iterator[Finding]:
         return Finding(check="agent", level=level, what=what, fix=fix)
 
     status = node.seen.status
+    if node.held is not None:
+        job_id = node.held.job_id
+        what = f"it trains job {job_id}, which this master does not know"
+        fix = (
+            f"start the master that has the job, or 'oobleck adopt {job_id}', or 'oobleck cancel "
+            f"{job_id} --unknown'"
+        )
+        yield finding("fail", what, fix)
     if not node.registered:
         fix = "look at its host (power, network) and at its agent's log, and start that anew"
         yield finding("fail", f"it is lost: {node.reason}", fix)

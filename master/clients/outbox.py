@@ -134,4 +134,7 @@ class Rounds:
 
 
 def refused_message(refusal: Refusal) -> pb.MasterMessage:
-    return pb.MasterMessage(refused=pb.Refused(reason=refusal.reason, temporary=refusal.temporary))
+    refused = pb.Refused(
+        reason=refusal.reason, temporary=refusal.temporary, revoked=refusal.revoked
+    )
+    return pb.MasterMessage(refused=refused)

@@ -12,12 +12,20 @@ import msgspec
 
 from oobleck.master.clients.sessions import Sessions
 from oobleck.master.config import MasterConfig
-from oobleck.master.events.jobs import CheckpointRequested, JobCancelRequested, JobSubmitted
-from oobleck.master.events.nodes import NodeDrainRequested, NodeUndrained
+from oobleck.master.events.jobs import (
+    CheckpointRequested,
+    JobAdopted,
+    JobCancelRequested,
+    JobStarted,
+    JobSubmitted,
+)
+from oobleck.master.events.nodes import NodeDrainRequested, NodeUndrained, UnknownJobEnded
 from oobleck.master.events.trust import CredentialsRevoked
 from oobleck.master.events.unions import Journaled
 from oobleck.master.inbox import Inbox
+from oobleck.master.rules.jobs.profiling import profile_of_adopted
 from oobleck.master.rules.nodes.admission import Refusal
+from oobleck.master.rules.plans.adoption import NotAdopted, check_adoptable
 from oobleck.master.state.job import ENDED
 from oobleck.master.state.node import Node
 from oobleck.master.state.trust import Decide, Denied, check_caller
@@ -95,9 +103,46 @@ class Requests:
 
         return await self._ask(answer)
 
+    async def adopt(self, request_id: str, job_id: JobId, spec: JobSpec) -> None:
+        """Make a job that nodes train this master's own. Raises NotAdopted."""
+        ledger = self._ledger
+
+        def answer(_: float) -> NotAdopted | None:
+            state = ledger.state
+            if request_id in state.requests:
+                return None
+            try:
+                nodes = check_adoptable(state, job_id)
+            except NotAdopted as why:
+                return why
+            ledger.find_profiles()
+            everyone = tuple(node.facts.node for node in state.held[job_id])
+            ledger.journal(
+                JobAdopted(job_id=job_id, request_id=request_id, spec=spec, nodes=everyone)
+            )
+            ledger.journal(JobStarted(job_id=job_id))
+            ledger.journal(profile_of_adopted(state, state.jobs[job_id], nodes))
+            return None
+
+        if (why := await self._ask(answer)) is not None:
+            raise why
+
+    async def end_unknown(self, job_id: JobId) -> tuple[NodeName, ...]:
+        """Have the workers end of a job that this master does not know; return their nodes, or
+        nothing where no node has such a job."""
+
+        def answer(_: float) -> tuple[NodeName, ...]:
+            held = self._ledger.state.held.get(job_id, [])
+            nodes = tuple(node.facts.node for node in held)
+            if nodes:
+                self._ledger.journal(UnknownJobEnded(job_id=job_id, nodes=nodes))
+            return nodes
+
+        return await self._ask(answer)
+
     def _new_job_id(self, spec: JobSpec) -> JobId:
         """One that no folder of an earlier job has either, whatever became of its journal."""
-        jobs = self._ledger.state.jobs
+        jobs = {*self._ledger.state.jobs, *self._ledger.state.held}
         number = self._ledger.state.submissions + 1
         while True:
             job_id = JobId(f"{spec.name[:_NAME_IN_ID]}-{number}")
@@ -167,7 +212,9 @@ class Requests:
             if event is not None:
                 self._ledger.journal(event)
             if isinstance(event, CredentialsRevoked) and event.role == "agent":
-                refusal = Refusal(reason="its certificate was revoked", temporary=False)
+                refusal = Refusal(
+                    reason="its certificate was revoked", temporary=False, revoked=True
+                )
                 self._sessions.end_of(NodeName(event.name), refusal)
             return value
 

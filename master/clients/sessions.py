@@ -6,7 +6,7 @@ Handlers run in an iteration of the loop, in the order of arrival. Only the loop
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from oobleck.master.events.reports import (
     WorkerReported,
 )
 from oobleck.master.inbox import Changes, Inbox
-from oobleck.master.rules.nodes.admission import Refusal, admit
+from oobleck.master.rules.nodes.admission import Refusal, admit, next_term
 from oobleck.master.state.senders import believed, has_part, why_refused
 from oobleck.master.state.trust import Denied, check_caller
 from oobleck.master.storage.ledger import Ledger
@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 #: A node may register so often, and at most so often at once.
 _REGISTRATIONS_PER_S, _REGISTRATIONS_AT_ONCE = 1.0, 30
+#: Its word begins so many terms of this master.
+_TERMS_PER_S, _TERMS_AT_ONCE = 1 / 600, 3
 #: And so much output of its workers is kept.
 _OUTPUT_BYTES_PER_S, _OUTPUT_BYTES_AT_ONCE = 1 << 20, 16 << 20
 #: Refusals of one node's words are logged once for each of so many reasons.
@@ -60,6 +62,8 @@ class _Sender:
     output: Budget = field(
         default_factory=lambda: Budget(_OUTPUT_BYTES_PER_S, _OUTPUT_BYTES_AT_ONCE)
     )
+    #: What it has heard may have this master begin a term.
+    terms: Budget = field(default_factory=lambda: Budget(_TERMS_PER_S, _TERMS_AT_ONCE))
     #: Lines of output that were dropped since the last that were kept.
     dropped: int = 0
     #: Of its newest status.
@@ -68,8 +72,15 @@ class _Sender:
 
 class Sessions:
     def __init__(
-        self, config: MasterConfig, ledger: Ledger, inbox: Inbox, changes: Changes
+        self,
+        config: MasterConfig,
+        ledger: Ledger,
+        inbox: Inbox,
+        changes: Changes,
+        new_id: Callable[[], str],
     ) -> None:
+        """`new_id`: makes a random one."""
+        self._new_id = new_id
         #: Messages that were dropped, by reason.
         self.refused: Counter[str] = Counter()
         #: And those that were taken, by kind.
@@ -144,15 +155,18 @@ class Sessions:
             if caller is not None:
                 check_caller(ledger.state.trust, caller, ledger.unix())
         except Denied as denied:
-            return Refusal(reason=str(denied), temporary=False)
+            return Refusal(reason=str(denied), temporary=False, revoked=True)
         if not self._sender(facts.node).registrations.take(1, arrived_at):
             self._refuse(facts.node, "a registration too soon after others")
             reason = f"node {facts.node} registers more often than once a second"
             return Refusal(reason=reason, temporary=True)
+        self._begin_term(registration, arrived_at)
         verdict = admit(ledger.state, registration, arrived_at, self._timing)
         if isinstance(verdict, Refusal):
             log.warning("agent refused", extra={"node": facts.node, "reason": verdict.reason})
-            refused = AgentRefused(node=facts.node, incarnation=facts.incarnation)
+            refused = AgentRefused(
+                node=facts.node, incarnation=facts.incarnation, follows=verdict.follows
+            )
             ledger.observe(refused, arrived_at)
             return verdict
         for event in verdict:
@@ -170,12 +184,24 @@ class Sessions:
             session=session.number,
             status=self._believed(facts.node, registration.status),
             running=registration.running,
+            acted_on=registration.acted_on,
         )
         ledger.observe(opened, arrived_at)
         self._confirmations.begin_again(facts.node)
         if ledger.state.active is not None:
             self._to_all.note(ledger.state.active)
         return session
+
+    def _begin_term(self, registration: Registration, now: float) -> None:
+        """Go on in a term of this master's own where agents know more than its journal."""
+        state, node = self._ledger.state, registration.facts.node
+        began = next_term(state, registration.acted_on, self._new_id)
+        if began is None:
+            return
+        if self._sender(node).terms.take(1, now):
+            self._ledger.journal(began)
+        else:
+            self._refuse(node, "a term beyond this master's, again and again")
 
     def close(self, session: AgentSession) -> None:
         def handle(arrived_at: float) -> None:
@@ -200,7 +226,9 @@ class Sessions:
 
     def _take(self, session: AgentSession, message: Incoming, arrived_at: float) -> None:
         ledger, node = self._ledger, session.node
-        if not isinstance(message, NodeStatus) and message.job_id not in ledger.state.jobs:
+        if not isinstance(message, NodeStatus) and (
+            message.job_id not in ledger.state.jobs or ledger.state.nodes[node].held is not None
+        ):
             self.refused["message about an unknown job"] += 1
             return
         self.received[type(message).__name__] += 1
@@ -327,7 +355,7 @@ class Sessions:
         elif node.seen.session != session.number:
             replaced = Refusal(reason="a newer stream of this agent replaced it", temporary=True)
             self._end(session, replaced)
-        elif session.told_version != node.desired.version:
+        elif node.held is None and session.told_version != node.desired.version:
             session.tell(state.assignment(node))
 
     @property

@@ -24,6 +24,16 @@ class JobSubmitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     profile_only: bool = False
 
 
+class JobAdopted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A job that nodes train and that this master did not know is its own from here on."""
+
+    job_id: JobId
+    request_id: str
+    spec: JobSpec
+    #: Held until now.
+    nodes: tuple[NodeName, ...]
+
+
 class JobCancelRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     request_id: str
@@ -196,6 +206,7 @@ class JobForgotten(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 JobEvent = (
     JobSubmitted
+    | JobAdopted
     | JobCancelRequested
     | JobStarted
     | JobPutBack

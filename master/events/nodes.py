@@ -45,16 +45,33 @@ class NodeYielded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     node: NodeName
 
 
-class NodeCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The agent has no stale workers any more."""
+class NodeHeld(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The node trains a job that this master does not know: nothing is asked of it until that is
+    over, or an operator decides."""
 
     node: NodeName
+    job_id: JobId
+
+
+class NodeCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The agent has no workers any more that were stale, or of a job that is not known."""
+
+    node: NodeName
+
+
+class UnknownJobEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An operator has the workers end of a job that this master does not know. Its nodes are held
+    no longer."""
+
+    job_id: JobId
+    nodes: tuple[NodeName, ...]
 
 
 class NodeLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     node: NodeName
     incarnation: Incarnation
-    #: left: its agent ends, by its own word.
+    #: left: its agent ends, by its own word; restarted: so are its workers, or they train a job
+    #: that is not known here.
     cause: Literal["witnesses", "lease", "restarted", "left"]
     reason: str
     #: From the first evidence to this declaration.
@@ -173,6 +190,7 @@ DrainEvent = (
 )
 NodeEvent = (
     NodeRegistered
+    | NodeHeld
     | NodeCleared
     | NodeLost
     | WorkerLost

@@ -7,7 +7,7 @@ import msgspec
 from oobleck.host.ipc.messages import EvaluationRecord, Restored, StepRecord
 from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.profile.profile import Profile
-from oobleck.proto.types import Assignment, Happening, NodeStatus
+from oobleck.proto.types import Assignment, Happening, Head, NodeStatus
 
 
 class StreamOpened(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +18,7 @@ class StreamOpened(msgspec.Struct, frozen=True, kw_only=True):
     status: NodeStatus
     #: As in Registration.
     running: Assignment | None = None
+    acted_on: Head | None = None
 
 
 class AgentRefused(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +26,8 @@ class AgentRefused(msgspec.Struct, frozen=True, kw_only=True):
 
     node: NodeName
     incarnation: Incarnation
+    #: The head that it follows in place of this one; None: that is not why.
+    follows: Head | None = None
 
 
 class StreamClosed(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ Owns the two unions, and the events of the master and its journal themselves.
 import msgspec
 
 from oobleck.master.events.jobs import JobEvent
-from oobleck.master.events.nodes import NodeEvent
+from oobleck.master.events.nodes import NodeEvent, UnknownJobEnded
 from oobleck.master.events.plans import PlanEvent
 from oobleck.master.events.reports import Observed
 from oobleck.master.events.trust import TrustChanged
@@ -41,5 +41,29 @@ class JournalCut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     records: dict[JobId, int]
 
 
-Journaled = MasterStarted | JournalCut | NodeEvent | JobEvent | PlanEvent | TrustChanged
+class TermBegan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """This master goes on in a term of its own, or names its journal for the first time."""
+
+    cluster: str
+    #: Id of the journal.
+    history: str
+    number: int
+    #: Random id of the master that begins it.
+    begun_by: str
+    #: Where its state directory is.
+    place: str
+    #: For operators.
+    reason: str
+
+
+Journaled = (
+    MasterStarted
+    | TermBegan
+    | JournalCut
+    | NodeEvent
+    | UnknownJobEnded
+    | JobEvent
+    | PlanEvent
+    | TrustChanged
+)
 Event = Journaled | Observed

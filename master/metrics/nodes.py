@@ -11,7 +11,7 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.node import Node
 
 #: left: lost, but drained by an operator or told to end, so nobody has to look after it.
-_STATES = ("live", "disconnected", "quarantined", "draining", "drained", "lost", "left")
+_STATES = ("live", "disconnected", "quarantined", "draining", "drained", "held", "lost", "left")
 LOST_BY = ("witnesses", "lease", "restarted", "left")
 
 NODES = Family(
@@ -55,6 +55,9 @@ FAILURES = Family(
 LOST = Family(
     "counter", "oobleck_nodes_lost_total", "Nodes that were declared lost, by how.", ("cause",)
 )
+HELD = Family(
+    "gauge", "oobleck_held_nodes", "Nodes that train a job which this master does not know."
+)
 QUARANTINES = Family(
     "counter", "oobleck_nodes_quarantined_total", "Nodes put aside since they failed again."
 )
@@ -72,6 +75,7 @@ def read(state: ClusterState, tally: Tally, now: float, unix: float) -> Iterator
     )
     yield Reading(NODES, {(one,): counts[one] for one in _STATES})
     yield single(FREE, free)
+    yield single(HELD, sum(node.held is not None for node in nodes))
     yield Reading(STATE, dict.fromkeys(zip(names, states, strict=True), 1))
     last = [n.seen.last_heard if n.seen.heard_at is None else n.seen.heard_at for n in nodes]
     keys = [(name,) for name in names]

@@ -14,6 +14,7 @@ from typing import get_args
 from oobleck.host.metrics.families import LONG_S, Durations
 from oobleck.master.events.jobs import (
     CheckpointPublished,
+    JobAdopted,
     JobCancelled,
     JobFailed,
     JobForgotten,
@@ -103,7 +104,7 @@ class Tally:
                 job.steps += len(records)
                 job.tokens += sum(record.tokens for record in records)
                 job.training_s += sum(record.step_seconds for record in records)
-            case JobSubmitted(job_id=job_id):
+            case JobSubmitted(job_id=job_id) | JobAdopted(job_id=job_id):
                 self._job(job_id)
             case PlanMade(job_id=job_id, overtaken=stats):
                 self.plans[event.cause, event.policy] += 1

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 
 from oobleck.host.ipc.messages import Measure
 from oobleck.host.versions import Differences, differences
+from oobleck.master.state.history import History
 from oobleck.master.state.job import ENDED, MOST_GENERATION, Job
 from oobleck.master.state.node import Build, Node
 from oobleck.master.state.trust import Trust
 from oobleck.planner.ids import JobId, NodeName, WorkerId
 from oobleck.planner.profile.profile import Profile
-from oobleck.proto.types import Assignment
+from oobleck.proto.types import Assignment, Head
 
 #: So many of the last requests about nodes are known again when they are repeated.
 _KNOWN_REQUESTS = 256
@@ -56,6 +57,28 @@ class ClusterState:
     )
     #: Who may speak to this master.
     trust: Trust = field(default_factory=Trust)
+    #: Whose journal the state follows from.
+    history: History = field(default_factory=History)
+    #: The newest term began in this master's life; observed, as all below.
+    began_term: bool = False
+    #: Most events that an agent has heard and this journal does not have, and whose word that is.
+    behind: tuple[int, NodeName] | None = None
+    #: A head that agents follow in place of this one, and the last that said so.
+    superseded: tuple[Head, NodeName] | None = None
+
+    @property
+    def head(self) -> Head | None:
+        """This master, as agents are told; None: before its first term."""
+        return self.history.head(self.sequence)
+
+    @property
+    def held(self) -> dict[JobId, list[Node]]:
+        """By job that this master does not know: the nodes that train it, by name."""
+        found: dict[JobId, list[Node]] = {}
+        for _, node in sorted(self.nodes.items()):
+            if node.held is not None:
+                found.setdefault(node.held.job_id, []).append(node)
+        return found
 
     @property
     def job(self) -> Job | None:
@@ -129,7 +152,7 @@ class ClusterState:
     def _is_fit(self, node: Node, job: Job, slots: int | None) -> bool:
         return (
             node.registered
-            and not node.stale_workers
+            and node.is_clear
             and node.drain is None
             and node.facts.worker_slots == slots
             and node.facts.node not in job.left_out
@@ -142,7 +165,8 @@ class ClusterState:
         """
         status = node.seen.status
         up = [w for w in status.workers if w.card and not job.seen.is_gone(w.incarnation)]
-        return node.connected and status.job_id == job.id and len(up) == node.facts.worker_slots
+        here = node.connected and node.held is None and status.job_id == job.id
+        return here and len(up) == node.facts.worker_slots
 
     def lacks(self, running: Assignment | None) -> bool:
         """Whether the journal may have lost the plan that an agent tells of: its job goes on, and
@@ -165,7 +189,7 @@ class ClusterState:
         """What `node` is to be told."""
         desired = node.desired
         if desired.job_id is None:
-            return Assignment(version=desired.version, drained=desired.drained)
+            return Assignment(version=desired.version, drained=desired.drained, head=self.head)
         job = self.jobs[desired.job_id]
         if desired.generation is None or job.current.made is None:
             return Assignment(
@@ -173,6 +197,7 @@ class ClusterState:
                 job_id=job.id,
                 job=job.spec,
                 measure=Measure(attempt=1, alone=True) if desired.alone else _wish(job),
+                head=self.head,
             )
         processes, leaving = job.current.processes(), job.current.leaving_processes()
         workers = [WorkerId(node.facts.node, slot) for slot in range(job.current.made.worker_slots)]
@@ -184,6 +209,7 @@ class ClusterState:
             assign=job.current.made.assign,
             worker_incarnations=tuple(process for process in named if process is not None),
             save=desired.save,
+            head=self.head,
         )
 
 

@@ -106,7 +106,7 @@ def _keeps_state(node: Node, job: Job) -> bool:
     name = node.facts.node
     return (
         node.registered
-        and not node.stale_workers
+        and node.is_clear
         and node.is_quarantined
         and (name in job.current.lost_nodes or job.current.on_the_way)
         and job.current.trained is not None

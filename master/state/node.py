@@ -122,6 +122,13 @@ class Failures:
         return sum(at > unix - WINDOW_S for at in self.times)
 
 
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that a node trains and this master does not know."""
+
+    job_id: JobId
+    since: float
+
+
 @dataclass(slots=True, kw_only=True)
 class Node:
     facts: NodeFacts
@@ -133,6 +140,8 @@ class Node:
     heard_at: float = 0.0
     #: Workers of before its loss must go first.
     stale_workers: bool = False
+    #: The job that it trains and this master does not know, and since when (Unix time).
+    held: Held | None = None
     #: None: it may get work.
     drain: Drain | None = None
     failures: Failures = Failures()
@@ -170,6 +179,11 @@ class Node:
         )
 
     @property
+    def is_clear(self) -> bool:
+        """Whether all workers on it, if any, are there by this master's word."""
+        return not self.stale_workers and self.held is None
+
+    @property
     def is_quarantined(self) -> bool:
         return self.drain is not None and self.drain.by == "quarantine"
 
@@ -187,7 +201,7 @@ class Node:
     def moves_off(self) -> bool:
         """Whether it goes on with its part of a plan until that has moved off it."""
         drain = self.drain
-        return drain is not None and not drain.done and self.registered and not self.stale_workers
+        return drain is not None and not drain.done and self.registered and self.is_clear
 
     @property
     def connected(self) -> bool:

@@ -400,6 +400,12 @@ OF_A_NODE: tuple[Invariant[Node], ...] = (
         lambda _, node: not node.stale_workers or (node.registered and node.desired.job_id is None),
     ),
     (
+        "a held node is to do nothing, and has no workers of this master's",
+        lambda _, node: (
+            node.held is None or (not node.stale_workers and node.desired.job_id is None)
+        ),
+    ),
+    (
         "a node does what the active job wants: its newest generation if it is a member, else "
         "to get ready, or to measure",
         _desires,

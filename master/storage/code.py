@@ -96,9 +96,14 @@ class Receiving:
         with storing(self._folder):
             self._file.write(data)
 
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of what has come so far, in hexadecimal."""
+        return self._hash.hexdigest()
+
     def keep(self) -> str:
         """Its hash. It is there after a power failure too. Raises StorageFailed."""
-        digest = self._hash.hexdigest()
+        digest = self.digest
         with storing(self._folder):
             self._file.flush()
             os.fsync(self._file.fileno())

@@ -12,11 +12,12 @@ from datetime import UTC, datetime
 
 from oobleck.host.metrics.families import Durations
 from oobleck.host.system.environment import Environment
-from oobleck.master.config import MasterConfig
+from oobleck.master.config import MasterConfig, Unusable
 from oobleck.master.events.jobs import JobForgotten, JobRestored, ProfileChosen
 from oobleck.master.events.reports import EvaluationReceived, Observed, RecordsReceived
-from oobleck.master.events.unions import Event, JournalCut, Journaled, MasterStarted
+from oobleck.master.events.unions import Event, JournalCut, Journaled, MasterStarted, TermBegan
 from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.history import ID_BYTES, History
 from oobleck.master.state.reducer.apply import apply
 from oobleck.master.state.validate import InvariantViolation, validate, violations
 from oobleck.master.storage.archive import Archive
@@ -36,8 +37,9 @@ _EVENT_WIDTH = 200
 
 class Ledger:
     def __init__(self, config: MasterConfig, journal: Journal, environment: Environment) -> None:
-        """Raises JournalUnusable, StorageFailed, InvariantViolation; the last one comes from all
-        that applies an event too."""
+        """Raises JournalUnusable, Unusable, StorageFailed, InvariantViolation; the last one comes
+        from all that applies an event too."""
+        self._environment = environment
         self.now = environment.now
         self.unix = environment.unix
         self.state = ClusterState()
@@ -56,7 +58,7 @@ class Ledger:
         #: The last events that were applied.
         self._last = deque[tuple[float, Event]](maxlen=_LAST_EVENTS)
         self._journal = journal
-        self._replay(config.validate)
+        self._replay(config)
 
     @property
     def problem(self) -> str:
@@ -104,16 +106,19 @@ class Ledger:
         except StorageFailed as failed:
             self.archive.storage.failed(failed)
 
-    def _replay(self, validates: bool) -> None:
+    def _replay(self, config: MasterConfig) -> None:
+        validates = config.validate
         now, archive = self.now(), self.archive
         for unix, entry in self._journal.replay():
             if isinstance(entry, Snapshot):
                 self._restore(entry, now)
             else:
                 self._apply_event(entry, now, unix)
+        _check_cluster(self.state.history, config)
         if self._journal.cut is not None or archive.events.ahead():
             self.journal(self._cut())
         self.journal(MasterStarted())
+        self._begin_term(config)
         if validates:
             self._broken_before = frozenset(map(str, violations(self.state)))
             for found in sorted(self._broken_before):
@@ -130,6 +135,31 @@ class Ledger:
                 raise StorageFailed(archive.storage.problem)
         archive.write()
         self.compact()
+
+    def _begin_term(self, config: MasterConfig) -> None:
+        """Name a new journal, and go on in a new term with one from elsewhere: another master may
+        go on from the same."""
+        history, token = self.state.history, self._environment.token
+        term, cluster = history.term, config.cluster or history.cluster
+        if term is None:
+            reason = "the journal is new" if self.state.sequence == 1 else "it had no name so far"
+        elif term.place != config.place:
+            reason = "the state directory was copied or moved"
+        elif cluster != history.cluster:
+            reason = "the cluster has an authority from here on"
+        else:
+            return
+        named_anew = term is not None and term.place == config.place
+        self.journal(
+            TermBegan(
+                cluster=cluster or token(ID_BYTES),
+                history=history.id or token(ID_BYTES),
+                number=term.number if term is not None and named_anew else history.next_number(),
+                begun_by=term.begun_by if term is not None and named_anew else token(ID_BYTES),
+                place=config.place,
+                reason=reason,
+            )
+        )
 
     def _restore(self, snapshot: Snapshot, now: float) -> None:
         try:
@@ -180,3 +210,15 @@ class Ledger:
         except StorageFailed as failed:
             log.warning("the profile is not stored", extra={"reason": str(failed)})
         self.find_profiles()
+
+
+def _check_cluster(history: History, config: MasterConfig) -> None:
+    """Raises Unusable where the journal was written under another authority."""
+    # Only the id of an authority has so many digits; a cluster may get its first one later.
+    had_authority = len(history.cluster) > 2 * ID_BYTES
+    if had_authority and config.cluster not in ("", history.cluster):
+        raise Unusable(
+            f"--state-dir {config.state_dir}: is of another cluster than the authority in "
+            f"{config.pki}; name the directory and the authority (--pki) that belong together, or "
+            "an empty directory for a new cluster"
+        )

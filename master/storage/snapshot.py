@@ -24,7 +24,15 @@ from oobleck.planner.ids import JobId, NodeName
 
 #: What is observed, what the files of profiles tell anew, and what is written beside the cluster.
 _LEFT_OUT: Mapping[type, tuple[str, ...]] = {
-    ClusterState: ("profiles", "unusable_profiles", "nodes", "jobs"),
+    ClusterState: (
+        "profiles",
+        "unusable_profiles",
+        "nodes",
+        "jobs",
+        "began_term",
+        "behind",
+        "superseded",
+    ),
     Node: ("seen",),
     Job: ("seen",),
 }

@@ -22,6 +22,7 @@ import grpc
 import psutil
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from msgspec.structs import replace as replace_struct
 
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import (
@@ -46,7 +47,7 @@ from oobleck.proto.detection import keepalive_options
 from oobleck.proto.health import ALIVE, CHECK, READY
 from oobleck.proto.protocol import NEWEST, OLDEST_MASTER
 from oobleck.proto.status import read_status
-from oobleck.proto.types import Hung, WorkerExited
+from oobleck.proto.types import Head, Hung, WorkerExited
 from support import loops
 from support.folders import SUPPORT
 from support.scripted_master import QUICK, ScriptedMaster, Stream, job, plan
@@ -448,6 +449,72 @@ async def test_refused_for_now_tries_again() -> None:
         assert await agent.ended() == 0
         assert agent.process.stderr is not None
         agent.process.stderr.close()
+
+
+HEAD = Head(cluster="aa" * 8, history="bb" * 8, term=2, begun_by="cc" * 8, sequence=10)
+
+
+@scenario
+async def test_a_head_of_an_earlier_term_is_not_followed_and_records_stay() -> None:
+    async with cluster() as (master, _, stream):
+        await stream.assign("demo-1", job("demo"), head=HEAD)
+        (worker,) = await stream.ready()
+        await stream.assign(
+            "demo-1",
+            job("demo"),
+            placement=plan(1, "n1"),
+            incarnations=(worker.incarnation,),
+            head=HEAD,
+        )
+        await stream.until(lambda m: m.HasField("records"))
+        earlier = replace_struct(HEAD, term=1, begun_by="dd" * 8, sequence=99)
+        again = await master.restart()
+        assert again.register.acted_on == HEAD
+        await again.assign(head=earlier)  # no job: it would end the worker
+        await again.assign(head=replace_struct(HEAD, begun_by="dd" * 8))
+        await again.until(lambda m: m.HasField("records"))
+        third = await master.restart_unwelcome()
+        await third.welcome(head=earlier)
+        await asyncio.wait_for(third.ended.wait(), PATIENCE_S)
+        fourth = await master.next_session()
+        assert fourth.register.status.worker(0).incarnation == worker.incarnation
+        await fourth.welcome(head=replace_struct(HEAD, term=3, begun_by="dd" * 8))
+        await fourth.assign(head=replace_struct(HEAD, term=3, begun_by="dd" * 8))
+        await fourth.workers(lambda workers: not workers)
+
+
+@scenario
+async def test_an_agent_that_trains_outlives_a_refusal_but_not_its_revocation() -> None:
+    async with ScriptedMaster.running() as master:
+        agent = Agent(master.address)
+        stream = await master.next_session()
+        await stream.welcome()
+        await stream.assign("demo-1", job("demo"))
+        (worker,) = await stream.ready()
+        again = await master.restart_unwelcome()
+        await again.say(refused=pb.Refused(reason="protocol", temporary=False))
+        third = await master.next_session()
+        assert third.register.status.worker(0).incarnation == worker.incarnation
+        agent.descendants()
+        await third.say(refused=pb.Refused(reason="gone", temporary=False, revoked=True))
+        assert await agent.ended() == 2
+        await agent.gone()
+        assert agent.process.stderr is not None
+        assert "refused by the master: gone" in agent.process.stderr.read()
+        agent.process.stderr.close()
+
+
+@scenario
+async def test_an_agent_says_what_job_it_trains() -> None:
+    async with cluster() as (_, _, stream):
+        await stream.assign("demo-1", job("demo"))
+        for number, job_id, text in (
+            (1, "demo-1", format_job(job("demo"), defaults=False)),
+            (2, "other-1", ""),
+        ):
+            await stream.say(tell_job=pb.TellJob(number=number, job_id=job_id))
+            told = await stream.until(lambda m, n=number: m.job_told.number == n)
+            assert told.job_told.job == text
 
 
 @scenario

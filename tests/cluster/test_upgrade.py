@@ -7,17 +7,13 @@ import contextlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import psutil
 import pytest
 
-from bench.support.cluster import Cluster
-from bench.support.daemons import alive, with_parent
 from bench.support.preloaded import Preloaded
 from oobleck.host.versions import ENGINE, FIRST_ENGINE
 from oobleck.planner.codec import encode
@@ -25,9 +21,9 @@ from oobleck.planner.job.file import parse_job
 from oobleck.proto.protocol import NEWEST, OLDEST, OLDEST_MASTER
 from support import compiled, earlier
 from support.clusters import PATIENT
+from support.daemons import Daemons
 from support.reference import train_reference
 from support.routes import random_listed, random_pipelines
-from support.waiting import PATIENCE_S
 
 #: Several times as many as are done before the last node has left.
 STEPS = 400
@@ -40,73 +36,6 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     if reason := earlier.unusable():
         pytest.skip(reason)
     return earlier.environment(tmp_path_factory.mktemp("earlier"))
-
-
-class Daemons(Cluster):
-    """A master and agents, each started by itself as on a machine of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        super().__init__(folder / "state", folder)
-        #: Of the release that the next one is of.
-        self.environment: Mapping[str, str] = {}
-        self._started: list[subprocess.Popen[str]] = []
-
-    def _start(self, *command: str) -> subprocess.Popen[str]:
-        with self.log.open("a") as log:
-            daemon = subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, **self.environment, "OMP_NUM_THREADS": "1"},
-            )
-        self._started.append(daemon)
-        return daemon
-
-    def start_master(self, *options: str) -> None:
-        """Where the one before was, if there was one."""
-        listen = ("--listen", self.address or "127.0.0.1:0", "--state-dir", str(self.state_dir))
-        daemon = self._start(*with_parent("oobleck.master"), *listen, *options)
-        assert daemon.stdout is not None
-        line = daemon.stdout.readline()
-        assert line.startswith("listening on "), line + self.tail()
-        self.address, self.master_pid = line.split()[-1], daemon.pid
-
-    def start_node(self, name: str, *options: str) -> int:
-        command = (*with_parent("oobleck.agent"), "--master", self.address, "--name", name)
-        self.agents[name] = self._start(*command, *options).pid
-        return self.agents[name]
-
-    def end(self, pid: int) -> None:
-        """As a service manager does, and wait for it."""
-        os.kill(pid, signal.SIGTERM)
-        self.code(pid)
-
-    def code(self, pid: int) -> int:
-        """The exit code of a daemon that ends."""
-        return next(each for each in self._started if each.pid == pid).wait(PATIENCE_S)
-
-    def roots(self) -> list[int]:
-        return [daemon.pid for daemon in self._started]
-
-    def check(self) -> None:
-        assert alive(self.master_pid), self.tail()
-
-    def close(self) -> None:
-        left = self.processes()
-        for daemon in reversed(self._started):
-            daemon.send_signal(signal.SIGINT)
-        for daemon in self._started:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                daemon.wait(10)
-            assert daemon.stdout is not None
-            daemon.stdout.close()
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        for daemon in self._started:
-            daemon.wait()
 
 
 @pytest.fixture

@@ -187,13 +187,18 @@ def agent_message(random: Random, incarnation: str) -> pb.AgentMessage:
             message.log.job_id, message.log.slot = job, slot
             message.log.lines.extend(["a line", "another"])
         case _:
-            random.choice((_recorded, _clock, _examined))(message, job, slot)
+            random.choice((_recorded, _clock, _examined, _job_told))(message, job, slot)
     return message
 
 
 def _recorded(message: pb.AgentMessage, job: str, slot: int) -> None:
     message.recorded.job_id, message.recorded.slot = job, slot
     message.recorded.recording = '{"number":1,"spans":[]}'
+
+
+def _job_told(message: pb.AgentMessage, job: str, slot: int) -> None:
+    message.job_told.number = 1
+    message.job_told.job = "{}"
 
 
 def _examined(message: pb.AgentMessage, job: str, slot: int) -> None:
@@ -274,6 +279,9 @@ def register(random: Random, name: str, incarnation: str) -> pb.AgentMessage:
             worker_slots=1,
             device="cpu",
             memory_per_worker_bytes=1 << 30,
+            acted_on=pb.Head(
+                cluster="c" * 32, history="d" * 32, term=1, begun_by="e" * 32, sequence=9
+            ),
         ),
     )
 
@@ -287,6 +295,8 @@ REQUESTS: dict[str, Message] = {
     "/oobleck.Operator/ListJobs": pb.ListJobsRequest(),
     "/oobleck.Operator/GetJob": pb.JobRequest(job_id="nobody-9"),
     "/oobleck.Operator/WatchJob": pb.JobRequest(job_id="nobody-9"),
+    "/oobleck.Operator/AdoptJob": pb.AdoptRequest(request_id="a", job_id="nobody-9"),
+    "/oobleck.Operator/CancelUnknownJob": pb.CancelRequest(request_id="u", job_id="nobody-9"),
     "/oobleck.Operator/CancelJob": pb.CancelRequest(request_id="c", job_id="nobody-9"),
     "/oobleck.Operator/SaveCheckpoint": pb.SaveCheckpointRequest(request_id="s", job_id="nobody-9"),
     "/oobleck.Operator/GetProfile": pb.JobRequest(job_id="nobody-9"),

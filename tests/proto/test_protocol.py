@@ -54,9 +54,9 @@ def test_an_agent_too_new_is_told_what_to_upgrade_whatever_else_it_says() -> Non
 def test_a_welcome_of_a_master_of_before_is_read() -> None:
     detection = DETECTIONS["wan"]
     told = welcome_message(detection, NEWEST)
-    assert read_welcome(told) == (detection, NEWEST)
+    assert read_welcome(told) == (detection, NEWEST, None)
     told.detection.ClearField("gpu_grace_s")
-    assert read_welcome(told) == (detection, NEWEST), "what it lacks is as by default"
+    assert read_welcome(told) == (detection, NEWEST, None), "what it lacks is as by default"
     assert detection.gpu_grace_s == Detection().gpu_grace_s
     for other in (NEWEST + 1, 0):  # the last one knows no engines
         told.protocol = other

@@ -26,7 +26,7 @@ from oobleck.proto.detection import welcome_message
 from oobleck.proto.protocol import NEWEST
 from oobleck.proto.reports import read_report
 from oobleck.proto.status import read_register, read_status
-from oobleck.proto.types import Assignment, Happening, WorkerReport
+from oobleck.proto.types import Assignment, Happening, Head, WorkerReport
 from support.waiting import PATIENCE_S
 
 EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
@@ -81,8 +81,8 @@ class Stream:
         self.heard: list[pb.AgentMessage] = []
         self._news = asyncio.Condition()
 
-    async def welcome(self, detection: Detection = QUICK) -> None:
-        await self.say(welcome=welcome_message(detection, NEWEST))
+    async def welcome(self, detection: Detection = QUICK, head: Head | None = None) -> None:
+        await self.say(welcome=welcome_message(detection, NEWEST, head))
 
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
         with suppress(grpc.aio.AbortError):
@@ -100,6 +100,7 @@ class Stream:
         placement: Plan | None = None,
         incarnations: tuple[str, ...] = (),
         measure: Measure | None = None,
+        head: Head | None = None,
     ) -> None:
         assign = None
         if placement is not None:
@@ -112,6 +113,7 @@ class Stream:
             assign=assign,
             worker_incarnations=tuple(map(Incarnation, incarnations)),
             measure=measure,
+            head=head,
         )
         await self.say(assignment=assignment_message(told))
 
@@ -180,11 +182,15 @@ class ScriptedMaster(ControlServicer):
 
     async def restart(self) -> Stream:
         """Away, and back at the same address; the session of the agent that comes again."""
-        await self.stop()
-        await self.start(int(self.address.rpartition(":")[2]))
-        again = await self.next_session()
+        again = await self.restart_unwelcome()
         await again.welcome()
         return again
+
+    async def restart_unwelcome(self) -> Stream:
+        """The same, for a test that answers the registration."""
+        await self.stop()
+        await self.start(int(self.address.rpartition(":")[2]))
+        return await self.next_session()
 
     @staticmethod
     @asynccontextmanager

@@ -8,7 +8,7 @@ was asked for is for this job alone. Pure.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from oobleck.host.ipc.messages import LinkPair, Measure, Rendezvous
 from oobleck.master.events.jobs import JobFailed, JobSucceeded, MeasuringStarted, ProfileChosen
@@ -16,7 +16,7 @@ from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import Incarnation, WorkerId
+from oobleck.planner.ids import Incarnation, NodeName, WorkerId
 from oobleck.planner.profile.measurement import Scope, assemble_profile, check_measured, profile_key
 from oobleck.planner.profile.memory import budget_bytes
 from oobleck.planner.units import count
@@ -51,6 +51,19 @@ def key_of(job: Job, nodes: Sequence[Node]) -> str:
         workers_per_host=max(per_host.values()),
         several_nodes=len(nodes) > 1,
     )
+
+
+def profile_of_adopted(state: ClusterState, job: Job, names: Iterable[NodeName]) -> ProfileChosen:
+    """Return what plans of a job are made by that was taken over while it trained: a stored
+    profile, or the estimate."""
+    nodes = [state.nodes[name] for name in names]
+    key = key_of(job, nodes)
+    stored = state.profiles.get(key)
+    if stored is None or _passed_over(state, job, nodes, key):
+        reason = "the master that had the job had measured it, and this one has not"
+        return ProfileChosen(job_id=job.id, source="estimate", profile=None, key="", reason=reason)
+    reason = f"profile {key}"
+    return ProfileChosen(job_id=job.id, source="stored", profile=stored, key=key, reason=reason)
 
 
 def _choose(context: Context, job: Job, ready: Sequence[Node]) -> Decision:

@@ -1,17 +1,23 @@
-"""Who may be part of the cluster: the answer to an agent that registers. Pure."""
+"""Who may be part of the cluster: the answer to an agent that registers. Pure.
 
+Agents outlive a master's disk, so an agent may know more than this master: a later term, later
+events, or a job. A master takes no node away from another head, and ends no worker of a job that
+its own journal might lack.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from oobleck.host.detection import Detection
-from oobleck.master.events.nodes import NodeLost, NodeRegistered
-from oobleck.master.events.unions import Journaled
+from oobleck.master.events.nodes import NodeHeld, NodeLost, NodeRegistered
+from oobleck.master.events.unions import Journaled, TermBegan
 from oobleck.master.rules.nodes.losses import last_sign, reconnect_s
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import Incarnation
+from oobleck.planner.ids import Incarnation, JobId
 from oobleck.proto.protocol import common, refusal
-from oobleck.proto.types import Registration
+from oobleck.proto.types import Head, Registration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,17 +25,37 @@ class Refusal:
     reason: str
     #: The agent may try again later.
     temporary: bool
+    #: Its certificate was revoked.
+    revoked: bool = False
+    #: The head that it follows in place of this one; None: that is not why.
+    follows: Head | None = None
 
 
 def admit(
     state: ClusterState, registration: Registration, now: float, timing: Detection
 ) -> Refusal | tuple[Journaled, ...]:
-    """What is to be journaled of the registration, or why it is refused."""
+    """Return what is to be journaled of the registration, or why it is refused."""
     facts = registration.facts
     spoken = (registration.protocol, facts.newest_protocol)
     if common(*spoken) is None:
         return Refusal(reason=refusal(facts.node, *spoken), temporary=False)
+    if (other := _other_head(state, registration.acted_on)) is not None:
+        return Refusal(
+            reason=f"node {facts.node} follows another head, in {other}; this one is in "
+            f"{state.head}: end the one that is not to go on",
+            temporary=True,
+            follows=other,
+        )
     known = state.nodes.get(facts.node)
+    if known is not None and known.registered:
+        same = known.facts.incarnation == facts.incarnation
+        if (
+            not same
+            and (in_use := _name_in_use(state, known, facts.incarnation, now, timing)) is not None
+        ):
+            return in_use
+    if (unknown := unknown_job(state, registration)) is not None:
+        return _hold(known, registration, unknown)
     job = state.job
     same = known is not None and known.facts.incarnation == facts.incarnation
     counted = state.lacks(registration.running)
@@ -42,9 +68,6 @@ def admit(
         return (registered,)
     if same:
         return ()
-    in_use = _name_in_use(state, known, facts.incarnation, now, timing)
-    if in_use is not None:
-        return in_use
     restarted = NodeLost(
         node=facts.node,
         incarnation=known.facts.incarnation,
@@ -53,6 +76,77 @@ def admit(
         detect_s=now - last_sign(state, known),
     )
     return (restarted, registered)
+
+
+def next_term(
+    state: ClusterState, acted_on: Head | None, new_id: Callable[[], str]
+) -> TermBegan | None:
+    """Return the term that this master begins when it hears of `acted_on`; None: none.
+
+    Its own term is not its alone where an agent has acted on events of that term which its journal
+    lacks: it goes on from an old copy, or from a disk that has lost what it had taken. A master
+    that was started in a term of its own, from a backup or elsewhere, is what an operator wants to
+    go on, so it goes above all terms that it hears of.
+    """
+    own, history = state.head, state.history
+    if acted_on is None or own is None or history.term is None or acted_on.history != own.history:
+        return None
+    same = (acted_on.term, acted_on.begun_by) == (own.term, own.begun_by)
+    if state.began_term:
+        goes_on = acted_on.outranks(own)
+    else:
+        goes_on = same and acted_on.sequence > own.sequence
+    if not goes_on or history.next_number(acted_on.term) <= acted_on.term:
+        return None
+    lacking = acted_on.sequence - history.shared(acted_on, own.sequence)
+    return TermBegan(
+        cluster=own.cluster,
+        history=own.history,
+        number=history.next_number(acted_on.term),
+        begun_by=new_id(),
+        place=history.term.place,
+        reason=f"agents have heard of {lacking} events in term {acted_on.term} that this journal "
+        "does not have",
+    )
+
+
+def _other_head(state: ClusterState, acted_on: Head | None) -> Head | None:
+    """Return the head that the agent follows in place of this one."""
+    own = state.head
+    return acted_on if own is not None and acted_on is not None and acted_on.outranks(own) else None
+
+
+def unknown_job(state: ClusterState, registration: Registration) -> JobId | None:
+    """Return the job of the agent's workers if this master does not know it, and need not have
+    known it; None: it does, or it ended the job, or there is none."""
+    job_id, acted_on = registration.status.job_id, registration.acted_on
+    if job_id is None or not registration.status.workers or acted_on is None or state.head is None:
+        return None
+    shared = state.history.shared(acted_on, state.sequence)
+    if (job := state.jobs.get(job_id)) is not None:
+        # Two heads of one history may have given one id to two jobs.
+        return None if job.adopted or job.submitted_in <= shared else job_id
+    return job_id if shared < acted_on.sequence else None
+
+
+def _hold(known: Node | None, registration: Registration, job_id: JobId) -> tuple[Journaled, ...]:
+    """Leave the node to its job."""
+    facts = registration.facts
+    held = NodeHeld(node=facts.node, job_id=job_id)
+    registered = NodeRegistered(facts=facts)
+    if known is None or not known.registered:
+        return registered, held
+    if known.facts.incarnation == facts.incarnation and known.held is not None:
+        return () if known.held.job_id == job_id else (held,)
+    # Whatever this master counted on there is not there.
+    elsewhere = NodeLost(
+        node=facts.node,
+        incarnation=known.facts.incarnation,
+        cause="restarted",
+        reason=f"it trains job {job_id}, which this master does not know",
+        detect_s=0.0,
+    )
+    return elsewhere, registered, held
 
 
 def _holds_state(job: Job, registration: Registration) -> bool:

@@ -68,9 +68,9 @@ def clear_nodes(context: Context) -> Decision | None:
     cleared = [
         NodeCleared(node=name)
         for name, node in sorted(context.state.nodes.items())
-        if node.connected and node.stale_workers and not node.seen.status.workers
+        if node.connected and not node.is_clear and not node.seen.status.workers
     ]
-    return decide(cleared, "stale workers are gone")
+    return decide(cleared, "workers that were not this master's are gone")
 
 
 def last_sign(state: ClusterState, node: Node) -> float:

@@ -29,13 +29,58 @@ from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.jobs.completion import reconfiguration_stats
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
-from oobleck.planner.ids import Incarnation, NodeName, WorkerId
+from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next
 from oobleck.proto.types import Assignment
+
+
+class NotAdopted(Exception):
+    """A job that nodes train cannot be taken over; the text says why, and the fix."""
+
+
+def check_adoptable(state: ClusterState, job_id: JobId) -> tuple[NodeName, ...]:
+    """Return the nodes of the newest plan of a job that this master does not know, each of which
+    tells that plan. Raises NotAdopted where `adopt` would not take it over at once."""
+    if not (held := state.held.get(job_id, [])):
+        raise NotAdopted("no node trains an unknown job of that name; see 'oobleck jobs'")
+    if job_id in state.jobs:
+        raise NotAdopted(
+            "this master has another job of that name; end this one with 'oobleck cancel "
+            f"{job_id} --unknown', or start the master that has it"
+        )
+    if state.active is not None:
+        raise NotAdopted(
+            f"job {state.active} has the turn, and one job trains at a time: cancel that first, or "
+            "wait for its end"
+        )
+    told: dict[Assign, set[NodeName]] = {}
+    for node in held:
+        running = node.seen.running
+        if node.connected and running is not None and running.assign is not None:
+            told.setdefault(running.assign, set()).add(node.facts.node)
+    if not told:
+        raise NotAdopted("none of its nodes has a plan of it: it has not begun to train")
+    newest = max(told, key=lambda assign: assign.plan.generation)
+    nodes, generation = _nodes(newest), newest.plan.generation
+    if others := set().union(*(of for assign, of in told.items() if assign != newest)):
+        raise NotAdopted(
+            f"{_names(told[newest])} tell generation {generation}, and {_names(others)} another "
+            "plan; ask again in some seconds, or cancel it with --unknown"
+        )
+    if missing := nodes - told[newest]:
+        raise NotAdopted(
+            f"its plan (generation {generation}) also has {_names(missing)}, not heard of here; "
+            "start their agents, or cancel it with --unknown"
+        )
+    return tuple(sorted(nodes))
+
+
+def _names(nodes: Iterable[NodeName]) -> str:
+    return ", ".join(sorted(nodes))
 
 
 def adopt(context: Context, job: Job) -> Decision | None:

@@ -76,7 +76,7 @@ def _here(state: ClusterState, job: Job) -> list[WorkerId]:
     return [
         WorkerId(name, worker.slot)
         for name, node in sorted(state.nodes.items())
-        if node.connected and not node.stale_workers and name not in job.left_out
+        if node.connected and node.is_clear and name not in job.left_out
         if node.seen.status.job_id == job.id
         for worker in node.seen.status.workers
         if not job.seen.is_gone(worker.incarnation)

@@ -43,10 +43,11 @@ def next_generation(context: Context, job: Job) -> Generation:
     told = (
         node.seen.status.generation
         for node in context.state.nodes.values()
-        if node.connected and node.seen.status.job_id == job.id
+        if node.connected and node.held is None and node.seen.status.job_id == job.id
         if node.seen.status.generation <= MOST_GENERATION
     )
-    return Generation(max(job.newest_known, *told, 0) + 1)
+    first = context.state.history.first_generation
+    return Generation(max(job.newest_known, *told, first) + 1)
 
 
 def plan_made(

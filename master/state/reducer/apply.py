@@ -7,14 +7,15 @@ for the nodes.
 
 from msgspec.structs import replace
 
-from oobleck.master.events.nodes import NodeEvent
+from oobleck.master.events.nodes import NodeEvent, UnknownJobEnded
 from oobleck.master.events.plans import FirstStepCommitted, PlanEvent, PlanMade
 from oobleck.master.events.reports import Observed
 from oobleck.master.events.trust import TrustChanged
-from oobleck.master.events.unions import Event, JournalCut, Journaled, MasterStarted
+from oobleck.master.events.unions import Event, JournalCut, Journaled, MasterStarted, TermBegan
 from oobleck.master.state import rates, trust
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.desired import follow, next_version
+from oobleck.master.state.history import Term
 from oobleck.master.state.incidents.incident import LastIncident
 from oobleck.master.state.incidents.incident_summary import slowdown_summary, summary_of
 from oobleck.master.state.incidents.incidents import closes, incident_after
@@ -75,6 +76,10 @@ def _note_last(job: Job, number: int, summary: str, unix: float) -> None:
 def _apply_event(state: ClusterState, event: Journaled, now: float, unix: float) -> None:
     if isinstance(event, MasterStarted):
         _observe_anew(state, now, unix)
+    elif isinstance(event, TermBegan):
+        _begin_term(state, event)
+    elif isinstance(event, UnknownJobEnded):
+        apply_nodes.end_unknown(state, event)
     elif isinstance(event, JournalCut):
         _distrust(state, unix)
     elif isinstance(event, NodeEvent):
@@ -87,7 +92,22 @@ def _apply_event(state: ClusterState, event: Journaled, now: float, unix: float)
         apply_jobs.apply(state, event, now, unix)
 
 
+def _begin_term(state: ClusterState, event: TermBegan) -> None:
+    history = state.history
+    history.id, history.cluster = event.history, event.cluster
+    term = Term(
+        number=event.number, begun_by=event.begun_by, place=event.place, since=state.sequence
+    )
+    # A journal may be named anew in its term, as when its cluster gets an authority.
+    if history.term is not None and history.term.begun_by == event.begun_by:
+        history.terms[-1] = replace(history.terms[-1], place=event.place)
+    else:
+        history.terms.append(term)
+    state.began_term, state.superseded = True, None
+
+
 def _observe_anew(state: ClusterState, now: float, unix: float) -> None:
+    state.began_term, state.behind, state.superseded = False, None, None
     for node in state.nodes.values():
         apply_nodes.restarted(node, now, unix)
     for job in state.jobs.values():

@@ -7,6 +7,7 @@ Their plans are `oobleck.master.state.reducer.apply_plans`'s, and what they lose
 from oobleck.master.events.jobs import (
     CheckpointPublished,
     CheckpointRequested,
+    JobAdopted,
     JobCancelled,
     JobCancelRequested,
     JobCaughtUp,
@@ -28,7 +29,7 @@ from oobleck.master.events.jobs import (
 from oobleck.master.events.nodes import NodeYielded
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import KNOWN_REPORTS, KNOWN_REQUESTS, Job
-from oobleck.master.state.job_observed import ProfilingSeen
+from oobleck.master.state.job_observed import JobSeen, ProfilingSeen
 from oobleck.master.state.job_states import move
 from oobleck.master.state.rates import slow_after
 
@@ -36,9 +37,11 @@ from oobleck.master.state.rates import slow_after
 def apply(state: ClusterState, event: JobEvent, now: float, unix: float) -> None:
     match event:
         case JobSubmitted():
-            state.jobs[event.job_id] = _submitted(event, unix)
+            state.jobs[event.job_id] = _submitted(event, unix, state.sequence)
             state.requests[event.request_id] = event.job_id
             state.submissions += 1
+        case JobAdopted():
+            _adopt(state, event, now, unix)
         case JobCancelRequested():
             state.jobs[event.job_id].cancel_requested = True
         case CheckpointRequested():
@@ -70,12 +73,30 @@ def _note_rate(state: ClusterState, job: Job, event: RateChanged, now: float, un
     job.slow = slow_after(state, job, event)
 
 
-def _submitted(event: JobSubmitted, unix: float) -> Job:
+def _adopt(state: ClusterState, event: JobAdopted, now: float, unix: float) -> None:
+    """The job has been trained, so what is observed of it counts as after a restart."""
+    state.jobs[event.job_id] = Job(
+        id=event.job_id,
+        request_id=event.request_id,
+        spec=event.spec,
+        submitted_at=unix,
+        submitted_in=state.sequence,
+        adopted=True,
+        seen=JobSeen(since=now, since_unix=unix, inherited=True),
+    )
+    state.requests[event.request_id] = event.job_id
+    state.submissions += 1
+    for name in event.nodes:
+        state.nodes[name].held = None
+
+
+def _submitted(event: JobSubmitted, unix: float, sequence: int) -> Job:
     job = Job(
         id=event.job_id,
         request_id=event.request_id,
         spec=event.spec,
         submitted_at=unix,
+        submitted_in=sequence,
         profile_only=event.profile_only,
     )
     if event.profile is not None:

@@ -16,6 +16,7 @@ from oobleck.master.events.nodes import (
     NodeDrainRequested,
     NodeEvent,
     NodeForgotten,
+    NodeHeld,
     NodeKept,
     NodeLeftOut,
     NodeLost,
@@ -24,13 +25,14 @@ from oobleck.master.events.nodes import (
     NodeReleased,
     NodeReset,
     NodeUndrained,
+    UnknownJobEnded,
     WorkerLost,
 )
 from oobleck.master.state import evidence
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.job_states import lose
-from oobleck.master.state.node import WINDOW_S, Drain, Failures, Node, NodeSeen
+from oobleck.master.state.node import WINDOW_S, Drain, Failures, Held, Node, NodeSeen
 from oobleck.planner.ids import NodeName
 from oobleck.proto.types import NodeFacts
 
@@ -42,8 +44,11 @@ def apply(state: ClusterState, event: NodeEvent, now: float, unix: float) -> Non
     match event:
         case NodeRegistered():
             _register(state, event, now)
+        case NodeHeld():
+            state.nodes[event.node].held = Held(job_id=event.job_id, since=unix)
         case NodeCleared():
-            state.nodes[event.node].stale_workers = False
+            node = state.nodes[event.node]
+            node.stale_workers, node.held = False, None
         case NodeLost():
             _lose_node(state, event, now, unix)
         case WorkerLost():
@@ -66,6 +71,14 @@ def apply(state: ClusterState, event: NodeEvent, now: float, unix: float) -> Non
                 _forgive(job, event.node)
         case _:
             _drain(state, event, now, unix)
+
+
+def end_unknown(state: ClusterState, event: UnknownJobEnded) -> None:
+    """Have the workers of a job that is not known be stale, so that they end."""
+    for name in event.nodes:
+        node = state.nodes[name]
+        if node.held is not None and node.held.job_id == event.job_id:
+            node.held, node.stale_workers = None, node.registered
 
 
 def restarted(node: Node, now: float, unix: float) -> None:

@@ -28,7 +28,7 @@ from oobleck.master.state import evidence
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import JobSeen, LossSeen, SinceStep
-from oobleck.master.state.node import Node
+from oobleck.master.state.node import Held, Node
 from oobleck.master.state.readings import Reading
 from oobleck.master.state.reducer.worker_reports import (
     hear,
@@ -78,7 +78,11 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
 
 def _open(state: ClusterState, event: StreamOpened, now: float) -> None:
     node = state.nodes[event.node]
-    node.seen.session, node.seen.running = event.session, _told(state, event.running)
+    node.seen.session, node.seen.running = event.session, _told(state, event.running, node.held)
+    if event.acted_on is not None and state.history.id == event.acted_on.history:
+        lacking = event.acted_on.sequence - state.history.shared(event.acted_on, state.sequence)
+        if lacking > (state.behind[0] if state.behind is not None else 0):
+            state.behind = lacking, event.node
     node.seen.opened_at, node.seen.heard_before = now, node.seen.last_heard
     if state.job is not None:
         evidence.forget_stream(state.job, event.node)
@@ -87,8 +91,10 @@ def _open(state: ClusterState, event: StreamOpened, now: float) -> None:
     _take_status(state, node, event.status, now)
 
 
-def _told(state: ClusterState, running: Assignment | None) -> Assignment | None:
-    if running is None or not state.lacks(running):
+def _told(state: ClusterState, running: Assignment | None, held: Held | None) -> Assignment | None:
+    if running is None:
+        return None
+    if not state.lacks(running) and (held is None or held.job_id != running.job_id):
         return None
     for node in state.nodes.values():
         known = node.seen.running
@@ -108,6 +114,9 @@ def _close(state: ClusterState, event: StreamClosed, now: float) -> bool:
 
 
 def _note_rival(state: ClusterState, event: AgentRefused, now: float) -> None:
+    if event.follows is not None:
+        state.superseded = event.follows, event.node
+        return
     seen = state.nodes[event.node].seen if event.node in state.nodes else None
     if seen is not None and (seen.rival is None or seen.rival[0] != event.incarnation):
         seen.rival = event.incarnation, now
@@ -145,7 +154,7 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
     if ready != (seen.ready_at is not None):
         seen.ready_at = now if ready else None
         changed = True
-    if job is not None and status.job_id == job.id:
+    if job is not None and status.job_id == job.id and node.held is None:
         for worker in status.workers:
             last = before.worker(worker.slot)
             if last is not None and last.incarnation == worker.incarnation:

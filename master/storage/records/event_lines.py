@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from oobleck.master.events.jobs import (
     CheckpointPublished,
+    JobAdopted,
     JobCancelled,
     JobEnded,
     JobFailed,
@@ -53,6 +54,7 @@ _OfNode = NodeRegistered | NodeLost | DrainEvent
 #: What is about one job.
 _OfJob = (
     JobSubmitted
+    | JobAdopted
     | WorkerLost
     | NodeLeftOut
     | NodeReset
@@ -139,6 +141,8 @@ def _job_line(event: _OfJob) -> EventLine:
     match event:
         case JobSubmitted(spec=spec):
             return _with("submitted", spec, "name")
+        case JobAdopted(spec=spec):
+            return {**_with("adopted", spec, "name"), "nodes": event.nodes}
         case WorkerLost(worker=worker):
             name = "worker_late" if event.late else "worker_lost"
             return _with(name, worker, "node", "slot") | {"reason": event.reason}

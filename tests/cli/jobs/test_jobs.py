@@ -38,7 +38,8 @@ def test_a_job_from_submit_to_its_end(cluster: str, job_file: Callable[..., Path
     nodes = json.loads(run("nodes", *master, "--json").stdout)
     assert [(node["node"], node["state"]) for node in nodes] == [("n1", "live"), ("n2", "live")]
     both = json.loads(run("status", *master, "--json").stdout)
-    assert set(both) == {"nodes", "jobs"}
+    assert set(both) == {"nodes", "jobs", "head"}
+    assert both["head"]["held"] == []
     table = run("nodes", *master).stdout.split("\n")
     assert table[0].split()[:3] == ["NODE", "STATE", "WORKERS"]
     assert [line.split()[:2] for line in table[1:3]] == [["n1", "live"], ["n2", "live"]]

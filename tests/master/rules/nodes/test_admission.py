@@ -1,0 +1,141 @@
+"""What a head makes of agents that know more than its journal."""
+
+import msgspec
+import pytest
+
+from oobleck.host.detection import Detection
+from oobleck.master.events.jobs import JobSubmitted
+from oobleck.master.events.nodes import NodeHeld, NodeLost, NodeRegistered
+from oobleck.master.events.unions import MasterStarted, TermBegan
+from oobleck.master.rules.nodes.admission import Refusal, admit, next_term
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.reducer.apply import apply
+from oobleck.planner.ids import Incarnation, JobId, NodeName
+from oobleck.proto.heads import MOST_TERM
+from oobleck.proto.protocol import NEWEST
+from oobleck.proto.types import Head, NodeFacts, NodeStatus, Registration, WorkerStatus
+from support.scenario import job_spec
+
+HISTORY, OWN, OTHER = "11" * 8, "aaaaaaaa", "bbbbbbbb"
+FACTS = NodeFacts(
+    node=NodeName("n1"),
+    incarnation=Incarnation("0001"),
+    hostname="host1",
+    address="10.0.0.1",
+    pid=1,
+    worker_slots=1,
+    device="cpu",
+    memory_per_worker_bytes=1 << 30,
+    newest_protocol=NEWEST,
+)
+
+
+def began(number: int, begun_by: str = OWN) -> TermBegan:
+    return TermBegan(
+        cluster=OWN, history=HISTORY, number=number, begun_by=begun_by, place="here", reason="test"
+    )
+
+
+def state(*events: object, restarted: bool = True) -> ClusterState:
+    """A head whose journal has one job and those events, as it is after a restart."""
+    found = ClusterState()
+    job = JobSubmitted(job_id=JobId("demo-1"), request_id="one", spec=job_spec("demo"))
+    for event in (MasterStarted(), began(1), job, *events, *([MasterStarted()] * restarted)):
+        apply(found, event, now=0.0, unix=1.0)  # type: ignore[arg-type]
+    return found
+
+
+def registration(
+    job_id: str = "", acted_on: Head | None = None, incarnation: str = "0001"
+) -> Registration:
+    workers = (WorkerStatus(slot=0, incarnation=Incarnation("00ff"), pid=2, committed_step=7),)
+    status = NodeStatus(job_id=JobId(job_id), workers=workers) if job_id else NodeStatus()
+    facts = msgspec.structs.replace(FACTS, incarnation=Incarnation(incarnation))
+    return Registration(protocol=NEWEST, facts=facts, status=status, acted_on=acted_on)
+
+
+def told(term: int = 1, begun_by: str = OWN, sequence: int = 3, history: str = HISTORY) -> Head:
+    return Head(cluster=OWN, history=history, term=term, begun_by=begun_by, sequence=sequence)
+
+
+def admitted(state: ClusterState, asked: Registration) -> tuple[object, ...]:
+    found = admit(state, asked, 0.0, Detection())
+    assert not isinstance(found, Refusal), found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("job_id", "acted_on", "held"),
+    [
+        ("other-1", told(history="22" * 8), True),
+        ("demo-1", told(history="22" * 8), True),  # another one, of that name
+        ("other-1", told(sequence=9), True),  # submitted after what this journal has
+        ("other-1", told(sequence=2), False),  # it ended, and was forgotten
+        ("other-1", None, False),  # an agent of the release before
+        ("demo-1", told(sequence=9), False),
+    ],
+)
+def test_workers_of_a_job_that_the_head_need_not_know_are_held(
+    job_id: str, acted_on: Head | None, held: bool
+) -> None:
+    registered, *others = admitted(state(), registration(job_id, acted_on))
+    assert isinstance(registered, NodeRegistered)
+    assert others == ([NodeHeld(node=NodeName("n1"), job_id=JobId(job_id))] if held else [])
+    assert registered.stale_workers != held
+
+
+def test_a_node_that_is_free_is_not_held() -> None:
+    assert len(admitted(state(), registration("", told(history="22" * 8)))) == 1
+
+
+def test_a_known_agent_that_trains_another_job_is_lost_to_its_own() -> None:
+    known = state(NodeRegistered(facts=FACTS))
+    lost, registered, held = admitted(known, registration("other-1", told(sequence=99)))
+    assert isinstance(lost, NodeLost)
+    assert isinstance(registered, NodeRegistered)
+    assert isinstance(held, NodeHeld)
+    for event in (lost, registered, held):
+        apply(known, event, now=0.0, unix=2.0)
+    assert admitted(known, registration("other-1", told(sequence=99))) == (), "once"
+    assert known.nodes[NodeName("n1")].desired.job_id is None
+    assert list(known.held) == ["other-1"]
+
+
+def test_a_job_of_an_earlier_term_that_a_copy_lacks_is_held() -> None:
+    """The copy has its own job of that id, which it was given after the copy was made."""
+    submitted = JobSubmitted(job_id=JobId("late-2"), request_id="two", spec=job_spec("late"))
+    copy = state(began(2, OTHER), submitted)
+    assert len(admitted(copy, registration("late-2", told(sequence=20)))) == 2
+    own = told(2, OTHER, sequence=copy.sequence)
+    assert len(admitted(copy, registration("late-2", own))) == 1
+
+
+# ---- terms
+
+
+def test_an_agent_of_a_higher_term_is_refused_for_now() -> None:
+    refused = admit(state(), registration("", told(2, OTHER)), 0.0, Detection())
+    assert isinstance(refused, Refusal)
+    assert refused.temporary
+    assert refused.follows == told(2, OTHER)
+
+
+@pytest.mark.parametrize(
+    ("acted_on", "restarted", "term"),
+    [
+        (told(sequence=99), True, 2),  # its disk has lost what it had taken
+        (told(sequence=3), True, None),
+        (told(sequence=99), False, None),  # a lie: the term began in this process
+        (told(5, OTHER), True, None),  # another head went on in its place
+        (told(5, OTHER), False, 6),  # an operator started this one, in a term of its own
+        (told(1, OTHER), False, 2),  # as another did, from the same backup
+        (told(MOST_TERM, OTHER), False, None),
+        (told(5, OTHER, history="22" * 8), True, None),
+        (None, True, None),
+    ],
+)
+def test_a_head_goes_on_in_a_higher_term_where_its_journal_is_behind(
+    acted_on: Head | None, restarted: bool, term: int | None
+) -> None:
+    found = next_term(state(restarted=restarted), acted_on, lambda: "cccccccc")
+    assert (found.number if found is not None else None) == term
