@@ -169,6 +169,13 @@ class Agent:
     def not_understood(self, reason: str) -> None:
         raise ValueError(reason)
 
+    @property
+    def has_workers(self) -> bool:
+        return self._job_id is not None
+
+    def return_code(self, digest: str) -> None:
+        pass  # its jobs bring none
+
     def standing_reports(self) -> list[WorkerReport]:
         return [] if self._lost is None else [self._lost]
 
