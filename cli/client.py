@@ -224,6 +224,10 @@ class MasterClient:
         for message in self._stream(self._stub.Examine, request):
             yield read_finding(message)
 
+    def backup(self, *, output: bool) -> Iterator[pb.BackupPart]:
+        """Return the parts of a backup; `output`: with what workers printed."""
+        return self._stream(self._stub.Backup, pb.BackupRequest(no_output=not output))
+
     # ---- certificates
 
     def join(self, request: str, name: str) -> pb.CertificateReply:

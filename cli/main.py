@@ -56,6 +56,10 @@ COMMANDS = {
         "oobleck.cli.cluster.doctor:doctor",
         "Look for what is wrong with the cluster's hosts.",
     ),
+    "backup": (
+        "oobleck.cli.cluster.backup:backup",
+        "Copy what the head knows, so that another can go on.",
+    ),
     "pki": ("oobleck.cli.cluster.pki:pki", "Make and take back certificates and join tokens."),
     "plan": ("oobleck.cli.planning.plan:plan", "Show the plan that a job would get."),
     "config": ("oobleck.cli.jobs.config:config", "Show, check and describe job files."),

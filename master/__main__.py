@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from oobleck.host import command, log
 from oobleck.host.address import leaves_host, split_address
 from oobleck.host.detection import MODES, Detection, Mode, choose
 from oobleck.host.ipc.endpoint import check_insecure
+from oobleck.host.storage.backup import AUTHORITY, JOURNAL, Summary
 from oobleck.host.system.process import allow_open_files, die_with_parent
 from oobleck.master import crash
 from oobleck.master.config import MasterConfig, Retention, Unusable
@@ -29,6 +30,14 @@ from oobleck.master.state.validate import InvariantViolation
 from oobleck.master.statelock import locked
 from oobleck.master.storage.disk import StorageFailed
 from oobleck.master.storage.journal import Journal, JournalUnusable
+from oobleck.master.storage.restore import (
+    brings_authority,
+    check_backup,
+    check_cluster,
+    check_started,
+    check_target,
+    restore,
+)
 from oobleck.planner.units import parse_seconds
 
 logger = logging.getLogger(__name__)
@@ -38,8 +47,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 _FEW_FILES = 4096
 
 
-def choose_pki(listen: str, state_dir: Path, pki: str | None, *, insecure: bool) -> Path | None:
-    """The authority's folder; None: in the clear. Raises ValueError with the flag and the fix."""
+def choose_pki(
+    listen: str,
+    state_dir: Path,
+    pki: str | None,
+    *,
+    insecure: bool,
+    restored: Summary | None = None,
+) -> Path | None:
+    """The authority's folder; None: in the clear. `restored`: a backup, which may bring one. Raises
+    ValueError with the flag and the fix."""
     if insecure:
         if pki is not None:
             raise ValueError("--insecure and --pki exclude each other; leave one out")
@@ -48,7 +65,7 @@ def choose_pki(listen: str, state_dir: Path, pki: str | None, *, insecure: bool)
     own = state_dir / "pki"
     if pki is not None:
         return Path(pki).absolute()
-    if own.exists():
+    if own.exists() or (restored is not None and restored.has_authority):
         return own
     if leaves_host(listen):
         raise ValueError(
@@ -62,6 +79,45 @@ def choose_retention(forget_nodes_after: str, keep_jobs: int) -> Retention:
     """Raises ValueError with the flag and the fix."""
     node_s = _read("--forget-nodes-after", parse_seconds, forget_nodes_after)
     return Retention(node_s=node_s, ended_jobs=keep_jobs)
+
+
+def _read_backup(backups: Sequence[Path], state_dir: Path) -> Summary | None:
+    """Return what there is to restore into the state directory, or None. Raises Unusable."""
+    if len(backups) > 1:
+        raise Unusable("--restore: is there more than once; name one backup")
+    if not backups:
+        return None
+    check_target(state_dir)
+    return check_backup(backups[0])
+
+
+def _brings_authority(config: MasterConfig) -> bool:
+    """Return whether the master's authority is to come out of the backup."""
+    return (
+        config.restored is not None
+        and config.pki == config.state_dir / AUTHORITY
+        and brings_authority(config.restored, config.state_dir)
+    )
+
+
+def _cluster_of(pki: Path | None) -> str:
+    """Return what identifies the cluster of an authority; empty: there is none. Raises
+    ValueError."""
+    if pki is None:
+        return ""
+    from oobleck.master.api.authority import AuthorityFolder
+
+    return AuthorityFolder(pki).cluster
+
+
+def _fill(config: MasterConfig, backups: Sequence[Path]) -> None:
+    """Restore the backup, if there is one. Raises Unusable, StorageFailed."""
+    if config.restored is None:
+        check_started(config.state_dir)
+        return
+    check_target(config.state_dir)  # somebody may have come before this one had the lock
+    own = _brings_authority(config)
+    restore(backups[0], config.restored, config.state_dir, authority=own)
 
 
 def _read(flag: str, read: Callable[[str], T], value: str) -> T:
@@ -128,6 +184,15 @@ def _time_out_flags(function: F) -> F:
     help="Go on with what a damaged journal has before the damage; the rest is kept beside it.",
 )
 @click.option(
+    "--restore",
+    "backups",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="DIR",
+    help="Go on from this backup of 'oobleck backup'; --state-dir must be empty. For the first "
+    "start on it alone.",
+)
+@click.option(
     "--crash-at", metavar="POINT[:COUNT]", help="Die there, as by kill -9 (for tests).", hidden=True
 )
 @click.option(
@@ -168,6 +233,7 @@ def _time_out_flags(function: F) -> F:
     "3 and the last events where it does not; slow with many nodes.",
 )
 @click.option("--certificate-life-s", default=90 * 86_400.0, hidden=True)
+@click.option("--compact-bytes", default=0, hidden=True)
 @_time_out_flags
 def master(
     listen: str,
@@ -175,10 +241,12 @@ def master(
     pki: str | None,
     insecure: bool,
     certificate_life_s: float,
+    compact_bytes: int,
     metrics_listen: str | None,
     health_listen: str | None,
     exit_with_parent: bool,
     salvage_journal: bool,
+    backups: tuple[Path, ...],
     crash_at: str | None,
     detection: Mode,
     keep_jobs: int,
@@ -208,35 +276,40 @@ def master(
         timing = choose(detection, time_outs)
         _read("--listen", split_address, listen)
         state = Path(state_dir).absolute()
+        restored = _read_backup(backups, state)
         config = MasterConfig(
             listen=listen,
             metrics_listen=metrics_listen,
             health_listen=health_listen,
             state_dir=state,
             timing=timing,
-            pki=choose_pki(listen, state, pki, insecure=insecure),
+            pki=choose_pki(listen, state, pki, insecure=insecure, restored=restored),
             certificate_life_s=certificate_life_s,
             retention=choose_retention(forget_nodes_after, keep_jobs),
             gives_way_s=_read("--waiting-gives-way-after", parse_seconds, waiting_gives_way_after),
             validate=validate,
+            restored=restored,
         )
+        if restored is not None:
+            check_cluster(
+                restored,
+                _cluster_of(backups[0] / AUTHORITY if _brings_authority(config) else config.pki),
+            )
         if crash_at is not None:
             point, _, times = crash_at.partition(":")
             crash.arm(point, int(times or 1))
-    except ValueError as error:
+    except (Unusable, ValueError) as error:
         raise command.CommandFailed(str(error), 2) from error
     except OSError as error:  # a folder above it may not be looked into, or the path is too long
         text = f"--state-dir {state_dir}: {error.strerror}; choose another one"
         raise command.CommandFailed(text, 2) from error
     try:
-        with (
-            locked(config.state_dir),
-            contextlib.closing(
-                Journal(config.state_dir / "journal.log", salvage=salvage_journal)
-            ) as journal,
-            short_collections(),
-        ):
-            asyncio.run(serve(config, journal))
+        with locked(config.state_dir):
+            _fill(config, backups)
+            path = config.state_dir / JOURNAL
+            journal = Journal(path, salvage=salvage_journal, compact_bytes=compact_bytes)
+            with contextlib.closing(journal), short_collections():
+                asyncio.run(serve(config, journal))
     except (Unusable, JournalUnusable) as error:
         raise command.CommandFailed(str(error), 2) from error
     except StorageFailed as failed:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oobleck.host.detection import Detection
+from oobleck.host.storage.backup import Summary
 
 
 class Unusable(Exception):
@@ -61,6 +62,8 @@ class MasterConfig:
     gives_way_s: float = GIVES_WAY_S
     #: After every event, check what always holds of the state, and end where it does not.
     validate: bool = False
+    #: The backup that this start goes on from; None: the state directory is the master's own.
+    restored: Summary | None = None
 
     @property
     def profiles(self) -> Path:

@@ -108,6 +108,13 @@ class Master:
         """How long writes of events to the disk took."""
         return self._ledger.commits.read()
 
+    def committed(self) -> int:
+        """Return the sequence of the last event on disk. Raises StorageFailed while none can be
+        written: files may be ahead of the journal then."""
+        if self._ledger.stuck:
+            raise StorageFailed(self.problem)
+        return self._ledger.committed
+
     def watch(self, note: Callable[[ClusterState, Event], None]) -> None:
         """Have `note` told of each event before it changes the state."""
         self._ledger.watch = note

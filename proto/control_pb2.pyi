@@ -929,6 +929,24 @@ class Finding(_message.Message):
     figures: _containers.ScalarMap[str, float]
     def __init__(self, check: _Optional[str] = ..., level: _Optional[str] = ..., what: _Optional[str] = ..., fix: _Optional[str] = ..., node: _Optional[str] = ..., other: _Optional[str] = ..., figures: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
+class BackupRequest(_message.Message):
+    __slots__ = ("no_output",)
+    NO_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    no_output: bool
+    def __init__(self, no_output: _Optional[bool] = ...) -> None: ...
+
+class BackupPart(_message.Message):
+    __slots__ = ("path", "data", "sha256", "summary")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    data: bytes
+    sha256: str
+    summary: bytes
+    def __init__(self, path: _Optional[str] = ..., data: _Optional[bytes] = ..., sha256: _Optional[str] = ..., summary: _Optional[bytes] = ...) -> None: ...
+
 class JoinRequest(_message.Message):
     __slots__ = ("request", "name")
     REQUEST_FIELD_NUMBER: _ClassVar[int]

@@ -296,6 +296,11 @@ class OperatorStub:
                 request_serializer=oobleck_dot_proto_dot_control__pb2.ExamineRequest.SerializeToString,
                 response_deserializer=oobleck_dot_proto_dot_control__pb2.Finding.FromString,
                 _registered_method=True)
+        self.Backup = channel.unary_stream(
+                '/oobleck.Operator/Backup',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.BackupRequest.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.BackupPart.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer:
@@ -440,6 +445,13 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Backup(self, request, context):
+        """All files of a backup, one after the other, then its summary; without the summary it is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -537,6 +549,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.Examine,
                     request_deserializer=oobleck_dot_proto_dot_control__pb2.ExamineRequest.FromString,
                     response_serializer=oobleck_dot_proto_dot_control__pb2.Finding.SerializeToString,
+            ),
+            'Backup': grpc.unary_stream_rpc_method_handler(
+                    servicer.Backup,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.BackupRequest.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.BackupPart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1053,6 +1070,33 @@ class Operator:
             '/oobleck.Operator/Examine',
             oobleck_dot_proto_dot_control__pb2.ExamineRequest.SerializeToString,
             oobleck_dot_proto_dot_control__pb2.Finding.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Backup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/oobleck.Operator/Backup',
+            oobleck_dot_proto_dot_control__pb2.BackupRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.BackupPart.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,7 @@ ALLOWED: Mapping[str, frozenset[Role]] = {
     "/oobleck.Operator/GetTimeline": _OPERATOR,  # has the workers record
     "/oobleck.Operator/Logs": _READING,
     "/oobleck.Operator/Examine": _OPERATOR,  # has every node's disks and links used
+    "/oobleck.Operator/Backup": _OPERATOR,
     "/oobleck.Pki/Join": _TOKEN,
     "/oobleck.Pki/Renew": frozenset({"agent", "worker", "operator", "viewer"}),
     "/oobleck.Pki/CreateToken": _OPERATOR,

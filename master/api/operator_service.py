@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from oobleck.master.api.access import caller
+from oobleck.master.api.backup import backup
 from oobleck.master.api.code import CodeOfJobs
 from oobleck.master.api.limits import MOST_DETAILS
 from oobleck.master.api.view import head_status, job_status, node_info, problem_of
@@ -333,6 +334,18 @@ class OperatorService(rpc.OperatorServicer):
                     yield finding_message(finding)
         except Busy as busy:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(busy))
+
+    async def Backup(
+        self, request: pb.BackupRequest, context: Context
+    ) -> AsyncIterator[pb.BackupPart]:
+        parts = backup(self._master, output=not request.no_output)
+        try:
+            async with contextlib.aclosing(parts):
+                async for part in parts:
+                    yield part
+        except OSError as error:
+            text = f"the state directory cannot be read: {error}"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text[:MOST_DETAILS])
 
     async def _workers(
         self, job: Job, request: pb.LogsRequest, context: Context

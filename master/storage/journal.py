@@ -75,12 +75,14 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Journal:
-    def __init__(self, path: Path, *, salvage: bool = False) -> None:
+    def __init__(self, path: Path, *, salvage: bool = False, compact_bytes: int = 0) -> None:
         """Open or create the journal at `path`. `salvage`: go on with what is before damage.
+        `compact_bytes`: in place of the usual least size, for tests.
 
         Raises JournalUnusable.
         """
         self._path = path
+        self._compact_bytes = compact_bytes
         self._old = path.with_name("journal.old")
         self._descriptor = -1
         self._batch: list[bytes] = []
@@ -276,12 +278,19 @@ class Journal:
         return bool(self._batch)
 
     @property
+    def committed(self) -> int:
+        """Sequence of the last event on disk."""
+        return self._last - len(self._batch)
+
+    @property
     def size_bytes(self) -> int:
         return len(_HEADER) + self._snapshot_bytes + self._tail_bytes
 
     @property
     def wants_compaction(self) -> bool:
-        least = max(_COMPACT_BYTES, _COMPACT_SNAPSHOTS * self._snapshot_bytes)
+        least = max(
+            self._compact_bytes or _COMPACT_BYTES, _COMPACT_SNAPSHOTS * self._snapshot_bytes
+        )
         return self._tail_bytes > least
 
     def compact(self, content: str, unix: float) -> None:

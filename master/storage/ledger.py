@@ -65,6 +65,11 @@ class Ledger:
         """For operators: what keeps the master from storing; empty: nothing."""
         return self.archive.storage.problem
 
+    @property
+    def committed(self) -> int:
+        """Sequence of the last event on disk."""
+        return self._journal.committed
+
     def journal(self, event: Journaled) -> None:
         """Journal the event and apply it. Nobody outside may see it before it is committed."""
         unix = self.unix()
@@ -143,13 +148,15 @@ class Ledger:
         term, cluster = history.term, config.cluster or history.cluster
         if term is None:
             reason = "the journal is new" if self.state.sequence == 1 else "it had no name so far"
+        elif (backup := config.restored) is not None:
+            reason = f"it goes on from a backup, {self.unix() - backup.time:.0f} s old"
         elif term.place != config.place:
             reason = "the state directory was copied or moved"
         elif cluster != history.cluster:
             reason = "the cluster has an authority from here on"
         else:
             return
-        named_anew = term is not None and term.place == config.place
+        named_anew = term is not None and term.place == config.place and config.restored is None
         self.journal(
             TermBegan(
                 cluster=cluster or token(ID_BYTES),

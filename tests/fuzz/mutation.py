@@ -307,6 +307,7 @@ REQUESTS: dict[str, Message] = {
     "/oobleck.Operator/Events": pb.EventsRequest(job_id="target-1"),
     "/oobleck.Operator/Metrics": pb.MetricsRequest(job_id="target-1", from_step=2),
     "/oobleck.Operator/GetTimeline": pb.TimelineRequest(job_id="nobody-9", steps=1),
+    "/oobleck.Operator/Backup": pb.BackupRequest(no_output=True),
     "/oobleck.Operator/Examine": pb.ExamineRequest(nodes=["nobody"], data=["/nowhere"]),
     "/oobleck.Operator/Logs": pb.LogsRequest(job_id="target-1", node="f1", rank=0),
     "/oobleck.Pki/Join": pb.JoinRequest(request="-----BEGIN", name="x"),

@@ -19,7 +19,7 @@ from support.scenario import job_spec
 #: Requests of the operator's service that only look.
 _LOOKS = {
     "ListJobs", "GetJob", "WatchJob", "GetProfile", "GetPlanning", "ListNodes", "Events", "Metrics",
-    "GetTimeline", "Logs", "Examine",
+    "GetTimeline", "Logs", "Examine", "Backup",
 }  # fmt: skip
 #: Puts a file on the disk by the hash of its content: once or twice is the same.
 _BY_CONTENT = {"PutCode"}
