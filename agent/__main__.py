@@ -28,7 +28,7 @@ from oobleck.agent.processes.gpu_watch import watch
 from oobleck.agent.processes.pool import new_incarnation
 from oobleck.agent.supervisor import Supervisor
 from oobleck.host import command, log
-from oobleck.host.address import own_hostname, split_address
+from oobleck.host.address import own_hostname, split_address, split_addresses
 from oobleck.host.device import worker_environment
 from oobleck.host.display import inline
 from oobleck.host.gpu.choice import GpuReport, interface_address, network_environment
@@ -97,12 +97,13 @@ async def serve(
         outbox,
         environment,
         endpoint=lambda: holder.endpoint,
+        heads=holder.heads,
         node=supervisor,
         examiner=examiner,
     )
     async with _answering_health(health_listen, supervisor):
         if holder.folder is not None and holder.credentials is None and token is not None:
-            holder.credentials = await _join(config, holder.folder, token)
+            holder.credentials = await _join(config, holder, holder.folder, token)
         refusal = await _run(config, holder, supervisor, session, examiner, listening)
     if refusal is not None:
         click.echo(f"oobleck-agent: refused by the master: {inline(refusal)}", err=True)
@@ -168,9 +169,11 @@ async def _answering_health(address: str | None, supervisor: Supervisor) -> Asyn
         await port.stop()
 
 
-async def _join(config: AgentConfig, folder: Path, token: Credentials) -> Credentials:
+async def _join(
+    config: AgentConfig, holder: Holder, folder: Path, token: Credentials
+) -> Credentials:
     try:
-        return await join(config.master, folder, token, config.name)
+        return await join(holder.heads, folder, token, config.name)
     except Denied as denied:
         reason = f"the master denies: {inline(str(denied))}"
     except ValueError as error:
@@ -185,13 +188,14 @@ def default_name(hostname: str) -> str:
     return nearest_name(hostname) or "node"
 
 
-def check_master(address: str) -> None:
+def check_master(text: str) -> None:
+    """Raises ValueError unless `text` is the addresses of heads, with commas between them."""
     try:
-        _, port = split_address(address)
+        heads = split_addresses(text)
     except ValueError as error:
-        raise ValueError(f"--master {address}: write it as HOST:PORT") from error
-    if port == 0:
-        raise ValueError(f"--master {address}: port 0 is nobody's; write it as HOST:PORT")
+        raise ValueError(f"--master {text}: write it as HOST:PORT[,HOST:PORT...]") from error
+    if any(split_address(head)[1] == 0 for head in heads):
+        raise ValueError(f"--master {text}: port 0 is nobody's; write it as HOST:PORT")
 
 
 def _parse_memory(size: str) -> int:
@@ -213,7 +217,13 @@ def read_faults(path: Path) -> tuple[FaultRule, ...]:
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="oobleck-cluster", prog_name="oobleck-agent")
-@click.option("--master", required=True, metavar="HOST:PORT", help="Where oobleck-master listens.")
+@click.option(
+    "--master",
+    required=True,
+    metavar="HOST:PORT[,HOST:PORT...]",
+    help="Where oobleck-master listens. Several are tried in turn. Those that a head tells are "
+    "kept beside the credentials.",
+)
 @click.option("--name", metavar="NAME", help="Name of this node.  [default: the host's name]")
 @click.option(
     "--workers-per-node",

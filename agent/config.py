@@ -20,7 +20,7 @@ MOST_GRACE_S = 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
-    #: host:port of the master.
+    #: host:port of the master; of several heads, with commas between them.
     master: str
     name: NodeName
     hostname: str

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from oobleck.agent.config import AgentConfig
+from oobleck.host.address import split_addresses
 from oobleck.host.doctor.orders import (
     About,
     Answer,
@@ -94,7 +95,7 @@ class Examiner:
             own.append(Place(path=str(self._credentials), use="own"))
         return About(
             address=self._address,
-            master=config.master,
+            master=split_addresses(config.master)[0],
             workers=config.worker_slots,
             memory_per_worker_bytes=config.memory_per_worker_bytes,
             device=config.device,

@@ -68,8 +68,9 @@ COMMANDS = {
 
 EPILOG = """\b
 Every command that asks the master takes --master HOST:PORT, or OOBLECK_MASTER
-from the environment; without both it is 127.0.0.1:4600, where `oobleck local`
-listens. Masters want a certificate: --credentials DIR, or OOBLECK_CREDENTIALS;
+from the environment; of several with commas between them the first that answers
+is taken. Without both it is 127.0.0.1:4600, where `oobleck local` listens.
+Masters want a certificate: --credentials DIR, or OOBLECK_CREDENTIALS;
 those of a master that you run on this host are found.
 \b
 Exit codes:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from oobleck.host.address import split_address
+from oobleck.host.address import split_address, split_addresses
 from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
 from oobleck.planner.units import parse_seconds
 
@@ -46,11 +46,15 @@ def time_option(flag: str, name: str, default: str, help_text: str) -> Callable[
     )
 
 
-def check_master(address: str) -> None:
-    """Raises ValueError unless a master may be there."""
-    _, port = split_address(address)
-    if port == 0:
-        raise ValueError(f"{address!r}: no master has port 0")
+MASTERS = "HOST:PORT[,HOST:PORT...]"
+
+
+def check_master(addresses: str) -> None:
+    """Raises ValueError unless masters may be at these addresses."""
+    for address in split_addresses(addresses):
+        _, port = split_address(address)
+        if port == 0:
+            raise ValueError(f"{address!r}: no master has port 0")
 
 
 def endpoint(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Endpoint | None:
@@ -79,7 +83,7 @@ def endpoint_again(ctx: click.Context, found: Endpoint) -> Callable[[], Endpoint
     folder = ctx.meta.get(_CREDENTIALS)
 
     def again() -> Endpoint:
-        now = choose_endpoint(found.address, folder, insecure=False)
+        now = choose_endpoint(str(found), folder, insecure=False)
         return found if now.credentials is None else now  # while this user's own master is away
 
     return again
@@ -126,9 +130,9 @@ def master_option(function: F) -> F:
         default=DEFAULT_MASTER,
         show_default=True,
         show_envvar=True,
-        metavar="HOST:PORT",
+        metavar=MASTERS,
         callback=endpoint,
-        help="The master to ask.",
+        help="The master to ask. Of several addresses the first that answers is taken.",
     )(credential_options(function))
 
 

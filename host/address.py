@@ -10,6 +10,9 @@ from oobleck.host.display import inline
 #: A name or an IPv4 address; an IPv6 address needs its brackets, or its end is not to be seen.
 _ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9_.-]+|\[[0-9A-Za-z:.%]+\]):(?P<port>[0-9]{1,5})")
 
+#: Of the heads of one cluster.
+MOST_ADDRESSES = 16
+
 
 def own_hostname() -> str:
     """As others are told it: the kernel takes any bytes for it, a message only text."""
@@ -22,6 +25,16 @@ def split_address(text: str) -> tuple[str, int]:
     if match is None or int(match["port"]) > 65535:
         raise ValueError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:4600")
     return match["host"].strip("[]"), int(match["port"])
+
+
+def split_addresses(text: str) -> list[str]:
+    """Return each of the addresses in HOST:PORT,HOST:PORT,... once. Raises ValueError."""
+    found = list(dict.fromkeys(text.split(",")))
+    for address in found:
+        split_address(address)
+    if len(found) > MOST_ADDRESSES:
+        raise ValueError(f"{len(found)} addresses are more than {MOST_ADDRESSES}")
+    return found
 
 
 def leaves_host(address: str) -> bool:

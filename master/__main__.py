@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import click
 
 from oobleck.host import command, log
-from oobleck.host.address import leaves_host, split_address
+from oobleck.host.address import leaves_host, split_address, split_addresses
 from oobleck.host.detection import MODES, Detection, Mode, choose
 from oobleck.host.ipc.endpoint import check_insecure
 from oobleck.host.storage.backup import AUTHORITY, JOURNAL, Summary
@@ -73,6 +73,15 @@ def choose_pki(
             f"authority; run 'oobleck pki init --dir {own}', or listen on 127.0.0.1"
         )
     return None
+
+
+def choose_heads(listen: str, heads: str) -> tuple[str, ...]:
+    """Return the addresses that agents are told. Raises ValueError with the flag and the fix."""
+    if heads:
+        return tuple(_read("--heads", split_addresses, heads))
+    host, port = split_address(listen)
+    told = port != 0 and host not in ("0.0.0.0", "::") and leaves_host(listen)
+    return (listen,) if told else ()
 
 
 def choose_retention(forget_nodes_after: str, keep_jobs: int) -> Retention:
@@ -144,6 +153,13 @@ def _time_out_flags(function: F) -> F:
     show_default=True,
     metavar="HOST:PORT",
     help="Where agents and operators reach this master; port 0 takes a free one.",
+)
+@click.option(
+    "--heads",
+    default="",
+    metavar="HOST:PORT[,HOST:PORT...]",
+    help="Where this head, or one in its place, may be reached. Agents keep these addresses beside "
+    "their credentials.  [default: that of --listen, if others than this host reach it]",
 )
 @click.option(
     "--state-dir",
@@ -237,6 +253,7 @@ def _time_out_flags(function: F) -> F:
 @_time_out_flags
 def master(
     listen: str,
+    heads: str,
     state_dir: str,
     pki: str | None,
     insecure: bool,
@@ -279,6 +296,7 @@ def master(
         restored = _read_backup(backups, state)
         config = MasterConfig(
             listen=listen,
+            heads=choose_heads(listen, heads),
             metrics_listen=metrics_listen,
             health_listen=health_listen,
             state_dir=state,

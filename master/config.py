@@ -45,6 +45,8 @@ class MasterConfig:
     listen: str
     state_dir: Path
     timing: Detection
+    #: HOST:PORT of all heads of the cluster, as agents are told; none: nothing is known.
+    heads: tuple[str, ...] = ()
     #: HOST:PORT of the page of metrics; None: there is none.
     metrics_listen: str | None = None
     #: HOST:PORT where anybody may ask whether the master is well; None: nowhere.

@@ -38,7 +38,8 @@ class Client:
     def __init__(
         self, master: str | Endpoint | None = None, credentials: str | Path | None = None
     ) -> None:
-        """`master`: HOST:PORT, else that of OOBLECK_MASTER, else where `oobleck local` listens.
+        """`master`: HOST:PORT, or several with commas between them, else those of OOBLECK_MASTER,
+        else where `oobleck local` listens.
         `credentials`: the folder of your certificate, else OOBLECK_CREDENTIALS; those of a master
         that you run on this host are found."""
         self._master = command.MasterClient(

@@ -331,14 +331,16 @@ class MasterMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., record: _Optional[_Union[Record, _Mapping]] = ..., clock: _Optional[_Union[ReadClock, _Mapping]] = ..., examine: _Optional[_Union[Examine, _Mapping]] = ..., tell_job: _Optional[_Union[TellJob, _Mapping]] = ..., return_code: _Optional[_Union[ReturnCode, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("detection", "protocol", "head")
+    __slots__ = ("detection", "protocol", "head", "addresses")
     DETECTION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     detection: Detection
     protocol: int
     head: Head
-    def __init__(self, detection: _Optional[_Union[Detection, _Mapping]] = ..., protocol: _Optional[int] = ..., head: _Optional[_Union[Head, _Mapping]] = ...) -> None: ...
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, detection: _Optional[_Union[Detection, _Mapping]] = ..., protocol: _Optional[int] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Detection(_message.Message):
     __slots__ = ("heartbeat_s", "lease_s", "return_s", "ping_every_s", "ping_timeout_s", "answer_s", "longest_retry_s", "witness_window_s", "regroup_s", "longest_regroup_s", "hang_s", "stall_s", "lag_limit_s", "replacement_grace_s", "join_settle_s", "storage_s", "first_step_s", "fruitless_s", "start_timeout_s", "away_s", "profile_timeout_s", "meeting_s", "quarantine_s", "stand_by_s", "gpu_grace_s")

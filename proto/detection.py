@@ -1,19 +1,29 @@
 """The cluster's time-outs on the wire, and those that gRPC itself is to keep."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 
+from oobleck.host.address import split_addresses
 from oobleck.host.detection import Detection
 from oobleck.proto import control_pb2 as pb
+from oobleck.proto.checks import in_field
 from oobleck.proto.heads import head_message, head_of
 from oobleck.proto.protocol import NEWEST, OLDEST_MASTER, span
 from oobleck.proto.types import Head
 
 
-def welcome_message(detection: Detection, protocol: int, head: Head | None = None) -> pb.Welcome:
-    """`protocol`: the one that agent and master speak."""
+def welcome_message(
+    detection: Detection,
+    protocol: int,
+    head: Head | None = None,
+    addresses: Sequence[str] = (),
+) -> pb.Welcome:
+    """`protocol`: the one that agent and master speak; `addresses`: of the cluster's heads."""
     spans = {field.name: getattr(detection, field.name) for field in fields(Detection)}
     who = head_message(head) if head is not None else None
-    return pb.Welcome(detection=pb.Detection(**spans), protocol=protocol, head=who)
+    return pb.Welcome(
+        detection=pb.Detection(**spans), protocol=protocol, head=who, addresses=addresses
+    )
 
 
 def read_welcome(message: pb.Welcome) -> tuple[Detection, int, Head | None]:
@@ -33,6 +43,12 @@ def read_welcome(message: pb.Welcome) -> tuple[Detection, int, Head | None]:
     names = {field.name for field in fields(Detection)} - lacking
     detection = Detection(**{name: getattr(told, name) for name in names})
     return detection, protocol, head_of(message)
+
+
+def read_addresses(message: pb.Welcome) -> list[str]:
+    """Return the addresses of the cluster's heads. Raises ValueError."""
+    with in_field("addresses"):
+        return split_addresses(",".join(message.addresses)) if message.addresses else []
 
 
 def keepalive_options(detection: Detection) -> tuple[tuple[str, int], ...]:

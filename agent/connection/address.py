@@ -1,12 +1,22 @@
 """By which address of this host others reach its workers."""
 
 import socket
+from collections.abc import Sequence
+from contextlib import suppress
 
 from oobleck.host.address import split_address
 
 
-def local_address(master: str) -> str:
-    """The address of this host that packets to the master leave from. Sends nothing."""
+def local_address(masters: Sequence[str]) -> str:
+    """Return the address of this host that packets to the first of the masters leave from, or to
+    the next where that one has no way. Sends nothing. Raises OSError."""
+    for master in masters[:-1]:
+        with suppress(OSError):
+            return _source(master)
+    return _source(masters[-1])
+
+
+def _source(master: str) -> str:
     host, port = split_address(master)
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:

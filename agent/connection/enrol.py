@@ -11,13 +11,14 @@ import os
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from oobleck.host.address import pinned, stays_on_host
+from oobleck.agent.connection.heads import Heads
+from oobleck.host.address import pinned, split_addresses, stays_on_host
 from oobleck.host.ipc import own_master
 from oobleck.host.ipc.endpoint import Endpoint, check_insecure
 from oobleck.host.security import pki
@@ -73,20 +74,26 @@ def choose_way(
     master: str, name: str, folder: Path | None, token: Credentials | None, *, insecure: bool
 ) -> "Holder":
     """How the agent shows who it is; without credentials in it, the holder is to join by `token`.
-    Where the master is of the agent's own user, that user's authority signs for the agent. Raises
-    ValueError with the flag and the fix."""
+    Where the master is of the agent's own user, that user's authority signs for the agent.
+    `master`: addresses of heads, with commas between them. Raises ValueError with the flag and the
+    fix."""
+    heads = split_addresses(master)
     if insecure:
         if folder is not None or token is not None:
             raise ValueError("--insecure excludes --credentials and a join token; leave one out")
-        check_insecure("--insecure", master)
-        return Holder(master=pinned(master), folder=None, credentials=None)
+        for head in heads:
+            check_insecure("--insecure", head)
+        master = ",".join(map(pinned, heads))
+        return Holder(master=master, folder=None, credentials=None)
     own_user_alone = False
     if folder is None and token is None:
-        stays = stays_on_host(master)
-        master = pinned(master) if stays else master
-        own = own_master.find(master)
+        stays = all(map(stays_on_host, heads))
+        if stays:
+            heads = [pinned(head) for head in heads]
+            master = ",".join(heads)
+        own = next(filter(None, map(own_master.find, heads)), None)
         if own is not None and os.path.exists(own.pki):
-            folder, own_user_alone = own.node(name), own.private
+            folder, own_user_alone = own.node(name), own.private and len(heads) == 1
             _sign_for(folder, own.pki, name)
         elif stays:
             return Holder(master=master, folder=None, credentials=None)
@@ -151,23 +158,26 @@ def _check_token(folder: Path, token: Credentials, name: str) -> None:
         raise ValueError(f"--credentials {error}") from error
 
 
-async def join(master: str, folder: Path, token: Credentials, name: str) -> Credentials:
+async def join(heads: Heads, folder: Path, token: Credentials, name: str) -> Credentials:
     """Get a certificate by the token; tries until the master answers. Raises Denied, ValueError
     (the folder), OSError."""
     request = pb.JoinRequest(request=pki.new_request(own_key(folder)), name=name)
-    reply = await _until_answered(master, token, request)
+    reply = await _until_answered(heads, token, request)
     found = keep(folder, token.authority, reply.certificate.encode())
-    logger.info("joined the cluster", extra={"master": master, "node": name})
+    logger.info("joined the cluster", extra={"master": heads.current, "node": name})
     return found
 
 
 async def _until_answered(
-    master: str, token: Credentials, request: pb.JoinRequest
+    heads: Heads, token: Credentials, request: pb.JoinRequest
 ) -> pb.CertificateReply:
     """Raises Denied."""
-    endpoint = Endpoint(address=master, credentials=token)
     told = ""
+    failed = False
     while True:
+        await heads.seek(pass_over=failed)
+        failed = True
+        endpoint = Endpoint(address=heads.current, credentials=token)
         try:
             reply: pb.CertificateReply = await _call(endpoint, lambda stub: stub.Join, request)
         except grpc.aio.AioRpcError as error:
@@ -197,16 +207,21 @@ async def _call(
 class Holder:
     """What the agent shows to the master now."""
 
+    #: HOST:PORT of the heads, with commas between them.
     master: str
     #: None: the master is called in the clear.
     folder: Path | None
     credentials: Credentials | None
     #: The master is this user's, and nobody else reaches it without being let in by this user.
     own_user_alone: bool = False
+    heads: Heads = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.heads = Heads(split_addresses(self.master), self.folder)
 
     @property
     def endpoint(self) -> Endpoint:
-        return Endpoint(address=self.master, credentials=self.credentials)
+        return Endpoint(address=self.heads.current, credentials=self.credentials)
 
     async def keep_fresh(self) -> None:
         """Renew the certificate before it ends; runs until it is cancelled."""

@@ -11,9 +11,11 @@ from typing import Protocol
 
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.connection.address import local_address
+from oobleck.agent.connection.heads import Heads
 from oobleck.agent.connection.outbox import Outbox
 from oobleck.agent.connection.reports import newest_plan
 from oobleck.agent.connection.stream import Refused, SessionEnded, Stream, opened, refused
+from oobleck.host.address import split_addresses
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.ipc.messages import Record
@@ -22,7 +24,7 @@ from oobleck.planner.ids import Incarnation, JobId
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import read_assignment
 from oobleck.proto.control_pb2_grpc import ControlStub
-from oobleck.proto.detection import keepalive_options, read_welcome
+from oobleck.proto.detection import keepalive_options, read_addresses, read_welcome
 from oobleck.proto.protocol import NEWEST, OLDEST_MASTER
 from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.status import register_message
@@ -90,17 +92,21 @@ class Session:
         environment: Environment,
         *,
         endpoint: Callable[[], Endpoint],
+        heads: Heads | None = None,
         node: Node,
         examiner: Examiner | None = None,
     ) -> None:
-        """`endpoint`: of the master, with the newest certificate. `examiner`: None: this host is
-        not looked at."""
+        """`endpoint`: of the master, with the newest certificate. `heads`: chooses that endpoint's
+        address; None: there is one master. `examiner`: None: this host is not looked at."""
         self._config = config
         self._incarnation = incarnation
         self._outbox = outbox
         self._environment = environment
         self._now = environment.now
         self._endpoint = endpoint
+        self._heads = heads
+        #: Whether the last try ended before there was a session.
+        self._in_vain = False
         self._node = node
         self._examiner = examiner
         #: Of this host; None: not known until there is a way to the master.
@@ -147,6 +153,9 @@ class Session:
             and endpoint == self._endpoint()
         ):
             try:
+                await self._seek()
+                if endpoint != self._endpoint():
+                    return None
                 await self._one(stub)
             except Refused as refusal:
                 if refusal.denied or not (refusal.temporary or self._node.has_workers):
@@ -180,8 +189,17 @@ class Session:
                 "no session, trying on", extra={"master": self._config.master, "reason": reason}
             )
 
+    async def _seek(self) -> None:
+        """Choose the head of the next session. Raises SessionEnded where none answers."""
+        if self._heads is None:
+            return
+        in_vain, self._in_vain = self._in_vain, False
+        if not await self._heads.seek(pass_over=in_vain):
+            raise SessionEnded(f"nothing answers at any of {self._heads}")
+
     async def _one(self, stub: ControlStub) -> None:
         """One session, from the registration to the end of its stream."""
+        self._in_vain = True
         with opened(stub.Session(), self._detection.answer_s) as stream:
             await self._talk(stream)
 
@@ -195,7 +213,8 @@ class Session:
             case other:
                 raise SessionEnded(f"the master began with {other} instead of a welcome")
         stream.answer_s = self._detection.answer_s
-        told = {"master": self._config.master, "protocol": self._protocol}
+        self._in_vain = False
+        told = {"master": self._endpoint().address, "protocol": self._protocol}
         logger.info("session began", extra=told)
         self._last_trouble, self._retry_s = "", FIRST_RETRY_S
         self._outbox.session_began(self._node.standing_reports(), self._now())
@@ -222,10 +241,13 @@ class Session:
     def _welcomed(self, welcome: pb.Welcome) -> None:
         try:
             detection, self._protocol, head = read_welcome(welcome)
+            addresses = read_addresses(welcome)
         except ValueError as error:
             raise SessionEnded(f"the master's welcome makes no sense: {error}") from error
         if self._is_outranked(head):
             raise SessionEnded(f"it is in {head}, and this node follows {self._acted_on}")
+        if self._heads is not None:
+            self._heads.learn(addresses)
         self._node.detect(detection)
         before, self._detection = self._detection, detection
         if keepalive_options(before) != keepalive_options(detection):
@@ -234,7 +256,7 @@ class Session:
     def _registration(self) -> pb.AgentMessage:
         address = self._address
         if address is None:
-            address = self._address = local_address(self._config.master)
+            address = self._address = local_address(split_addresses(self._config.master))
         self._node.reached_from(address)
         if self._examiner is not None:
             self._examiner.reached_from(address)

@@ -62,7 +62,7 @@ def backup(folder: Path, no_logs: bool, authority: bool, master: Endpoint) -> No
 
 def _authority_of(master: Endpoint) -> Path:
     """Return the folder of the authority of a master on this host. Raises CommandFailed."""
-    own = own_master.find(master.address)
+    own = next(filter(None, map(own_master.find, master.addresses)), None)
     if own is None or not (own.pki / AUTHORITY_KEY).is_file():
         raise CommandFailed(
             f"--authority: the master at {master} is not yours or not on this host; run this as "

@@ -147,7 +147,7 @@ def doctor(
     except CommandFailed as failed:
         if master is not None or nodes or pairs or failed.exit_code != options.UNREACHABLE:
             raise
-    click.echo(f"no master at {endpoint.address}: this host alone is looked at", err=True)
+    click.echo(f"no master at {endpoint}: this host alone is looked at", err=True)
     return show(of_host(question), form)
 
 

@@ -9,6 +9,7 @@ import click
 
 from oobleck.cli.options import (
     FAILED,
+    MASTERS,
     NO_SUCH_THING,
     USAGE,
     F,
@@ -18,7 +19,7 @@ from oobleck.cli.options import (
 )
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
-from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.host.ipc.endpoint import Endpoint, endpoint_at
 from oobleck.host.security.credentials import (
     OPERATOR,
     ROLES,
@@ -154,8 +155,8 @@ def token(role: "Role", name: str, ttl_s: float, out: Path | None, master: Endpo
     envvar="OOBLECK_MASTER",
     required=True,
     show_envvar=True,
-    metavar="HOST:PORT",
-    help="The master that the token is of.",
+    metavar=MASTERS,
+    help="The master that the token is of; of several addresses the first that answers.",
 )
 @click.option(
     "--token-file",
@@ -195,7 +196,7 @@ def join(name: str, master: str, token_file: Path | None, folder: Path) -> None:
         check_free(folder, role, name, shown.authority)
         # Kept before the token is used up: the same key may ask again.
         request = certificates.new_request(own_key(folder))
-        with MasterClient(Endpoint(address=master, credentials=shown)) as connection:
+        with MasterClient(endpoint_at(master, shown)) as connection:
             reply = connection.join(request, name)
         keep(folder, shown.authority, reply.certificate.encode())
     except ValueError as error:
@@ -217,9 +218,7 @@ def join(name: str, master: str, token_file: Path | None, folder: Path) -> None:
     metavar="DIR",
     help="The credentials to renew.",
 )
-@click.option(
-    "--master", envvar="OOBLECK_MASTER", required=True, show_envvar=True, metavar="HOST:PORT"
-)
+@click.option("--master", envvar="OOBLECK_MASTER", required=True, show_envvar=True, metavar=MASTERS)
 def renew(folder: Path, master: str) -> None:
     """Have your certificate replaced by one that lasts longer. Agents do it themselves.
 
@@ -233,7 +232,7 @@ def renew(folder: Path, master: str) -> None:
     try:
         old = read_credentials(folder)
         request = certificates.new_request(certificates.read_key(old.key))
-        with MasterClient(Endpoint(address=master, credentials=old)) as connection:
+        with MasterClient(endpoint_at(master, old)) as connection:
             try:
                 certificate = connection.renew(request).certificate.encode()
             except NothingToRenew as fresh:

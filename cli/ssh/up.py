@@ -137,17 +137,17 @@ def up(
 
 def check_master(master: Endpoint, hosts: Sequence[Host]) -> None:
     """Raises CommandFailed unless agents on the hosts may reach it, and be let in."""
-    address, _ = split_address(master.address)
     away = next((host for host in hosts if not is_loopback(host.address)), None)
-    if is_loopback(address) and away is not None:
+    loops = (one for one in master.addresses if is_loopback(split_address(one)[0]))
+    if away is not None and (address := next(loops, None)) is not None:
         raise CommandFailed(
-            f"--master {master.address}: {away.address} cannot reach that; give the address by "
+            f"--master {address}: {away.address} cannot reach that; give the address by "
             "which hosts reach the master, as in --master 10.0.0.1:7070",
             USAGE,
         )
     if master.credentials is None:
         raise CommandFailed(
-            f"--master {master.address}: to let nodes in takes an operator's credentials; give "
+            f"--master {master}: to let nodes in takes an operator's credentials; give "
             "--credentials DIR, or OOBLECK_CREDENTIALS ('oobleck pki init' makes the first)",
             USAGE,
         )
@@ -200,7 +200,7 @@ class _Bringing:
         from oobleck.cli.ssh.payload import UNIT, shipped
 
         key = self.payload.key
-        options = ["--master", self.endpoint.address, "--name", host.name, *host.agent_options]
+        options = ["--master", str(self.endpoint), "--name", host.name, *host.agent_options]
         agent = {
             "options": [*options, *self.options],
             "unit": shipped(UNIT),
@@ -290,7 +290,7 @@ class _Bringing:
         await there.call(
             "join",
             key=self.payload.key,
-            master=self.endpoint.address,
+            master=str(self.endpoint),
             name=host.name,
             token=token,
         )

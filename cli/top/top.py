@@ -45,7 +45,7 @@ def top(job_id: str | None, master: Endpoint) -> int:
     from oobleck.cli.top.page import Page
 
     with Feed(master, job_id) as feed:
-        return Page(feed, master.address).run() or 0
+        return Page(feed, str(master)).run() or 0
 
 
 def _check_terminal() -> None:

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from oobleck.host.address import leaves_host, pinned, stays_on_host
+from oobleck.host.address import leaves_host, pinned, split_addresses, stays_on_host
 from oobleck.host.ipc import own_master
 from oobleck.host.security.credentials import Credentials, read_credentials
 
@@ -19,9 +19,23 @@ class Endpoint:
     address: str
     #: None: in the clear.
     credentials: Credentials | None = None
+    #: Where else a head of the cluster may be.
+    others: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return self.address
+        """Return all addresses, as --master takes them."""
+        return ",".join(self.addresses)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """All addresses, in the order in which they are tried."""
+        return (self.address, *self.others)
+
+
+def endpoint_at(addresses: str, credentials: Credentials | None) -> Endpoint:
+    """Return the endpoint of HOST:PORT,HOST:PORT,... Raises ValueError."""
+    address, *others = split_addresses(addresses)
+    return Endpoint(address=address, credentials=credentials, others=tuple(others))
 
 
 def check_insecure(flag: str, address: str) -> None:
@@ -34,33 +48,37 @@ def check_insecure(flag: str, address: str) -> None:
         )
 
 
-def choose_endpoint(address: str, credentials: Path | None, *, insecure: bool) -> Endpoint:
-    """Return the master at `address` with what to show there: `credentials`, else those of the
-    operator if the master is of this process's user. Raises ValueError with the flag and the fix.
+def choose_endpoint(addresses: str, credentials: Path | None, *, insecure: bool) -> Endpoint:
+    """Return the master at `addresses` (HOST:PORT, or several with commas between them) with what
+    to show there: `credentials`, else those of the operator if one of these masters is of this
+    process's user. Raises ValueError with the flag and the fix.
     """
+    each = split_addresses(addresses)
     if insecure:
-        check_insecure("--insecure", address)
-        return Endpoint(address=pinned(address))
+        for address in each:
+            check_insecure("--insecure", address)
+        return endpoint_at(",".join(map(pinned, each)), None)
     if credentials is not None:
         try:
-            return Endpoint(address=address, credentials=read_credentials(credentials))
+            return endpoint_at(addresses, read_credentials(credentials))
         except ValueError as error:
             raise ValueError(f"--credentials: {error}") from error
-    leaves = leaves_host(address)
-    address = address if leaves else pinned(address)
-    own = own_master.find(address)
-    if own is not None and os.path.exists(own.operator):
-        try:
-            return Endpoint(address=address, credentials=read_credentials(own.operator))
-        except ValueError as error:
-            raise ValueError(
-                f"--master {address}: runs as you, but its operator's credentials cannot be used: "
-                f"{error}"
-            ) from error
-    if leaves:
+    away = [address for address in each if leaves_host(address)]
+    each = [address if address in away else pinned(address) for address in each]
+    for address in each:
+        own = own_master.find(address)
+        if own is not None and os.path.exists(own.operator):
+            try:
+                return endpoint_at(",".join(each), read_credentials(own.operator))
+            except ValueError as error:
+                raise ValueError(
+                    f"--master {address}: runs as you, but its operator's credentials cannot be "
+                    f"used: {error}"
+                ) from error
+    if away:
         raise ValueError(
-            f"--master {address}: is not on this host, so the call needs credentials; name their "
+            f"--master {away[0]}: is not on this host, so the call needs credentials; name their "
             "folder with --credentials or OOBLECK_CREDENTIALS ('oobleck pki init' makes the first "
             "operator's, 'oobleck pki join' makes others from a token)"
         )
-    return Endpoint(address=address)
+    return endpoint_at(",".join(each), None)

@@ -91,7 +91,9 @@ class ControlService(rpc.ControlServicer):
             await context.write(refused_message(session))
             return
         spoken = common(registration.protocol, registration.facts.newest_protocol) or OLDEST
-        welcome = welcome_message(timing, spoken, self._master.state.head)
+        welcome = welcome_message(
+            timing, spoken, self._master.state.head, self._master.config.heads
+        )
         try:
             await context.write(pb.MasterMessage(welcome=welcome))
             await self._serve(session, requests, context)

@@ -101,8 +101,8 @@ def test_a_fault_plan_of_any_size_is_not_read(tmp_path: Path) -> None:
 
 
 def test_local_address_is_the_one_that_reaches_the_master() -> None:
-    assert local_address("127.0.0.1:4600") == "127.0.0.1"
-    assert local_address("[::1]:4600") == "::1"
+    assert local_address(["127.0.0.1:4600"]) == "127.0.0.1"
+    assert local_address(["[::1]:4600"]) == "::1"
 
 
 def test_it_keeps_trying_and_says_why_once() -> None:

@@ -1,0 +1,88 @@
+"""The addresses at which the cluster's heads may be, and which of them to call.
+
+Those of --master come first, then those that a head has told and that were stored beside the
+credentials. Every head shows a certificate of the one authority, so a wrong address costs time and
+nothing else. Without credentials nothing is learned: a call in the clear may not leave the host.
+Must not know what is said to a head.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from oobleck.host.address import MOST_ADDRESSES, split_address, split_addresses
+from oobleck.host.security.credentials import write_private
+from oobleck.host.system.files import read_regular
+
+logger = logging.getLogger(__name__)
+
+#: For a host to take a connection.
+ANSWER_S = 1.0
+_FILE = "heads"
+_MOST_BYTES = 16 << 10
+
+
+class Heads:
+    def __init__(self, given: Sequence[str], folder: Path | None) -> None:
+        """`given`: by the operator, at least one; `folder`: of the credentials, if there are
+        any."""
+        self._given = tuple(given)
+        self._folder = folder
+        self._told = _stored(folder) if folder is not None else ()
+        #: Called now.
+        self.current = self._given[0]
+
+    def __str__(self) -> str:
+        return ", ".join(self.addresses)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """All that are known, in the order in which they are tried."""
+        return tuple(dict.fromkeys((*self._given, *self._told)))[:MOST_ADDRESSES]
+
+    def learn(self, told: Sequence[str]) -> None:
+        """Take what a head says of the addresses of all heads; none: it knows of none."""
+        if self._folder is None or not told or tuple(told) == self._told:
+            return
+        self._told = tuple(told)
+        try:
+            write_private(self._folder / _FILE, "".join(f"{one}\n" for one in told).encode())
+        except OSError as error:  # the next start has those of --master
+            logger.warning("addresses of heads not stored", extra={"reason": error.strerror})
+
+    async def seek(self, *, pass_over: bool) -> bool:
+        """Make the first address current that takes a connection, and return whether one does. The
+        current one is asked first; with `pass_over`, last. One that is alone is not asked."""
+        known = self.addresses
+        if len(known) == 1:
+            self.current = known[0]
+            return True
+        first = known.index(self.current) if self.current in known else 0
+        first += pass_over
+        for address in (*known[first:], *known[:first]):
+            if await _takes_connection(address):
+                self.current = address
+                return True
+        return False
+
+
+async def _takes_connection(address: str) -> bool:
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            _, writer = await asyncio.open_connection(*split_address(address))
+    except (OSError, UnicodeError):  # a time-out too
+        return False
+    writer.transport.abort()
+    return True
+
+
+def _stored(folder: Path) -> tuple[str, ...]:
+    try:
+        text = read_regular(folder / _FILE, _MOST_BYTES).decode()
+        return tuple(split_addresses(",".join(text.split())))
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError) as error:
+        logger.warning("stored addresses of heads passed over", extra={"reason": str(error)})
+        return ()
