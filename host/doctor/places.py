@@ -43,6 +43,12 @@ _ELSEWHERE = frozenset({"9p", "fuse.sshfs", "vboxsf", "drvfs", "fuse.s3fs", "fus
 #: Options by which a file system does not wait for its disk.
 _HASTY = frozenset({"volatile", "nobarrier", "barrier=0", "async_commit", "journal_async_commit"})
 
+#: File systems of a host's own disks. A pod that mounts a folder of one has a volume of its node
+#: (hostPath, emptyDir, local): one that moves has all of a disk, or is on a file server.
+_OF_DISKS = frozenset({"ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs"})
+#: Kubelets set it in every container.
+_IN_POD = "KUBERNETES_SERVICE_HOST"
+
 _LITTLE_BYTES, _FEW_LEFT = 1 << 30, 1000
 _NO_BYTES, _NONE_LEFT = 64 << 20, 10
 #: Slower ones make checkpoints, and writes of the journal, last.
@@ -60,6 +66,9 @@ class PlaceFacts(msgspec.Struct, frozen=True, kw_only=True):
     #: Type and options of the file system.
     system: str = ""
     options: tuple[str, ...] = ()
+    #: The folder of that file system that a Kubernetes pod has mounted as its volume; empty: it is
+    #: no pod, or has all of the file system.
+    volume: str = ""
     free_bytes: int = 0
     #: None: it does not count files.
     free_files: int | None = None
@@ -109,12 +118,13 @@ def _look_at_folder(
     if not at.is_dir():
         return PlaceFacts(place=place, at=str(at), problem="is no folder")
     room = os.statvfs(at)
-    system, options = _file_system(at)
+    system, options, root = _file_system(at)
     facts = PlaceFacts(
         place=place,
         at=str(at),
         system=system,
         options=options,
+        volume=root if root != "/" and _IN_POD in os.environ else "",
         free_bytes=room.f_bavail * room.f_frsize,
         free_files=room.f_favail if room.f_files else None,
     )
@@ -160,27 +170,29 @@ def _write(
 
 def _file_system(
     at: Path, mounts: Path = Path("/proc/self/mountinfo")
-) -> tuple[str, tuple[str, ...]]:
-    """Type and options of what is mounted there (proc(5)); empty: not known."""
+) -> tuple[str, tuple[str, ...], str]:
+    """Type, options and mounted folder of what is mounted there (proc(5)); empty: not known."""
     device = os.stat(at).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     real = os.path.realpath(at)
-    found: list[tuple[bool, int, int, str, tuple[str, ...]]] = []
+    found: list[tuple[bool, int, int, str, tuple[str, ...], str]] = []
     try:
         lines = mounts.read_text(errors="replace").splitlines()
     except OSError:
-        return "", ()
+        return "", (), ""
     for place, line in enumerate(lines):
         before, _, after = line.partition(" - ")
-        _, _, number, _, point, own, *_ = before.split()
+        _, _, number, root, point, own, *_ = before.split()
         system, _, more = after.split(" ", 2)
-        point = point.encode("latin-1", "replace").decode("unicode_escape")
+        point, root = (
+            text.encode("latin-1", "replace").decode("unicode_escape") for text in (point, root)
+        )
         if real == point or real.startswith(point.rstrip("/") + "/"):
             options = (*own.split(","), *more.split(","))
             # Some have a device of their own for each folder; of several on one point the last
             # covers the others.
-            found.append((number == wanted, len(point), place, system, options))
-    return max(found)[3:] if found else ("", ())
+            found.append((number == wanted, len(point), place, system, options, root))
+    return max(found)[3:] if found else ("", (), "")
 
 
 def _look_at_data(place: Place, path: str) -> PlaceFacts:
@@ -200,7 +212,7 @@ def _look_at_data(place: Place, path: str) -> PlaceFacts:
         digest.update(f"{name}\0{os.stat(name).st_size}\0".encode(errors="surrogateescape"))
     for name in _spread(files):
         _read_ends(name, digest.update)
-    system, options = _file_system(Path(files[0]))
+    system, options, _ = _file_system(Path(files[0]))
     return PlaceFacts(
         place=place,
         at=path,
@@ -340,6 +352,14 @@ def _of_durability(facts: PlaceFacts) -> Iterator[Finding]:
         what = f"{path} is on {system}, in a container: gone when that is removed"
     elif system in _ELSEWHERE:
         what = f"{path} is on {system}, whose fsync may return before anything is on a disk"
+    elif facts.volume and facts.place.use == "journal" and system in _OF_DISKS:
+        what = (
+            f"{path} is {facts.volume} on a disk of this pod's node: the pod cannot move to "
+            "another node, and what the head knows is lost with this one"
+        )
+        fix = "take a storage class whose volumes other nodes can mount, and run 'oobleck backup'"
+        yield Finding(check="durable", level="warn", what=what, fix=fix)
+        return
     else:
         return
     fix = "name a folder on a disk or a file server, or mount one there (a volume of the container)"

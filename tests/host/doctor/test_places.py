@@ -64,6 +64,10 @@ def test_what_is_concluded() -> None:
     assert of(sync_s=0.1) == []
     assert of(place=journal, sync_s=0.1) == [("disk", "slow")]
     assert of(place=Place(path="/s", use="own"), system="tmpfs") == []
+    volume = {"system": "ext4", "volume": "/var/lib/kubelet/pods/x"}
+    assert of(place=journal, **volume) == [("durable", "warn")]
+    assert of(**volume) == [], "of others it is as it should be"
+    assert of(place=journal, **{**volume, "system": "nfs4"}) == []
 
 
 def test_a_disk_that_is_slow(tmp_path: Path) -> None:
@@ -149,6 +153,22 @@ def mounted(path: Path, options: str) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_folder_of_a_disk_that_a_pod_mounts_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of the disk").mkdir()
+    (tmp_path / "state").mkdir()
+    bind = ["mount", "--bind", str(tmp_path / "of the disk"), str(tmp_path / "state")]
+    if (made := subprocess.run(bind, capture_output=True, text=True)).returncode:
+        pytest.skip(f"nothing can be mounted here: {made.stderr.strip()}")
+    try:
+        assert at(tmp_path / "state", "journal").volume == ""
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+        assert at(tmp_path / "state", "journal").volume.endswith("of the disk")
+    finally:
+        subprocess.run(["umount", str(tmp_path / "state")], check=True)
 
 
 def test_real_file_systems(tmp_path: Path) -> None:

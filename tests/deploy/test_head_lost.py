@@ -1,0 +1,99 @@
+"""docs/deploy/head-lost.md, line by line as a reader types it; the head's host is lost between two
+of its sections.
+
+Each machine is a network namespace with a home and one shell of its own, as in
+tests/cli/test_by_hand.py.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.support.client import BIN
+from bench.support.network import Network, unusable
+from support.folders import ROOT
+from support.reader import Machine, lines_of
+from support.waiting import all_gone, until
+
+PAGE = ROOT / "docs/deploy/head-lost.md"
+MACHINES = {"10.0.0.1": "head", "10.0.0.2": "spare", "10.0.0.3": "n1"}
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
+    """By the page's address."""
+    if reason := unusable():
+        pytest.skip(reason)
+    homes, tools = tmp_path / "homes", tmp_path / "bin"
+    tools.mkdir()
+    (tools / "scp").write_text(f'#!/bin/sh\ncp -rp "$2" "{homes}/${{3%%:*}}/${{3#*:}}"\n')
+    (tools / "scp").chmod(0o755)
+    path = f"{tools}:{BIN}:{os.environ['PATH']}"
+    with ExitStack() as stack:
+        net = stack.enter_context(Network(list(MACHINES.values())))
+        found = {}
+        for address, name in MACHINES.items():
+            found[address] = Machine(net.on(name), homes / net.address(name), path)
+            stack.callback(found[address].close)
+        yield found
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("section", ["## Restore a backup", "## Nothing is left"])
+def test_who_follows_the_page_gets_the_head_back_and_training_goes_on(
+    machines: dict[str, Machine], tmp_path: Path, section: str
+) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("the head is lost " * 200)
+    job = {
+        "name": "tiny",
+        "model": {"kind": "gpt", "layers": 2, "hidden": 16, "heads": 2, "sequence_length": 16},
+        "data": {"text": [str(corpus)]},
+        "training": {"steps": 100_000, "global_batch": 4, "microbatch": 1},
+        "fault_tolerance": 0,
+        "profile": "estimate",
+    }
+    by_name = {name: machines[address] for address, name in MACHINES.items()}
+    spare, head = by_name["spare"], by_name["head"]
+    (spare.folder / "job.yaml").write_text(json.dumps(job))
+
+    def type_all(section: str) -> None:
+        for machine, text in lines_of(PAGE, section):
+            if "backup ~/" in text:
+                until(lambda: status()["committed_step"] > 3, "it trains")
+            if "adopt" in text:
+                until(lambda: "held" in spare.type("oobleck nodes"), "the node is held")
+            for address, other in machines.items():
+                text = text.replace(address, other.home.name)
+            by_name[machine].type(text)
+
+    def status() -> dict:
+        told = spare.type("oobleck status tiny-1 --json")
+        return json.loads(told[: told.rindex("}") + 1])
+
+    type_all("## Before it is lost")
+    before = status()
+    lost = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "--state-dir" in (found := process.info["cmdline"] or [])
+        and str(head.home / ".oobleck/master") in found
+    ]
+    assert lost
+    for process in lost:
+        process.send_signal(signal.SIGKILL)
+    all_gone(lost)
+    (head.home / ".oobleck").rename(tmp_path / "gone")
+
+    type_all(section)
+    until(lambda: status()["committed_step"] > before["committed_step"], "the head hears of steps")
+    after = status()
+    assert after["state"] == "running"
+    assert after["generation"] == before["generation"]
+    spare.type("oobleck cancel tiny-1")
