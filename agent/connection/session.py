@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 #: Longest first wait before a new session, a random part of which is waited.
 FIRST_RETRY_S = 0.1
+#: A session that the master ends while we write to it counts as an open stream of its connection
+#: for ever, by a fault of gRPC, and a master takes so many streams of a connection.
+SESSIONS_PER_CHANNEL = 32
 
 _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -144,11 +147,13 @@ class Session:
         return None
 
     async def converse(self, stub: ControlStub) -> str | None:
-        """`run` over a channel that is there, which may be until its time-outs must change or there
-        is a newer certificate."""
+        """`run` over a channel that is there, until its time-outs must change, there is a newer
+        certificate, or it has had its share of sessions."""
         endpoint, keepalive = self._endpoint(), keepalive_options(self._detection)
+        left = SESSIONS_PER_CHANNEL
         while (
             not self._is_over()
+            and (left := left - 1) >= 0
             and keepalive == keepalive_options(self._detection)
             and endpoint == self._endpoint()
         ):

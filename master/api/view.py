@@ -246,10 +246,10 @@ def problem_of(state: ClusterState, storage: str) -> str:
             f"{state.head}; end this master"
         )
     if state.behind is not None:
-        events, node = state.behind
+        (events, node), term = state.behind, state.history.term
+        why = f" ({term.reason})" if term is not None and term.reason else ""
         found.append(
-            f"this master's journal lacks {count(events, 'event')} that {node} was told of: it "
-            "goes on from an old copy, or from a disk that has lost them"
+            f"this master's journal lacks {count(events, 'event')} that {node} was told of{why}"
         )
     found += [_held_note(job_id, nodes) for job_id, nodes in state.held.items()]
     return "; ".join(found)

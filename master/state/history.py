@@ -26,8 +26,8 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
     place: str
     #: Number of the event that began it.
     since: int
-    #: Events that agents had heard of an earlier term and that this journal does not have.
-    behind: int = 0
+    #: Why it began, for operators.
+    reason: str = ""
 
 
 @dataclass(slots=True, kw_only=True)

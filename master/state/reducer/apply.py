@@ -96,7 +96,11 @@ def _begin_term(state: ClusterState, event: TermBegan) -> None:
     history = state.history
     history.id, history.cluster = event.history, event.cluster
     term = Term(
-        number=event.number, begun_by=event.begun_by, place=event.place, since=state.sequence
+        number=event.number,
+        begun_by=event.begun_by,
+        place=event.place,
+        since=state.sequence,
+        reason=event.reason,
     )
     # A journal may be named anew in its term, as when its cluster gets an authority.
     if history.term is not None and history.term.begun_by == event.begun_by:
