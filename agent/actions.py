@@ -5,7 +5,7 @@ An action that is done is an event too: the state notes it as it was decided.
 
 from dataclasses import dataclass
 
-from oobleck.host.ipc.messages import Assign, FaultRule, Measure
+from oobleck.host.ipc.messages import Acknowledged, Assign, FaultRule, Measure
 from oobleck.planner.ids import Incarnation, JobId
 from oobleck.planner.job.spec import JobSpec
 
@@ -62,6 +62,14 @@ class SendSave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendAcknowledged:
+    """Tell it which records the master has on its disk."""
+
+    incarnation: Incarnation
+    acknowledged: Acknowledged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopWorker:
     incarnation: Incarnation
     reason: str
@@ -114,6 +122,7 @@ Action = (
     | SendPlan
     | SendMeasure
     | SendSave
+    | SendAcknowledged
     | AskWorker
     | AskStacks
     | GiveUpWorker

@@ -11,6 +11,7 @@ from oobleck.agent.actions import (
     GiveUpWorker,
     KillWarm,
     KillWorker,
+    SendAcknowledged,
     SendMeasure,
     SendPlan,
     SendSave,
@@ -19,8 +20,8 @@ from oobleck.agent.actions import (
 )
 from oobleck.host.detection import Detection
 from oobleck.host.gpu.sample import Sample
-from oobleck.host.ipc.messages import FromWorker
-from oobleck.planner.ids import Incarnation
+from oobleck.host.ipc.messages import Acknowledged, FromWorker
+from oobleck.planner.ids import Incarnation, JobId
 from oobleck.proto import types
 
 
@@ -29,6 +30,14 @@ class Assigned:
     """The master's word."""
 
     desired: types.Assignment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordsStored:
+    """Records of the job's steps, and its evaluations, that the master has on its disk."""
+
+    job_id: JobId
+    acknowledged: Acknowledged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +160,7 @@ WorkerEvent = (
     | SendPlan
     | SendMeasure
     | SendSave
+    | SendAcknowledged
     | Asked
     | AskStacks
     | StopWorker
@@ -162,6 +172,7 @@ WorkerEvent = (
 )
 Event = (
     Assigned
+    | RecordsStored
     | NotUnderstood
     | SessionBegan
     | SessionOver

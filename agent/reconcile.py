@@ -17,6 +17,7 @@ from oobleck.agent.actions import (
     GiveUpWorker,
     KillWarm,
     KillWorker,
+    SendAcknowledged,
     SendMeasure,
     SendPlan,
     SendSave,
@@ -167,6 +168,10 @@ def _worker(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
         agenda.add(SendMeasure(incarnation=worker.incarnation, wish=wish))
     if worker.sent > NO_GENERATION and worker.closed_at is None and worker.save_sent < number:
         agenda.add(SendSave(incarnation=worker.incarnation, number=number))
+    known = state.acknowledged
+    up = worker.card and worker.closed_at is None
+    if known is not None and up and worker.acknowledged != known:
+        agenda.add(SendAcknowledged(incarnation=worker.incarnation, acknowledged=known))
 
 
 def _ready_s(job: JobSpec | None) -> float:

@@ -21,6 +21,7 @@ from oobleck.agent.events import (
     Leave,
     NotUnderstood,
     Paused,
+    RecordsStored,
     SessionBegan,
     SessionOver,
     ShutDown,
@@ -33,7 +34,7 @@ from oobleck.agent.events import (
 from oobleck.agent.health import GpuHealth
 from oobleck.agent.worker import WorkerState
 from oobleck.host.detection import Detection
-from oobleck.host.ipc.messages import Committed, Failed, FaultRule, Ready
+from oobleck.host.ipc.messages import Acknowledged, Committed, Failed, FaultRule, Ready
 from oobleck.planner.ids import Incarnation, NodeName, WorkerId
 from oobleck.proto import types
 
@@ -93,6 +94,8 @@ class NodeState:
     health: GpuHealth = field(default_factory=GpuHealth)
     #: The master's last word; at first that there is no job.
     desired: types.Assignment = NOTHING
+    #: Which records of the desired job it has on its disk; None: it has not told.
+    acknowledged: Acknowledged | None = None
     #: Why a newer word of it cannot be followed; empty: there is none.
     not_understood: str = ""
     #: Since when its workers stand by; None: they do not.
@@ -164,6 +167,9 @@ class NodeState:
             case Assigned(desired=desired):
                 self._assign(desired, now)
                 self.not_understood = ""
+            case RecordsStored(job_id=job_id, acknowledged=acknowledged):
+                if job_id == self.desired.job_id:
+                    self.acknowledged = acknowledged
             case NotUnderstood(reason=reason):
                 self.not_understood = reason
             case SessionBegan():
@@ -213,6 +219,7 @@ class NodeState:
             self.slots = [Slot() for _ in range(self.slot_count)]
             self.step_seconds.clear()
             self.timed_step = 0
+            self.acknowledged = None
         if desired.measure is None or not desired.measure.alone:
             self.standing_by_since = None
         elif self.standing_by_since is None:

@@ -28,6 +28,7 @@ from oobleck.agent.events import (
     Leave,
     NotUnderstood,
     Paused,
+    RecordsStored,
     SessionBegan,
     SessionOver,
     ShutDown,
@@ -49,12 +50,14 @@ from oobleck.host.detection import Detection
 from oobleck.host.gpu.sample import Sample
 from oobleck.host.ipc.marker import with_last_line
 from oobleck.host.ipc.messages import (
+    Acknowledged,
     Alive,
     Assign,
     Committed,
     Failed,
     Finished,
     FromWorker,
+    Handed,
     Ready,
     Record,
     Recorded,
@@ -197,6 +200,11 @@ class Supervisor:
         except NoCode as error:
             logger.warning("the job's code is not given back", extra={"reason": error})
 
+    def acknowledged(self, job_id: JobId, step: int, evaluation: int) -> None:
+        """Know which records of the job's the master has on its disk."""
+        told = Acknowledged(step=step, evaluation=evaluation)
+        self._handle(RecordsStored(job_id=job_id, acknowledged=told))
+
     def leave(self) -> None:
         """End once the node is drained; told again, at once."""
         if self._state.leave_by is not None:
@@ -269,6 +277,8 @@ class Supervisor:
                     extra = {"slot": worker.slot, "told": told}
                     logger.error("ignored: how long a worker says that it computes", extra=extra)
                 self._outbox.record(worker.job_id, record, self._now())
+            case Handed(generation=generation, records=records):
+                self._outbox.handed(worker.job_id, records, generation, self._now())
             case Recorded(recording=recording):
                 self._outbox.recorded(worker.job_id, worker.slot, recording)
             case Ready() | Alive() | Finished():

@@ -12,6 +12,7 @@ from oobleck.agent.actions import (
     AskStacks,
     GiveUpWorker,
     KillWorker,
+    SendAcknowledged,
     SendMeasure,
     SendPlan,
     SendSave,
@@ -27,6 +28,7 @@ from oobleck.agent.events import (
     WorkerSaid,
 )
 from oobleck.host.ipc.messages import (
+    Acknowledged,
     Alive,
     CheckpointSaved,
     Committed,
@@ -35,6 +37,7 @@ from oobleck.host.ipc.messages import (
     Failed,
     Finished,
     FromWorker,
+    Handed,
     LinkMeasured,
     Measured,
     MemoryUse,
@@ -86,6 +89,8 @@ class WorkerState:
     measured: tuple[Measured | LinkMeasured, ...] = ()
     #: Number of the newest wish for a checkpoint that was handed to it.
     save_sent: int = 0
+    #: Which records the master has, as it was last told; None: it was not.
+    acknowledged: Acknowledged | None = None
     #: The last of each kind that it said of checkpoints.
     checkpoints: tuple[CheckpointSaved | SaveFailed | Restored, ...] = ()
     #: The last ones, oldest first: the master may be away while they are made.
@@ -130,6 +135,8 @@ class WorkerState:
                 self.measure_sent_at = now
             case SendSave(number=number):
                 self.save_sent = number
+            case SendAcknowledged(acknowledged=acknowledged):
+                self.acknowledged = acknowledged
             case Asked(kernel=kernel):
                 self.asked_alive_at, self.kernel = now, kernel
             case AskStacks(since=since):
@@ -185,7 +192,7 @@ class WorkerState:
             case CheckpointSaved() | SaveFailed() | Restored():
                 kept = (m for m in self.checkpoints if type(m) is not type(message))
                 self.checkpoints = (*kept, message)
-            case PhaseReached() | Recorded():
+            case PhaseReached() | Recorded() | Handed():
                 pass  # for the master; nothing changes here
 
     def excuse(self, seconds: float, now: float) -> None:

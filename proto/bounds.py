@@ -77,6 +77,8 @@ _LINES = frozenset(
         "NodeStatus.concern",
         "CheckpointSaved.path",
         "Restored.path",
+        "Restored.job",
+        "Restored.records_problem",
         "StepRecord.samples_digest",
         "ClockRead.boot",
         "DrainNodeRequest.reason",

@@ -267,12 +267,14 @@ class JobTold(_message.Message):
     def __init__(self, number: _Optional[int] = ..., job: _Optional[str] = ...) -> None: ...
 
 class StepRecords(_message.Message):
-    __slots__ = ("job_id", "records")
+    __slots__ = ("job_id", "records", "restored_in")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_IN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     records: _containers.RepeatedCompositeFieldContainer[StepRecord]
-    def __init__(self, job_id: _Optional[str] = ..., records: _Optional[_Iterable[_Union[StepRecord, _Mapping]]] = ...) -> None: ...
+    restored_in: int
+    def __init__(self, job_id: _Optional[str] = ..., records: _Optional[_Iterable[_Union[StepRecord, _Mapping]]] = ..., restored_in: _Optional[int] = ...) -> None: ...
 
 class StepRecord(_message.Message):
     __slots__ = ("step", "loss", "grad_norm", "tokens", "samples_digest", "generation", "step_seconds", "time", "skipped")
@@ -429,12 +431,14 @@ class Assignment(_message.Message):
     def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., job: _Optional[str] = ..., worker_incarnations: _Optional[_Iterable[str]] = ..., save: _Optional[int] = ..., drained: _Optional[bool] = ..., assign: _Optional[bytes] = ..., measure: _Optional[bytes] = ..., head: _Optional[_Union[Head, _Mapping]] = ...) -> None: ...
 
 class Ack(_message.Message):
-    __slots__ = ("job_id", "through_step")
+    __slots__ = ("job_id", "through_step", "evaluated_step")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     THROUGH_STEP_FIELD_NUMBER: _ClassVar[int]
+    EVALUATED_STEP_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     through_step: int
-    def __init__(self, job_id: _Optional[str] = ..., through_step: _Optional[int] = ...) -> None: ...
+    evaluated_step: int
+    def __init__(self, job_id: _Optional[str] = ..., through_step: _Optional[int] = ..., evaluated_step: _Optional[int] = ...) -> None: ...
 
 class Record(_message.Message):
     __slots__ = ("job_id", "number", "first_step", "last_step")
@@ -667,7 +671,7 @@ class ListJobsReply(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., problem: _Optional[str] = ..., head: _Optional[_Union[HeadStatus, _Mapping]] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "steps", "loss", "tokens_per_s", "mfu", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "policy", "then", "directory", "profile", "checkpoint", "checkpoint_step", "checkpoint_path", "checkpoint_at", "save_failure", "evaluation", "skipped_steps", "memory", "data_plane", "incidents", "last_incident", "last_incident_at", "redo", "problem", "journal_cut_at", "last_step_age_s")
+    __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "steps", "loss", "tokens_per_s", "mfu", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "policy", "then", "directory", "profile", "checkpoint", "checkpoint_step", "checkpoint_path", "checkpoint_at", "save_failure", "evaluation", "skipped_steps", "memory", "data_plane", "incidents", "last_incident", "last_incident_at", "redo", "problem", "journal_cut_at", "last_step_age_s", "records_lost", "lost_records")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -705,6 +709,8 @@ class JobStatus(_message.Message):
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     JOURNAL_CUT_AT_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_LOST_FIELD_NUMBER: _ClassVar[int]
+    LOST_RECORDS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     name: str
     state: str
@@ -742,7 +748,19 @@ class JobStatus(_message.Message):
     problem: str
     journal_cut_at: float
     last_step_age_s: float
-    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., mfu: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., policy: _Optional[str] = ..., then: _Optional[str] = ..., directory: _Optional[str] = ..., profile: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., checkpoint_at: _Optional[float] = ..., save_failure: _Optional[str] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., skipped_steps: _Optional[int] = ..., memory: _Optional[_Iterable[_Union[WorkerMemory, _Mapping]]] = ..., data_plane: _Optional[str] = ..., incidents: _Optional[int] = ..., last_incident: _Optional[str] = ..., last_incident_at: _Optional[float] = ..., redo: _Optional[_Union[Redo, _Mapping]] = ..., problem: _Optional[str] = ..., journal_cut_at: _Optional[float] = ..., last_step_age_s: _Optional[float] = ...) -> None: ...
+    records_lost: int
+    lost_records: _containers.RepeatedCompositeFieldContainer[LostRecords]
+    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., mfu: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., policy: _Optional[str] = ..., then: _Optional[str] = ..., directory: _Optional[str] = ..., profile: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., checkpoint_at: _Optional[float] = ..., save_failure: _Optional[str] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., skipped_steps: _Optional[int] = ..., memory: _Optional[_Iterable[_Union[WorkerMemory, _Mapping]]] = ..., data_plane: _Optional[str] = ..., incidents: _Optional[int] = ..., last_incident: _Optional[str] = ..., last_incident_at: _Optional[float] = ..., redo: _Optional[_Union[Redo, _Mapping]] = ..., problem: _Optional[str] = ..., journal_cut_at: _Optional[float] = ..., last_step_age_s: _Optional[float] = ..., records_lost: _Optional[int] = ..., lost_records: _Optional[_Iterable[_Union[LostRecords, _Mapping]]] = ...) -> None: ...
+
+class LostRecords(_message.Message):
+    __slots__ = ("first_step", "last_step", "why")
+    FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    first_step: int
+    last_step: int
+    why: str
+    def __init__(self, first_step: _Optional[int] = ..., last_step: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
 
 class Redo(_message.Message):
     __slots__ = ("first_step", "last_step", "committed_step")

@@ -3,15 +3,21 @@
 from collections.abc import Sequence
 
 from oobleck.host.ipc.messages import StepRecord
-from oobleck.planner.ids import JobId
+from oobleck.planner.ids import Generation, JobId
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.checks import at_least, in_field, read_job_id, read_slot
 from oobleck.proto.fields import message_of, struct_of
 
+_MADE_HERE = Generation(0)
 
-def records_message(job_id: JobId, records: Sequence[StepRecord]) -> pb.StepRecords:
+
+def records_message(
+    job_id: JobId, records: Sequence[StepRecord], restored_in: Generation = _MADE_HERE
+) -> pb.StepRecords:
     return pb.StepRecords(
-        job_id=job_id, records=[message_of(pb.StepRecord, record) for record in records]
+        job_id=job_id,
+        records=[message_of(pb.StepRecord, record) for record in records],
+        restored_in=restored_in,
     )
 
 
@@ -21,10 +27,12 @@ def _read_record(message: pb.StepRecord) -> StepRecord:
         return struct_of(StepRecord, message)
 
 
-def read_records(message: pb.StepRecords) -> tuple[JobId, tuple[StepRecord, ...]]:
-    """Raises ValueError that names the field, as all readers do."""
+def read_records(message: pb.StepRecords) -> tuple[JobId, tuple[StepRecord, ...], Generation]:
+    """Return the job, the records, and the generation that has found them beside a checkpoint.
+    Raises ValueError that names the field, as all readers do."""
     with in_field("records"):
-        return read_job_id(message.job_id), tuple(map(_read_record, message.records))
+        records = tuple(map(_read_record, message.records))
+        return read_job_id(message.job_id), records, Generation(message.restored_in)
 
 
 def dropped_line(count: int) -> str:

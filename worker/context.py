@@ -6,6 +6,7 @@ from oobleck.planner.ids import JobId, WorkerId
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.faults import FaultInjector
+from oobleck.worker.runtime.records import RecordLog
 from oobleck.worker.runtime.stopwatch import Stopwatch
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.model_state import ModelState
@@ -33,6 +34,8 @@ class WorkerContext:
     #: The layers that it holds, and how far they are trained.
     state: ModelState
     progress: TrainingProgress
+    #: What it has recorded and the master may not have.
+    records: RecordLog
     #: State that moves goes by so many bytes at a time.
     chunk_bytes: int
     #: SHA-256 of the training data that it reads.

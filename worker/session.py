@@ -127,6 +127,7 @@ class Session:
             ),
             state=ModelState(job, connector.device),
             progress=TrainingProgress(),
+            records=control.records,
             chunk_bytes=launch.chunk_bytes,
             data=dataset.fingerprint,
             base=weights if job.model.rests_on_files else b"",
@@ -320,6 +321,7 @@ class Session:
             committed = Committed(
                 record=record, memory=self._memory.read(), compute=executor.compute
             )
+            context.records.add(record)
             context.control.report(committed)
             self._forgiven.recorded = progress.committed
             if switch_to is not None:

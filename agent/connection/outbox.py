@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
@@ -19,8 +20,9 @@ from oobleck.host.ipc.messages import PhaseReached, StepRecord
 from oobleck.host.timeline import Recording, boot_id
 from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.proto import control_pb2 as pb
+from oobleck.proto.bounds import check_bounds
 from oobleck.proto.examinations import examined_message
-from oobleck.proto.records import records_message
+from oobleck.proto.records import read_records, records_message
 from oobleck.proto.reports import read_report, report_bytes
 from oobleck.proto.status import status_message
 from oobleck.proto.types import NodeStatus, WorkerReport
@@ -124,6 +126,21 @@ class Outbox:
             logger.warning("step record lost", extra={"step": record.step})
         self.wake.set()
 
+    def handed(
+        self, job_id: JobId, records: Sequence[StepRecord], restored_in: Generation, now: float
+    ) -> None:
+        """Keep for the master what was beside the checkpoint that a generation goes on from."""
+        try:
+            message = records_message(job_id, records, restored_in)
+            check_bounds(message)
+            read_records(message)
+        except ValueError as error:  # the master would end the session, and the next one
+            logger.error("records beside a checkpoint cannot be sent", extra={"reason": error})
+            return
+        for record in records:
+            self._records.add(job_id, record, now, restored_in)
+        self.wake.set()
+
     def acknowledge(self, job_id: JobId, through_step: int) -> None:
         self._records.acknowledge(job_id, through_step)
 
@@ -186,7 +203,7 @@ class Outbox:
         """
         found: list[pb.AgentMessage] = []
         words_due = self._words_due_at is not None and now >= self._words_due_at
-        records = self._records.due(now, hold_s=self._hold_s)
+        records, restored_in = self._records.due(now, hold_s=self._hold_s)
         if words_due or records:
             texts = [_text_of(_aged(report, now - at)) for report, at in self._reports]
             found += [pb.AgentMessage(report=text) for text in texts if text is not None]
@@ -194,9 +211,9 @@ class Outbox:
             self._words_due_at = None
         while records:
             assert self._records.job_id is not None
-            batch = records_message(self._records.job_id, records)
+            batch = records_message(self._records.job_id, records, restored_in)
             found.append(pb.AgentMessage(records=batch))
-            records = self._records.due(now, hold_s=self._hold_s)
+            records, restored_in = self._records.due(now, hold_s=self._hold_s)
         if self._status_due and self._words_due_at is None:
             self._status_due = False
             found.append(pb.AgentMessage(status=status_message(self._status)))

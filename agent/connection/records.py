@@ -10,10 +10,10 @@ since the master writes them in step order; later ones are lost and counted.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from oobleck.host.ipc.messages import StepRecord
-from oobleck.planner.ids import JobId
+from oobleck.planner.ids import Generation, JobId
 
 LIMIT = 65_536
 #: Records per message.
@@ -24,12 +24,17 @@ HOLD_S = 4.0
 NEXT_S = 3.0
 #: Nobody holds back for longer.
 MOST_HOLD_S = 60.0
+_MADE_HERE = Generation(0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
+    """A record that the master has not acknowledged."""
+
     record: StepRecord
     since: float
+    #: The generation that has found it beside a checkpoint; 0: a worker of this node made it.
+    restored_in: Generation
 
 
 class RecordBuffer:
@@ -38,7 +43,7 @@ class RecordBuffer:
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
         self._job_id: JobId | None = None
-        self._kept: dict[int, StepRecord] = {}
+        self._kept: dict[int, _Waiting] = {}
         #: Not sent in this session, oldest first; acknowledged ones are skipped when taken.
         self._waiting: deque[_Waiting] = deque()
         self._through = 0
@@ -51,7 +56,13 @@ class RecordBuffer:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, job_id: JobId, record: StepRecord, now: float) -> None:
+    def add(
+        self,
+        job_id: JobId,
+        record: StepRecord,
+        now: float,
+        restored_in: Generation = _MADE_HERE,
+    ) -> None:
         """Keep `record` unless it is kept or acknowledged already; another job's are dropped."""
         if job_id != self._job_id:
             self._job_id, self._through = job_id, 0
@@ -62,8 +73,8 @@ class RecordBuffer:
         if len(self._kept) >= self._limit:
             self.lost += 1
             return
-        self._kept[record.step] = record
-        self._waiting.append(_Waiting(record, now))
+        kept = self._kept[record.step] = _Waiting(record, now, restored_in)
+        self._waiting.append(kept)
 
     def acknowledge(self, job_id: JobId, through_step: int) -> None:
         if job_id != self._job_id:
@@ -74,17 +85,18 @@ class RecordBuffer:
 
     def session_began(self, now: float) -> None:
         """What an earlier session sent may not have arrived: all are to be sent again."""
-        self._waiting = deque(_Waiting(self._kept[step], now) for step in sorted(self._kept))
+        self._waiting = deque(replace(self._kept[step], since=now) for step in sorted(self._kept))
 
-    def due(self, now: float, *, hold_s: float) -> list[StepRecord]:
-        """The next records to send, which count as sent; `hold_s`: for how long this agent holds
-        them back."""
-        found: list[StepRecord] = []
+    def due(self, now: float, *, hold_s: float) -> tuple[list[StepRecord], Generation]:
+        """Return the next records to send, which count as sent, and the generation that has
+        restored all of them. `hold_s`: for how long this agent holds them back."""
+        found: list[_Waiting] = []
         while len(found) < BATCH and (at := self.next_due(now, hold_s=hold_s)) is not None:
-            if at > now:
+            if at > now or (found and self._waiting[0].restored_in != found[0].restored_in):
                 break
-            found.append(self._waiting.popleft().record)
-        return found
+            found.append(self._waiting.popleft())
+        restored_in = found[0].restored_in if found else _MADE_HERE
+        return [one.record for one in found], restored_in
 
     def next_due(self, now: float, *, hold_s: float) -> float | None:
         """When `due` will have something; None: nothing waits."""

@@ -74,6 +74,7 @@ class Node(Protocol):
     def not_understood(self, reason: str) -> None: ...
     def record(self, job_id: JobId, wish: Record) -> None: ...
     def return_code(self, digest: str) -> None: ...
+    def acknowledged(self, job_id: JobId, step: int, evaluation: int) -> None: ...
     def standing_reports(self) -> list[WorkerReport]: ...
 
 
@@ -320,7 +321,9 @@ class Session:
                     self._assigned(message.assignment)
                 case "ack":
                     ack = message.ack
-                    self._outbox.acknowledge(JobId(ack.job_id), ack.through_step)
+                    job_id, step = JobId(ack.job_id), ack.through_step
+                    self._outbox.acknowledge(job_id, step)
+                    self._node.acknowledged(job_id, step, ack.evaluated_step)
                 case "record":
                     wish = message.record
                     self._node.record(

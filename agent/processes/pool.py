@@ -19,6 +19,7 @@ from oobleck.agent.actions import (
     GiveUpWorker,
     KillWarm,
     KillWorker,
+    SendAcknowledged,
     SendMeasure,
     SendPlan,
     SendSave,
@@ -123,6 +124,8 @@ class ProcessPool:
                 self.processes[incarnation].send(wish)
             case SendSave(incarnation=incarnation, number=number):
                 self.processes[incarnation].send(Save(number=number))
+            case SendAcknowledged(incarnation=incarnation, acknowledged=acknowledged):
+                self.processes[incarnation].send(acknowledged)
             case AskWorker(incarnation=incarnation, look=look):
                 process = self.processes[incarnation]
                 process.send(Ask())

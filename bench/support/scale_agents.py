@@ -173,6 +173,9 @@ class Agent:
     def has_workers(self) -> bool:
         return self._job_id is not None
 
+    def acknowledged(self, job_id: JobId, step: int, evaluation: int) -> None:
+        pass  # its workers take no checkpoints
+
     def return_code(self, digest: str) -> None:
         pass  # its jobs bring none
 

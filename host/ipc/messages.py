@@ -173,13 +173,20 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
     """Answer with `Alive`."""
 
 
+class Acknowledged(msgspec.Struct, frozen=True, kw_only=True, tag="acknowledged"):
+    """Records of steps, and evaluations, that the master has on its disk: all up to these."""
+
+    step: int
+    evaluation: int = 0
+
+
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """End now: the job is over, cancelled, or the agent shuts down."""
 
     reason: str
 
 
-ToWorker = Launch | Assign | Measure | Save | Record | Ask | Stop
+ToWorker = Launch | Assign | Measure | Save | Record | Acknowledged | Ask | Stop
 
 
 # ---- worker to agent
@@ -318,6 +325,15 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True, tag="evaluated"):
     record: EvaluationRecord
+    #: The generation that has found it beside a checkpoint; 0: it was made by this worker.
+    restored_in: Generation = Generation(0)
+
+
+class Handed(msgspec.Struct, frozen=True, kw_only=True, tag="handed"):
+    """Records of steps that were beside the checkpoint which `generation` goes on from."""
+
+    generation: Generation
+    records: tuple[StepRecord, ...]
 
 
 class PeerLost(msgspec.Struct, frozen=True, kw_only=True, tag="peer_lost"):
@@ -419,6 +435,10 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True, tag="restored"):
     path: str
     #: Newer checkpoints that could not be used, and why.
     passed_over: tuple[str, ...] = ()
+    #: The job that has saved it; empty: not told.
+    job: str = ""
+    #: Why the records beside it cannot be used; empty: they can, or there are none.
+    records_problem: str = ""
 
 
 #: What the master is told of as it is.
@@ -433,7 +453,7 @@ Report = (
     | PeerLost
     | Failed
 )
-FromWorker = Report | Ready | Alive | Committed | Finished | Recorded
+FromWorker = Report | Ready | Alive | Committed | Handed | Finished | Recorded
 
 
 # ---- agent to warm process and back, framed as on a worker's channel

@@ -15,9 +15,11 @@ from oobleck.planner.codec import decode, encode
 from oobleck.planner.recovery.checkpoint import (
     MANIFEST,
     MOST_MANIFEST_BYTES,
+    MOST_RECORDS_BYTES,
     InvalidCheckpoint,
     LayerFile,
     Manifest,
+    RecordsFile,
     read_manifest,
     step_of,
 )
@@ -131,6 +133,20 @@ def read_layer(folder: Folder, file: LayerFile) -> bytes:
     except OSError as error:
         raise _unreadable(file, error) from error
     _check(file, len(content), hashlib.sha256(content).hexdigest())
+    return content
+
+
+def read_records(folder: Folder, file: RecordsFile) -> bytes:
+    """Return the content of the file of records, after its hash was found right. Raises
+    InvalidCheckpoint."""
+    try:
+        content = folder.read(file.name, most_bytes=MOST_RECORDS_BYTES)
+    except OSError as error:
+        raise InvalidCheckpoint(f"{file.name}: {error.strerror or error}") from error
+    if len(content) != file.bytes:
+        raise InvalidCheckpoint(f"{file.name}: has {len(content)} bytes, not {file.bytes}")
+    if hashlib.sha256(content).hexdigest() != file.sha256:
+        raise InvalidCheckpoint(f"{file.name}: its content is not what was written (SHA-256)")
     return content
 
 

@@ -213,8 +213,8 @@ def _incoming(message: pb.AgentMessage) -> list[Incoming]:
         case "report":
             return [read_report(message.report)]
         case "records":
-            job_id, records = read_records(message.records)
-            return [Records(job_id=job_id, records=records)]
+            job_id, records, restored_in = read_records(message.records)
+            return [Records(job_id=job_id, records=records, restored_in=restored_in)]
         case "log":
             job_id, slot, lines = read_output(message.log)
             return [Output(job_id=job_id, slot=slot, lines=lines)]

@@ -75,6 +75,9 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         message.loss = loss
     if seen.steps.recent:
         message.skipped_steps = seen.steps.recent[-1].skipped_steps
+    message.records_lost = job.lost.steps
+    for lost in job.lost.last:
+        message.lost_records.add(first_step=lost.first, last_step=lost.last, why=lost.why)
     if seen.steps.evaluation is not None:
         message.evaluation.CopyFrom(message_of(pb.Evaluation, seen.steps.evaluation))
     if job.current.made is not None and not job.current.put_back:

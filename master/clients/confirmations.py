@@ -15,9 +15,9 @@ from oobleck.host.ipc.messages import EvaluationRecord, Restored, StepRecord
 from oobleck.master.clients.witnesses import Differs, Witnesses
 from oobleck.master.events.jobs import RecordsDiffer
 from oobleck.master.events.reports import EvaluationReceived, RecordsReceived, RestoreReceived
-from oobleck.master.state.job import Job
+from oobleck.master.state.job import NO_GENERATION, Job
 from oobleck.master.storage.ledger import Ledger
-from oobleck.planner.ids import JobId, NodeName
+from oobleck.planner.ids import Generation, JobId, NodeName
 
 log = logging.getLogger(__name__)
 
@@ -43,25 +43,36 @@ class Confirmations:
         self._looked_at = 0.0
 
     def records(
-        self, job_id: JobId, node: NodeName, records: tuple[StepRecord, ...], now: float
+        self,
+        job_id: JobId,
+        node: NodeName,
+        records: tuple[StepRecord, ...],
+        now: float,
+        restored_in: Generation = NO_GENERATION,
     ) -> list[str]:
-        """Take what a node tells of steps. Returns why some of the records do not count."""
+        """Take what a node tells of steps. Returns why some of the records do not count.
+        `restored_in`: see `Witnesses.tell`."""
         claims, refused = self._of(job_id), []
         for record in records:
             reason = "of a step that there is not"
             if record.step <= claims.job.spec.training.steps:
-                reason = claims.records.tell(claims.job, node, record, now)
+                reason = claims.records.tell(claims.job, node, record, now, restored_in)
             if reason:
                 refused.append(f"a step's record {reason}")
         self._settle_records(claims, now, records)
         return refused
 
     def evaluation(
-        self, job_id: JobId, node: NodeName, record: EvaluationRecord, now: float
+        self,
+        job_id: JobId,
+        node: NodeName,
+        record: EvaluationRecord,
+        now: float,
+        restored_in: Generation = NO_GENERATION,
     ) -> str:
         """Take what a node tells of an evaluation. Returns why that does not count, if so."""
         claims = self._of(job_id)
-        reason = claims.evaluations.tell(claims.job, node, record, now)
+        reason = claims.evaluations.tell(claims.job, node, record, now, restored_in)
         self._settle_evaluations(claims, now, (record,))
         return reason and f"an evaluation {reason}"
 

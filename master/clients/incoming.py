@@ -3,7 +3,7 @@
 import msgspec
 
 from oobleck.host.ipc.messages import StepRecord
-from oobleck.planner.ids import JobId
+from oobleck.planner.ids import Generation, JobId
 from oobleck.proto.types import NodeStatus, WorkerReport
 
 
@@ -12,6 +12,8 @@ class Records(msgspec.Struct, frozen=True, kw_only=True):
 
     job_id: JobId
     records: tuple[StepRecord, ...]
+    #: The generation that has found them beside a checkpoint; 0: workers of the node made them.
+    restored_in: Generation = Generation(0)
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):

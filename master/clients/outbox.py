@@ -46,7 +46,7 @@ class AgentSession:
     #: Version of the newest assignment that was put into the outbox.
     told_version: int = -1
     _assignment: Assignment | None = None
-    _acks: dict[JobId, int] = field(default_factory=dict)
+    _acks: dict[JobId, tuple[int, int]] = field(default_factory=dict)
     #: Questions that no answer of the master's loop waits for; few, since operators ask them.
     _questions: list[pb.MasterMessage] = field(default_factory=list)
     _refusal: Refusal | None = None
@@ -62,8 +62,9 @@ class AgentSession:
         self._assignment = assignment
         self._changed.set()
 
-    def acknowledge(self, job_id: JobId, through_step: int) -> None:
-        self._acks[job_id] = through_step
+    def acknowledge(self, job_id: JobId, through_step: int, evaluated_step: int) -> None:
+        """Tell how far records of steps, and evaluations, are on disk."""
+        self._acks[job_id] = through_step, evaluated_step
         self._changed.set()
 
     def ask(self, question: pb.MasterMessage) -> None:
@@ -85,8 +86,9 @@ class AgentSession:
             told = assignment_message(self._assignment)
             messages.append(pb.MasterMessage(assignment=told))
             self._assignment = None
-        for job_id, step in self._acks.items():
-            messages.append(pb.MasterMessage(ack=pb.Ack(job_id=job_id, through_step=step)))
+        for job_id, (step, evaluated) in self._acks.items():
+            ack = pb.Ack(job_id=job_id, through_step=step, evaluated_step=evaluated)
+            messages.append(pb.MasterMessage(ack=ack))
         self._acks.clear()
         messages += self._questions
         self._questions.clear()

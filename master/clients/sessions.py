@@ -28,6 +28,7 @@ from oobleck.master.events.reports import (
     WorkerReported,
 )
 from oobleck.master.inbox import Changes, Inbox
+from oobleck.master.rules.jobs.completion import records_lost
 from oobleck.master.rules.nodes.admission import Refusal, admit, next_term
 from oobleck.master.state.senders import believed, has_part, why_refused
 from oobleck.master.state.trust import Denied, check_caller
@@ -238,8 +239,12 @@ class Sessions:
                 ledger.observe(received, arrived_at)
             case WorkerReport() if reason := why_refused(ledger.state, node, message):
                 self._refuse(node, reason)
-            case WorkerReport(job_id=job_id, what=Evaluated(record=record)):
-                self._refuse(node, self._confirmations.evaluation(job_id, node, record, arrived_at))
+            case WorkerReport(job_id=job_id, what=Evaluated() as told):
+                reason = self._confirmations.evaluation(
+                    job_id, node, told.record, arrived_at, told.restored_in
+                )
+                self._refuse(node, reason)
+                self._to_all.note(job_id)
             case WorkerReport(job_id=job_id, what=Restored() as restored):
                 self._refuse(node, self._confirmations.restore(job_id, node, restored, arrived_at))
             case WorkerReport():
@@ -291,7 +296,7 @@ class Sessions:
     def _take_records(self, session: AgentSession, message: Records, arrived_at: float) -> None:
         node = session.node
         for reason in self._confirmations.records(
-            message.job_id, node, message.records, arrived_at
+            message.job_id, node, message.records, arrived_at, message.restored_in
         ):
             self._refuse(node, reason)
         self._senders.add(session.number)
@@ -326,10 +331,19 @@ class Sessions:
         for node in self._confirmations.look(now):
             reason = "to send again the records that were too many to keep"
             self.end_of(node, Refusal(reason=reason, temporary=True))
-        for job_id, records in self._ledger.archive.pass_over_lost(now, late_s).items():
+        ledger = self._ledger
+        for job_id in ledger.archive.held_up():
+            self._go_on(job_id, now)
+        for job_id, lost in ledger.archive.given_up(now, late_s).items():
+            ledger.journal(records_lost(ledger.state.jobs[job_id], lost))
+            self._go_on(job_id, now)
+        self._note_waiting(now)
+
+    def _go_on(self, job_id: JobId, now: float) -> None:
+        """Take the records that have waited for others."""
+        if records := self._ledger.archive.take_records(job_id, ()):
             self._ledger.observe(RecordsReceived(job_id=job_id, records=records), now)
             self._to_all.note(job_id)
-        self._note_waiting(now)
 
     def _note_waiting(self, now: float) -> None:
         if (job := self._ledger.state.job) is None:
@@ -376,9 +390,10 @@ class Sessions:
         """`sessions`: the numbers of some that are open, or were."""
         there = [self._open[number] for number in sessions if number in self._open]
         for job_id in jobs:
-            stored_step = self._ledger.archive.metrics(job_id).stored_step
+            archive = self._ledger.archive
+            stored = archive.metrics(job_id).stored_step, archive.evaluations(job_id).stored_step
             for session in there:
-                session.acknowledge(job_id, stored_step)
+                session.acknowledge(job_id, *stored)
 
     def ask_again(self) -> None:
         """There is room on the disk again: records that were left are sent once more."""

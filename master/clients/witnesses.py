@@ -21,7 +21,7 @@ import msgspec
 
 from oobleck.host.ipc.messages import EvaluationRecord, Restored, StepRecord
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.job import Job
+from oobleck.master.state.job import NO_GENERATION, Job
 from oobleck.master.state.senders import tellers
 from oobleck.planner.ids import Generation, NodeName
 
@@ -40,7 +40,7 @@ _LOOKED_AT = 256
 #: Generations whose nodes are kept.
 _KNOWN_GENERATIONS = 8
 #: Each worker measures or finds them for itself.
-_OWN = frozenset({"step_seconds", "seconds", "time", "passed_over", "told_by"})
+_OWN = frozenset({"step_seconds", "seconds", "time", "passed_over", "told_by", "records_problem"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,8 @@ class _Claim(Generic[W]):
     since: float
     #: In the order in which they came.
     words: dict[NodeName, W] = field(default_factory=dict)
+    #: By whose plan each node may tell it.
+    by: dict[NodeName, Generation] = field(default_factory=dict)
 
 
 class Witnesses(Generic[W]):
@@ -91,15 +93,24 @@ class Witnesses(Generic[W]):
         #: Pairs that were told of.
         self._differing: set[tuple[NodeName, NodeName]] = set()
 
-    def tell(self, job: Job, node: NodeName, word: W, now: float) -> str:
-        """Take the word of a node. Returns why it does not count; empty: it does, or is known."""
-        number = self._number_of(word)
-        allowed = self._of_generation(job, word.generation)
+    def tell(
+        self,
+        job: Job,
+        node: NodeName,
+        word: W,
+        now: float,
+        restored_in: Generation = NO_GENERATION,
+    ) -> str:
+        """Take the word of a node. Returns why it does not count; empty: it does, or is known.
+        `restored_in`: the generation that has found it beside a checkpoint, whose nodes may tell
+        it, whoever trained in the word's own; 0: none has."""
+        number, by = self._number_of(word), restored_in or word.generation
+        allowed = self._of_generation(job, by)
         if allowed is None and not job.seen.inherited:
             return "of a generation that there is not"
         if allowed is not None and node not in allowed:
             return "of a node that had no part in it"
-        if not self._is_in_order(number, word):
+        if not self._is_in_order(number, by) or (restored_in and word.generation >= restored_in):
             return "of a generation that it cannot be of"
         self._told[node] = max(number, self._told.get(node, 0))
         claim = self._claims.get(number)
@@ -110,7 +121,7 @@ class Witnesses(Generic[W]):
             return ""
         if claim is None:
             claim = self._claims[number] = _Claim(now)
-        claim.words[node] = word
+        claim.words[node], claim.by[node] = word, by
         self._waiting[node] += 1
         return ""
 
@@ -155,11 +166,11 @@ class Witnesses(Generic[W]):
                 self._forget(number)
         return verdict
 
-    def _is_in_order(self, number: int, word: W) -> bool:
-        """Return whether its generation can be that of the step: nobody who left a plan can tell
-        of what came after it."""
+    def _is_in_order(self, number: int, by: Generation) -> bool:
+        """Return whether nodes of that generation can tell of the step: nobody who left a plan can
+        tell of what came after it."""
         last, generation = self._last
-        return word.generation >= generation if number > last else True
+        return by >= generation if number > last else True
 
     def _settle(
         self,
@@ -174,7 +185,7 @@ class Witnesses(Generic[W]):
         counts = {
             node: word
             for node, word in claim.words.items()
-            if node in members and self._is_in_order(number, word)
+            if node in members and self._is_in_order(number, claim.by[node])
         }
         for word in counts.values():
             if (same := _fingerprint(word)) in told:
@@ -212,8 +223,8 @@ class Witnesses(Generic[W]):
         """Nodes that may tell of it: of every plan that it may have been committed in, so that
         nobody shuts others out by naming a plan without them."""
         number = self._number_of(next(iter(claim.words.values())))
-        words = (word for word in claim.words.values() if self._is_in_order(number, word))
-        nodes = (self._of_generation(job, word.generation) for word in words)
+        generations = (by for by in claim.by.values() if self._is_in_order(number, by))
+        nodes = (self._of_generation(job, generation) for generation in generations)
         return frozenset[NodeName]().union(*filter(None, nodes))
 
     def _of_generation(self, job: Job, generation: Generation) -> frozenset[NodeName] | None:

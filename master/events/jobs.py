@@ -172,12 +172,24 @@ class RecordsDiffer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     fields: tuple[str, ...]
 
 
+class RecordsLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Nobody has the records of these steps any more: metrics.jsonl goes on behind them."""
+
+    job_id: JobId
+    first: int
+    last: int
+    why: str
+
+    @property
+    def steps(self) -> range:
+        """The steps."""
+        return range(self.first, self.last + 1)
+
+
 class JobSucceeded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     #: Of a generation that came after the last step and has only saved the result.
     transition: ReconfigurationStats | None = None
-    #: Records of steps that nobody has any more, so that metrics.jsonl ends before them.
-    missing_steps: int = 0
 
 
 class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -220,6 +232,7 @@ JobEvent = (
     | JobCaughtUp
     | RateChanged
     | RecordsDiffer
+    | RecordsLost
     | JobEnded
     | JobForgotten
 )

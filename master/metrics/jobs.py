@@ -56,6 +56,7 @@ CHECKPOINT = _gauge("checkpoint_step", "Step of the newest checkpoint; 0: there 
 SAVES_FAIL = _gauge(
     "save_failing", "1 while the newest checkpoint of a job that goes on could not be written."
 )
+LOST = _gauge("records_lost", "Steps whose records are lost, which metrics.jsonl lacks.")
 GOODPUT = _gauge(
     "goodput_ratio",
     "Share of the time since the first step counted that went into steps that were kept.",
@@ -110,6 +111,7 @@ _OF_A_JOB = (
         EVALUATED,
         CHECKPOINT,
         SAVES_FAIL,
+        LOST,
         GOODPUT,
         SKIPPED,
         CHANGES,
@@ -169,6 +171,7 @@ def _of_plan(job: Job) -> Mapping[Family, float | None]:
         SAVES_FAIL: not over and job.saves.failure != "",
         CHANGES: job.lineage.reconfigurations,
         INCIDENTS: job.incidents,
+        LOST: job.lost.steps,
     }
 
 

@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from oobleck.host.ipc.messages import CheckpointSaved, Restored
-from oobleck.master.events.jobs import MeasuringStarted, ProfileChosen, RateChanged
+from oobleck.master.events.jobs import (
+    MeasuringStarted,
+    ProfileChosen,
+    RateChanged,
+    RecordsLost,
+)
 from oobleck.master.events.nodes import (
     NodeDrained,
     NodeLeftOut,
@@ -33,6 +38,8 @@ from oobleck.planner.programs.plan import Plan
 KNOWN_REPORTS = 64
 #: Processes of earlier plans that are known again when something old is told of them.
 KNOWN_PROCESSES = 10_000
+#: Ranges of lost records that are told of.
+KNOWN_LOST = 64
 #: Operators ask again within seconds: so many of their last requests are known again.
 KNOWN_REQUESTS = 64
 NO_GENERATION = Generation(0)
@@ -92,6 +99,16 @@ class Rollback:
     #: The last step committed before all went back, until it is committed again; 0: none. Only
     #: after a restore, and above its step.
     redo_until: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Lost:
+    """Steps whose records are lost, which metrics.jsonl lacks."""
+
+    #: How many there are.
+    steps: int = 0
+    #: The last ranges of them, in order.
+    last: tuple[RecordsLost, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -299,6 +316,7 @@ class Job:
     lineage: Lineage = field(default_factory=Lineage)
     saves: Saves = field(default_factory=Saves)
     rollback: Rollback = field(default_factory=Rollback)
+    lost: Lost = field(default_factory=Lost)
     #: The last changes of `state`, for the report of one that is not allowed.
     history: deque[str] = field(default_factory=lambda: deque(maxlen=20))
     seen: JobSeen = field(default_factory=JobSeen)

@@ -7,6 +7,7 @@ everything and changes nothing.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from itertools import pairwise
 from typing import TypeVar
 
 from oobleck.master.events.nodes import NodeYielded, WorkerLost
@@ -343,6 +344,13 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
     (
         "steps are done again only after a way back to a checkpoint",
         lambda _, job: not job.rollback.redo_until or job.rollback.restored is not None,
+    ),
+    (
+        "lost records are counted, and their ranges follow on each other",
+        lambda _, job: (
+            sum(len(lost.steps) for lost in job.lost.last) <= job.lost.steps
+            and all(a.last < b.first for a, b in pairwise(job.lost.last))
+        ),
     ),
     (
         "the last requests for checkpoints have numbers up to the newest",

@@ -20,7 +20,7 @@ from oobleck.planner.ids import JobId, WorkerId
 log = logging.getLogger(__name__)
 
 #: So long records wait for those of steps before: longer than any node is waited for.
-_GAP_S = 60.0
+GAP_S = 60.0
 
 
 class Archive:
@@ -64,31 +64,33 @@ class Archive:
         that the disk must have room."""
         return job_id in self._gaps and not self.storage.problem and self.metrics(job_id).waits
 
-    def pass_over_lost(self, now: float, late_s: float) -> dict[JobId, tuple[StepRecord, ...]]:
-        """Go on behind records that nobody has sent for long: all that had them are gone, or the
-        file has lost them. `late_s`: of that the master itself was away. Returns what is new."""
+    def held_up(self) -> list[JobId]:
+        """Return the jobs with records that waited for too many before them, which the disk now
+        has."""
+        return [job_id for job_id in self._gaps if self.metrics(job_id).is_held_up]
+
+    def given_up(self, now: float, late_s: float) -> dict[JobId, range]:
+        """Return the steps whose records nobody has sent for long though others wait for them: all
+        that had them are gone, or the file has lost them. `late_s`: of that the master itself was
+        away."""
         found = {}
         for job_id, (before, since) in list(self._gaps.items()):
             metrics = self.metrics(job_id)
-            if held_up := metrics.append(()):  # by too many before them, which the disk now has
-                found[job_id] = held_up
-                self._unwritten[metrics] = None
             missing = metrics.missing
             if not metrics.waits:
                 del self._gaps[job_id]
             elif not missing or missing != before or self.storage.problem:
                 self._gaps[job_id] = missing, now
-            elif now - (since + max(0.0, late_s)) < _GAP_S:
+            elif now - (since + max(0.0, late_s)) < GAP_S:
                 self._gaps[job_id] = missing, since + max(0.0, late_s)
             else:
-                extra = {"job": job_id, "first": missing.start, "last": missing.stop - 1}
-                log.warning("the records of some steps are lost, and left out", extra=extra)
                 del self._gaps[job_id]
-                found[job_id] = metrics.pass_over()
-                if metrics.waits:  # for others yet
-                    self._gaps[job_id] = range(0), 0.0
-                self._unwritten[metrics] = None
+                found[job_id] = missing
         return found
+
+    def lose(self, job_id: JobId, steps: range) -> None:
+        """Know that the records of these steps never come."""
+        self.metrics(job_id).lose(steps)
 
     def take_evaluation(self, job_id: JobId, record: EvaluationRecord) -> bool:
         """Whether it is a new one."""

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from oobleck.host.metrics.families import Durations
 from oobleck.host.system.environment import Environment
 from oobleck.master.config import MasterConfig, Unusable
-from oobleck.master.events.jobs import JobForgotten, JobRestored, ProfileChosen
+from oobleck.master.events.jobs import JobForgotten, JobRestored, ProfileChosen, RecordsLost
 from oobleck.master.events.reports import EvaluationReceived, Observed, RecordsReceived
 from oobleck.master.events.unions import Event, JournalCut, Journaled, MasterStarted, TermBegan
 from oobleck.master.state.cluster import ClusterState
@@ -130,6 +130,8 @@ class Ledger:
                 log.warning("the journal has a state that is not sound", extra={"reason": found})
         for job in self.state.jobs.values():
             archive.metrics(job.id).start_after(job.rollback.resumed_step)
+            for lost in job.lost.last:
+                archive.lose(job.id, lost.steps)
             records = archive.metrics(job.id).recent
             self.observe(RecordsReceived(job_id=job.id, records=records), now)
             if (last := archive.evaluations(job.id).last) is not None:
@@ -193,6 +195,8 @@ class Ledger:
             self.archive.forget(event.job_id)
         if isinstance(event, JobRestored) and event.resumed:
             self.archive.metrics(event.job_id).start_after(event.restored.step)
+        if isinstance(event, RecordsLost):
+            self.archive.lose(event.job_id, event.steps)
 
     def _apply(self, event: Event, now: float, unix: float) -> None:
         self.watch(self.state, event)

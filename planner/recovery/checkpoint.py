@@ -26,11 +26,15 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.redact import redact
 
 MANIFEST = "manifest.json"
+RECORDS = "records.jsonl"
 FORMAT = 1
 
 _NAME = re.compile(r"step-([0-9]{9,10})-[0-9a-f]{8}")
 #: Of a manifest: one of the most layers and the longest config has a tenth of it.
 MOST_MANIFEST_BYTES = 4 << 20
+#: Of a file of records, and its lines: as many as agents keep. A line has some 300 bytes.
+MOST_RECORDS_BYTES = 32 << 20
+MOST_RECORDS = 65_536
 #: Of a layer's file: it names a few dozen tensors.
 MOST_LAYER_HEADER_BYTES = 1 << 20
 #: No path, nothing hidden, nothing that a file system refuses or a terminal obeys.
@@ -69,6 +73,24 @@ class LayerFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordsFile:
+    """Records of steps and evaluations on disk: those that the master may not have had."""
+
+    name: str = RECORDS
+    bytes: int
+    #: Hexadecimal, over the whole file.
+    sha256: str
+
+    def __post_init__(self) -> None:
+        if self.name != RECORDS:
+            raise ValueError(f"{self.name[:80]!r} is no name of a file of records")
+        if not 0 <= self.bytes <= MOST_RECORDS_BYTES:
+            raise ValueError(f"bytes of {RECORDS}: is not in 0 to {MOST_RECORDS_BYTES}")
+        if _SHA256.fullmatch(self.sha256) is None:
+            raise ValueError(f"sha256 of {RECORDS}: is not 64 lower-case hex digits")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """What a checkpoint holds: all that resuming has to know besides the layers."""
 
@@ -89,6 +111,8 @@ class Manifest:
     missed: Mapping[str, int] = field(default_factory=dict)
     #: In layer order.
     files: tuple[LayerFile, ...]
+    #: None: an earlier release has saved it.
+    records: RecordsFile | None = None
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:

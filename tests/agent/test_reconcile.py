@@ -11,6 +11,7 @@ from oobleck.agent.actions import (
     ForkWorker,
     KillWarm,
     KillWorker,
+    SendAcknowledged,
     SendMeasure,
     SendPlan,
     SendSave,
@@ -23,6 +24,7 @@ from oobleck.agent.events import (
     CodeFetched,
     ForkAsked,
     Leave,
+    RecordsStored,
     SessionBegan,
     SessionOver,
     ShutDown,
@@ -43,6 +45,7 @@ from oobleck.agent.reconcile import (
 )
 from oobleck.agent.worker import KEPT_EVALUATIONS
 from oobleck.host.ipc.messages import (
+    Acknowledged,
     CheckpointSaved,
     Evaluated,
     EvaluationRecord,
@@ -54,7 +57,7 @@ from oobleck.host.ipc.messages import (
     Ready,
     SaveFailed,
 )
-from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.ids import Generation, JobId, NodeName, WorkerId
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.proto.types import Assignment
 from support.agents import A, B, Node, desired, sent
@@ -269,6 +272,24 @@ def test_a_worker_with_a_plan_measures_nothing_and_its_answers_are_forgotten() -
     node.after(sent(1))
     assert node.state.workers[A].measured == ()
     assert node.after(Assigned(desired=measuring(2))) == ()
+
+
+def test_a_worker_is_told_which_records_the_master_has() -> None:
+    def stored(step: int, job: str = "demo-1") -> RecordsStored:
+        told = Acknowledged(step=step, evaluation=step - 1)
+        return RecordsStored(job_id=JobId(job), acknowledged=told)
+
+    def telling(step: int) -> SendAcknowledged:
+        return SendAcknowledged(incarnation=A, acknowledged=stored(step).acknowledged)
+
+    node = Node().with_worker()
+    node.after(Assigned(desired=desired(generation=1)))
+    assert node.after(sent(1), stored(9, "other-1")) == ()
+    assert node.after(stored(7)) == (telling(7),)
+    assert node.after(telling(7)) == ()
+    assert node.after(stored(8), stored(9)) == (telling(9),), "the newest word alone"
+    node.after(Assigned(desired=replace(desired(), job_id=JobId("other-2"))))
+    assert node.state.acknowledged is None
 
 
 def test_a_plan_is_not_sent_before_the_worker_is_ready() -> None:

@@ -182,8 +182,11 @@ def test_a_network_that_stays_cut_fails_a_job_only_after_many_meetings_and_a_lon
 def test_the_end_says_how_many_records_it_lacks() -> None:
     player = Player()
     player.play(commands("lost_records"))
-    last = player.event_lines[JobId("demo-1")][-1]
-    assert last == {"event": "succeeded", "generation": 1, "missing_steps": 92}
+    *_, lost, last = player.event_lines[JobId("demo-1")]
+    why = "nobody who is connected has them"
+    assert lost == {"event": "records_lost", "first": 9, "last": 100, "why": why}
+    assert last == {"event": "succeeded", "generation": 1}
+    assert player.state.jobs[JobId("demo-1")].lost.steps == 92
 
 
 def test_a_long_life_of_losses_and_returns_leaves_nothing_behind() -> None:

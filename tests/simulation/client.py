@@ -203,3 +203,7 @@ class Operator:
         ]
         if found != whole:
             raise Broken(f"metrics.jsonl of {job.id} has steps {found}")
+        lacking = set(range(first, last + 1)) - set(found)
+        told = {step for lost in job.lost.last for step in lost.steps}
+        if lacking != told and not job.journal_cut_at:
+            raise Broken(f"{job.id} lacks the records of {lacking}, and tells of {told}")

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from simulation.clockwork import Process
 from simulation.ear import Ear
 from simulation.gathering import Gathering
+from simulation.watch import GONE
 
 from oobleck.host.ipc.messages import (
+    Acknowledged,
     Alive,
     Ask,
     Assign,
@@ -24,6 +26,7 @@ from oobleck.host.ipc.messages import (
     Failed,
     Finished,
     FromWorker,
+    Handed,
     Launch,
     LinkMeasured,
     Measure,
@@ -99,6 +102,8 @@ class Trainer:
         self.entered = Generation(0)
         self.report: Any = None
         self._saved = 0
+        #: By step, records that the master has not acknowledged.
+        self._records: dict[int, StepRecord] = {}
         #: Newest generation that it has committed a step in.
         self._trained = Generation(0)
         #: What its training thread tells of itself, and whether it has got stuck.
@@ -125,6 +130,8 @@ class Trainer:
                 self.ear.wish(message)
             case Save(number=number):
                 self.ear.save_wish = max(self.ear.save_wish, number)
+            case Acknowledged(step=step):
+                self._records = {s: r for s, r in self._records.items() if s > step}
             case Ask():
                 files = self._doing in ("restore", "write")
                 self.say(
@@ -353,11 +360,12 @@ class Trainer:
         if not (assign.restore or fresh or lost):
             return False
         await self._work("restore", self.world.draw.uniform(0.05, 1.0))
-        found = await self._exchange(gathering, "checkpoint", self._ledger.checkpoint)
-        step = found[plan.workers[0]]
+        seen = self._ledger.checkpoint, self._ledger.beside
+        found = await self._exchange(gathering, "checkpoint", seen)
+        step, beside = found[plan.workers[0]]
         if step == 0 and not assign.anew:
             if assign.restore:
-                self.fail("user", "checkpoint.path: there is no checkpoint though one is needed")
+                self.fail("user", f"checkpoint.path: there is none, {GONE}")
             return False
         shards = gathering.shards[self.worker]
         progress = self.progress = Progress(
@@ -367,7 +375,13 @@ class Trainer:
         self._ledger.went_back(step, plan.generation)
         self.entered = generation = plan.generation
         path = f"/saved/{step}" if step else ""
-        self.say(Restored(generation=generation, step=step, path=path))
+        job = self.job_id if step else ""
+        self.say(Restored(generation=generation, step=step, path=path, job=job))
+        self._records = {record.step: record for record in beside}
+        if beside:
+            self.say(Handed(generation=generation, records=beside))
+        for record in beside:
+            self._ledger.recorded(record.step, self.world.agent_of(self))
         self.say(PhaseReached(generation=generation, phase="joined", committed_step=step))
         self.say(PhaseReached(generation=generation, phase="transferred"))
         return True
@@ -467,6 +481,7 @@ class Trainer:
             step_seconds=self.world.step_s,
             time=self.world.unix(self.node),
         )
+        self._records[step] = record
         self.say(Committed(record=record))
         self._ledger.recorded(step, self.world.agent_of(self))
 
@@ -493,12 +508,13 @@ class Trainer:
 
     async def _save(self, assign: Assign, step: int, wish: int) -> None:
         """All writers must outlive it, and the disk must take it."""
+        records = [record for record in self._records.values() if record.step <= step]
         await asyncio.sleep(self.world.draw.uniform(0.1, 0.8))
         if self.world.disk_full:
             failed = SaveFailed(what="checkpoint", step=step, reason="disk full", request=wish)
             self.say(failed)
         elif self.world.all_live(assign):
-            self._ledger.saved(step)
+            self._ledger.saved(step, records)
             path = f"/saved/{step}"
             self.say(CheckpointSaved(step=step, path=path, bytes=1, seconds=0.1, request=wish))
 

@@ -1,11 +1,12 @@
 """What must hold at every moment of a simulated run, whatever has failed."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from oobleck.agent.connection import outbox as outboxes
 from oobleck.agent.connection.records import LIMIT
-from oobleck.host.ipc.messages import Assign
+from oobleck.host.ipc.messages import Assign, StepRecord
 from oobleck.master.events.jobs import JobCancelled, JobFailed, JobRestored, JobSucceeded
 from oobleck.master.events.plans import FirstStepCommitted, PlanMade
 from oobleck.master.events.unions import Journaled, MasterStarted
@@ -43,6 +44,8 @@ class Ledger:
         #: The furthest committed step, by the generation in which all went back to a checkpoint.
         self.furthest: dict[int, int] = {0: 0}
         self.checkpoint = 0
+        #: The records beside it.
+        self.beside: tuple[StepRecord, ...] = ()
         #: The newest generation that any worker has agreed in.
         self._agreed, self._agreed_step = Generation(0), 0
         #: Steps that any worker has committed.
@@ -125,8 +128,10 @@ class Ledger:
     def went_back(self, step: int, lineage: int) -> None:
         self.furthest.setdefault(lineage, step)
 
-    def saved(self, step: int) -> None:
-        self.checkpoint = max(self.checkpoint, step)
+    def saved(self, step: int, records: Sequence[StepRecord]) -> None:
+        """A checkpoint of the state after `step` is there, and these records beside it."""
+        if step >= self.checkpoint:
+            self.checkpoint, self.beside = step, tuple(records)
 
 
 class Watch:

@@ -23,6 +23,7 @@ from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.models.huggingface.architecture import Architecture
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
+from support.recorded import recorded
 from support.waiting import until
 
 LENGTH = 16
@@ -101,7 +102,12 @@ def exported(job: JobSpec, state: ModelState, folder: Path) -> list[str]:
         rank=0,
     )
     saving = CheckpointWriter(
-        order, saved, snapshots(state, layers), report=lambda _: None, reached=lambda: None
+        order,
+        saved,
+        snapshots(state, layers),
+        recorded(3),
+        report=lambda _: None,
+        reached=lambda: None,
     )
     saving.others_are_done()
     until(lambda: not saving.busy, "the checkpoint")

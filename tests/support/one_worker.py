@@ -63,6 +63,7 @@ def training(job: JobSpec, device: torch.device = _HOST) -> Iterator[Executor]:
             links=party.links[0],
             state=ModelState(job, device),
             progress=TrainingProgress(),
+            records=control.records,
             chunk_bytes=launch.chunk_bytes,
             data=data.fingerprint,
             base=b"",

@@ -51,6 +51,7 @@ from oobleck.master.events.jobs import (
     MeasuringStarted,
     ProfileChosen,
     RateChanged,
+    RecordsLost,
     SaveProblem,
 )
 from oobleck.master.events.nodes import (
@@ -1203,6 +1204,8 @@ def told(event: Journaled) -> str:
             return f"{name} {event.failed.what} step {event.failed.step}: {event.failed.reason}"
         case JobCaughtUp():
             return f"{name} step {event.step}"
+        case RecordsLost():
+            return f"{name} {event.first}-{event.last}: {event.why}"
         case RateChanged(alone=True):
             took = f"{event.step_s:.3f} s a step instead of {event.usual_s:.3f} s"
             return f"{name} {event.worker}: {event.rate:g}, {took}, alone"

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,11 +27,12 @@ from oobleck.planner.ids import Generation
 from oobleck.planner.job.model import AnyModel
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.recovery.checkpoint import MANIFEST, layer_file
+from oobleck.planner.recovery.checkpoint import MANIFEST, RECORDS, RecordsFile, layer_file
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import JobError
+from oobleck.worker.runtime.records import describe_file
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.transport.collect import collect
 from oobleck.worker.transport.transport import Transport
@@ -54,6 +55,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     model: AnyModel
     #: One file per layer, in layer order.
     files: tuple[str, ...]
+    #: As in a checkpoint's manifest.
+    records: RecordsFile | None = None
 
 
 def check_writable(directory: str | Path) -> None:
@@ -84,10 +87,22 @@ def write_layers(directory: str | Path, state: ModelState, layers: Iterable[int]
         _write(directory, layer_file(layer), save(tensors, metadata=metadata))
 
 
-def write_manifest(directory: str | Path, job: JobSpec, job_id: str, step: int) -> None:
+def write_records(directory: str | Path, lines: Sequence[bytes]) -> RecordsFile:
+    """Write the records that the master may not have."""
+    _write(directory, RECORDS, b"".join(lines))
+    return describe_file(lines)
+
+
+def write_manifest(
+    directory: str | Path,
+    job: JobSpec,
+    job_id: str,
+    step: int,
+    records: RecordsFile | None = None,
+) -> None:
     """Name the files of a complete output; to be written after all layers."""
     files = tuple(layer_file(layer) for layer in range(job.model.layer_count))
-    manifest = Manifest(job=job_id, step=step, model=job.model, files=files)
+    manifest = Manifest(job=job_id, step=step, model=job.model, files=files, records=records)
     _write(directory, MANIFEST, msgspec.json.format(encode(manifest), indent=2) + b"\n")
 
 
@@ -113,8 +128,14 @@ def write_result(
             state.load(layer, whole, version=step)
             insist(partial(write_layers, output, state, [layer]))
     transport.all_gather(torch.zeros(1))  # the manifest vouches for all layers
-    if plan.workers[0] == worker:
-        insist(partial(write_manifest, output, job, context.job_id, step))
+    if plan.workers[context.progress.recorder] == worker:
+        lines = context.records.lines(step, timeout_s=0.0)
+
+        def conclude() -> None:
+            records = write_records(output, lines)
+            write_manifest(output, job, context.job_id, step, records)
+
+        insist(conclude)
 
 
 def _insist(

@@ -8,12 +8,14 @@ import logging
 import time
 from collections.abc import Iterable
 
+from oobleck.host.display import inline
 from oobleck.host.ipc.messages import Assign, Restored
 from oobleck.host.storage.checkpoints import (
     Damaged,
     StoredCheckpoint,
     Unreadable,
     read_layer,
+    read_records,
     set_aside,
     verify_layer,
 )
@@ -31,6 +33,7 @@ from oobleck.worker.checkpoint.findings import (
 )
 from oobleck.worker.checkpoint.location import CheckpointLocation
 from oobleck.worker.context import WorkerContext
+from oobleck.worker.runtime.records import Records, read_lines
 from oobleck.worker.state.layer_file import unpack
 from oobleck.worker.state.layout import layout
 from oobleck.worker.state.precision import state_dtype
@@ -38,6 +41,9 @@ from oobleck.worker.state.usage import Missed
 from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
+
+#: Characters of a problem that the master is told.
+_MOST_PROBLEM = 200
 
 
 def restore(
@@ -48,10 +54,11 @@ def restore(
     *,
     resume: bool,
     needed: bool,
-) -> tuple[Restored | None, Missed]:
+) -> tuple[Restored | None, Missed, Records | None]:
     """Load the plan's layers from the newest checkpoint that is complete for all workers.
 
-    Return that checkpoint (None: there is none) and its `missed` counts. `resume`: the job has not
+    Return that checkpoint (None: there is none), its `missed` counts, and the records beside it
+    (None: none that can be used). `resume`: the job has not
     trained yet, and `checkpoint.resume` decides. `needed`: there must be one.
 
     Raises JobError if none can be used, and Superseded. If the others go on without this node, it
@@ -68,23 +75,42 @@ def restore(
         found = _try(context, location, step, identity, shards)
         reasons = distinct_reasons(found)
         if not reasons:
-            path = f"{location.folder.url.rstrip('/')}/{location.known[identity].name}"
+            used = location.known[identity]
+            path = f"{location.folder.url.rstrip('/')}/{used.name}"
+            records, problem = _records(context, location.folder.below(used.name), used.manifest)
             passed_over += location.newer_damaged(step)
             restored = Restored(
                 generation=assign.plan.generation,
                 step=step,
                 path=path,
                 passed_over=tuple(passed_over),
+                job=used.manifest.job,
+                records_problem=problem,
             )
-            return restored, location.known[identity].manifest.missed
+            return restored, used.manifest.missed, records
         passed_over.append("; ".join(reasons))
         log.warning("checkpoint passed over", extra={"step": step, "reason": reasons})
         fault = fault or at_fault(found)
     if not passed_over:
-        return None, {}
+        return None, {}, None
     what = f"no checkpoint in {location.folder.url} can be read: {' | '.join(passed_over)}"
     fix = "see that all nodes share it; or remove them to begin anew, or name another path"
     raise location.error_for(fault, what, fix)
+
+
+def _records(
+    context: WorkerContext, folder: Folder, manifest: Manifest
+) -> tuple[Records | None, str]:
+    """Return the records beside a checkpoint of this job, and why they cannot be used. Without them
+    the state is as good: they are lost then, which the master tells."""
+    if manifest.records is None or manifest.job != context.job_id:
+        return None, ""
+    try:
+        text = read_records(folder, manifest.records)
+        return read_lines(text, manifest.step), ""
+    except InvalidCheckpoint as error:
+        log.warning("records not restored", extra={"step": manifest.step, "reason": str(error)})
+        return None, inline(str(error))[:_MOST_PROBLEM]
 
 
 def _try(

@@ -151,6 +151,7 @@ class Saver:
             wish=wish,
             writers=tuple((worker, chosen[worker]) for worker in plan.workers),
             rank=plan.workers.index(self._worker),
+            recorder=self._context.progress.recorder,
         )
         try:
             with pulse.FILES:
@@ -164,7 +165,12 @@ class Saver:
             self._context.faults.reached, "before:LayerFile", generation=plan.generation, step=step
         )
         self._last = CheckpointWriter(
-            order, open_folder(spec.path), snapshots, report=self._control.report, reached=reached
+            order,
+            open_folder(spec.path),
+            snapshots,
+            self._context.records,
+            report=self._control.report,
+            reached=reached,
         )
         self._context.state.read_until(partial(_wait, snapshots))
         self._open, self._overdue = True, False

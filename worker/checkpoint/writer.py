@@ -9,7 +9,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -25,8 +25,10 @@ from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.recovery.checkpoint import (
     MANIFEST,
     MOST_MANIFEST_BYTES,
+    RECORDS,
     LayerFile,
     Manifest,
+    RecordsFile,
     format_manifest,
     layer_file,
     misfit,
@@ -34,6 +36,7 @@ from oobleck.planner.recovery.checkpoint import (
 )
 from oobleck.planner.redact import redact
 from oobleck.worker.checkpoint.snapshots import Snapshots
+from oobleck.worker.runtime.records import RecordLog, describe_file
 from oobleck.worker.state.layer_file import pack
 from oobleck.worker.state.layout import layout
 from oobleck.worker.state.usage import Missed
@@ -45,6 +48,8 @@ _FIRST_POLL_S = 0.01
 _LONGEST_POLL_S = 0.5
 #: How much later than its writer another worker may come to see a file.
 SEEN_AFTER_S = 10.0
+#: How long the record of the checkpoint's own step is waited for: it comes right after the step.
+_RECORD_WITHIN_S = 10.0
 #: How long a checkpoint that came to nothing stays for writers that still work in it.
 _LINGER_S = 60.0
 
@@ -69,11 +74,27 @@ class Order:
     writers: tuple[tuple[WorkerId, tuple[int, ...]], ...]
     #: Of this worker.
     rank: int
+    #: Rank of the worker that writes the records.
+    recorder: int = 0
 
     @property
     def publishes(self) -> bool:
         """Whether this worker writes the manifest."""
         return self.rank == 0
+
+    @property
+    def parts(self) -> Mapping[int, WorkerId]:
+        """Workers that write something, by rank."""
+        ranks = enumerate(self.writers)
+        return {r: who for r, (who, layers) in ranks if layers or r == self.recorder}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Files that one writer has written."""
+
+    files: tuple[LayerFile, ...]
+    records: RecordsFile | None = None
 
 
 class _Abandoned(Exception):
@@ -88,19 +109,22 @@ class CheckpointWriter:
         order: Order,
         folder: Folder,
         snapshots: Snapshots,
+        records: RecordLog,
         *,
         report: Callable[[CheckpointSaved | SaveFailed], None],
         reached: Callable[[], None],
         seen_after_s: float = SEEN_AFTER_S,
     ) -> None:
         """`folder`: of all checkpoints; `snapshots`: of the layers that this worker writes, made
-        here and freed as they are written; `reached`: called before each is written."""
+        here and freed as they are written; `records`: of this worker; `reached`: called before each
+        layer is written."""
         self.order = order
         #: The write failed or was abandoned; and the reason, if the disk or service refused it.
         self.failed = False
         self.problem = ""
         self._folder = folder
         self._snapshots = snapshots
+        self._records = records
         self._report = report
         self._reached = reached
         self._seen_after_s = seen_after_s
@@ -176,16 +200,22 @@ class CheckpointWriter:
                     "and a new job with this path is refused: give every job its own",
                     extra={"path": self._folder.url, "checkpoint": other},
                 )
-        mine = order.writers[order.rank][1]
-        if not mine:
+        if order.rank not in order.parts:
             return
         files = []
-        for layer in mine:
+        for layer in order.writers[order.rank][1]:
             if self._abandoned:
                 raise _Abandoned
             self._reached()
             files.append(self._write_layer(layer, self._snapshots.take(layer)))
-        self._folder.write(f"{order.name}/{part_file(order.rank)}", [encode(files)])
+        records = self._write_records() if order.rank == order.recorder else None
+        part = _Part(files=tuple(files), records=records)
+        self._folder.write(f"{order.name}/{part_file(order.rank)}", [encode(part)])
+
+    def _write_records(self) -> RecordsFile:
+        lines = self._records.lines(self.order.step, _RECORD_WITHIN_S)
+        self._folder.write(f"{self.order.name}/{RECORDS}", lines)
+        return describe_file(lines)
 
     def _write_layer(self, layer: int, snapshot: torch.Tensor) -> LayerFile:
         job, name = self.order.job, layer_file(layer)
@@ -201,7 +231,7 @@ class CheckpointWriter:
         return LayerFile(name=name, layer=layer, bytes=size, sha256=digest.hexdigest())
 
     def _publish(self) -> Manifest:
-        manifest = self._manifest(self._all_files())
+        manifest = self._manifest(*self._all_parts())
         self._folder.write(f"{self.order.name}/{MANIFEST}", [format_manifest(manifest)])
         return manifest
 
@@ -217,7 +247,7 @@ class CheckpointWriter:
         log.info("checkpoint saved", extra={"step": saved.step, "path": saved.path})
         self._report(saved)
 
-    def _manifest(self, files: list[LayerFile]) -> Manifest:
+    def _manifest(self, files: list[LayerFile], records: RecordsFile | None) -> Manifest:
         job = self.order.job
         return Manifest(
             job=self.order.job_id,
@@ -229,22 +259,26 @@ class CheckpointWriter:
             base=self.order.base,
             missed=self.order.missed,
             files=tuple(sorted(files, key=lambda file: file.layer)),
+            records=records,
         )
 
-    def _all_files(self) -> list[LayerFile]:
-        """What all writers have written, once they have."""
-        wanted = {part_file(r): w for r, (w, layers) in enumerate(self.order.writers) if layers}
+    def _all_parts(self) -> tuple[list[LayerFile], RecordsFile | None]:
+        """Return what all writers have written, once they have."""
+        wanted = {part_file(rank): worker for rank, worker in self.order.parts.items()}
         here = self._folder.below(self.order.name)
         files: list[LayerFile] = []
+        records: RecordsFile | None = None
         poll_s = _FIRST_POLL_S
         while True:
             last_look = self._abandoned or self._is_late()
             for name in sorted(wanted.keys() & set(here.names())):
-                files += decode(list[LayerFile], here.read(name, most_bytes=MOST_MANIFEST_BYTES))
+                part = decode(_Part, here.read(name, most_bytes=MOST_MANIFEST_BYTES))
+                files += part.files
+                records = part.records or records
                 del wanted[name]
             if not wanted:
                 self._check_there(files, here.names())
-                return files
+                return files, records
             if last_look:
                 if not self._abandoned:
                     self._report_unseen(", ".join(map(str, wanted.values())))
@@ -297,9 +331,8 @@ class CheckpointWriter:
         assert spec is not None, "only jobs with checkpoints save any"
         here = self._folder.below(self.order.name)
         try:
-            for rank, (_, layers) in enumerate(self.order.writers):
-                if layers:
-                    here.remove(part_file(rank))
+            for rank in self.order.parts:
+                here.remove(part_file(rank))
             prune(
                 self._folder,
                 keep=spec.keep,

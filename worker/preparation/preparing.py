@@ -284,7 +284,7 @@ class Preparing:
         whole = sink.whole_layers(word.step, anew=anew)
         if whole and anew:
             state.keep_only(())
-            progress.restart(word.step, word.lineage, word.missed)
+            progress.restart(word.step, word.lineage, word.missed, word.step)
             progress.join(word.step, word.lineage, word.skipped, word.missed, word.generation)
             self._learn_vote(words)
         for layer in whole:

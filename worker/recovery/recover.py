@@ -8,13 +8,20 @@ checkpoint (`restore`). Must not know how training goes on after.
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 
 from oobleck.host.data.token_file import DataError
-from oobleck.host.ipc.messages import Assign, Committed, PhaseReached, Restored
+from oobleck.host.ipc.messages import (
+    Assign,
+    Committed,
+    Evaluated,
+    Handed,
+    PhaseReached,
+    Restored,
+)
 from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.programs.plan import Plan
@@ -26,6 +33,7 @@ from oobleck.worker.recovery.rejoin import Agreement, Held, RecoveryState, agree
 from oobleck.worker.recovery.transfer import fetch_layers, transfers_to
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import LayersGone, TransportError
+from oobleck.worker.runtime.records import Records
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import layer_sizes
 from oobleck.worker.state.progress import Position
@@ -38,6 +46,9 @@ from oobleck.worker.transport.transport import Transport
 from oobleck.worker.transport.words import joined, parts
 
 log = logging.getLogger(__name__)
+
+#: Records that an agent is given in one message.
+_HANDED_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +111,8 @@ class Recovery:
         with self._context.timeline.phase("agree"):
             told = read_standings(plan.workers, standings)
             agreement = agree(told.states)
+            begins = [told.states[worker].recorded_from for worker in plan.workers]
+            progress.recorder = begins.index(min(begins))
         if self._restore(assign, agreement, transport):
             return None
         rolled_forward = self._worker in agreement.roll_forward
@@ -180,6 +193,7 @@ class Recovery:
             used = vote.count(ballot, self._job.training, workers=1).used
             unused = parameters_of(self._job).unused(used)
             missed = Omissions(unused=unused, missed=missed).after()
+        self._context.records.go_back(agreement.step)
         self._progress.join(
             agreement.step, agreement.lineage, agreement.skipped, missed, generation
         )
@@ -198,9 +212,10 @@ class Recovery:
             return False
         restored: Restored | None = None
         missed: Missed = {}
+        records: Records | None = None
         if spec is not None:
             with self._context.timeline.phase("restore"), pulse.FILES:
-                restored, missed = restore(
+                restored, missed, records = restore(
                     self._context,
                     spec,
                     assign,
@@ -213,10 +228,12 @@ class Recovery:
         if restored is None:
             return False
         generation, step = restored.generation, restored.step
-        self._progress.restart(step, generation, missed)
+        self._context.records.go_back(step, records or Records())
+        self._progress.restart(step, generation, missed, 0 if records is not None else step)
         log.info("restored", extra={"step": step, "path": restored.path})
         for message in (
             restored,
+            *_handed(generation, records or Records()),
             PhaseReached(generation=generation, phase="joined", committed_step=step),
             PhaseReached(generation=generation, phase="transferred"),
         ):
@@ -308,8 +325,18 @@ class Recovery:
         log.info("rolled forward", extra={"step": agreement.step})
         # Of the generation that voted: a record of the new one says that its transfers are done.
         record = make_record(self._job, progress.voted_generation, progress, result)
+        self._context.records.add(record)
         self._control.report(Committed(record=record))
         return vector
+
+
+def _handed(generation: Generation, records: Records) -> Iterator[Handed | Evaluated]:
+    """Yield the records that were beside a checkpoint, as the agent is told of them."""
+    for first in range(0, len(records.steps), _HANDED_AT_ONCE):
+        some = records.steps[first : first + _HANDED_AT_ONCE]
+        yield Handed(generation=generation, records=some)
+    for evaluation in records.evaluations:
+        yield Evaluated(record=evaluation, restored_in=generation)
 
 
 def read_standings(members: Sequence[WorkerId], standings: Sequence[bytes]) -> Told:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from oobleck.host.ipc.channel import Channel
 from oobleck.host.ipc.messages import (
+    Acknowledged,
     Ask,
     Assign,
     FromWorker,
@@ -30,6 +31,7 @@ from oobleck.planner.ids import Generation
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.code import end_process
 from oobleck.worker.runtime.errors import Superseded
+from oobleck.worker.runtime.records import RecordLog
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,8 @@ class Control:
         self.record: Record | None = None
         #: Number of the newest wish for a checkpoint; 0: none.
         self.save_wish = 0
+        #: What this worker has recorded, and which of it the master has.
+        self.records = RecordLog()
         #: The newest loss that the agent was told of.
         self._lost: PeerLost | None = None
 
@@ -190,6 +194,8 @@ class Control:
                         self.record = message
                 case Save(number=number):
                     self.save_wish = max(self.save_wish, number)
+                case Acknowledged(step=step, evaluation=evaluation):
+                    self.records.acknowledge(step, evaluation)
                 case Ask():
                     self.report(pulse.read())
                 case Stop(reason=reason):

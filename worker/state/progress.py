@@ -37,6 +37,8 @@ class Position:
     lineage: int = 0
     #: Newest generation in which it agreed with others on a step.
     joined: int = 0
+    #: It has had the records of all steps after this one, of evaluations too.
+    recorded_from: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +55,8 @@ class TrainingProgress(Position):
     row_digests: dict[int, bytes] = field(default_factory=dict)
     #: The vector of the vote on `voted`, for those who have not seen it.
     ballot: torch.Tensor | None = None
+    #: Who writes the records beside the generation's checkpoints, by rank.
+    recorder: int = 0
 
     def loss_sum(self) -> tuple[float, float]:
         """Return the sum of all losses and that of their weights, in one read from the device,
@@ -61,7 +65,7 @@ class TrainingProgress(Position):
         loss, weight = torch.stack(known).sum(dim=0).cpu().tolist() if known else (0.0, 0.0)
         return loss, weight
 
-    def restart(self, step: int, lineage: int, missed: Missed) -> None:
+    def restart(self, step: int, lineage: int, missed: Missed, recorded_from: int) -> None:
         """All layers held are those of a checkpoint: what is known of other steps is void."""
         self.committed, self.begun, self.reduced, self.voted = step, 0, 0, 0
         self.reduced_generation = self.voted_generation = _NO_GENERATION
@@ -70,12 +74,15 @@ class TrainingProgress(Position):
         self.row_digests.clear()
         self.skipped, self.lineage, self.joined = 0, lineage, lineage
         self.missed = missed
+        self.recorded_from, self.recorder = recorded_from, 0
 
     def join(self, step: int, lineage: int, skipped: int, missed: Missed, generation: int) -> None:
         """Go on from the agreed `step`. `skipped`: steps in a row up to it that others know as
         skipped; `missed`: as of `step`."""
         stands_there = (self.committed, self.lineage) == (step, lineage)
         self.skipped = max(skipped, self.skipped if stands_there else 0)
+        if self.committed < step:
+            self.recorded_from = step
         self.committed, self.lineage, self.joined = step, lineage, generation
         self.missed = missed
         if self.voted > step:  # the others did not know of that vote, and hold another one

@@ -85,6 +85,7 @@ class Evaluator:
                 known = self._evaluate(step, plan, hops, transport)
         if self._newest is None or self._newest.step != step:
             self._newest = known
+            self._context.records.add_evaluation(known)
             self._context.control.report(Evaluated(record=known))
 
     def _known(self, step: int, transport: Transport) -> EvaluationRecord | None:

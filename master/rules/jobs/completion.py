@@ -17,6 +17,7 @@ from oobleck.master.events.jobs import (
     JobFailed,
     JobRestored,
     JobSucceeded,
+    RecordsLost,
     SaveProblem,
 )
 from oobleck.master.events.plans import PHASES, FirstStepCommitted, ReconfigurationStats
@@ -162,12 +163,18 @@ def _succeed(context: Context, job: Job) -> Decision | None:
         last = max(job.seen.progressed_at or context.now, job.seen.steps.recorded_at or 0.0)
         if context.now < (due := last + context.timing.meeting_s):
             return Decision(wake_at=due, reason=missing)
-    event = JobSucceeded(
-        job_id=job.id,
-        transition=reconfiguration_stats(context, job),
-        missing_steps=max(0, steps - through),
-    )
-    return Decision(actions=(event,), reason="all workers have finished")
+    lost = (records_lost(job, range(through + 1, steps + 1)),) if through < steps else ()
+    event = JobSucceeded(job_id=job.id, transition=reconfiguration_stats(context, job))
+    return Decision(actions=(*lost, event), reason="all workers have finished")
+
+
+def records_lost(job: Job, steps: range) -> RecordsLost:
+    """Return the word on records that nobody has sent, with why, as far as that is known."""
+    why, restored = "nobody who is connected has them", job.rollback.restored
+    if restored is not None and steps.start <= restored.step:
+        what = restored.records_problem or "there are none"
+        why = f"all who had them have ended; beside the checkpoint of {restored.step}: {what}"
+    return RecordsLost(job_id=job.id, first=steps.start, last=steps.stop - 1, why=why)
 
 
 def note_checkpoint(context: Context) -> Decision | None:
@@ -188,6 +195,6 @@ def _event(job: Job, report: SaveReport) -> CheckpointPublished | SaveProblem | 
             return JobRestored(
                 job_id=job.id,
                 restored=report,
-                resumed=job.current.trained is None,
+                resumed=job.current.trained is None and report.job != job.id,
                 lost_steps=max(0, job.seen.steps.furthest_step - step),
             )

@@ -24,11 +24,12 @@ from oobleck.master.events.jobs import (
     ProfileChosen,
     RateChanged,
     RecordsDiffer,
+    RecordsLost,
     SaveProblem,
 )
 from oobleck.master.events.nodes import NodeYielded
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.job import KNOWN_REPORTS, KNOWN_REQUESTS, Job
+from oobleck.master.state.job import KNOWN_LOST, KNOWN_REPORTS, KNOWN_REQUESTS, Job
 from oobleck.master.state.job_observed import JobSeen, ProfilingSeen
 from oobleck.master.state.job_states import move
 from oobleck.master.state.rates import slow_after
@@ -54,6 +55,10 @@ def apply(state: ClusterState, event: JobEvent, now: float, unix: float) -> None
             _note_rate(state, state.jobs[event.job_id], event, now, unix)
         case RecordsDiffer():
             pass  # for the operator, who may drain one of them
+        case RecordsLost():
+            lost = state.jobs[event.job_id].lost
+            lost.steps += len(event.steps)
+            lost.last = (*lost.last, event)[-KNOWN_LOST:]
         case JobStarted() | JobPutBack() | JobWaiting():
             _take_turn(state, state.jobs[event.job_id], event, now, unix)
         case MeasuringStarted() | ProfileChosen():

@@ -22,6 +22,7 @@ from oobleck.master.events.jobs import (
     ProfileChosen,
     RateChanged,
     RecordsDiffer,
+    RecordsLost,
     SaveProblem,
 )
 from oobleck.master.events.nodes import (
@@ -65,6 +66,7 @@ _OfJob = (
     | JobRestored
     | RateChanged
     | RecordsDiffer
+    | RecordsLost
     | JobWaiting
     | JobPutBack
 )
@@ -176,6 +178,8 @@ def _job_line(event: _OfJob) -> EventLine:
             return told | _with("rate_changed", worker, "node", "slot")
         case RecordsDiffer():
             return _with("records_differ", event, "record", "step", "nodes", "fields")
+        case RecordsLost():
+            return _with("records_lost", event, "first", "last", "why")
         case JobWaiting(causes=causes):
             return {"event": "waiting", "reason": "; ".join(causes), "causes": causes}
         case JobPutBack():

@@ -48,10 +48,7 @@ def end_lines(
         case FirstStepCommitted():
             pass
         case JobSucceeded():
-            succeeded: dict[str, object] = {"event": "succeeded", "generation": generation}
-            if event.missing_steps:
-                succeeded["missing_steps"] = event.missing_steps
-            lines.append(succeeded)
+            lines.append({"event": "succeeded", "generation": generation})
         case JobFailed():
             failed = {"event": "failed", "generation": generation, "reason": event.reason}
             lines.append(failed)

@@ -38,13 +38,12 @@ class MetricsLog:
         self.left_some = False
         #: Steps up to this one have come; those up to `stored_step` are on disk.
         self.through_step = self.recent[-1].step if self.recent else 0
+        #: The same without lines that are not written yet.
+        self.stored_step = self.through_step
+        #: Steps whose records are lost, which are passed over; by the first of each range.
+        self._lost: dict[int, range] = {}
         #: How many of them were skipped. Each line has the number, so that the last one tells it.
         self._skipped_steps = self.recent[-1].skipped_steps if self.recent else 0
-
-    @property
-    def stored_step(self) -> int:
-        """Steps up to this one are on disk."""
-        return self.through_step - self._lines.unwritten
 
     @property
     def is_stored(self) -> bool:
@@ -53,7 +52,23 @@ class MetricsLog:
 
     def start_after(self, step: int) -> None:
         """The job began at a checkpoint: records of steps up to this one never come."""
+        self._go_on(step)
+
+    def lose(self, steps: range) -> None:
+        """Pass over the records of these steps, once all before them have come."""
+        self._lost[steps.start] = steps
+        self._pass_over()
+
+    def _pass_over(self) -> None:
+        following = self.through_step + 1
+        for steps in [steps for steps in self._lost.values() if steps.start <= following]:
+            del self._lost[steps.start]
+            self._go_on(steps.stop - 1)
+
+    def _go_on(self, step: int) -> None:
         self.through_step = max(self.through_step, step)
+        if not self._lines.unwritten:
+            self.stored_step = self.through_step
         for early in [early for early in self._waiting if early <= self.through_step]:
             del self._waiting[early]
 
@@ -76,6 +91,7 @@ class MetricsLog:
             self._lines.add(encode(record))
             self.through_step = record.step
             new.append(record)
+            self._pass_over()
         return tuple(new)
 
     @property
@@ -88,16 +104,18 @@ class MetricsLog:
         """Steps whose records others wait for, once all before them are on disk."""
         if not self._waiting or self._lines.unwritten:
             return range(0)
-        return range(self.through_step + 1, min(self._waiting))
+        return range(self.through_step + 1, min((*self._waiting, *self._lost)))
 
-    def pass_over(self) -> tuple[StepRecord, ...]:
-        """The missing records never come; returns those that waited for them, as new ones."""
-        self.start_after(self.missing.stop - 1)
-        return self.append(())
+    @property
+    def is_held_up(self) -> bool:
+        """True if records wait for room alone."""
+        full = self._lines.unwritten >= _MOST_WAITING
+        return not full and self.through_step + 1 in self._waiting
 
     def write(self) -> None:
         """Put all that was taken on disk. Raises StorageFailed; then nothing of it is."""
         self._lines.write()
+        self.stored_step = self.through_step
 
 
 class EvaluationLog:

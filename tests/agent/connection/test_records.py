@@ -23,7 +23,8 @@ def filled(steps: int, limit: int = 1000) -> RecordBuffer:
 
 
 def steps(buffer: RecordBuffer, now: float, *, held_s: float) -> list[int]:
-    return [record.step for record in buffer.due(now, hold_s=held_s)]
+    records, _ = buffer.due(now, hold_s=held_s)
+    return [record.step for record in records]
 
 
 def test_two_nodes_send_at_once_and_the_others_one_after_the_other() -> None:
@@ -62,6 +63,22 @@ def test_a_new_session_repeats_all_that_is_unacknowledged_in_step_order() -> Non
     buffer.session_began(5.0)
     assert steps(buffer, 5.0, held_s=HOLD_S) == []
     assert steps(buffer, 5.0 + HOLD_S, held_s=HOLD_S) == [2, 3]
+
+
+def test_what_was_beside_a_checkpoint_goes_apart_and_never_in_place_of_a_workers_own() -> None:
+    buffer = filled(2)
+    for step in (1, 2, 3, 4):
+        buffer.add(JOB, record(step, FIRST), 0.0, Generation(2))
+    buffer.add(JOB, record(5, Generation(2)), 0.0)
+    for _ in range(2):
+        found = []
+        while (sent := buffer.due(0.0, hold_s=0.0))[0]:
+            found.append(([record.step for record in sent[0]], sent[1]))
+        assert found == [([1, 2], 0), ([3, 4], 2), ([5], 0)]
+        buffer.session_began(0.0)
+    buffer.acknowledge(JOB, 3)
+    (last,), restored_in = buffer.due(0.0, hold_s=0.0)
+    assert (last.step, restored_in) == (4, 2)
 
 
 def test_batches_are_bounded() -> None:

@@ -10,7 +10,7 @@ from oobleck.master.clients import witnesses
 from oobleck.master.clients.budget import Budget
 from oobleck.master.clients.witnesses import LOST_S, MOST_WAITING, SILENT, Witnesses
 from oobleck.master.state import senders
-from oobleck.planner.ids import NodeName
+from oobleck.planner.ids import Generation, NodeName
 from oobleck.proto.types import Happening
 from support.scenario import Player, record
 
@@ -112,6 +112,33 @@ def test_who_has_no_part_has_no_word(telling: Telling) -> None:
     assert telling.tell(N1, 1, generation=2) == "of a generation that there is not"
     telling.tell(N2, 1)
     assert telling.judged() == []
+
+
+def test_what_was_beside_a_checkpoint_is_told_by_those_who_went_back_to_it() -> None:
+    """Whoever trained in the generation of before: they may all be gone."""
+    telling = Telling(
+        "0.7 enter 1 n1 n2 n3\n1.0 steps 1 5 1\n2.0 fail n3/0 node torn\n4.0 enter 2 n1 n2\n"
+        "4.1 steps 6 6 2\n"
+    )
+    told, job = telling.told, telling.job
+    assert N3 not in job.current.members
+    beside = [record(step, 1, float(step)) for step in (1, 2)]
+    second, first = Generation(2), Generation(1)
+    for word in beside:
+        assert told.tell(job, N3, word, telling.now, second) == "of a node that had no part in it"
+        assert told.tell(job, N1, word, telling.now, second) == ""
+    cannot = "of a generation that it cannot be of"
+    assert told.tell(job, N1, record(3, 2, 3.0), telling.now, second) == cannot
+    assert told.tell(job, N1, beside[0], telling.now, first) == cannot
+    assert told.tell(job, N1, beside[0], telling.now, Generation(3)) == (
+        "of a generation that there is not"
+    )
+    assert telling.judged() == []
+    telling.tell(N2, 1)
+    assert telling.judged() == [(1, "")], "whoever kept it may say so too"
+    told.tell(job, N2, beside[1], telling.now, second)
+    assert telling.judged() == [(2, "")]
+    assert telling.tell(N3, 3) == "", "what follows may be of the generation of before"
 
 
 def test_who_has_left_a_plan_tells_of_nothing_after_it() -> None:

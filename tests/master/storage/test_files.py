@@ -178,6 +178,15 @@ def test_any_number_of_jobs_needs_no_more_files(tmp_path: Path) -> None:
     assert not [name for name in names if name.startswith(str(tmp_path))]
 
 
+def look(archive: Archive, now: float, late_s: float = 0.0) -> list[int]:
+    """Return the steps whose records go on, as the master has them do."""
+    found = list(archive.held_up())
+    for job_id, steps in archive.given_up(now, late_s).items():
+        archive.lose(job_id, steps)
+        found.append(job_id)
+    return [record.step for job_id in found for record in archive.take_records(job_id, ())]
+
+
 def test_records_wait_for_those_before_them_and_not_for_ever(tmp_path: Path) -> None:
     archive = Archive(MasterConfig(listen="127.0.0.1:0", state_dir=tmp_path, timing=Detection()))
 
@@ -186,9 +195,9 @@ def test_records_wait_for_those_before_them_and_not_for_ever(tmp_path: Path) -> 
         archive.write()
 
     def passed(now: float, late_s: float = 0.0) -> list[int]:
-        new = archive.pass_over_lost(now, late_s).get(JOB, ())
+        new = look(archive, now, late_s)
         archive.write()
-        return [record.step for record in new]
+        return new
 
     take(1)
     assert passed(0.0) == []
@@ -211,8 +220,7 @@ def test_records_that_come_behind_a_gap_in_the_last_message_are_written_too(tmp_
     assert [new.step for new in archive.take_records(JOB, records)] == [1]
     found = []
     for now in (0.0, 1.0, 61.0, 62.0, 63.0, 123.0, 124.0):
-        new = archive.pass_over_lost(now, 0.0).get(JOB, ())
-        found += [(now, record.step) for record in new]
+        found += [(now, step) for step in look(archive, now)]
         archive.write()
     assert found == [(61.0, 3), (123.0, 5)]
     assert steps_in(tmp_path / "jobs" / JOB / "metrics.jsonl") == [1, 3, 5]
@@ -229,17 +237,35 @@ def test_what_too_many_records_on_a_full_disk_held_up_is_written_once_there_is_r
         steps = range(first, first + most)
         archive.take_records(JOB, tuple(record(step, 1, float(step)) for step in steps))
     archive.write()
-    assert archive.pass_over_lost(0.0, 0.0) == {}
+    assert look(archive, 0.0) == []
     assert not archive.asks_again()
     archive.storage.problem = ""
     archive.write()
-    assert [new.step for new in archive.pass_over_lost(1.0, 0.0)[JOB]] == [
-        *range(most + 1, 2 * most + 1)
-    ]
-    assert archive.pass_over_lost(2.0, 0.0) == {}
+    assert look(archive, 1.0) == [*range(most + 1, 2 * most + 1)]
+    assert look(archive, 2.0) == []
     archive.write()
     steps = steps_in(tmp_path / "jobs" / JOB / "metrics.jsonl")
     assert steps == [*range(1, 2 * most + 1)]
+
+
+def test_lost_steps_are_passed_over_once_all_before_them_are_there(tmp_path: Path) -> None:
+    """As after a restart, when the file lacks what came just before them."""
+    metrics = MetricsLog(tmp_path / "m")
+    metrics.lose(range(3, 6))
+    new = metrics.append(tuple(record(step, 1, float(step)) for step in (1, 6, 4)))
+    assert [one.step for one in new] == [1]
+    assert metrics.missing == range(0), "what is lost is not told again"
+    metrics.write()
+    assert (metrics.missing, metrics.stored_step) == (range(2, 3), 1)
+    new = metrics.append((record(2, 1, 2.0),))
+    assert [one.step for one in new] == [2, 6]
+    assert (metrics.through_step, metrics.stored_step) == (6, 1), "nothing is written yet"
+    metrics.write()
+    assert metrics.stored_step == 6
+    assert steps_in(tmp_path / "m") == [1, 2, 6]
+
+    metrics.lose(range(7, 10))
+    assert (metrics.through_step, metrics.stored_step) == (9, 9)
 
 
 def test_a_long_file_is_known_from_its_end(tmp_path: Path) -> None:

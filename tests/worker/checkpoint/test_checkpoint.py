@@ -107,6 +107,7 @@ def test_saved_by_three_and_resumed_by_two_of_another_cut(warm, tmp_path):
     assert sorted(p.name for p in (path / newest.name).iterdir()) == [
         *(f"layer-{layer:05}.safetensors" for layer in range(5)),
         "manifest.json",
+        "records.jsonl",
     ]
     with safe_open(path / newest.name / "layer-00001.safetensors", framework="np") as file:
         assert {"qkv.weight", "qkv.weight.exp_avg", "qkv.weight.exp_avg_sq"} <= set(file.keys())

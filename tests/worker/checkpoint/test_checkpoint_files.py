@@ -55,6 +55,7 @@ from oobleck.worker.state.layout import layout
 from oobleck.worker.state.model_state import ModelState
 from support.exports import snapshots
 from support.plans import plan_of_cuts
+from support.recorded import recorded
 from support.waiting import until
 
 A, B = (WorkerId(NodeName(name), 0) for name in "ab")
@@ -106,6 +107,7 @@ def save(
             ),
             folder,
             snapshots(state, shares[rank][1]),
+            recorded(step),
             report=reports.append,
             reached=partial(before_layer, rank),
         )
@@ -378,6 +380,7 @@ def test_a_folder_that_not_all_see_fails_the_save_with_the_node(job):
         order,
         folder,
         snapshots(state, shares[0][1]),
+        recorded(9),
         report=reports.append,
         reached=lambda: None,
         seen_after_s=0.05,

@@ -21,7 +21,12 @@ from oobleck.host.data.documents import read_documents
 from oobleck.host.data.token_file import DataError, TokenFileInfo, TokenWriter, info_path, read_info
 from oobleck.host.data.tokenizer import load_tokenizer
 from oobleck.host.security.credentials import read_file, read_secret
-from oobleck.host.storage.checkpoints import list_checkpoints, read_layer, verify
+from oobleck.host.storage.checkpoints import (
+    list_checkpoints,
+    read_layer,
+    read_records,
+    verify,
+)
 from oobleck.host.storage.folder import LocalFolder, bounded_names
 from oobleck.host.storage.weight_files import WeightsError, open_weights
 from oobleck.master.storage.profiles import read_profiles
@@ -32,6 +37,7 @@ from oobleck.planner.job.model_file import family_model
 from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.spec import DataSpec, TrainingSpec
 from oobleck.planner.recovery.checkpoint import (
+    RECORDS,
     InvalidCheckpoint,
     LayerFile,
     Manifest,
@@ -40,8 +46,10 @@ from oobleck.planner.recovery.checkpoint import (
     read_manifest,
 )
 from oobleck.worker.data.corpus import Corpus
+from oobleck.worker.runtime.records import describe_file, read_lines
 from oobleck.worker.state.layer_file import pack, unpack
 from oobleck.worker.state.layout import layout
+from support.recorded import recorded
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -99,6 +107,9 @@ def layer(number: int) -> bytes:
     return b"".join(map(bytes, pack(snapshot, flat, SGD.state, {"layer": str(number)})))
 
 
+RECORDED = recorded(3).lines(3, 0.0)
+
+
 def manifest(step: int = 3) -> Manifest:
     return Manifest(
         job="demo-1",
@@ -107,6 +118,7 @@ def manifest(step: int = 3) -> Manifest:
         model=MODEL,
         training=TrainingSpec(steps=9, global_batch=2, optimizer=SGD),
         data="da7a",
+        records=describe_file(RECORDED),
         files=tuple(
             LayerFile(
                 name=layer_file(number),
@@ -127,6 +139,7 @@ def place(tmp_path: Path) -> Path:
         (tmp_path / name / "manifest.json").write_bytes(format_manifest(manifest(step)))
         for number in range(3):
             (tmp_path / name / layer_file(number)).write_bytes(layer(number))
+        (tmp_path / name / RECORDS).write_bytes(b"".join(RECORDED))
     return tmp_path
 
 
@@ -152,6 +165,9 @@ BAD_MANIFESTS: dict[str, Harm] = {
     "a step before all": changed("step", to=-1),
     "a job's name": changed("job", to="\x1b[2J"),
     "data": changed("data", to="\x9b31m"),
+    "a path of records": changed("records", "name", to="../records.jsonl"),
+    "records beyond all": changed("records", "bytes", to=1 << 40),
+    "no hash of records": changed("records", "sha256", to="\x1b[31m"),
     "too many layers": changed("model", "layers", to=1 << 40),
 }
 
@@ -204,6 +220,22 @@ def test_a_link_in_place_of_a_torn_checkpoint_is_removed_and_not_what_it_names(
 
 def headed(header: str, data: int = 0) -> bytes:
     return len(header.encode()).to_bytes(8, "little") + header.encode() + bytes(data)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [Path.unlink, fifo, directory, sparse(1 << 40), sparse(9), content(b"0" * 800)],
+    ids=said,
+)
+def test_bad_records_leave_the_checkpoint_whole(place: Path, harm: Harm) -> None:
+    here, found = LocalFolder(place / NEWER), manifest()
+    assert found.records is not None
+    assert len(read_lines(read_records(here, found.records), 3).steps) == 3
+    harm(place / NEWER / RECORDS)
+    with pytest.raises(InvalidCheckpoint, match=r"^records\.jsonl: "):
+        read_records(here, found.records)
+    assert verify(here, found) == {}
+    assert list_checkpoints(LocalFolder(place)).checkpoints[0].name == NEWER
 
 
 @pytest.mark.parametrize("harm", [fifo, directory, sparse(1 << 40), sparse(9)], ids=said)

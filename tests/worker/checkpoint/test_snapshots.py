@@ -16,6 +16,7 @@ from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
 from oobleck.worker.state.layer_file import unpack
 from oobleck.worker.state.layout import layout
 from oobleck.worker.state.model_state import ModelState
+from support.recorded import recorded
 from support.waiting import until
 
 CPU = torch.device("cpu")
@@ -59,7 +60,9 @@ def test_the_step_after_a_save_computes_meanwhile_and_does_not_change_what_is_wr
         rank=0,
     )
     folder = LocalFolder(tmp_path)
-    saving = CheckpointWriter(order, folder, snapshots, report=lambda _: None, reached=lambda: None)
+    saving = CheckpointWriter(
+        order, folder, snapshots, recorded(1), report=lambda _: None, reached=lambda: None
+    )
 
     def asked_to_wait() -> None:
         # Gradients of step 2 are there, and nothing has been copied yet.
