@@ -100,10 +100,12 @@ def chart(
 def _pieces(
     points: Sequence[Point], value: Callable[[Point], float | None]
 ) -> list[list[tuple[Point, float]]]:
-    """A loss that was not finite breaks the line."""
+    """A loss that was not finite breaks the line, and so do steps without records."""
     found: list[list[tuple[Point, float]]] = [[]]
     for point in points:
         of = value(point)
+        if found[-1] and point.first > found[-1][-1][0].last + 1:
+            found.append([])
         if of is None or not math.isfinite(of):
             found.append([])
         else:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from oobleck.cli.output.table import Column
     from oobleck.host.storage.checkpoints import StoredCheckpoint
     from oobleck.host.storage.folder import Folder
-    from oobleck.planner.recovery.checkpoint import InvalidCheckpoint
+    from oobleck.planner.recovery.checkpoint import InvalidCheckpoint, Manifest
 
 _EPILOG = """\b
 Examples:
@@ -150,7 +150,7 @@ def verify(path: str, as_json: bool) -> int:
     """
     from oobleck.cli.output import text
     from oobleck.host.storage.checkpoints import verify as verify_files
-    from oobleck.planner.recovery.checkpoint import MANIFEST
+    from oobleck.planner.recovery.checkpoint import MANIFEST, RECORDS
 
     whole, damaged = _checkpoints(path, set_aside=True)
     bad = [{"checkpoint": n, "file": MANIFEST, "problem": p} for n, p in damaged.items()]
@@ -161,6 +161,9 @@ def verify(path: str, as_json: bool) -> int:
         note = _mark(folder, problems)
         for file, error in problems.items():
             bad.append({"checkpoint": found.name, "file": file, "problem": error.what})
+        lost = _records_problem(folder, found.manifest)
+        if lost:
+            bad.append({"checkpoint": found.name, "file": RECORDS, "problem": lost})
         if not as_json:
             files = len(found.manifest.files)
             state = f"{len(problems)} of {files} files damaged" if problems else "ok"
@@ -168,9 +171,24 @@ def verify(path: str, as_json: bool) -> int:
             click.echo(inline(f"{head}  {files} files  {state}{note}"))
             for error in problems.values():
                 click.echo(inline(f"  {error}"))
+            if lost:
+                click.echo(inline(f"  {lost}; a job goes on from its state without these records"))
     if as_json:
         click.echo(text.dump(bad))
     return FAILED if bad else 0
+
+
+def _records_problem(folder: "Folder", manifest: "Manifest") -> str:
+    """Return why the records beside a checkpoint cannot be used; empty: they can."""
+    from oobleck.host.storage.checkpoints import read_records
+    from oobleck.planner.recovery.checkpoint import InvalidCheckpoint
+
+    try:
+        if manifest.records is not None:
+            read_records(folder, manifest.records)
+    except InvalidCheckpoint as error:
+        return str(error)
+    return ""
 
 
 def _mark(folder: "Folder", problems: "Mapping[str, InvalidCheckpoint]") -> str:

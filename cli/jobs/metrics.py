@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +16,7 @@ from oobleck.host.ipc.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from oobleck.cli.output.form import Form
+    from oobleck.proto import control_pb2 as pb
 
 #: Rows of a table where no step is named that it begins with.
 _ROWS = 20
@@ -77,6 +78,8 @@ def metrics(
             else connection.metrics(job_id, follow=False, from_step=first, evaluations=evaluations)
         )
         records: Iterator[dict[str, Any]] = map(json.loads, lines)
+        if not evaluations and not as_csv:
+            records = _with_lost(records, lambda: connection.job(job_id), first)
         if is_data(form):
             told = _tell_data(records, form)
         elif as_csv:
@@ -89,6 +92,27 @@ def metrics(
         what = "evaluation" if evaluations else "step"
         since = "" if from_step is None else f" from step {from_step} on"
         click.echo(f"{job_id} has no {what}{since} so far", err=True)
+
+
+def _with_lost(
+    records: Iterable[dict[str, Any]], job: Callable[[], "pb.JobStatus"], first: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the records, and what is lost of them at its place: `lost`, its first and last step,
+    and `why`. `job` asks the master for the job."""
+    following = first
+    for record in records:
+        if record["step"] > following:
+            yield from _lost(job(), range(following, record["step"]))
+        yield record
+        following = record["step"] + 1
+    status = job()
+    yield from _lost(status, range(following, status.steps + 1))
+
+
+def _lost(job: "pb.JobStatus", steps: range) -> Iterator[dict[str, Any]]:
+    for lost in job.lost_records:
+        if lost.first_step in steps or lost.last_step in steps:
+            yield {"lost": [lost.first_step, lost.last_step], "why": lost.why}
 
 
 def _tell_data(records: Iterable[dict[str, Any]], form: "Form") -> bool:
@@ -137,7 +161,7 @@ def _tell_table(
                 click.echo(head(evaluations=evaluations, wide=wide))
             click.echo(row(record, evaluations=evaluations, wide=wide))
         told = True
-        if plotted and record["loss"] is not None:
+        if plotted and record.get("loss") is not None:
             losses.append((record["step"], record["loss"]))
     if last:
         rows = (row(record, evaluations=evaluations, wide=wide) for record in last)

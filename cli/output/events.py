@@ -4,10 +4,11 @@ from typing import Any
 
 from oobleck.cli.output.incident import clock
 from oobleck.cli.output.table import folded
-from oobleck.cli.output.text import seconds
+from oobleck.cli.output.text import lost_records, seconds
 from oobleck.host.display import inline
 from oobleck.host.versions import described
 from oobleck.planner.units import count, format_bytes
+from oobleck.proto import control_pb2 as pb
 
 
 def event_line(record: dict[str, Any], width: int | None = None) -> str:
@@ -78,6 +79,9 @@ def sentence(record: dict[str, Any]) -> str:
             return f"the result is kept and tried again to be written: {reason}"
         case {"event": "resumed" | "restored"}:
             return _restored(record)
+        case {"event": "records_lost", "first": first, "last": last, "why": why}:
+            lost = pb.LostRecords(first_step=first, last_step=last)
+            return f"{lost_records(lost)}: {why}"
         case {"event": "failed", "reason": reason}:
             return f"failed: {reason}"
         case {"event": "journal_cut", "reason": reason}:

@@ -6,8 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from oobleck.cli.output.text import moment
+from oobleck.cli.output.text import lost_records, moment
+from oobleck.host.display import inline
 from oobleck.host.ipc.messages import StepRecord
+from oobleck.proto import control_pb2 as pb
 
 #: Key, head and width of each column. Fixed, so that a table can grow while it is shown.
 _STEPS = (
@@ -42,7 +44,12 @@ def head(*, evaluations: bool, wide: bool = False) -> str:
 
 
 def row(record: Mapping[str, Any], *, evaluations: bool, wide: bool = False) -> str:
-    """One record below `head`; a wide one has when it was, and the digest of its samples."""
+    """One record below `head`, or what is lost of them; a wide one has when it was, and the digest
+    of its samples."""
+    if "lost" in record:
+        first, last = record["lost"]
+        lost = pb.LostRecords(first_step=first, last_step=last)
+        return inline(f"{'':>8}  {lost_records(lost)}: {record['why']}")
     line = "  ".join(
         f"{_cell(record.get(key)):>{width}}" for key, _, width in _columns(evaluations)
     )

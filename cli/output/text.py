@@ -244,6 +244,8 @@ def job_facts(job: pb.JobStatus) -> Iterator[tuple[str, str]]:
         yield "loss", f"{job.loss:.6f}"
     if job.skipped_steps:
         yield "skipped", f"{count(job.skipped_steps, 'step')} whose gradients were not finite"
+    for lost in job.lost_records:
+        yield "lost", f"{lost_records(lost)}: {lost.why}"
     if job.HasField("evaluation"):
         yield "held out", evaluation(job.evaluation)
     if job.tokens_per_s:
@@ -270,6 +272,13 @@ def job_facts(job: pb.JobStatus) -> Iterator[tuple[str, str]]:
             yield "policy", f"{job.policy}{then}"
         if job.state not in ENDED:
             yield "can lose", can_lose(job)
+
+
+def lost_records(lost: pb.LostRecords) -> str:
+    """Return which steps have no record."""
+    if lost.first_step == lost.last_step:
+        return f"the record of {lost.first_step} is lost"
+    return f"records of {lost.first_step}-{lost.last_step} are lost"
 
 
 def can_lose(job: pb.JobStatus) -> str:

@@ -111,6 +111,11 @@ def test_a_line_spans_its_chart_and_breaks_where_a_loss_was_not_finite() -> None
     assert banded.y_range[0] == 1.0
 
 
+def test_a_line_breaks_where_records_are_lost() -> None:
+    found = drawn(point(1, 4.0), point(2, 3.0), point(7, 2.0), point(8, 1.0))
+    assert [len(line.split()) for line in found.lines] == [2, 2]
+
+
 def test_a_line_without_height_or_points() -> None:
     assert chart([], lambda one: one.loss) is None
     assert chart([point(1, None), point(2, float("inf"))], lambda one: one.loss) is None
