@@ -352,6 +352,14 @@ class Job:
         begun_with = self.rollback.restored is not None and self.rollback.restored.path != ""
         return self.saves.checkpoint is not None or begun_with
 
+    @property
+    def may_have_checkpoint(self) -> bool:
+        """Whether workers may have saved one that this master was not told of: it was away, and
+        those who could tell may have ended meanwhile. Then the plan that is on its way looks."""
+        made = self.current.made
+        looks = made is not None and made.restore and self.current.on_the_way
+        return self.spec.checkpoint is not None and (self.seen.inherited or looks)
+
     def is_replaced(self, worker: WorkerId, process: Incarnation) -> bool:
         """Whether the newest plan counts on another process in the place of this one. A late report
         may come from a process that has already been replaced."""

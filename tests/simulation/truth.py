@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from simulation.watch import Broken
+from simulation.watch import GONE, Broken
 
 from oobleck.planner.ids import JobId, NodeName
 
@@ -80,9 +80,11 @@ class Truth:
         return len(incidents)
 
     def _explains(self, struck: Struck, root: dict[str, Any]) -> bool:
-        if struck.kind not in _EXPLAINS[root["kind"]]:
+        # All looked for a checkpoint that the master had not been told of, and there was none.
+        looked = root["kind"] == "job error" and GONE in root["summary"]
+        if struck.kind not in (_ANY if looked else _EXPLAINS[root["kind"]]):
             return False
-        node = root["node"]
+        node = None if looked else root["node"]
         if node is not None and struck.kind not in _EVERYWHERE and node not in struck.nodes:
             return False
         found_s = root["declared_at"] - root["time"]

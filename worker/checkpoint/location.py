@@ -116,7 +116,7 @@ class CheckpointLocation:
             what = "; ".join(self._damaged.values())
             raise JobError(
                 f"checkpoint.path: no checkpoint in {self.folder.url} can be used: "
-                f"{what or 'none of this training is there, though one was saved'}; see that its "
+                f"{what or 'none of this training is there'}; see that its "
                 "file system is mounted on all nodes, and submit the job again"
             )
         return candidates

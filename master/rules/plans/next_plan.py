@@ -107,7 +107,7 @@ def plan_made(
         torch=_torch(context.state, plan),
         engine=context.state.nodes[plan.nodes[0]].build.engine,
         restore=go_back,
-        anew=go_back and not job.has_checkpoint,
+        anew=go_back and not job.has_checkpoint and job.spec.on_state_lost == "restart",
         policy=policy,
         then=then,
         expected=_expected(answer),
@@ -246,7 +246,8 @@ def _next_plan(
         return _next_plan(context, job, live, generation, "templates")
     if lost is None or job.has_checkpoint:
         return answer
-    if job.spec.on_state_lost == "restart" and holders.gone_for_good(context, job) is not None:
+    looks = job.spec.on_state_lost == "restart" or job.may_have_checkpoint
+    if looks and holders.gone_for_good(context, job) is not None:
         return answer
     away = comma_separated(holders.may_bring_back(context, job, lost.layers))
     hope = f"only {away} with the workers of before can bring it back; or " if away else ""
@@ -313,7 +314,7 @@ def _left_out(nodes: Iterable[tuple[NodeName, str]]) -> list[str]:
 def give_up_lost(context: Context, job: Job) -> Decision | None:
     """The end of a job whose state nobody has, nor can bring back, where there is no checkpoint and
     it does not want to begin anew."""
-    if job.has_checkpoint or job.spec.on_state_lost == "restart":
+    if job.has_checkpoint or job.may_have_checkpoint or job.spec.on_state_lost == "restart":
         return None
     if (lost := holders.gone_for_good(context, job)) is None:
         return None

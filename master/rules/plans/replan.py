@@ -133,7 +133,9 @@ def _for_words(context: Context, job: Job) -> Decision | None:
 
 
 def _way_back(job: Job) -> str:
-    return "go back to the newest checkpoint" if job.has_checkpoint else "begin anew at step 1"
+    looks = job.may_have_checkpoint and job.spec.on_state_lost != "restart"
+    known = job.has_checkpoint or looks
+    return "go back to the newest checkpoint" if known else "begin anew at step 1"
 
 
 def _unanswered(job: Job) -> bool:

@@ -290,7 +290,7 @@ def test_a_state_that_is_lost_without_a_checkpoint_begins_anew_where_the_job_wan
 
 def test_where_one_was_saved_and_none_is_seen_no_job_begins_anew(warm, tmp_path):
     spec = replace(job(tmp_path), on_state_lost="restart")
-    lacks = "none of this training is there, though one was saved; see that its file system is mou"
+    lacks = "none of this training is there; see that its file system is mou"
     with pytest.raises(AssertionError, match=lacks):
         train(warm, spec, TWO, restore=True)
     begun = train(warm, spec, TWO, restore=True, anew=True)
