@@ -59,6 +59,7 @@ class Daemons(Cluster):
         """As by kill -9."""
         os.kill(self.master_pid, signal.SIGKILL)
         self.code(self.master_pid)
+        self.master_pid = 0
 
     def end(self, pid: int) -> None:
         """As a service manager does, and wait for it."""
@@ -73,7 +74,7 @@ class Daemons(Cluster):
         return [daemon.pid for daemon in self._started]
 
     def check(self) -> None:
-        assert alive(self.master_pid), self.tail()
+        assert not self.master_pid or alive(self.master_pid), self.tail()
 
     def close(self) -> None:
         left = self.processes()
