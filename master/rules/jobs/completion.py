@@ -153,8 +153,10 @@ def _succeed(context: Context, job: Job) -> Decision | None:
     if not job.all_finished():
         return None
     steps, through = job.spec.training.steps, job.seen.steps.committed_step
-    if through < steps:
+    if through < steps or _lacks_evaluations(job):
         missing = f"all workers have finished; the records of steps {through + 1} to {steps} lack"
+        if through == steps:
+            missing = "all workers have finished; the last evaluation lacks"
         if not all(context.state.nodes[name].connected for name in job.current.members):
             return Decision(reason=missing)
         if job.seen.steps.records_wait:
@@ -166,6 +168,13 @@ def _succeed(context: Context, job: Job) -> Decision | None:
     lost = (records_lost(job, range(through + 1, steps + 1)),) if through < steps else ()
     event = JobSucceeded(job_id=job.id, transition=reconfiguration_stats(context, job))
     return Decision(actions=(*lost, event), reason="all workers have finished")
+
+
+def _lacks_evaluations(job: Job) -> bool:
+    """Return whether the evaluation after the last step has not come."""
+    newest = job.seen.steps.evaluation
+    wanted = job.spec.evaluation is not None
+    return wanted and (newest is None or newest.step < job.spec.training.steps)
 
 
 def records_lost(job: Job, steps: range) -> RecordsLost:
