@@ -10,13 +10,14 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from bench.support.client import BIN
+from bench.support.daemons import descendants
 from bench.support.preloaded import Preloaded
 from support.folders import ROOT
 from support.waiting import PATIENCE_S, all_gone, until
@@ -81,22 +82,19 @@ class Terminal:
             raise AssertionError(f"{error}\n{''.join(self._lines)}") from error
         return found[0]
 
-    def processes(self) -> list[psutil.Process]:
-        shell = psutil.Process(self._shell.pid)
-        return [shell, *shell.children(recursive=True)]
-
     def close(self) -> None:
-        """Ctrl-C, and the end of the shell."""
-        processes = self.processes()
+        """Send Ctrl-C to what runs, and end the shell. Any of them may end by itself meanwhile."""
+        processes = list(descendants(self._shell.pid))
         for process in processes[1:2]:
-            process.send_signal(signal.SIGINT)
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGINT)
         assert self._shell.stdin is not None
         self._shell.stdin.close()
         try:
             self._shell.wait(PATIENCE_S)
         finally:
             for process in processes:
-                if process.is_running():
+                with suppress(psutil.NoSuchProcess):
                     process.kill()
             self._reader.join()
             assert self._shell.stdout is not None
