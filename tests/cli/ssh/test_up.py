@@ -16,6 +16,7 @@ import asyncssh
 import psutil
 import pytest
 
+from bench.support.daemons import descendants, kill_all
 from oobleck.cli.ssh.payload import installed_wheel
 from support.commands import end, refused, run
 from support.folders import ROOT
@@ -96,7 +97,20 @@ def operator(secured: Secured) -> Iterator[Operator]:
             (hosts.home("apart") / "bin" / PYTHON).symlink_to(python)
         hosts.names.remove("apart")
         yield Operator(folder, hosts, secured, wheel)
+        _end_agents(folder)
     shutil.rmtree(folder)
+
+
+def _end_agents(folder: Path) -> None:
+    """Kill those that a failed test has left, and wait for their ends; each names its folder."""
+    left = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any(str(folder) in word for word in process.info["cmdline"] or ())
+    ]
+    trees = [one for process in left for one in descendants(process.pid)]
+    kill_all(trees)
+    all_gone(trees)
 
 
 @pytest.mark.cluster
