@@ -107,8 +107,13 @@ def cluster(
         yield cluster
 
 
-# Of the module, so that all cases of a shape run before the next shape.
-@pytest.fixture(scope="module", params=[1, 2, 4], ids=["one", "two", "four"])
+# Of the module, so that all cases of a shape run before the next shape. One worker does what each
+# of two does, but for their sums.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, marks=pytest.mark.soak), 2, 4],
+    ids=["one", "two", "four"],
+)
 def shape(request: pytest.FixtureRequest, cluster: LocalCluster) -> int:
     count: int = request.param
     make_whole(cluster, set())

@@ -211,8 +211,8 @@ def cluster(
         yield cluster
 
 
-#: Four nodes show these too.
-SOAKS = {(5, "twice"), (5, "rejoin")}
+#: The other number of nodes shows these too.
+SOAKS = {(5, "twice"), (5, "rejoin"), (5, "middle"), (4, "shadowed")}
 RUNS = [
     pytest.param(
         *(case, nodes, precision),

@@ -1,4 +1,4 @@
-"""The second half of the seeds of `test_simulation`."""
+"""The second half of the seeds of `test_simulation`, where they are many."""
 
 import pytest
 from simulation.test_simulation import AT_A_TIME, FIRST, HALF, SEEDS, played

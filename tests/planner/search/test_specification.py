@@ -106,7 +106,13 @@ def most_parts(sizes: range, most: int) -> list[int | None]:
     return parts
 
 
-@pytest.mark.parametrize("smallest", range(1, 13))
+@pytest.mark.parametrize(
+    "smallest",
+    [
+        pytest.param(each, marks=() if each in (1, 2, 7, 12) else pytest.mark.soak)
+        for each in range(1, 13)
+    ],
+)
 def test_every_number_of_nodes_is_a_sum_of_sizes(smallest: int) -> None:
     """Oobleck §4.1.1: no live node idles, and f + 1 pipelines stand while nodes allow it."""
     layers = smallest * -(-64 // smallest)

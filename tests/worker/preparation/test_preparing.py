@@ -216,15 +216,13 @@ CHANGED = {
 #: Each moment of a change once; the other workers' are soaks.
 LOSSES = [
     *[("join", "d", p) for p in ("prepared", "before:take over")],
-    *[("join", "e", p) for p in ("preparing", "before:rendezvous", "before:connect")],
-    *[("join", "e", p) for p in ("after:transfer", "before:Backward")],
+    *[("join", "e", p) for p in ("preparing", "before:connect", "after:transfer")],
     *[("join", "c", p) for p in ("before:agree", "before:transfer", "reduced")],
     ("join", "a", "voting"),
     ("join", "a d", "before:agree"),
     ("drain", "b", "prepared"),
     ("drain", "d", "feeding"),
     ("handover", "d", "before:take over"),
-    ("handover", "c", "before:rendezvous"),
     ("shared stage", "a/1", "before:agree"),
     *[
         pytest.param("join", victims, p, marks=pytest.mark.soak)
@@ -233,7 +231,13 @@ LOSSES = [
             "a d": ("prepared",),
             "c": ("preparing", "feeding", "prepared", "before:take over"),
             "d": ("preparing", "feeding"),
-            "e": ("before:take over", "before:agree", "voting"),
+            "e": (
+                "before:rendezvous",
+                "before:take over",
+                "before:agree",
+                "before:Backward",
+                "voting",
+            ),
         }.items()
         for p in points
     ],
@@ -242,6 +246,7 @@ LOSSES = [
         for loss in [
             ("drain", "a", "before:agree"),
             ("drain", "d", "before:take over"),
+            ("handover", "c", "before:rendezvous"),
             ("handover", "d", "feeding"),
         ]
     ],

@@ -122,7 +122,7 @@ POINTS = (
     ("victim", "point", "transport"),
     [
         *(("e", point, "links") for point in POINTS),
-        *(("c", point, "links") for point in POINTS),
+        *(pytest.param("c", point, "links", marks=pytest.mark.soak) for point in POINTS),
         *(("c", point, "nccl") for point in ("after:Forward", "before:SyncGradient", "reduced")),
     ],
 )
@@ -160,7 +160,14 @@ def test_killed_within_a_step_rolls_back_and_redoes_it(
 
 
 @pytest.mark.parametrize(
-    "point", ["before:agree", "after:transfer", "after:Forward", "before:Backward", "reduced"]
+    "point",
+    [
+        "before:agree",
+        "after:transfer",
+        pytest.param("after:Forward", marks=pytest.mark.soak),
+        pytest.param("before:Backward", marks=pytest.mark.soak),
+        "reduced",
+    ],
 )
 def test_killed_before_any_step_is_committed(
     warm: WarmWorkers, undisturbed: dict[int, float | None], point: str

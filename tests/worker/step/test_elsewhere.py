@@ -66,7 +66,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("given", CASES.values(), ids=CASES)
+#: "recomputed" has what these have, on more.
+SOAKS = ("dropout",)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(given, id=name, marks=pytest.mark.soak if name in SOAKS else ())
+        for name, given in CASES.items()
+    ],
+)
 def test_a_device_trains_as_the_host_does(beside, make_job, given):
     small = make_job(**{"precision": "fp32", "vocabulary": 256, **given})
     check(beside, small, replace(small, training=replace(small.training, global_batch=12)))

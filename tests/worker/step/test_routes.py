@@ -144,17 +144,17 @@ TRIO: Sequence[tuple[str, int]] = [("a", 2), ("b", 2), ("c", 2)]
     [
         (TRIO, "c", "before:LoadTokens", "1f1b"),
         (TRIO, "b", "before:ReceiveActivation", "1f1b"),
-        (TRIO, "c", "before:Forward", "1f1b"),
+        pytest.param(TRIO, "c", "before:Forward", "1f1b", marks=pytest.mark.soak),
         (PAIR, "a", "after:SendActivation", "1f1b"),
         (TRIO, "a", "after:ReceiveGradient", "1f1b"),
-        (PAIR, "a", "before:Backward", "1f1b"),
+        pytest.param(PAIR, "a", "before:Backward", "1f1b", marks=pytest.mark.soak),
         (TRIO, "c", "before:BackwardInput", "zb-h1"),
         (TRIO, "b", "before:BackwardWeight", "zb-h1"),
-        (PAIR, "b", "before:SendGradient", "1f1b"),
-        (TRIO, "a", "before:SyncGradient", "zb-h1"),
+        pytest.param(PAIR, "b", "before:SendGradient", "1f1b", marks=pytest.mark.soak),
+        pytest.param(TRIO, "a", "before:SyncGradient", "zb-h1", marks=pytest.mark.soak),
         (TRIO, "c", "reduced", "1f1b"),
         (TRIO, "b", "voting", "zb-h1"),
-        (PAIR, "b", "before:OptimizerStep", "1f1b"),
+        pytest.param(PAIR, "b", "before:OptimizerStep", "1f1b", marks=pytest.mark.soak),
     ],
 )
 def test_the_last_one_with_layers_but_a_shadow_is_lost(
@@ -211,19 +211,21 @@ RTOL = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 2e-2}
     ("first", "second", "point", "given"),
     [
         # Of a worker that helps, at every kind of instruction.
-        ("before:ReceiveActivation", "d", "before:LoadTokens", {}),
+        pytest.param(
+            "before:ReceiveActivation", "d", "before:LoadTokens", {}, marks=pytest.mark.soak
+        ),
         ("after:SendActivation", "e", "before:ReceiveActivation", {}),
         ("before:Forward", "d", "before:Forward", UNTIED),
         pytest.param("before:Backward", "d", "before:SendActivation", {}, marks=pytest.mark.soak),
-        ("reduced", "d", "after:ReceiveGradient", {}),
+        pytest.param("reduced", "d", "after:ReceiveGradient", {}, marks=pytest.mark.soak),
         pytest.param("voting", "d", "before:Backward", {}, marks=pytest.mark.soak),
         ("after:ReceiveGradient", "e", "before:BackwardInput", LLAMA),
         ("before:SendGradient", "e", "before:BackwardWeight", UNTIED),
-        ("before:SyncGradient", "e", "before:SendGradient", {}),
+        pytest.param("before:SyncGradient", "e", "before:SendGradient", {}, marks=pytest.mark.soak),
         ("before:OptimizerStep", "d", "before:SyncGradient", LLAMA),
         pytest.param("before:Backward", "e", "reduced", UNTIED, marks=pytest.mark.soak),
         pytest.param("before:Forward", "d", "voting", {}, marks=pytest.mark.soak),
-        ("reduced", "e", "before:OptimizerStep", {}),
+        pytest.param("reduced", "e", "before:OptimizerStep", {}, marks=pytest.mark.soak),
         # Of one whose work stays what it was.
         ("before:Forward", "a", "before:SendActivation", {}),
         ("voting", "g", "before:Backward", UNTIED),
@@ -497,11 +499,11 @@ def random_plan(draw: random.Random, job: JobSpec) -> Plan:
 @pytest.mark.parametrize(
     ("seed", "given"),
     [
-        (1, {}),
-        (2, {"global_batch": 16}),
+        pytest.param(1, {}, marks=pytest.mark.soak),
+        pytest.param(2, {"global_batch": 16}, marks=pytest.mark.soak),
         (3, {"recompute": "layer"}),
         (4, {"clip": 0.1}),
-        (5, {"precision": "fp32"}),
+        pytest.param(5, {"precision": "fp32"}, marks=pytest.mark.soak),
         (6, {"precision": "bf16", "recompute": "layer"}),
         (7, {"model": hugging_face("gpt2", "n_layer")}),
         (8, LLAMA),
