@@ -5,10 +5,12 @@ continued in turn.
 """
 
 import contextlib
+import errno
 import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +18,8 @@ from typing import Protocol
 _V1 = Path("/sys/fs/cgroup/cpu")
 _V2 = Path("/sys/fs/cgroup")
 _PERIOD_US = 20_000
+#: For the end of a process that is on its way.
+_ENDING_S = 60.0
 _numbers = itertools.count()
 
 
@@ -76,11 +80,19 @@ class _Quota:
             (self._group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
 
     def close(self) -> None:
-        # Who ended is in it no more, and its number may be another process's.
-        for pid in (self._group / "cgroup.procs").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                (self._root / "cgroup.procs").write_text(pid)
-        self._group.rmdir()
+        deadline = time.monotonic() + _ENDING_S
+        while True:
+            # Who ended is in it no more, and its number may be another process's.
+            for pid in (self._group / "cgroup.procs").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    (self._root / "cgroup.procs").write_text(pid)
+            try:
+                self._group.rmdir()
+                return
+            except OSError as error:  # the kernel still takes down one that has just ended
+                if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.01)
 
 
 class _Turns:
