@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from support.forked import run_forked
+from support.forked import Forked, run_forked
 from support.waiting import PATIENCE_S
 
 
@@ -39,19 +39,29 @@ def refused(result: subprocess.CompletedProcess[str], code: int) -> str:
 
 
 def start_master(
-    state_dir: Path, listen: str = "127.0.0.1:0", *, crash_at: str = ""
-) -> tuple[subprocess.Popen[str], str]:
-    """`crash_at`: a point of `oobleck.master.crash` and how often it is passed."""
-    command = [sys.executable, "-m", "oobleck.master", "--listen", listen]
+    state_dir: Path,
+    listen: str = "127.0.0.1:0",
+    *,
+    crash_at: str = "",
+    environment: Mapping[str, str] | None = None,
+) -> tuple[Forked | subprocess.Popen[str], str]:
+    """`crash_at`: a point of `oobleck.master.crash` and how often it is passed; `environment`: as
+    `run` takes it."""
+    options = ["--listen", listen, "--state-dir", str(state_dir)]
     if crash_at:
-        command += ["--crash-at", crash_at]
-    process = subprocess.Popen(
-        [*command, "--state-dir", str(state_dir)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
+        options += ["--crash-at", crash_at]
+    process: Forked | subprocess.Popen[str]
+    if environment is None:
+        process = Forked("oobleck-master", *options)
+    else:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "oobleck.master", *options],
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("listening on "), line
@@ -70,7 +80,7 @@ def start_agent(master: str, name: str) -> subprocess.Popen[str]:
     )
 
 
-def end(process: subprocess.Popen[str]) -> None:
+def end(process: subprocess.Popen[str] | Forked) -> None:
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(PATIENCE_S)

@@ -8,8 +8,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -33,6 +31,7 @@ from oobleck.proto.types import (
     WorkerReport,
     WorkerStatus,
 )
+from support.forked import Forked
 
 DEADLINE_S = 240.0
 
@@ -52,17 +51,11 @@ class MasterProcess:
         spans: Sequence[str] = QUICK,
     ) -> None:
         self.errors = state_dir.with_name(state_dir.name + ".stderr")
-        with self.errors.open("a") as errors:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "oobleck.master", "--listen", listen),
-                    *("--state-dir", str(state_dir), *spans, *options),
-                ],
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        assert self.process.stdout is not None
+        self.process = Forked(
+            "oobleck-master",
+            *("--listen", listen, "--state-dir", str(state_dir), *spans, *options),
+            errors=self.errors,
+        )
         line = self.process.stdout.readline()
         assert line.startswith("listening on "), line + self.errors.read_text()
         self.address = line.split()[-1]
@@ -75,7 +68,6 @@ class MasterProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(timeout=DEADLINE_S)
-        assert self.process.stdout is not None
         self.process.stdout.close()
         return code
 

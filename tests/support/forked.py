@@ -5,9 +5,11 @@ same `main`, in a process of its own, with the arguments, folder and environment
 Nothing in the first process talks to anybody: gRPC must not be in use where a process forks.
 """
 
+import contextlib
 import importlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +17,7 @@ from collections.abc import Mapping
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 import pytest
 
@@ -46,8 +49,9 @@ def _main(
     environment: Mapping[str, str],
     output: tuple[str, str],
 ) -> None:
+    os.setsid()  # who would end all of its group must not end the first process
     nothing = os.open(os.devnull, os.O_RDONLY)
-    files = [nothing, *(os.open(path, os.O_WRONLY) for path in output)]
+    files = [nothing, *(os.open(path, os.O_WRONLY | os.O_APPEND) for path in output)]
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
@@ -57,6 +61,60 @@ def _main(
     os.environ.update(environment)
     sys.argv = [program, *arguments]
     importlib.import_module(_MAIN[program]).main()
+
+
+class Forked:
+    """A program that goes on; what tests use of `subprocess.Popen`."""
+
+    def __init__(self, program: str, *arguments: str, errors: Path | None = None) -> None:
+        """`errors`: the file to which what it writes to standard error is added; None: nowhere."""
+        with tempfile.TemporaryDirectory() as folder:
+            output = os.path.join(folder, "output")
+            os.mkfifo(output)
+            self._process = _server().Process(
+                target=_main,
+                args=(
+                    program,
+                    arguments,
+                    os.getcwd(),
+                    dict(os.environ),
+                    (output, str(errors or os.devnull)),
+                ),
+                daemon=True,  # ends with the tests, whatever they forget
+            )
+            if errors is not None:
+                errors.touch()
+            self._process.start()
+            #: Its standard output.
+            self.stdout = open(output)  # noqa: SIM115  # waits until the process has it too
+        self.stderr = None
+        assert self._process.pid is not None, "it was started"
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, or less than 0: by that signal; None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises TimeoutExpired."""
+        self._process.join(timeout)
+        if self.returncode is None:
+            assert timeout is not None, "without one it has ended"
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        return self.returncode
+
+    def send_signal(self, signum: int) -> None:
+        """Do nothing where it has ended, as `subprocess` does."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def run_forked(

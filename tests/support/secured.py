@@ -3,10 +3,10 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from support.commands import end, run
+from support.forked import Forked
 
 
 class Secured:
@@ -22,17 +22,9 @@ class Secured:
         self._options = options
         self.process = self._start()
 
-    def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "oobleck.master", "--listen", self.address]
-        with self.log.open("a") as log:
-            process = subprocess.Popen(
-                [*command, "--state-dir", str(self.folder / "state"), *self._options],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
-        assert process.stdout is not None
+    def _start(self) -> Forked:
+        options = ("--listen", self.address, "--state-dir", str(self.folder / "state"))
+        process = Forked("oobleck-master", *options, *self._options, errors=self.log)
         line = process.stdout.readline()
         assert line.startswith("listening on "), self.log.read_text()
         self.address = line.split()[-1]

@@ -13,12 +13,13 @@ from mlflow.store.tracking.file_store import FileStore
 from oobleck.cli.tracking.track import TRACKERS
 from oobleck.planner.job import spec
 from support.commands import end, refused, run, start_agent, start_master
+from support.forked import Forked
 from support.waiting import until
 
 SETS = ("--set", "training.steps=100000", "--set", "track=[mlflow]")
 
 
-def writers(master: subprocess.Popen[str]) -> list[psutil.Process]:
+def writers(master: Forked | subprocess.Popen[str]) -> list[psutil.Process]:
     """The master's processes that write copies."""
     children = psutil.Process(master.pid).children()
     return [child for child in children if "track" in child.cmdline()]
@@ -89,7 +90,7 @@ def check(job: Path, runs: Path) -> None:
 
 
 def test_a_program_that_the_master_lacks_is_refused_at_once(
-    tmp_path: Path, job_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, job_file: Callable[..., Path]
 ) -> None:
     hidden = tmp_path / "path"
     hidden.mkdir()
@@ -98,8 +99,8 @@ def test_a_program_that_the_master_lacks_is_refused_at_once(
         "finds = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name: None if name == 'wandb' else finds(name)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(hidden))
-    master, address = start_master(tmp_path / "state")
+    lacking = {"PYTHONPATH": str(hidden)}
+    master, address = start_master(tmp_path / "state", environment=lacking)
     try:
         sets = ("--set", "track=[mlflow, wandb]")
         line = refused(run("submit", str(job_file()), *sets, "--master", address), 2)
