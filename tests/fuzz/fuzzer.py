@@ -7,6 +7,7 @@ the same. A job and an agent that the cases have nothing to do with are the witn
 import asyncio
 import contextlib
 import itertools
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from random import Random
@@ -22,9 +23,12 @@ from oobleck.proto import control_pb2_grpc as rpc
 from support.fake_agent import FakeAgent, MasterProcess
 from support.scenario import job_spec
 
-#: Cases under way at a time, and those after which the master is looked at.
+#: Cases under way at a time.
 AT_ONCE = 8
-BATCH = 200
+#: Cases over one connection, after which the master is looked at. Where the master ends a call
+#: while we write to it, the write never ends in our library, and the call counts as one of the 64
+#: that the connection may have: with so many, no other one would begin.
+BATCH = 60
 MESSAGES = 8
 _CASE_S = 60.0
 #: How long the first message of a call that follows a job is waited for.
@@ -38,6 +42,8 @@ ANSWERS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.CANCELLED,
 }
+#: Else all channels to an address share a connection.
+_OWN = (("grpc.use_local_subchannel_pool", 1),)
 #: What our end of a call says where the master has ended it while we write.
 OWN_LIBRARY = "Internal error from Core"
 #: What would tell of the master's inside.
@@ -54,23 +60,28 @@ class Fuzzer:
         self._seed = seed
         self.answers: Counter[grpc.StatusCode] = Counter()
         self.mutations = 0
+        #: By lane, the case that is under way and since when.
+        self._under_way: dict[int, tuple[int, float]] = {}
 
     async def run(self, cases: Iterable[int]) -> None:
         numbers = iter(cases)
         while batch := list(itertools.islice(numbers, BATCH)):
             queue = iter(batch)
-            async with grpc.aio.insecure_channel(self._master.address) as channel:
+            async with grpc.aio.insecure_channel(self._master.address, _OWN) as channel:
                 lanes = (self._lane(channel, queue, lane) for lane in range(AT_ONCE))
                 await asyncio.gather(*lanes)
             self._check(batch)
 
     async def _lane(self, channel: grpc.aio.Channel, queue: Iterable[int], lane: int) -> None:
         for number in queue:
+            self._under_way[lane] = number, time.monotonic()
             try:
                 async with asyncio.timeout(_CASE_S):
                     code, details = await self._case(channel, number, f"f{lane}")
             except TimeoutError as error:
-                raise self._broken([number], "has no end") from error
+                raise self._broken([number], f"has no end; {self._describe()}") from error
+            finally:
+                del self._under_way[lane]
             if details == OWN_LIBRARY:
                 continue
             self.answers[code] += 1
@@ -124,6 +135,12 @@ class Fuzzer:
             talking.cancel()
             await asyncio.gather(talking, return_exceptions=True)
         return await ended, await call.details() or ""
+
+    def _describe(self) -> str:
+        """Return which cases are under way, and for how long: they share a connection."""
+        now = time.monotonic()
+        ages = (f"{number} for {now - since:.1f} s" for number, since in self._under_way.values())
+        return f"under way: {', '.join(ages)}"
 
     def _check(self, batch: list[int]) -> None:
         if self._master.process.poll() is not None:
