@@ -1,0 +1,297 @@
+"""What somebody with credentials can do to a master and a job, at the worst.
+
+    python -m bench.hostile [--seconds 60] [--who viewer,agent] [--kinds large,streams] [--nodes 4]
+
+A real cluster with an authority trains a job. Then attack, one after the other, holders of a
+revoked certificate, of an unused join token, of a viewer's certificate, and of an agent's whose
+node has no workers; each with all kinds of `bench.support.attacks` in turn. Before and meanwhile
+workers are killed with SIGKILL, and measured are
+
+- loop: how late the master's event loop is, by the time of a refusal at its page of metrics, which
+  takes three turns of the loop and nothing else of the master;
+- call: the time of an honest operator's call on a connection of its own;
+- memory: of the master, above that when the attack began (PSS);
+- recovery: from the signal to the commit of the next step in a new generation.
+
+The attackers' processes take processors from the job, as they would not from hosts of their own. So
+each attacks another master first, where nothing trains ("elsewhere"), and the ratio that counts is
+to that part.
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import grpc
+import psutil
+
+from bench.master_scale import Master
+from bench.recovery import job
+from bench.support.attacks import COMMON, OF_AGENTS
+from bench.support.client import Client, ClusterError, last_line
+from bench.support.cluster import LocalCluster
+from bench.support.daemons import CHECKOUT, hurry, with_parent
+from oobleck.cli.client import MasterClient
+from oobleck.cli.cluster.authority import issue
+from oobleck.host.command import CommandFailed
+from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.host.security.credentials import Role
+
+WHO = ("revoked", "token", "viewer", "agent")
+_SAMPLE_S = 0.02
+_MEMORY_S = 0.25
+#: Longest wait for one answer, for one recovery, and for the first step.
+_ANSWER_S, _RECOVERY_S, _START_S = 20.0, 30.0, 120.0
+#: Between a recovery and the next kill: so that each has its state in two places again.
+_SETTLE_STEPS = 8
+#: The attackers, as they were behind a network.
+_NICE = 5
+
+
+@dataclass
+class Part:
+    """The figures of one attack, or of none."""
+
+    what: str
+    loop_s: list[float] = field(default_factory=list)
+    call_s: list[float] = field(default_factory=list)
+    grown_bytes: list[float] = field(default_factory=list)
+    recovery_s: list[float] = field(default_factory=list)
+
+
+def pss(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError("the kernel does not tell the memory")
+
+
+def first(page: tuple[str, int]) -> float:
+    """Seconds to be refused by the page of metrics."""
+    begun = time.monotonic()
+    with socket.create_connection(page, timeout=_ANSWER_S) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        while connection.recv(4096):
+            pass
+    return time.monotonic() - begun
+
+
+def call(client: MasterClient) -> float:
+    begun = time.monotonic()
+    client.jobs(timeout_s=_ANSWER_S)
+    return time.monotonic() - begun
+
+
+def probe(page: tuple[str, int], endpoint: Endpoint, pid: int, told: Connection) -> None:
+    """Tell (kind, when, figure) until this process is ended. It and the master go before the others
+    where they may, as on machines of their own, so that what is late is the master's own doing."""
+    hurry([psutil.Process(), psutil.Process(pid)])
+    lock = threading.Lock()
+
+    def keep(kind: str, every_s: float, look: Callable[[], float]) -> None:
+        while True:
+            at = time.time()
+            try:
+                figure = look()
+            except (OSError, CommandFailed, grpc.RpcError):
+                figure = _ANSWER_S
+            with lock:
+                told.send((kind, at, figure))
+            time.sleep(every_s)
+
+    client = MasterClient(endpoint)
+    looks: list[tuple[str, float, Callable[[], float]]] = [
+        ("loop_s", _SAMPLE_S, lambda: first(page)),
+        ("call_s", _SAMPLE_S, lambda: call(client)),
+        ("grown_bytes", _MEMORY_S, lambda: float(pss(pid))),
+    ]
+    threads = [threading.Thread(target=keep, args=one, daemon=True) for one in looks]
+    for thread in threads:
+        thread.start()
+    threads[0].join()
+
+
+class Kills:
+    """Kills workers of a job again and again, and sees when it goes on."""
+
+    def __init__(self, cluster: LocalCluster, job_id: str) -> None:
+        self._cluster, self._job_id = cluster, job_id
+        self._victims = sorted(cluster.agents)
+
+    def one(self) -> float:
+        """Seconds from the signal to the next step in a new generation."""
+        victim = self._victims.pop(0)
+        self._victims.append(victim)
+        before = int(self._last("generation"))
+        killed_at = time.time()
+        deadline = time.monotonic() + _RECOVERY_S
+        for pid in self._cluster.worker_pids_of(victim):
+            os.kill(pid, signal.SIGKILL)
+        while self._last("generation") <= before:
+            if time.monotonic() > deadline:
+                told = "\n".join(map(str, self._cluster.events(self._job_id)[-4:]))
+                raise ClusterError(f"no step after {victim} was killed: {told}")
+            time.sleep(0.01)
+        lines = self._cluster.metrics(self._job_id)
+        new = next(line for line in lines if line["generation"] > before)
+        self._cluster.wait_step(self._job_id, int(new["step"]) + _SETTLE_STEPS, _RECOVERY_S)
+        return float(new["time"]) - killed_at
+
+    def _last(self, name: str) -> float:
+        line = last_line(self._cluster.state_dir / "jobs" / self._job_id / "metrics.jsonl")
+        return float(line[name]) if line else 0.0
+
+
+class Samples:
+    """What the probe has told, taken at once: a pipe that is full would keep it waiting."""
+
+    def __init__(self, told: Connection) -> None:
+        self._told = told
+        self._found: list[tuple[str, float, float]] = []
+        threading.Thread(target=self._take, daemon=True).start()
+
+    def _take(self) -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                self._found.append(self._told.recv())
+
+    def into(self, part: Part, begun: float) -> None:
+        found, self._found = self._found, []
+        for kind, at, figure in found:
+            if at >= begun:
+                getattr(part, kind).append(figure)
+        base = part.grown_bytes[0] if part.grown_bytes else 0.0
+        part.grown_bytes = [one - base for one in part.grown_bytes]
+
+
+def measure(what: str, seconds: float, kills: Kills, samples: Samples) -> Part:
+    part = Part(what)
+    begun, until = time.time(), time.monotonic() + seconds
+    while time.monotonic() < until:
+        part.recovery_s.append(kills.one())
+    samples.into(part, begun)
+    return part
+
+
+def credentials(who: str, folder: Path, pki: Path, address: str) -> Path:
+    """New ones of that kind, where the authority is in `pki` and its master at the address."""
+    operator = Client(folder, folder)
+    operator.address, operator.credentials = address, pki / "operator"
+    found = folder / f"{who}-{os.urandom(2).hex()}"
+    if who == "token":
+        operator.oobleck("pki", "token", "--ttl", "60m", "--out", str(found))
+        return found
+    role: Role = "agent" if who == "agent" else "viewer"
+    issue(pki, found, role, found.name)
+    if who == "revoked":
+        operator.oobleck("pki", "revoke", found.name, "--role", role)
+    return found
+
+
+@contextlib.contextmanager
+def attacked(
+    address: str, shown: Path, job_id: str, kinds: Sequence[str], seconds: float
+) -> Iterator[None]:
+    command = [*with_parent("bench.support.attacks"), address, str(shown), job_id]
+    command += [",".join(kinds), str(seconds / len(kinds)), str(_NICE)]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": CHECKOUT})
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def row(part: Part, than: Part | None) -> str:
+    def told(figures: Sequence[float], by: float, width: int) -> str:
+        if not figures:
+            return f"{'-':>{2 * width + 1}}"
+        return f"{by * statistics.median(figures):{width}.1f} {by * max(figures):{width}.1f}"
+
+    ratio = "" if than is None else f"{_ratio(part.recovery_s, than.recovery_s):6.2f}"
+    return (
+        f"{part.what:20} {told(part.loop_s, 1e3, 8)}  {told(part.call_s, 1e3, 8)}  "
+        f"{max(part.grown_bytes, default=0.0) / 2**20:8.1f}  "
+        f"{told(part.recovery_s, 1e3, 8)} {len(part.recovery_s):4} {ratio}"
+    )
+
+
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return statistics.median(ours or [0.0]) / statistics.median(theirs or [float("nan")])
+
+
+HEADER = (
+    f"{'':20} {'loop, ms':>17}  {'call, ms':>17}  {'memory':>8}  {'recovery, ms':>17}\n"
+    f"{'':20} {'median':>8} {'max':>8}  {'median':>8} {'max':>8}  {'MiB':>8}  "
+    f"{'median':>8} {'max':>8} {'n':>4}  ratio"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--nodes", type=int, default=4, help="fewer train no such job")
+    parser.add_argument("--who", default=",".join(WHO))
+    parser.add_argument("--kinds", help="default: all that its holder may try")
+    options = parser.parse_args()
+    flags = ("--master-flag=--metrics-listen=127.0.0.1:0",)
+    with (
+        TemporaryDirectory() as name,
+        LocalCluster(options.nodes, options=flags) as cluster,
+    ):
+        folder = Path(name)
+        job_id = cluster.submit(job(steps=1_000_000))
+        cluster.wait_step(job_id, 10, _START_S)
+        log = (cluster.state_dir / "log" / "master.log").read_text()
+        page = log.partition("metrics are served address=")[2].split()[0]
+        host, _, port = page.rpartition(":")
+        (folder / "else").mkdir()
+        other = Master(folder / "else")
+        context = multiprocessing.get_context("spawn")
+        told, theirs = context.Pipe(duplex=False)
+        probing = context.Process(
+            target=probe,
+            args=((host, int(port)), cluster.endpoint, cluster.master_pid, theirs),
+            daemon=True,
+        )
+        probing.start()
+        samples = Samples(told)
+        kills = Kills(cluster, job_id)
+        places = {
+            "elsewhere": (other.address, other.keys),
+            "here": (cluster.address, cluster.state_dir / "pki"),
+        }
+        try:
+            print(HEADER, flush=True)
+            print(row(measure("calm", options.seconds, kills, samples), None), flush=True)
+            for who in options.who.split(","):
+                kinds = OF_AGENTS if who == "agent" else COMMON
+                if options.kinds:
+                    kinds = tuple(options.kinds.split(","))
+                than = None
+                for place, (address, pki) in places.items():
+                    shown = credentials(who, folder, pki, address)
+                    with attacked(address, shown, job_id, kinds, options.seconds):
+                        part = measure(f"{who}, {place}", options.seconds, kills, samples)
+                    print(row(part, than), flush=True)
+                    than = part
+        finally:
+            probing.kill()
+            probing.join()
+            other.kill()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Attacks on a master by somebody who has credentials, for `bench.hostile`.
+
+Each is a coroutine that has so many calls under way until it is cancelled, each call again as soon
+as the last one has ended, and counts the ends by status. Requests are bytes, so no bound of ours
+holds them back.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.host.security.credentials import read_credentials
+from oobleck.host.security.join_token import read_token
+from oobleck.host.system.process import allow_open_files
+from oobleck.planner.ids import Incarnation, NodeName
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto.protocol import NEWEST, OLDEST
+from oobleck.proto.secure import open_aio_channel
+from oobleck.proto.status import register_message
+from oobleck.proto.types import NodeFacts, NodeStatus, Registration
+
+#: As long as any request may be.
+LARGEST = 16 << 20
+#: A connection of its own for every channel, without a client's bounds.
+_OWN = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+)
+_CALL_S = 20.0
+_SMALL, _LARGE = 64 << 10, LARGEST - 64
+#: An item of a list without content: field 2, and its length.
+_EMPTY = b"\x12\x00"
+Requests = tuple[bytes, ...]
+
+
+def methods() -> list[str]:
+    services = pb.DESCRIPTOR.services_by_name.values()
+    return [f"/oobleck.{one.name}/{method.name}" for one in services for method in one.methods]
+
+
+def filled(size: int) -> bytes:
+    """A message whose first text has so many characters."""
+    return pb.JobRequest(job_id="x" * size).SerializeToString()
+
+
+class Attacker:
+    def __init__(self, address: str, folder: Path, job: str) -> None:
+        """`folder`: of credentials, named after their holder, or a file with a join token."""
+        shown = read_token(folder.read_text()) if folder.is_file() else read_credentials(folder)
+        self._endpoint = Endpoint(address=address, credentials=shown)
+        self._job = pb.JobRequest(job_id=job).SerializeToString()
+        self._node = NodeName(folder.name)
+        self.ends: Counter[str] = Counter()
+
+    def _channel(self, *options: tuple[str, int]) -> grpc.aio.Channel:
+        return open_aio_channel(self._endpoint, (*_OWN, *options))
+
+    async def call(self, channel: grpc.aio.Channel, method: str, requests: Requests) -> None:
+        try:
+            # Each with the time that ends it, so that nothing here waits for ever.
+            call = channel.stream_stream(method)(iter(requests), timeout=_CALL_S)
+            async for _ in call:
+                pass
+            self.ends[(await call.code()).name] += 1
+        except grpc.aio.AioRpcError as error:
+            self.ends[error.code().name] += 1
+        except grpc.aio.UsageError:
+            self.ends["USAGE"] += 1
+
+    async def keep(
+        self, connections: int, streams: int, requests: Mapping[str, Requests], *options: Any
+    ) -> None:
+        """Have so many calls under way on each of so many connections, of all methods in turn."""
+        async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+            for _ in range(connections):
+                channel = await stack.enter_async_context(self._channel(*options))
+                for number in range(streams):
+                    tasks.create_task(self._repeat(channel, number, requests))
+
+    async def _repeat(
+        self, channel: grpc.aio.Channel, first: int, requests: Mapping[str, Requests]
+    ) -> None:
+        for method, said in itertools.islice(itertools.cycle(requests.items()), first, None):
+            await self.call(channel, method, said)
+            await asyncio.sleep(0)
+
+    def _session(self, *after: pb.AgentMessage | bytes) -> dict[str, Requests]:
+        """A session of its node, and what is said in it after the registration."""
+        incarnation = Incarnation(os.urandom(8).hex())
+        facts = NodeFacts(
+            node=self._node,
+            incarnation=incarnation,
+            hostname="hostile",
+            address="127.0.0.1",
+            pid=1,
+            worker_slots=1,
+            device="cpu",
+            memory_per_worker_bytes=1 << 30,
+            newest_protocol=NEWEST,
+        )
+        registration = Registration(protocol=OLDEST, facts=facts, status=NodeStatus())
+        first = pb.AgentMessage(incarnation=incarnation, register=register_message(registration))
+        said = [first.SerializeToString()]
+        for message in after:
+            if isinstance(message, pb.AgentMessage):
+                message.incarnation = incarnation
+                message = message.SerializeToString()
+            said.append(message)
+        return {"/oobleck.Control/Session": tuple(said)}
+
+    # ---- the attacks
+
+    def _every(self, request: bytes) -> dict[str, Requests]:
+        return dict.fromkeys(methods(), (request,))
+
+    async def large(self) -> None:
+        await self.keep(4, 8, self._every(filled(_LARGE)))
+
+    async def allowed(self) -> None:
+        """Requests as large as most methods take."""
+        await self.keep(8, 16, self._every(filled(_SMALL - 16)))
+
+    async def empty(self) -> None:
+        await self.keep(8, 8, self._every(_EMPTY * (_SMALL // len(_EMPTY))))
+
+    async def empty_large(self) -> None:
+        await self.keep(2, 8, self._every(_EMPTY * (_LARGE // len(_EMPTY))))
+
+    async def compressed(self) -> None:
+        gzip = ("grpc.default_compression_algorithm", 2)
+        await self.keep(4, 8, self._every(bytes(_LARGE)), gzip)
+
+    async def repeated(self) -> None:
+        await self.keep(8, 64, self._every(self._job))
+
+    async def streams(self) -> None:
+        follow = pb.EventsRequest(job_id=pb.JobRequest.FromString(self._job).job_id, follow=True)
+        metrics = pb.MetricsRequest(job_id=follow.job_id, follow=True)
+        logs = pb.LogsRequest(job_id=follow.job_id, follow=True)
+        watched = {
+            "/oobleck.Operator/WatchJob": (self._job,),
+            "/oobleck.Operator/Events": (follow.SerializeToString(),),
+            "/oobleck.Operator/Metrics": (metrics.SerializeToString(),),
+            "/oobleck.Operator/Logs": (logs.SerializeToString(),),
+        }
+        await self.keep(32, 64, watched)
+
+    async def connections(self) -> None:
+        async def one() -> None:
+            while True:
+                async with self._channel() as channel:
+                    await self.call(channel, "/oobleck.Operator/GetJob", (self._job,))
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(64):
+                tasks.create_task(one())
+
+    async def recordings(self) -> None:
+        """Messages of an agent, as large as they may be, that nobody asked for."""
+        recorded = pb.Recorded(job_id="x", slot=0, recording="x" * (_LARGE - 256))
+        said = self._session(*[pb.AgentMessage(recorded=recorded)] * 4)
+        await self.keep(4, 4, said)
+
+    async def reports(self) -> None:
+        """Messages of an agent that hold as many records as they may, and lines of output."""
+        job = pb.JobRequest.FromString(self._job).job_id
+        records = pb.StepRecords(job_id=job, records=[pb.StepRecord()] * 1024)
+        lines = pb.LogLines(job_id=job, slot=0, lines=["x" * 1000] * 1000)
+        said = [pb.AgentMessage(records=records), pb.AgentMessage(log=lines)] * 500
+        await self.keep(2, 2, self._session(*said))
+
+    async def registrations(self) -> None:
+        await self.keep(8, 64, self._session())
+
+
+COMMON: tuple[str, ...] = (
+    "large", "allowed", "empty", "empty_large", "compressed", "repeated", "streams", "connections",
+)  # fmt: skip
+OF_AGENTS = (*COMMON, "recordings", "reports", "registrations")
+
+
+async def attack(attacker: Attacker, kinds: tuple[str, ...], each_s: float) -> None:
+    for kind in kinds:
+        begun: Callable[[], Coroutine[Any, Any, None]] = getattr(attacker, kind)
+        attacker.ends.clear()
+        print(f"{time.time():.3f} {kind}", flush=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(each_s):
+                await begun()
+        told = ", ".join(f"{name} {n}" for name, n in attacker.ends.most_common(4))
+        print(f"{time.time():.3f} - {told or 'no call has ended'}", flush=True)
+
+
+def main() -> None:
+    address, folder, job, kinds, each_s, niceness = sys.argv[1:]
+    os.nice(int(niceness))
+    allow_open_files()
+    asyncio.run(
+        attack(Attacker(address, Path(folder), job), tuple(kinds.split(",")), float(each_s))
+    )
+
+
+if __name__ == "__main__":
+    main()
