@@ -98,11 +98,29 @@ class Inbox:
             answer()
 
 
+class Turns:
+    """A gate that lets few through in each turn of the event loop."""
+
+    def __init__(self, most: int = 4) -> None:
+        self._gate = asyncio.Semaphore(most)
+
+    async def take(self) -> None:
+        async with self._gate:
+            await asyncio.sleep(0)
+
+
 class Changes:
     """Wakes everyone who waits for the next change; take `next` before looking."""
 
     def __init__(self) -> None:
         self.next = asyncio.Event()
+        #: Hundreds may wait, and what each of them makes of a change takes a while.
+        self._turns = Turns()
+
+    async def after(self, changed: asyncio.Event) -> None:
+        """Return after that change, with few others at a time."""
+        await changed.wait()
+        await self._turns.take()
 
     def happened(self) -> None:
         self.next.set()

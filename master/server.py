@@ -29,6 +29,7 @@ from oobleck.master.api.connections import Connections
 from oobleck.master.api.interceptor import CallInterceptor
 from oobleck.master.api.operator_service import OperatorService
 from oobleck.master.api.pki_service import PkiService
+from oobleck.master.api.shares import Shares
 from oobleck.master.config import MasterConfig, Unusable
 from oobleck.master.loop import Master
 from oobleck.master.metrics.collect import Collector
@@ -84,7 +85,7 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     calls = Calls(master.now)
     server = grpc.aio.server(
         options=limits.server_options(config.timing),
-        interceptors=(CallInterceptor(access.check, calls),),
+        interceptors=(CallInterceptor(access.check, calls, Shares(connections.denied)),),
         maximum_concurrent_rpcs=limits.MOST_CALLS,
     )
     pki = PkiService(master, authority.authority if authority else None, config.certificate_life_s)

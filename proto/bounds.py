@@ -35,9 +35,8 @@ MOST_NUMBER = (1 << 63) - 1
 MOST_SLOTS = 1024
 #: Of bytes: that of the whole message.
 MOST_BYTES = 16 << 20
-#: Of a message in another one, but for those of `_MESSAGES`. The largest tell a plan of all nodes.
+#: Of a message in another one. The largest tell a plan of all nodes.
 MOST_MESSAGE_BYTES = 2 << 20
-_MESSAGES: Mapping[str, int] = {"AgentMessage.recorded": MOST_BYTES}
 #: A message that has no more is parsed as it is: 32,768 empty items, the most that it can hold,
 #: were measured to take 10 ms and 3 MB.
 SMALL_BYTES = 64 << 10
@@ -45,7 +44,7 @@ SMALL_BYTES = 64 << 10
 _MOST_FIELDS = 8192
 
 _TEXTS: Mapping[str, int] = {
-    "Recorded.recording": MOST_BYTES,
+    "Recorded.recording": MOST_MESSAGE_BYTES,
     "JobTold.job": MOST_BYTES,
     # Told with a better reason by their readers.
     "SubmitRequest.job": MOST_BYTES,
@@ -129,8 +128,8 @@ def check_encoded(kind: Descriptor, data: bytes) -> None:
                 if items[key] > (most := _most_items(key)):
                     raise _wrong(key, f"there are more than {most} items")
             elif field.message_type is not None:
-                if len(content) > (most := _MESSAGES.get(key, MOST_MESSAGE_BYTES)):
-                    raise _wrong(key, f"{len(content)} bytes are more than {most}")
+                if len(content) > MOST_MESSAGE_BYTES:
+                    raise _wrong(key, f"{len(content)} bytes are more than {MOST_MESSAGE_BYTES}")
                 parts.append((field.message_type, content))
 
 

@@ -231,14 +231,18 @@ class Evaluation(_message.Message):
     def __init__(self, step: _Optional[int] = ..., loss: _Optional[float] = ..., samples: _Optional[int] = ..., seconds: _Optional[float] = ..., time: _Optional[float] = ...) -> None: ...
 
 class Recorded(_message.Message):
-    __slots__ = ("job_id", "slot", "recording")
+    __slots__ = ("job_id", "slot", "recording", "part", "more")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     RECORDING_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     slot: int
     recording: str
-    def __init__(self, job_id: _Optional[str] = ..., slot: _Optional[int] = ..., recording: _Optional[str] = ...) -> None: ...
+    part: int
+    more: bool
+    def __init__(self, job_id: _Optional[str] = ..., slot: _Optional[int] = ..., recording: _Optional[str] = ..., part: _Optional[int] = ..., more: _Optional[bool] = ...) -> None: ...
 
 class ClockRead(_message.Message):
     __slots__ = ("number", "monotonic_ns", "boot")

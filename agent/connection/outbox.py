@@ -31,8 +31,10 @@ logger = logging.getLogger(__name__)
 
 REPORT_LIMIT = 1024
 #: Answers to operators' questions; whoever asked gives up, so old ones are of no use.
-ANSWER_LIMIT = 64
+ANSWER_LIMIT = 512
 LINES_PER_MESSAGE = 100
+#: Of a recording in one message: the master takes 2 MiB, and a character may have four bytes.
+_PART_CHARACTERS = 500_000
 #: Lines wait so long for others. When a peer is lost each worker prints some, and to send each of
 #: them at once would take from what brings training back.
 GATHER_LINES_S = 0.2
@@ -147,8 +149,16 @@ class Outbox:
     def recorded(self, job_id: JobId, slot: int, recording: Recording) -> None:
         """A worker's part of a timeline, for the operator who asked."""
         text = msgspec.json.encode(recording).decode()
-        recorded = pb.Recorded(job_id=job_id, slot=slot, recording=text)
-        self._answers.append(pb.AgentMessage(recorded=recorded))
+        starts = range(0, len(text), _PART_CHARACTERS)
+        for part, start in enumerate(starts):
+            recorded = pb.Recorded(
+                job_id=job_id,
+                slot=slot,
+                recording=text[start : start + _PART_CHARACTERS],
+                part=part,
+                more=part + 1 < len(starts),
+            )
+            self._answers.append(pb.AgentMessage(recorded=recorded))
         self.wake.set()
 
     def clock(self, number: int) -> None:

@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError, Message
 
 from oobleck.master.api.calls import Calls
 from oobleck.master.api.limits import MOST_DETAILS, UNARY_S, deadline_s, most_bytes
+from oobleck.master.api.shares import Share, Shares, TooMany
 from oobleck.master.inbox import MasterEnded
 from oobleck.master.state.trust import Denied, StillFresh, TooSoon
 from oobleck.master.storage.disk import StorageFailed
@@ -34,7 +35,9 @@ Handler = Any
 Check = Callable[[Any], Awaitable[None]]
 #: From bytes to a message. Raises _Malformed.
 Read = Callable[[bytes], Any]
-Around = Callable[[Any], AbstractAsyncContextManager[None]]
+Around = Callable[[Any], AbstractAsyncContextManager[Share]]
+Count = Callable[[Any], AbstractAsyncContextManager[None]]
+Holding = Callable[[Any], AbstractAsyncContextManager[Share]]
 
 _FOREIGN = (
     "the request is not an uncompressed message of this service; install the same version on both "
@@ -47,10 +50,13 @@ class _Malformed(ValueError):
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # not at run time
-    def __init__(self, check: Callable[[str, Any], Awaitable[None]], calls: Calls) -> None:
+    def __init__(
+        self, check: Callable[[str, Any], Awaitable[None]], calls: Calls, shares: Shares
+    ) -> None:
         """`check`: ends a call of that method and context where its caller may not make it."""
         self._check = check
         self._calls = calls
+        self._shares = shares
 
     async def intercept_service(
         self,
@@ -64,15 +70,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # n
         check = partial(self._check, method)
         streams = handler.request_streaming or handler.response_streaming
         count = partial(self._calls.count, method, stream=streams)
-        around = partial(_answering, check, count)
+        holding = partial(self._shares.hold, sends=handler.request_streaming)
+        around = partial(_answering, check, count, holding)
         read = partial(_read, _request_kind(handler), most_bytes(method))
         if handler.response_streaming:
             guarded = _many_replies(handler, read, around, check)
             return grpc.stream_stream_rpc_method_handler(
-                guarded, response_serializer=handler.response_serializer
+                _letting_go(guarded), response_serializer=handler.response_serializer
             )
         return grpc.stream_unary_rpc_method_handler(
-            _one_reply(handler, read, around, deadline_s(method)),
+            _letting_go(_one_reply(handler, read, around, deadline_s(method))),
             response_serializer=handler.response_serializer,
         )
 
@@ -98,20 +105,31 @@ def _read(kind: type[Message], most_bytes: int, data: bytes) -> Any:
     return message
 
 
-async def _only(requests: AsyncIterator[Any]) -> Any:
+async def _each(requests: AsyncIterator[bytes], read: Read, share: Share) -> AsyncIterator[Any]:
     """Raises _Malformed."""
     async for request in requests:
-        return request
+        await share.turns.take()
+        yield read(request)
+
+
+async def _only(requests: AsyncIterator[bytes], read: Read, share: Share) -> Any:
+    """Raises _Malformed."""
+    async with share.receiving:
+        async for request in requests:
+            await share.turns.take()
+            return read(request)
     raise _Malformed("the call came without a request")
 
 
 @asynccontextmanager
-async def _answering(check: Check, count: Around, context: Any) -> AsyncIterator[None]:
+async def _answering(
+    check: Check, count: Count, holding: Holding, context: Any
+) -> AsyncIterator[Share]:
     """Around a method: it is counted, and what it raises ends the call with a status."""
     async with count(context):
         await check(context)
-        async with _told(context):
-            yield
+        async with _told(context), holding(context) as share:
+            yield share
 
 
 @asynccontextmanager
@@ -120,6 +138,8 @@ async def _told(context: Any) -> AsyncIterator[None]:
         yield
     except _Malformed as malformed:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(malformed)[:MOST_DETAILS])
+    except TooMany as refused:
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(refused))
     except MasterEnded:
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the master has ended")
     except StillFresh as refused:
@@ -133,22 +153,35 @@ async def _told(context: Any) -> AsyncIterator[None]:
     except grpc.aio.AbortError:
         raise
     except grpc.aio.BaseError as error:  # of the library: nobody is there to be answered
-        log.info("a call could not be answered", extra={"reason": repr(error)[:MOST_DETAILS]})
+        log.debug("a call could not be answered", extra={"reason": repr(error)[:MOST_DETAILS]})
     except Exception:
         log.exception("a call failed")
         await context.abort(grpc.StatusCode.INTERNAL, "the master failed; its log tells why")
 
 
+def _letting_go(guarded: Callable[[Any, Any], Awaitable[Any]]) -> Any:
+    """gRPC keeps what ends a call in a cycle of references with it. The frames in its traceback
+    would keep the request, until the next collection."""
+
+    async def answered(requests: AsyncIterator[bytes], context: Any) -> Any:
+        try:
+            return await guarded(requests, context)
+        except grpc.aio.AbortError as aborted:
+            aborted.__context__ = None
+            raise aborted.with_traceback(None) from None
+
+    return answered
+
+
 def _one_reply(handler: Handler, read: Read, around: Around, limit_s: float) -> Any:
     async def guarded(requests: AsyncIterator[bytes], context: Any) -> Any:
-        readable = (read(request) async for request in requests)
+        async with around(context) as share:
 
-        async def answer() -> Any:
-            if handler.request_streaming:
-                return await handler.stream_unary(readable, context)
-            return await handler.unary_unary(await _only(readable), context)
+            async def answer() -> Any:
+                if handler.request_streaming:
+                    return await handler.stream_unary(_each(requests, read, share), context)
+                return await handler.unary_unary(await _only(requests, read, share), context)
 
-        async with around(context):
             return await _in_time(limit_s, context, answer)
 
     return guarded
@@ -156,14 +189,14 @@ def _one_reply(handler: Handler, read: Read, around: Around, limit_s: float) -> 
 
 def _many_replies(handler: Handler, read: Read, around: Around, check: Check) -> Any:
     async def guarded(requests: AsyncIterator[bytes], context: Any) -> None:
-        readable = (read(request) async for request in requests)
-        async with around(context):
+        async with around(context) as share:
             if handler.request_streaming:
-                await handler.stream_stream(readable, context)
+                await handler.stream_stream(_each(requests, read, share), context)
                 return
-            request = await _in_time(UNARY_S, context, lambda: _only(readable))
+            request = await _in_time(UNARY_S, context, lambda: _only(requests, read, share))
             async with aclosing(handler.unary_stream(request, context)) as replies:
                 async for reply in replies:
+                    await share.turns.take()
                     # It may be long since, and the certificate revoked.
                     await check(context)
                     await _write(context, reply)

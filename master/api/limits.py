@@ -7,10 +7,17 @@ or means harm ever meets them. Must not know the calls' contents.
 from oobleck.host.detection import MODES, Detection, choose
 from oobleck.proto.detection import keepalive_options
 
-#: Of a message to the master; the largest are recordings of a hundred steps.
-MOST_RECEIVED_BYTES = 16 << 20
+#: Of a message to the master. Longer ones, as recordings and wheels, come in parts: gRPC has one
+#: limit for all methods, so whoever may call anything can have as much received at each call.
+MOST_RECEIVED_BYTES = (2 << 20) + (64 << 10)
 #: Of a request, where `_LARGER` has no more.
 MOST_REQUEST_BYTES = 64 << 10
+#: Calls of one holder of certificates at a time: a dashboard of many browsers has some two hundred.
+MOST_OF_HOLDER = 256
+#: Of those, such that send more than one message.
+MOST_SENDING = 4
+#: Of those, such whose first message is received at one moment; others wait.
+MOST_RECEIVING = 2
 #: Of a message of the master; the largest are timelines and plans for all nodes.
 MOST_SENT_BYTES = 64 << 20
 MOST_METADATA_BYTES = 16 << 10
@@ -42,8 +49,8 @@ _LARGER = {
     "/oobleck.Control/Session": MOST_RECEIVED_BYTES,
     "/oobleck.Operator/Submit": MOST_RECEIVED_BYTES,
     # Parts of a wheel, of 1 MiB.
-    "/oobleck.Operator/PutCode": 2 << 20,
-    "/oobleck.Control/GiveCode": 2 << 20,
+    "/oobleck.Operator/PutCode": MOST_RECEIVED_BYTES,
+    "/oobleck.Control/GiveCode": MOST_RECEIVED_BYTES,
 }
 
 
@@ -69,6 +76,9 @@ def server_options(detection: Detection) -> tuple[tuple[str, int], ...]:
         ("grpc.http2.max_ping_strikes", MOST_PING_STRIKES),
         ("grpc.max_receive_message_length", MOST_RECEIVED_BYTES),
         ("grpc.max_send_message_length", MOST_SENT_BYTES),
+        # The window that a sender has before anything of it is read stays at 64 KiB. Else gRPC lets
+        # it grow with the speed of the line, to many MiB for each call, also of who is denied.
+        ("grpc.http2.bdp_probe", 0),
         # A few bytes may be megabytes when they are decompressed, which would be done before the
         # caller is known. No client of ours compresses, and what others do is no message.
         ("grpc.per_message_decompression", 0),

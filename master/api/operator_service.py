@@ -130,7 +130,7 @@ class OperatorService(rpc.OperatorServicer):
                 yield status
             if ended:
                 return
-            await changed.wait()
+            await self._master.changes.after(changed)
 
     async def CancelJob(self, request: pb.CancelRequest, context: Context) -> pb.JobStatus:
         job = await self._job(request.job_id, context)
@@ -267,7 +267,7 @@ class OperatorService(rpc.OperatorServicer):
                     break
             if ended or not request.follow:
                 return
-            await changed.wait()
+            await self._master.changes.after(changed)
 
     async def Metrics(
         self, request: pb.MetricsRequest, context: Context
@@ -288,7 +288,7 @@ class OperatorService(rpc.OperatorServicer):
                     step = stored + 1
             if ended or not request.follow:
                 return
-            await changed.wait()
+            await self._master.changes.after(changed)
 
     async def Logs(self, request: pb.LogsRequest, context: Context) -> AsyncIterator[pb.LogLine]:
         job = await self._job(request.job_id, context)
@@ -311,7 +311,7 @@ class OperatorService(rpc.OperatorServicer):
                     yield _log_line(follower.queue.get_nowait())
                 if ended:
                     return
-                await changed.wait()
+                await self._master.changes.after(changed)
 
     async def Examine(
         self, request: pb.ExamineRequest, context: Context

@@ -29,6 +29,8 @@ _ROUND_TRIP_LIMIT_S = 2.0
 #: wish that came too late is repeated with more.
 _AHEAD_S = 0.5
 _ATTEMPTS = 4
+#: Of one recording: a hundred steps have less.
+MOST_CHARACTERS = 16 << 20
 #: Between two looks at whether the job still trains.
 _LOOK_S = 1.0
 #: So often at a change of the plan, before it is waited for no more.
@@ -44,6 +46,7 @@ class _Wish:
     """One request for recordings."""
 
     job_id: JobId
+    workers: frozenset[WorkerId]
     found: dict[WorkerId, Recording] = field(default_factory=dict)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -56,19 +59,24 @@ class Timelines:
         self._boot = boot_id()
         self._last_number = 0
         self._wishes: dict[int, _Wish] = {}
+        #: Of recordings that have come in part, while somebody waits for one.
+        self._parts: dict[WorkerId, list[str]] = {}
         self._readings: dict[tuple[NodeName, int], asyncio.Future[pb.ClockRead]] = {}
 
     # ---- what agents tell
 
     def take_recording(self, node: NodeName, message: pb.Recorded) -> bool:
-        """Take what somebody waits for; returns whether anybody does. Raises ValueError where the
-        recording cannot be read."""
+        """Take a recording, or a part of one, that somebody waits for; returns whether anybody
+        does. Raises ValueError where the recording cannot be read."""
         worker = WorkerId(node, message.slot)
         waiting = [w for w in self._wishes.values() if w.job_id == message.job_id]
-        if not any(worker not in wish.found for wish in waiting):
+        if not any(worker in wish.workers - wish.found.keys() for wish in waiting):
             return False
+        text = self._whole(worker, message)
+        if text is None:
+            return True
         try:
-            recording = decode(Recording, message.recording)
+            recording = decode(Recording, text)
         except ValueError as error:
             raise ValueError(f"recording: {error}") from error
         wish = self._wishes.get(recording.number)
@@ -76,6 +84,22 @@ class Timelines:
             wish.found[worker] = recording
             wish.news.set()
         return True
+
+    def _whole(self, worker: WorkerId, message: pb.Recorded) -> str | None:
+        """Join the parts of a recording; None: some are still to come, or were lost with a
+        connection. Raises ValueError."""
+        parts = self._parts.pop(worker, [])
+        if message.part == 0:
+            parts = []
+        if message.part != len(parts):
+            return None
+        parts.append(message.recording)
+        if sum(map(len, parts)) > MOST_CHARACTERS:
+            raise ValueError(f"recording: has more than {MOST_CHARACTERS} characters")
+        if not message.more:
+            return "".join(parts)
+        self._parts[worker] = parts
+        return None
 
     def clock_read(self, node: NodeName, message: pb.ClockRead) -> None:
         reading = self._readings.pop((node, message.number), None)
@@ -112,7 +136,7 @@ class Timelines:
             raise NoTimeline(f"job {job.id} is about to end: no step is left to record")
         self._last_number += 1
         number = self._last_number
-        wish = self._wishes[number] = _Wish(job.id)
+        wish = self._wishes[number] = _Wish(job.id, frozenset(plan.workers))
         told = pb.Record(job_id=job.id, number=number, first_step=first, last_step=last)
         try:
             for session in self._of(plan):
@@ -129,6 +153,8 @@ class Timelines:
                         return None
         finally:
             del self._wishes[number]
+            if not self._wishes:
+                self._parts.clear()
         found = {worker: wish.found[worker] for worker in plan.workers}
         wanted = set(range(first, last + 1))
         whole = all(

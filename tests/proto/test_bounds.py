@@ -16,6 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oobleck.agent.connection.outbox import _PART_CHARACTERS
 from oobleck.agent.connection.records import BATCH
 from oobleck.host.doctor.orders import Answer, Clock, Looked
 from oobleck.host.finding import Finding
@@ -262,7 +263,7 @@ def test_what_a_cluster_sends_is_far_within() -> None:
         ]
         * bounds.MOST_SLOTS
     )
-    recorded = pb.Recorded(recording="x" * (15 << 20))
+    recorded = pb.Recorded(recording="x" * _PART_CHARACTERS)
     register = pb.Register(status=status, running=pb.Assignment(assign=bytes(1 << 20)))
     for large in (
         pb.AgentMessage(status=status),

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import traceback
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from oobleck.master.api.calls import Calls
 from oobleck.master.api.interceptor import CallInterceptor
+from oobleck.master.api.shares import Shares
 from oobleck.proto import control_pb2 as pb
 from support import loops
 
@@ -28,6 +30,15 @@ class Context:
 
     def code(self) -> None:
         return None
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise grpc.aio.AbortError(details)
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
+
+async def at_once(peer: str) -> None: ...
 
 
 class Details:
@@ -62,7 +73,7 @@ def test_a_caller_that_leaves_a_stream_leaves_no_word_in_the_log(
                 request_deserializer=pb.LogsRequest.FromString,
             )
 
-        guard = CallInterceptor(anybody, calls)
+        guard = CallInterceptor(anybody, calls, Shares(at_once))
         guarded = await guard.intercept_service(handler, Details())  # type: ignore[arg-type]
         call = asyncio.create_task(guarded.stream_stream(one_request(), context))
         with suppress(asyncio.CancelledError):
@@ -104,7 +115,7 @@ def test_nothing_of_a_request_is_taken_before_its_caller_may_make_the_call(kind:
         return make(behave, request_deserializer=Request.FromString)
 
     async def run() -> None:
-        guard = CallInterceptor(nobody, Calls(lambda: 0.0))
+        guard = CallInterceptor(nobody, Calls(lambda: 0.0), Shares(at_once))
         guarded = await guard.intercept_service(handler, Details())  # type: ignore[arg-type]
         call = guarded.stream_stream or guarded.stream_unary
         with pytest.raises(Refused):
@@ -112,3 +123,35 @@ def test_nothing_of_a_request_is_taken_before_its_caller_may_make_the_call(kind:
 
     loops.run(run())
     assert taken == []
+
+
+@pytest.mark.parametrize("said", [b"", b"no message"])
+def test_what_ends_a_call_does_not_keep_its_request(said: bytes) -> None:
+    """gRPC keeps it for a while, and with it all that its traceback reaches."""
+    kept: list[str] = []
+
+    async def refuse(request: object, context: Any) -> None:
+        await context.abort(grpc.StatusCode.NOT_FOUND, "no such job")
+
+    async def handler(details: object) -> Any:
+        return grpc.unary_unary_rpc_method_handler(
+            refuse,  # type: ignore[arg-type]
+            request_deserializer=pb.LogsRequest.FromString,
+        )
+
+    async def anybody(method: str, context: object) -> None: ...
+
+    async def requests() -> AsyncIterator[bytes]:
+        yield said
+
+    async def run() -> None:
+        guard = CallInterceptor(anybody, Calls(lambda: 0.0), Shares(at_once))
+        guarded = await guard.intercept_service(handler, Details())  # type: ignore[arg-type]
+        with pytest.raises(grpc.aio.AbortError) as refused:
+            await guarded.stream_unary(requests(), Context())
+        assert refused.value.__context__ is None
+        for frame, _ in traceback.walk_tb(refused.value.__traceback__):
+            kept.extend(name for name in frame.f_locals if name in ("request", "data"))
+
+    loops.run(run())
+    assert kept == []

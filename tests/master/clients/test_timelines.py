@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from simulation.clockwork import VirtualLoop
 
+from oobleck.agent.connection.outbox import Outbox
 from oobleck.host.ipc.messages import Rendezvous
 from oobleck.host.timeline import Recording, Span
 from oobleck.master.clients.outbox import AgentSession
@@ -167,3 +168,40 @@ def test_round_trip_bounds_the_offset() -> None:
     assert (clock.offset_ns, clock.error_ns) == (2_000 - 50_000, 1_000)
     for true_offset in (1_000 - 50_000, 3_000 - 50_000):
         assert abs(true_offset - clock.offset_ns) <= clock.error_ns
+
+
+def test_a_recording_that_comes_in_parts_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As agents send a long one; what a lost connection has left of another one is dropped."""
+    monkeypatch.setattr("oobleck.agent.connection.outbox._PART_CHARACTERS", 20)
+
+    def told(found: Recording) -> list[pb.Recorded]:
+        outbox = Outbox(Incarnation("a"))
+        outbox.recorded(JobId("demo-1"), 0, found)
+        return [message.recorded for message in outbox.take(0.0) if message.HasField("recorded")]
+
+    async def in_parts(timelines: Timelines, session: AgentSession) -> None:
+        while True:
+            for message in await session.outgoing():
+                if message.HasField("record"):
+                    parts = told(recording(message.record, late=False))
+                    assert len(parts) > 3
+                    for part in (*parts[:2], *parts[:-2], *parts):
+                        assert timelines.take_recording(session.node, part)
+                    return
+                read = pb.ClockRead(number=message.clock.number, monotonic_ns=0)
+                timelines.clock_read(session.node, read)
+
+    async def run() -> tuple[bytes, bool]:
+        there = sessions(*NODES)
+        timelines = Timelines(lambda: there)
+        trace, *_ = await asyncio.gather(
+            timelines.trace(running_job(), steps=2),
+            *(in_parts(timelines, session) for session in there),
+        )
+        part = pb.Recorded(job_id="demo-1", recording="{", more=True)
+        return trace, timelines.take_recording(there[0].node, part)
+
+    text, wanted = loops.run(run())
+    spans = [e for e in json.loads(text)["traceEvents"] if e["ph"] == "X"]
+    assert len(spans) == len(NODES)
+    assert not wanted, "nobody waits any more"

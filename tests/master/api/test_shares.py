@@ -1,0 +1,165 @@
+"""The calls of one holder of a certificate, over all its connections."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+
+import grpc
+import pytest
+
+from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.host.security.credentials import Credentials
+from oobleck.host.security.pki import Identity
+from oobleck.master.api import limits
+from oobleck.master.inbox import Changes, Turns
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto import control_pb2_grpc as rpc
+from oobleck.proto.secure import open_aio_channel
+from support import loops
+from support.holders import signed
+from support.secured import Secured
+
+DEADLINE_S = 240.0
+_ALONE = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1))
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    master = Secured(tmp_path_factory.mktemp("shares"))
+    yield master
+    master.process.terminate()
+    assert master.process.stdout is not None
+    master.process.stdout.close()
+    master.process.wait(timeout=DEADLINE_S)
+
+
+def holder(secured: Secured, role: str, name: str) -> Credentials:
+    return signed(secured.pki, Identity(role=role, name=name))  # type: ignore[arg-type]
+
+
+def channel(secured: Secured, shown: Credentials) -> grpc.aio.Channel:
+    return open_aio_channel(Endpoint(address=secured.address, credentials=shown), _ALONE)
+
+
+async def nothing() -> AsyncIterator[bytes]:
+    """A message that never comes."""
+    await asyncio.get_running_loop().create_future()
+    yield b""
+
+
+async def until(condition: "asyncio.Event") -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        await condition.wait()
+
+
+def test_a_holder_has_so_many_calls_at_a_time_over_all_connections_and_others_have_theirs(
+    secured: Secured,
+) -> None:
+    async def run() -> None:
+        eve, ann = (holder(secured, "viewer", name) for name in ("eve", "ann"))
+        refused = asyncio.Event()
+        async with AsyncExitStack() as stack:
+            connections = -(-limits.MOST_OF_HOLDER // 32) + 1
+            channels = [
+                await stack.enter_async_context(channel(secured, eve)) for _ in range(connections)
+            ]
+
+            async def hold(one: grpc.aio.Channel) -> None:
+                # Without a request the call is one that the master waits for.
+                call = one.stream_stream("/oobleck.Operator/GetJob")(nothing())
+                if await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    refused.set()
+
+            calls = [asyncio.create_task(hold(one)) for one in channels for _ in range(32)]
+            await until(refused)
+            async with channel(secured, ann) as hers:
+                await rpc.OperatorStub(hers).ListNodes(  # type: ignore[no-untyped-call]
+                    pb.ListNodesRequest(), timeout=DEADLINE_S
+                )
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+        # All are over: there is room again.
+        async with channel(secured, eve) as again:
+            stub = rpc.OperatorStub(again)  # type: ignore[no-untyped-call]
+            async with asyncio.timeout(DEADLINE_S):
+                code = None
+                while code is not grpc.StatusCode.OK:
+                    code = await stub.ListNodes(pb.ListNodesRequest()).code()
+                    assert code in (grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+    loops.run(run())
+
+
+def test_an_agent_has_few_calls_that_send_more_than_one_message(secured: Secured) -> None:
+    async def run() -> None:
+        async with channel(secured, holder(secured, "agent", "n7")) as agents:
+            stub = rpc.ControlStub(agents)  # type: ignore[no-untyped-call]
+            calls = [stub.Session() for _ in range(limits.MOST_SENDING + 1)]
+            ended = [asyncio.ensure_future(call.code()) for call in calls]
+            async with asyncio.timeout(DEADLINE_S):
+                done, _ = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+            assert [one.result() for one in done] == [grpc.StatusCode.RESOURCE_EXHAUSTED]
+            for call in calls:
+                call.cancel()
+
+    loops.run(run())
+
+
+def test_few_requests_of_one_holder_are_received_at_one_moment(secured: Secured) -> None:
+    """Requests that are on their way keep the later ones of their holder waiting, not of others."""
+
+    async def run() -> None:
+        eve, ann = (holder(secured, "viewer", name) for name in ("eve2", "ann2"))
+        path, request = "/oobleck.Operator/ListNodes", pb.ListNodesRequest().SerializeToString()
+        async with channel(secured, eve) as one, channel(secured, eve) as two:
+            slow = [one.stream_stream(path)(nothing()) for _ in range(limits.MOST_RECEIVING)]
+            waiting: grpc.aio.UnaryUnaryCall[bytes, bytes] | None = None
+            async with asyncio.timeout(DEADLINE_S):
+                while waiting is None:  # until the slow ones have come to it
+                    call = two.unary_unary(path)(request, timeout=1.0)
+                    if await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                        waiting = call
+            async with channel(secured, ann) as hers:
+                await hers.unary_unary(path)(request, timeout=DEADLINE_S)
+            for call in slow:
+                call.cancel()
+            await two.unary_unary(path)(request, timeout=DEADLINE_S)
+
+    loops.run(run())
+
+
+def test_few_of_those_who_wait_for_a_change_look_at_it_in_one_turn_of_the_loop() -> None:
+    async def run() -> int:
+        changes, looks, most = Changes(), 0, 0
+
+        async def look() -> None:
+            nonlocal looks
+            await changes.after(changes.next)
+            looks += 1
+
+        watchers = [asyncio.create_task(look()) for _ in range(100)]
+        await asyncio.sleep(0)
+        changes.happened()
+        while looks < len(watchers):
+            before = looks
+            await asyncio.sleep(0)
+            most = max(most, looks - before)
+        await asyncio.gather(*watchers)
+        return most
+
+    assert 0 < loops.run(run()) <= 8
+
+
+def test_turns_come_in_the_order_of_who_asks() -> None:
+    async def run() -> list[int]:
+        turns, order = Turns(1), list[int]()
+
+        async def take(number: int) -> None:
+            await turns.take()
+            order.append(number)
+
+        await asyncio.gather(*map(take, range(20)))
+        return order
+
+    assert loops.run(run()) == list(range(20))
