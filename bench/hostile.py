@@ -25,10 +25,9 @@ import os
 import signal
 import socket
 import statistics
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,10 +38,10 @@ import psutil
 
 from bench.master_scale import Master
 from bench.recovery import job
-from bench.support.attacks import COMMON, OF_AGENTS
+from bench.support.attacks import COMMON, OF_AGENTS, Attacking
 from bench.support.client import Client, ClusterError, last_line
 from bench.support.cluster import LocalCluster
-from bench.support.daemons import CHECKOUT, hurry, with_parent
+from bench.support.daemons import hurry
 from oobleck.cli.client import MasterClient
 from oobleck.cli.cluster.authority import issue
 from oobleck.host.command import CommandFailed
@@ -56,8 +55,6 @@ _MEMORY_S = 0.25
 _ANSWER_S, _RECOVERY_S, _START_S = 20.0, 30.0, 120.0
 #: Between a recovery and the next kill: so that each has its state in two places again.
 _SETTLE_STEPS = 8
-#: The attackers, as they were behind a network.
-_NICE = 5
 
 
 @dataclass
@@ -176,10 +173,10 @@ class Samples:
         part.grown_bytes = [one - base for one in part.grown_bytes]
 
 
-def measure(what: str, seconds: float, kills: Kills, samples: Samples) -> Part:
+def measure(what: str, kills: Kills, samples: Samples, goes_on: Callable[[], bool]) -> Part:
     part = Part(what)
-    begun, until = time.time(), time.monotonic() + seconds
-    while time.monotonic() < until:
+    begun = time.time()
+    while goes_on():
         part.recovery_s.append(kills.one())
     samples.into(part, begun)
     return part
@@ -198,20 +195,6 @@ def credentials(who: str, folder: Path, pki: Path, address: str) -> Path:
     if who == "revoked":
         operator.oobleck("pki", "revoke", found.name, "--role", role)
     return found
-
-
-@contextlib.contextmanager
-def attacked(
-    address: str, shown: Path, job_id: str, kinds: Sequence[str], seconds: float
-) -> Iterator[None]:
-    command = [*with_parent("bench.support.attacks"), address, str(shown), job_id]
-    command += [",".join(kinds), str(seconds / len(kinds)), str(_NICE)]
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": CHECKOUT})
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 def row(part: Part, than: Part | None) -> str:
@@ -275,7 +258,9 @@ def main() -> None:
         }
         try:
             print(HEADER, flush=True)
-            print(row(measure("calm", options.seconds, kills, samples), None), flush=True)
+            until = time.monotonic() + options.seconds
+            calm = measure("calm", kills, samples, lambda: time.monotonic() < until)
+            print(row(calm, None), flush=True)
             for who in options.who.split(","):
                 kinds = OF_AGENTS if who == "agent" else COMMON
                 if options.kinds:
@@ -283,8 +268,8 @@ def main() -> None:
                 than = None
                 for place, (address, pki) in places.items():
                     shown = credentials(who, folder, pki, address)
-                    with attacked(address, shown, job_id, kinds, options.seconds):
-                        part = measure(f"{who}, {place}", options.seconds, kills, samples)
+                    attack = Attacking(address, shown, job_id, kinds, options.seconds)
+                    part = measure(f"{who}, {place}", kills, samples, attack.goes_on)
                     print(row(part, than), flush=True)
                     than = part
         finally:

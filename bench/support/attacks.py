@@ -9,15 +9,17 @@ import asyncio
 import contextlib
 import itertools
 import os
+import subprocess
 import sys
-import time
+import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from bench.support.daemons import CHECKOUT, with_parent
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.security.credentials import read_credentials
 from oobleck.host.security.join_token import read_token
@@ -41,6 +43,12 @@ _CALL_S = 20.0
 _SMALL, _LARGE = 64 << 10, LARGEST - 64
 #: An item of a list without content: field 2, and its length.
 _EMPTY = b"\x12\x00"
+#: For an attacker's process to start, and to end.
+_START_S = 4.0
+#: Attackers give way to the job as if they were on hosts of their own.
+_NICE = 5
+#: Said when an attack begins; how its calls ended is said at its end.
+BEGUN = "begun"
 Requests = tuple[bytes, ...]
 
 
@@ -190,25 +198,57 @@ COMMON: tuple[str, ...] = (
 OF_AGENTS = (*COMMON, "recordings", "reports", "registrations")
 
 
-async def attack(attacker: Attacker, kinds: tuple[str, ...], each_s: float) -> None:
-    for kind in kinds:
-        begun: Callable[[], Coroutine[Any, Any, None]] = getattr(attacker, kind)
-        attacker.ends.clear()
-        print(f"{time.time():.3f} {kind}", flush=True)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(each_s):
-                await begun()
-        told = ", ".join(f"{name} {n}" for name, n in attacker.ends.most_common(4))
-        print(f"{time.time():.3f} - {told or 'no call has ended'}", flush=True)
+class Attacking:
+    """Each kind of attack in turn, each by a process of its own: one that is slow to end is killed,
+    so that all kinds come."""
+
+    def __init__(
+        self, address: str, shown: Path, job_id: str, kinds: Sequence[str], seconds: float
+    ) -> None:
+        self._told = (address, str(shown), job_id)
+        self._kinds, self._each_s = kinds, seconds / len(kinds)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def goes_on(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        for kind in self._kinds:
+            command = [*with_parent("bench.support.attacks"), *self._told]
+            process = subprocess.Popen(
+                [*command, kind, str(self._each_s), str(_NICE)],
+                env={**os.environ, "PYTHONPATH": CHECKOUT},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            killed = threading.Timer(self._each_s + _START_S, process.kill)
+            killed.start()
+            said, _ = process.communicate()
+            killed.cancel()
+            begun, _, ends = said.strip().partition("\n")
+            how = (ends or "killed amid its calls") if begun == BEGUN else "DID NOT BEGIN"
+            print(f"  {kind}: {how}", flush=True)
+
+
+async def attack(attacker: Attacker, kind: str, seconds: float) -> None:
+    begun: Callable[[], Coroutine[Any, Any, None]] = getattr(attacker, kind)
+    print(BEGUN, flush=True)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await begun()
 
 
 def main() -> None:
-    address, folder, job, kinds, each_s, niceness = sys.argv[1:]
+    address, folder, job, kind, seconds, niceness = sys.argv[1:]
     os.nice(int(niceness))
     allow_open_files()
-    asyncio.run(
-        attack(Attacker(address, Path(folder), job), tuple(kinds.split(",")), float(each_s))
-    )
+    attacker = Attacker(address, Path(folder), job)
+    try:
+        asyncio.run(attack(attacker, kind, float(seconds)))
+    finally:
+        told = ", ".join(f"{name} {n}" for name, n in attacker.ends.most_common(4))
+        print(told or "no call has ended", flush=True)
 
 
 if __name__ == "__main__":
