@@ -88,6 +88,7 @@ def messages() -> dict[str, pb.AgentMessage]:
         "recorded": pb.AgentMessage(recorded=pb.Recorded(job_id=JOB, slot=0, recording="{}")),
         "clock": pb.AgentMessage(clock=pb.ClockRead(number=1, monotonic_ns=1, boot="b")),
         "examined": pb.AgentMessage(examined=examined_message(1, Done())),
+        "job_told": pb.AgentMessage(job_told=pb.JobTold(number=1, job="x")),
     }
 
 
