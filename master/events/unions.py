@@ -29,6 +29,9 @@ from oobleck.planner.ids import JobId
 class MasterStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A master has replayed the journal: whatever an earlier one observed is forgotten."""
 
+    #: Number of the last event that it found; 0: the one before this.
+    found: int = 0
+
 
 class JournalCut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The journal was found with an end that is no whole event, or without events that had been
@@ -52,6 +55,8 @@ class TermBegan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     begun_by: str
     #: Where its state directory is.
     place: str
+    #: Number of the first event that heads of earlier terms do not have; 0: this one.
+    since: int = 0
     #: For operators.
     reason: str
 

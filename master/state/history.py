@@ -24,7 +24,7 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
     #: Random id of the head that began it, and where its state directory was.
     begun_by: str
     place: str
-    #: Number of the event that began it.
+    #: Number of the first event that heads of earlier terms do not have.
     since: int
     #: Why it began, for operators.
     reason: str = ""

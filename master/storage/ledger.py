@@ -120,9 +120,11 @@ class Ledger:
             else:
                 self._apply_event(entry, now, unix)
         _check_cluster(self.state.history, config)
+        replayed = self.state.sequence
         if self._journal.cut is not None or archive.events.ahead():
             self.journal(self._cut())
-        self.journal(MasterStarted())
+        was_cut = self.state.sequence > replayed
+        self.journal(MasterStarted(found=replayed if was_cut else 0))
         self._begin_term(config)
         if validates:
             self._broken_before = frozenset(map(str, violations(self.state)))
@@ -166,6 +168,7 @@ class Ledger:
                 number=term.number if term is not None and named_anew else history.next_number(),
                 begun_by=term.begun_by if term is not None and named_anew else token(ID_BYTES),
                 place=config.place,
+                since=self.state.found + 1,
                 reason=reason,
             )
         )

@@ -79,14 +79,18 @@ def admit(
 
 
 def next_term(
-    state: ClusterState, acted_on: Head | None, new_id: Callable[[], str]
+    state: ClusterState, acted_on: Head | None, new_id: Callable[[], str], *, met: bool = False
 ) -> TermBegan | None:
     """Return the term that this master begins when it hears of `acted_on`; None: none.
+
+    `met`: this process has admitted that start of the agent before, so the agent may have heard
+    what this process has journaled. All others can have heard only what it found on disk.
 
     Its own term is not its alone where an agent has acted on events of that term which its journal
     lacks: it goes on from an old copy, or from a disk that has lost what it had taken. A master
     that was started in a term of its own, from a backup or elsewhere, is what an operator wants to
-    go on, so it goes above all terms that it hears of.
+    go on, so it goes above all terms that it hears of. The first head of a history does not: it is
+    the copy that an operator has started since.
     """
     own, history = state.head, state.history
     if acted_on is None or own is None or history.term is None or acted_on.history != own.history:
@@ -95,16 +99,18 @@ def next_term(
     if state.began_term:
         goes_on = acted_on.outranks(own)
     else:
-        goes_on = same and acted_on.sequence > own.sequence
+        known = own.sequence if met else state.found
+        goes_on = same and state.found > 0 and acted_on.sequence > known
     if not goes_on or history.next_number(acted_on.term) <= acted_on.term:
         return None
-    lacking = acted_on.sequence - history.shared(acted_on, own.sequence)
+    lacking = acted_on.sequence - history.shared(acted_on, state.found)
     return TermBegan(
         cluster=own.cluster,
         history=own.history,
         number=history.next_number(acted_on.term),
         begun_by=new_id(),
         place=history.term.place,
+        since=state.found + 1,
         reason=f"agents have heard of {lacking} events in term {acted_on.term} that this journal "
         "does not have",
     )

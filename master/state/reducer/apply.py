@@ -75,6 +75,7 @@ def _note_last(job: Job, number: int, summary: str, unix: float) -> None:
 
 def _apply_event(state: ClusterState, event: Journaled, now: float, unix: float) -> None:
     if isinstance(event, MasterStarted):
+        state.found = event.found or state.sequence - 1
         _observe_anew(state, now, unix)
     elif isinstance(event, TermBegan):
         _begin_term(state, event)
@@ -99,7 +100,7 @@ def _begin_term(state: ClusterState, event: TermBegan) -> None:
         number=event.number,
         begun_by=event.begun_by,
         place=event.place,
-        since=state.sequence,
+        since=event.since or state.sequence,
         reason=event.reason,
     )
     # A journal may be named anew in its term, as when its cluster gets an authority.
@@ -107,7 +108,7 @@ def _begin_term(state: ClusterState, event: TermBegan) -> None:
         history.terms[-1] = replace(history.terms[-1], place=event.place)
     else:
         history.terms.append(term)
-    state.began_term, state.superseded = True, None
+    state.began_term, state.superseded = len(history.terms) > 1, None
 
 
 def _observe_anew(state: ClusterState, now: float, unix: float) -> None:

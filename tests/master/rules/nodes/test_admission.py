@@ -16,7 +16,7 @@ from oobleck.proto.protocol import NEWEST
 from oobleck.proto.types import Head, NodeFacts, NodeStatus, Registration, WorkerStatus
 from support.scenario import job_spec
 
-HISTORY, OWN, OTHER = "11" * 8, "aaaaaaaa", "bbbbbbbb"
+HISTORY, OWN, OTHER, SECOND = "11" * 8, "aaaaaaaa", "bbbbbbbb", "dddddddd"
 FACTS = NodeFacts(
     node=NodeName("n1"),
     incarnation=Incarnation("0001"),
@@ -125,11 +125,8 @@ def test_an_agent_of_a_higher_term_is_refused_for_now() -> None:
     [
         (told(sequence=99), True, 2),  # its disk has lost what it had taken
         (told(sequence=3), True, None),
-        (told(sequence=99), False, None),  # a lie: the term began in this process
+        (told(sequence=99), False, None),  # a lie: the journal is new
         (told(5, OTHER), True, None),  # another head went on in its place
-        (told(5, OTHER), False, 6),  # an operator started this one, in a term of its own
-        (told(1, OTHER), False, 2),  # as another did, from the same backup
-        (told(MOST_TERM, OTHER), False, None),
         (told(5, OTHER, history="22" * 8), True, None),
         (None, True, None),
     ],
@@ -139,3 +136,57 @@ def test_a_head_goes_on_in_a_higher_term_where_its_journal_is_behind(
 ) -> None:
     found = next_term(state(restarted=restarted), acted_on, lambda: "cccccccc")
     assert (found.number if found is not None else None) == term
+
+
+@pytest.mark.parametrize(
+    ("acted_on", "term"),
+    [
+        (told(2, SECOND, sequence=99), None),  # a lie: the term began in this process
+        (told(5, OTHER), 6),
+        (told(2, OTHER), 3),  # another one was started from the same backup
+        (told(1), None),
+        (told(MOST_TERM, OTHER), None),
+    ],
+)
+def test_a_head_that_an_operator_started_in_a_term_of_its_own_goes_above_all(
+    acted_on: Head, term: int | None
+) -> None:
+    found = next_term(state(began(2, SECOND), restarted=False), acted_on, lambda: "cccccccc")
+    assert (found.number if found is not None else None) == term
+
+
+def test_the_first_head_of_a_history_does_not_go_above_a_copys() -> None:
+    assert next_term(state(restarted=False), told(2, OTHER), lambda: "cccccccc") is None
+
+
+@pytest.mark.parametrize(
+    ("met", "sequence", "lacking"), [(False, 9, 6), (True, 9, 0), (True, 99, 96)]
+)
+def test_what_a_head_has_journaled_since_its_start_hides_nothing_that_it_lacks(
+    met: bool, sequence: int, lacking: int
+) -> None:
+    """It found three events on disk, and has ten by now."""
+    late = state()
+    for number in range(6):
+        facts = msgspec.structs.replace(FACTS, node=NodeName(f"n{number + 2}"))
+        apply(late, NodeRegistered(facts=facts), now=0.0, unix=1.0)
+    assert (late.found, late.sequence) == (3, 10)
+    acted_on = told(sequence=sequence)
+    found = next_term(late, acted_on, lambda: "cccccccc", met=met)
+    assert (found is not None) == bool(lacking)
+    if found is not None:
+        apply(late, found, now=0.0, unix=1.0)
+        assert acted_on.sequence - late.history.shared(acted_on, late.sequence) == lacking
+        assert late.nodes[NodeName("n2")].registered
+        held = admitted(late, registration("other-1", acted_on))
+        assert NodeHeld(node=NodeName("n1"), job_id=JobId("other-1")) in held
+
+
+def test_a_copy_shares_no_event_of_its_own_start() -> None:
+    """Its first events are of its start, and the original's of those numbers are others."""
+    copy = ClusterState()
+    job = JobSubmitted(job_id=JobId("demo-1"), request_id="one", spec=job_spec("demo"))
+    moved = msgspec.structs.replace(began(2, OTHER), since=4)
+    for event in (MasterStarted(), began(1), job, MasterStarted(found=3), moved):
+        apply(copy, event, now=0.0, unix=1.0)
+    assert copy.history.shared(told(sequence=4), copy.sequence) == 3
