@@ -84,7 +84,9 @@ class RecordBuffer:
             del self._kept[step]
 
     def session_began(self, now: float) -> None:
-        """What an earlier session sent may not have arrived: all are to be sent again."""
+        """What an earlier session sent may not have arrived: all are to be sent again. Another
+        master may be there, which has not what the one before acknowledged."""
+        self._through = 0
         self._waiting = deque(replace(self._kept[step], since=now) for step in sorted(self._kept))
 
     def due(self, now: float, *, hold_s: float) -> tuple[list[StepRecord], Generation]:

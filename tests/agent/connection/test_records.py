@@ -56,6 +56,17 @@ def test_records_of_several_workers_and_late_repeats_count_once() -> None:
     assert len(buffer) == 0
 
 
+def test_another_master_is_told_again_what_the_one_before_had() -> None:
+    """A job that goes back to a checkpoint does steps again, which an old copy never had."""
+    buffer = filled(5)
+    buffer.acknowledge(JOB, 5)
+    buffer.session_began(0.0)
+    buffer.acknowledge(JOB, 2)
+    buffer.add(JOB, record(2, FIRST), 0.0)
+    buffer.add(JOB, record(3, FIRST), 0.0)
+    assert steps(buffer, 0.0, held_s=0.0) == [3]
+
+
 def test_a_new_session_repeats_all_that_is_unacknowledged_in_step_order() -> None:
     buffer = filled(3)
     assert steps(buffer, 0.0, held_s=0.0) == [1, 2, 3]
