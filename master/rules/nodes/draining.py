@@ -73,13 +73,15 @@ def _gone(context: Context, node: Node) -> NodeLost:
 
 
 def finish(context: Context) -> Decision | None:
-    """Nodes that nobody needs any more are drained."""
+    """Nodes that nobody needs any more are drained. One that trains a job that this master does not
+    know is needed until that is adopted or over."""
     job = context.state.job
     needed = {*job.current.members, *job.current.leaving} if job is not None else set()
     done = tuple(
         NodeDrained(node=name)
         for name, node in sorted(context.state.nodes.items())
-        if node.drain is not None and not node.drain.done and name not in needed
+        if node.drain is not None and not node.drain.done
+        if name not in needed and node.held is None
     )
     return decide(done, _names(done))
 

@@ -14,13 +14,15 @@ from oobleck.master.api import operator_service
 from oobleck.master.api.agent_service import ControlService
 from oobleck.master.api.view import node_info
 from oobleck.master.config import MasterConfig
-from oobleck.master.events.nodes import NodeDrainRequested
+from oobleck.master.events.nodes import NodeCleared, NodeDrained, NodeDrainRequested, NodeHeld
 from oobleck.master.loop import Master
 from oobleck.master.planning.requests import NextPlanRequest, PlanReply, PlanRequest, StillPlanning
-from oobleck.master.planning.solve import work_out
-from oobleck.master.rules.nodes.draining import is_undecided
+from oobleck.master.planning.solve import AtOnce, work_out
+from oobleck.master.rules.decision import Context
+from oobleck.master.rules.nodes.draining import finish, is_undecided
+from oobleck.master.state.reducer.apply import apply
 from oobleck.master.storage.journal import Journal
-from oobleck.planner.ids import NodeName
+from oobleck.planner.ids import JobId, NodeName
 from oobleck.planner.job.file import format_job
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
@@ -168,3 +170,18 @@ def test_what_was_known_of_a_drain_is_not_known_of_a_forced_one(force: bool) -> 
     wish = NodeDrainRequested(node=NodeName("n2"), request_id="again", reason="", force=force)
     player._journal(wish)
     assert is_undecided(player.state, node) is force
+
+
+def test_a_node_that_trains_an_unknown_job_is_drained_when_that_is_over() -> None:
+    player, name = Player(), NodeName("n1")
+    player.play("0.0 register n1\n")
+    held = NodeHeld(node=name, job_id=JobId("other-1"))
+    asked = NodeDrainRequested(node=name, request_id="d", reason="new memory", force=False)
+    for event in (held, asked):
+        apply(player.state, event, now=1.0, unix=1.0)
+    context = Context(state=player.state, now=1.0, timing=Detection(), nonce="", planner=AtOnce())
+    assert finish(context) is None
+    apply(player.state, NodeCleared(node=name), now=2.0, unix=2.0)
+    decided = finish(context)
+    assert decided is not None
+    assert decided.actions == (NodeDrained(node=name),)
