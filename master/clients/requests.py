@@ -122,6 +122,10 @@ class Requests:
             )
             ledger.journal(JobStarted(job_id=job_id))
             ledger.journal(profile_of_adopted(state, state.jobs[job_id], nodes))
+            # What they told of the job before was dropped.
+            again = Refusal(reason="to tell again of a job that was adopted", temporary=True)
+            for node in everyone:
+                self._sessions.end_of(node, again)
             return None
 
         if (why := await self._ask(answer)) is not None:

@@ -108,6 +108,7 @@ def test_a_job_is_adopted_without_a_step_lost_and_its_losses_are_answered(
     workers = cluster.worker_pids()
     restart_on(cluster, cluster.state_dir.with_name("empty"))
     wait_held(cluster, job_id)
+    held = held_step(cluster, job_id)
     told = cluster.oobleck("adopt", job_id).stdout
     assert "revocations" in told
     step = cluster.last_step(job_id)
@@ -122,6 +123,10 @@ def test_a_job_is_adopted_without_a_step_lost_and_its_losses_are_answered(
     cluster.kill_node("n2")
     cluster.wait(lambda: cluster.planned(job_id) == {"n1", "n3"}, "the plan without n2")
     cluster.wait_step(job_id, cluster.last_step(job_id) + 3)
+    metrics = cluster.state_dir / "jobs" / job_id / "metrics.jsonl"
+    steps = [line["step"] for line in read_lines(metrics)]
+    assert steps == list(range(steps[0], steps[-1] + 1)), "each step stands once"
+    assert steps[0] <= held, "agents tell again what they told while the job was unknown"
 
 
 def test_an_unknown_job_ends_when_an_operator_says_so(daemons: Daemons, text: str) -> None:
