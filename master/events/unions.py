@@ -55,8 +55,11 @@ class TermBegan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     begun_by: str
     #: Where its state directory is.
     place: str
-    #: Number of the first event that heads of earlier terms do not have; 0: this one.
+    #: Number of the first event that heads of this journal's earlier terms lack; 0: this one.
     since: int = 0
+    #: And the first that heads of other terms may lack: one may have been copied from this journal
+    #: at any time; 0: the same.
+    apart: int = 0
     #: For operators.
     reason: str
 

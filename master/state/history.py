@@ -24,8 +24,10 @@ class Term(msgspec.Struct, frozen=True, kw_only=True):
     #: Random id of the head that began it, and where its state directory was.
     begun_by: str
     place: str
-    #: Number of the first event that heads of earlier terms do not have.
+    #: Number of the first event that heads of this journal's earlier terms do not have.
     since: int
+    #: And the least that heads of terms may lack which this journal was never in; 0: the same.
+    apart: int = 0
     #: Why it began, for operators.
     reason: str = ""
 
@@ -72,7 +74,7 @@ class History:
                 return min(other.sequence, end)
         # A head of a term that this one never was in: they part before it, at the latest.
         earlier = [term for term in self.terms if term.number >= other.term]
-        return earlier[0].since - 1 if earlier else sequence
+        return (earlier[0].apart or earlier[0].since) - 1 if earlier else sequence
 
     def next_number(self, above: int = 0) -> int:
         """Return the number of a term to begin: higher than all of this history, and than

@@ -110,7 +110,8 @@ def next_term(
         number=history.next_number(acted_on.term),
         begun_by=new_id(),
         place=history.term.place,
-        since=state.found + 1,
+        since=0 if state.began_term else state.found + 1,
+        apart=state.found + 1,
         reason=f"agents have heard of {lacking} events in term {acted_on.term} that this journal "
         "does not have",
     )

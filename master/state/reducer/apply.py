@@ -101,6 +101,7 @@ def _begin_term(state: ClusterState, event: TermBegan) -> None:
         begun_by=event.begun_by,
         place=event.place,
         since=event.since or state.sequence,
+        apart=event.apart,
         reason=event.reason,
     )
     # A journal may be named anew in its term, as when its cluster gets an authority.

@@ -54,6 +54,14 @@ def test_two_heads_share_what_came_before_the_later_ones_term(other: Head, share
     assert terms((1, A, 2), (2, B, 100)).shared(other, 150) == shared
 
 
+def test_what_is_shared_with_a_copy_that_was_made_at_an_unknown_time() -> None:
+    """The head of the second term went above a third, which it was never in."""
+    history = terms((1, A, 2), (2, B, 100))
+    history.terms.append(Term(number=4, begun_by=C, place="here", since=140, apart=100))
+    assert history.shared(head(2, B, sequence=130), 150) == 130
+    assert history.shared(head(3, A, sequence=130), 150) == 99
+
+
 def test_a_terms_generations_are_above_those_of_all_before() -> None:
     assert terms((1, A, 2)).first_generation == 0
     assert terms((1, A, 2), (3, B, 100)).first_generation == 2 * GENERATIONS_PER_TERM
