@@ -273,6 +273,10 @@ class Sessions:
         known = believed(state, node, status)
         sender = self._sender(node)
         self._give_up(sender)
+        if status.job_id is not None and status.job_id not in state.jobs:
+            # No plan counts on them, and the node is held by its own word alone.
+            sender.processes = ()
+            return known
         own = tuple(
             worker
             for worker in known.workers
