@@ -1,7 +1,8 @@
 """What a cluster that has settled must take well: one thing at a time, with nothing else amiss.
 
 A drain and the end of an agent redo no step. As many nodes as a plan can lose are lost at once
-without a checkpoint, and one more with one.
+without a checkpoint, and one more with one. A head with another directory, or with none, stops
+nobody.
 """
 
 import asyncio
@@ -10,14 +11,16 @@ from collections.abc import Callable
 
 from simulation.client import Operator
 from simulation.faults import BOOT_S, Faults
+from simulation.machines import MasterHost
 from simulation.peace import Peace
 from simulation.watch import Broken
 from simulation.world import World
 
+from oobleck.master.config import MasterConfig
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import NodeName
+from oobleck.planner.ids import Incarnation, NodeName
 from support.scenario import job_spec
 
 #: Since peace, for the last consequences of what struck before.
@@ -28,7 +31,10 @@ LONGEST_S = 120.0
 NUMBER = 100
 #: More than are trained.
 _STEPS = 1000
-_KINDS = ("drain", "end_agent", "lose_claimed", "lose_more")
+_KINDS = (
+    "drain", "end_agent", "lose_claimed", "lose_more", "mistake_directory", "lose_directory",
+    "start_old_copy", "part_heads",
+)  # fmt: skip
 
 
 class Calm:
@@ -127,6 +133,85 @@ class Calm:
             "what becomes of it",
             lambda: self._is_whole() or "no live worker holds" in self._job.reason,
         )
+
+    async def _mistake_directory(self) -> None:
+        """The right one is back some time later."""
+        world, before = self._world, self._trained()
+        self._kill_head("its head starts on an empty directory")
+        world.stand_in = MasterHost(world, world.directory(copied=False))
+        await asyncio.sleep(self._draw.uniform(0.5, 20.0))
+        world.stand_in.process.kill()
+        world.stand_in = None
+        world.start_master()
+        await self._until_untouched(before)
+
+    async def _lose_directory(self) -> None:
+        """All that a job needs is to be adopted."""
+        before = self._trained()
+        self._kill_head("its head loses its directory")
+        self._go_on_from(self._world.directory(copied=False))
+        await self._until_untouched(before)
+
+    async def _start_old_copy(self) -> None:
+        """Plans that were made since are adopted."""
+        world = self._world
+        copy = world.directory(copied=True, put_back=self._draw.random() < 0.3)
+        if self._job.current.made is not None and self._job.current.made.can_lose:
+            trainers = sorted(world.trainers(), key=lambda trainer: trainer.worker)
+            victim, generation = self._draw.choice(trainers), self._job.current.generation
+            self._strike("kill_worker", f"worker {victim.worker} killed in peace")
+            world.end_worker(victim, signal=9)
+            await self._until("another plan", lambda: self._job.current.generation > generation)
+            await self._until("training on all nodes again", self._is_whole)
+        before = self._trained()
+        self._kill_head("its head goes on from an old copy")
+        self._go_on_from(copy)
+        await self._until_untouched(before)
+
+    async def _part_heads(self) -> None:
+        """Each goes on with those that it has, and the copy with all of them in the end."""
+        world = self._world
+        world.in_trouble = True
+        if self._faults.strike_with("part_heads"):
+            await self._until("end of the other head", lambda: world.rival is None)
+        world.in_trouble, world.peace_at = False, world.loop.clock
+        self._faults.revive_all()
+        await self._until(
+            "what becomes of it",
+            lambda: (
+                self._is_whole()
+                or self._job.state in ENDED
+                or "no live worker holds" in self._job.reason
+            ),
+        )
+
+    def _kill_head(self, words: str) -> None:
+        self._world.note(f"! {words} in peace")
+        assert self._world.live_master is not None
+        self._world.live_master.process.kill()
+
+    def _go_on_from(self, config: MasterConfig) -> None:
+        self._world.config = config
+        self._world.start_master()
+
+    def _trained(self) -> tuple[int, frozenset[Incarnation]]:
+        """Return the generation, and the processes that have a part in it."""
+        processes = (trainer.incarnation for trainer in self._world.trainers())
+        return self._job.current.generation, frozenset(processes)
+
+    async def _until_untouched(self, before: tuple[int, frozenset[Incarnation]]) -> None:
+        """All nodes are back, and train on, as if nothing had been. Raises Broken."""
+        ledger = self._world.ledger(self._operator.jobs[NUMBER])
+        step = max(ledger.steps, default=0)
+
+        def goes_on() -> bool:
+            known = ledger.job_id in self._state.jobs and self._is_whole()
+            back = known and all(self._node(name).connected for name in self._nodes)
+            return back and max(ledger.steps, default=0) > step + 3
+
+        await self._until("training on as before", goes_on)
+        if self._trained() != before:
+            raise Broken(f"{ledger.job_id} does not go on as it was for another head")
 
     def _lose(self, number: int) -> list[NodeName]:
         names = sorted(self._draw.sample(self._nodes, number))

@@ -21,10 +21,17 @@ from oobleck.planner.job.spec import JobSpec
 from oobleck.proto import control_pb2 as pb
 
 if TYPE_CHECKING:
+    from simulation.machines import MasterHost
     from simulation.world import World
 
 #: An operator asks again where no answer has come in this time.
 ANSWER_S = 3.0
+#: And looks so often for jobs that the head does not know. One that it cannot adopt for so long is
+#: ended.
+_LOOK_S, _ADOPTS_S = 2.0, 30.0
+
+
+_NOT_NOW = grpc.StatusCode.FAILED_PRECONDITION
 
 
 async def _answer(
@@ -47,8 +54,10 @@ class Operator:
         #: What it has been answered, by number of the submission.
         self.jobs: dict[int, JobId] = {}
         self._cancelled: set[JobId] = set()
+        self._adopted: set[JobId] = set()
         self._asked = 0
         self._saves: dict[JobId, list[int]] = {}
+        self.process.spawn(self._look_after_held())
 
     @property
     def idle(self) -> bool:
@@ -90,6 +99,38 @@ class Operator:
 
         self._later(delay_s, act)
 
+    def submit_to(self, head: "MasterHost", spec: JobSpec) -> None:
+        """Whatever comes of it."""
+        request = pb.SubmitRequest(request_id="other", job=format_job(spec))
+        service = OperatorService(head.core)
+        head.process.spawn(_answer(lambda to, context: to.Submit(request, context), service))
+
+    async def _look_after_held(self) -> None:
+        """Adopt jobs that the head does not know, or end them where that cannot be."""
+        since: dict[JobId, float] = {}
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            state = self._world.state
+            held = () if state is None or self._world.stand_in is not None else tuple(state.held)
+            since = {job_id: since.get(job_id, self._world.loop.clock) for job_id in held}
+            for job_id in held:
+                await self._take_over(job_id, since[job_id])
+
+    async def _take_over(self, job_id: JobId, since: float) -> None:
+        self._asked += 1
+        adopt = pb.AdoptRequest(request_id=f"adopt-{self._asked}", job_id=job_id)
+        end = pb.CancelRequest(request_id=f"end-{self._asked}", job_id=job_id)
+        try:
+            if self._world.loop.clock < since + _ADOPTS_S:
+                await self._ask(lambda service, context: service.AdoptJob(adopt, context))
+                self._adopted.add(job_id)
+            else:
+                await self._ask(lambda service, context: service.CancelUnknownJob(end, context))
+        except Aborted as refused:
+            self._world.note(f"job {job_id} is not taken over: {refused.details}")
+            if refused.code not in (_NOT_NOW, grpc.StatusCode.NOT_FOUND):
+                raise
+
     def cancel_later(self, delay_s: float, number: int) -> None:
         async def act() -> None:
             if number in self.jobs:
@@ -102,8 +143,16 @@ class Operator:
 
     async def _cancel(self, job_id: JobId) -> None:
         request = pb.CancelRequest(request_id=f"cancel-{job_id}", job_id=job_id)
-        await self._ask(lambda service, context: service.CancelJob(request, context))
         self._cancelled.add(job_id)
+        try:
+            await self._ask(lambda service, context: service.CancelJob(request, context))
+        except Aborted as refused:
+            self._check_unknown(refused)
+
+    def _check_unknown(self, refused: Aborted) -> None:
+        """Another head need not know what this one was told. Raises `refused`."""
+        if refused.code is not grpc.StatusCode.NOT_FOUND or not self._world.has_replaced_head:
+            raise refused
 
     def save_later(self, delay_s: float, number: int) -> None:
         async def act() -> None:
@@ -118,8 +167,8 @@ class Operator:
                     lambda service, context: service.SaveCheckpoint(request, context)
                 )
             except Aborted as refused:
-                if refused.code is not grpc.StatusCode.FAILED_PRECONDITION:
-                    raise
+                if refused.code is not _NOT_NOW:
+                    self._check_unknown(refused)
                 return
             self._saves.setdefault(self.jobs[number], []).append(reply.number)
 
@@ -163,7 +212,8 @@ class Operator:
     def check_end(self, job: Job) -> None:
         ledger = self._world.ledger(job.id)
         steps = job.spec.training.steps
-        if job.id not in self.jobs.values():
+        asked_for = job.id in self.jobs.values() or job.id in self._adopted
+        if not asked_for and not self._world.has_replaced_head:
             raise Broken(f"{job.id} was submitted twice")
         if job.state == "cancelled" and job.id not in self._cancelled:
             raise Broken(f"{job.id} was cancelled, which nobody asked for")
@@ -196,10 +246,11 @@ class Operator:
         first, ledger = job.rollback.resumed_step + 1, self._world.ledger(job.id)
         last = job.spec.training.steps if job.state == "succeeded" else max(found, default=0)
         restored = self._world.watch.restored.get(job.id, 0)
+        book = self._world.book(self._world.config.state_dir)
         whole = [
             step
             for step in range(first, last + 1)
-            if step in found or (step > restored and not ledger.may_lack(step))
+            if step in found or (step > restored and not ledger.may_lack(step, book))
         ]
         if found != whole:
             raise Broken(f"metrics.jsonl of {job.id} has steps {found}")

@@ -166,7 +166,8 @@ class Drill:
             await asyncio.sleep(0.5)
             self.faults.revive_all()
             jobs = self._jobs()
-            if self.operator.idle and all(job.state in ENDED for job in jobs):
+            held = self.world.state is None or self.world.state.held
+            if self.operator.idle and not held and all(job.state in ENDED for job in jobs):
                 # What was written on disks that were full until peace is tried again.
                 await asyncio.sleep(_WRITTEN_S)
                 return

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from itertools import cycle
 
 from simulation.client import Operator
+from simulation.heads import Heads
 from simulation.lies import Lies
 from simulation.outages import Outages
 from simulation.trainer import Trainer
@@ -55,6 +56,10 @@ _WEIGHTS = {
     "fail_job": 1,
     "strike_twice": 8,
     "start_second_master": 1,
+    "mistake_directory": 2,
+    "lose_directory": 2,
+    "start_old_copy": 2,
+    "part_heads": 2,
     "lie_outside": 2,
     "lie_inside": 2,
 }
@@ -88,6 +93,7 @@ class Faults:
             Outages(world, draw, nodes, self.for_a_while),
             Upkeep(world, operator, draw, nodes, self.for_a_while, self.revive),
             Lies(world, draw, slots, self.for_a_while),
+            Heads(world, operator, draw, nodes, self.for_a_while),
         )
         self.truth = Truth(world)
         #: Of second strikes, in turn.

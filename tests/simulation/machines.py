@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simulation import trainer as training
+from simulation.books import Book
 from simulation.clockwork import Killed, Process
 from simulation.network import Stub, Wire
 from simulation.trainer import Trainer
@@ -25,16 +26,18 @@ from oobleck.agent.supervisor import Supervisor
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.ipc.messages import Fork, FromWorker, Launch, ToWorker
 from oobleck.master.config import MasterConfig
-from oobleck.master.events.unions import Journaled
+from oobleck.master.events.reports import StreamOpened
+from oobleck.master.events.unions import Event, Journaled
 from oobleck.master.loop import Master
 from oobleck.master.planning.requests import PlanReply, PlanRequest, Replies
 from oobleck.master.planning.solve import AtOnce
+from oobleck.master.state.cluster import ClusterState
 from oobleck.master.statelock import locked
 from oobleck.master.storage.disk import StorageFailed
 from oobleck.master.storage.journal import Journal
 from oobleck.planner.ids import Incarnation, JobId, NodeName
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.types import Assignment
+from oobleck.proto.types import Assignment, Head
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -190,9 +193,10 @@ class WarmHandle:
 
 
 class WatchedOutbox(Outbox):
-    def __init__(self, world: "World", incarnation: Incarnation) -> None:
-        super().__init__(incarnation)
+    def __init__(self, world: "World", agent: "Agent") -> None:
+        super().__init__(agent.incarnation)
         self._world = world
+        self._agent = agent
         #: What is to be said beside the truth.
         self._lies: list[pb.AgentMessage] = []
 
@@ -207,7 +211,9 @@ class WatchedOutbox(Outbox):
         return [*super().take(now), *lies]
 
     def acknowledge(self, job_id: JobId, through_step: int) -> None:
-        self._world.ledger(job_id).acknowledged(through_step)
+        book = self._agent.talks_to
+        assert book is not None
+        self._world.ledger(job_id).acknowledged(through_step, book, self._agent.process)
         super().acknowledge(job_id, through_step)
 
 
@@ -251,7 +257,16 @@ class Agent:
         environment = world.environment(name)
         incarnation = self.incarnation = new_incarnation(environment)
         endpoint = Endpoint(address="master:1")
-        self.outbox = WatchedOutbox(world, incarnation)
+        #: Over the newest channel.
+        self._stub: Stub | None = None
+        #: The head whose word it acted on last, and the directory that this had.
+        self.acted_on: Head | None = None
+        self.follows: Book | None = None
+        #: As it was told last.
+        self.job_id: JobId | None = None
+        #: Directories of the heads that have admitted it.
+        self.met: set[Book] = set()
+        self.outbox = WatchedOutbox(world, self)
         self.supervisor = WatchedSupervisor(
             self,
             config,
@@ -274,12 +289,20 @@ class Agent:
         self.process.on_end.append(self._ended)
         self.process.spawn(self._run())
 
+    @property
+    def talks_to(self) -> Book | None:
+        """The directory of the head that its newest stream has got to; None: it has to none."""
+        stream = self._stub.stream if self._stub is not None else None
+        return stream.head.book if stream is not None and stream.head is not None else None
+
     async def _run(self) -> None:
         """As `oobleck.agent.__main__` does."""
         supervising = asyncio.ensure_future(self.supervisor.run())
         talking = asyncio.ensure_future(self._talk())
         await asyncio.wait((supervising, talking), return_when=asyncio.FIRST_COMPLETED)
         refusal = talking.result() if talking.done() else None
+        if refusal is not None and self.trainers:
+            self.world.watch.broken(f"{self.name} ends its workers for a refusal: {refusal}")
         self.supervisor.shut_down()
         await supervising
         self._closing = True
@@ -292,7 +315,7 @@ class Agent:
     async def _talk(self) -> str | None:
         """Sessions over one channel after the other."""
         while not self._closing and not self.outbox.current_status.ending:
-            stub = Stub(self.world, self.wire, self.process)
+            stub = self._stub = Stub(self.world, self.wire, self.process)
             if (refusal := await self.session.converse(stub)) is not None:  # type: ignore[arg-type]
                 return refusal
         return None
@@ -321,8 +344,9 @@ class Agent:
 class WatchedJournal(Journal):
     """The real one, on a disk that may be full, in a process that may be killed at any write."""
 
-    def __init__(self, world: "World", path: Path) -> None:
+    def __init__(self, world: "World", path: Path, book: Book) -> None:
         self._world = world
+        self._book = book
         self._uncommitted: list[Journaled] = []
         self.process: Process | None = None
         #: Calls until it is killed: before or after the commit has reached the disk.
@@ -333,11 +357,11 @@ class WatchedJournal(Journal):
 
     def _learn(self) -> None:
         """What a master that died in the middle of a commit has left of it counts."""
-        more = self._last - self._world.watch.sequence
+        more = self._last - self._book.sequence
         if more < 0:
             self._world.watch.broken(f"the journal has lost {-more} events")
         for _, event in deque(self.replay(), maxlen=max(0, more)):
-            self._world.watch.journaled(event)  # type: ignore[arg-type]  # no snapshot has no more
+            self._world.watch.journaled(event, self._book)  # type: ignore[arg-type]  # no snapshot has no more
 
     @property
     def is_behind(self) -> bool:
@@ -363,11 +387,11 @@ class WatchedJournal(Journal):
             super().commit()
         finally:
             self._world.disk.journal_writes = False
-        other = self._world.live_master
-        if waiting and other is not None and other.journal is not self:
+        others = (head.journal for head in self._world.live_heads if head.book is self._book)
+        if waiting and any(journal is not self for journal in others):
             self._world.watch.broken("two masters decide")
         for event in waiting:
-            self._world.watch.journaled(event)
+            self._world.watch.journaled(event, self._book)
         if dies:
             self._die("after a commit")
 
@@ -434,7 +458,10 @@ class MasterHost:
         self._path = config.state_dir / "journal.log"
         self._lock = ExitStack()
         self._lock.enter_context(locked(config.state_dir))
-        self.journal = WatchedJournal(world, self._path)
+        self.book = world.book(config.state_dir)
+        #: Most events that an agent had heard that came to it, and its directory does not have.
+        self.lacks = 0
+        self.journal = WatchedJournal(world, self._path, self.book)
         self.journal.process = self.process
         self.process.on_end.append(self._ended)
         environment = world.environment("master")
@@ -442,6 +469,13 @@ class MasterHost:
         self.core: Master = self.process.context.run(
             Master, config, self.journal, environment, planner
         )
+        self.core.watch(self._heard)
+        term = self.core.state.history.term
+        assert term is not None
+        self.book.starts += 1
+        if self.book.put_back and self.book.starts > 1 and term.since <= self.book.copied:
+            self.book.blurred = True
+        world.heads[self.book] = self
         self.process.spawn(self._run())
 
     async def _run(self) -> None:
@@ -452,6 +486,15 @@ class MasterHost:
             self.process.kill()
         except Killed:
             pass
+
+    def _heard(self, state: ClusterState, event: Event) -> None:
+        if isinstance(event, StreamOpened):
+            incarnation = state.nodes[event.node].facts.incarnation
+            agents = self._world.all_agents()
+            agent = next((a for a in agents if a.incarnation == incarnation), None)
+            if agent is not None:
+                agent.met.add(self.book)
+            self.lacks = max(self.lacks, self._world.watch.lacking(agent, self.book))
 
     def _ended(self) -> None:
         """What was not committed is gone; what the last write left behind may be a part of one."""

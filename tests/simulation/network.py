@@ -17,6 +17,7 @@ from oobleck.master.api.agent_service import ControlService
 from oobleck.proto import control_pb2 as pb
 
 if TYPE_CHECKING:
+    from simulation.machines import MasterHost
     from simulation.world import World
 
 #: When an end finds out that the other one does not answer.
@@ -59,6 +60,8 @@ class Wire:
     def __init__(self) -> None:
         self.up = True
         self.down = True
+        #: The head that it leads to; None: the one that is at the address.
+        self.head: MasterHost | None = None
         self.streams: list[Stream] = []
 
     @property
@@ -69,6 +72,11 @@ class Wire:
         self.up, self.down = up, down
         for stream in list(self.streams):
             stream.looked_over()
+
+    def turn(self) -> None:
+        """It leads elsewhere from now on, and nobody tells either end of its streams."""
+        for stream in list(self.streams):
+            stream.turned()
 
 
 class _Direction:
@@ -127,9 +135,12 @@ class Stream:
         self._world = world
         self._wire = wire
         self._client = client
+        #: Whom it has got to.
+        self.head: MasterHost | None = None
         self._server: Process | None = None
-        self._up = _Direction(world, lambda: self._server, lambda: wire.up)
-        self._down = _Direction(world, lambda: client, lambda: wire.down)
+        self._astray = False
+        self._up = _Direction(world, lambda: self._server, lambda: wire.up and not self._astray)
+        self._down = _Direction(world, lambda: client, lambda: wire.down and not self._astray)
         self._requests: asyncio.Queue[pb.AgentMessage | None] = asyncio.Queue()
         self._replies: asyncio.Queue[Any] = asyncio.Queue()
         self._handler: asyncio.Task[None] | None = None
@@ -203,7 +214,7 @@ class Stream:
     # ---- the master's end
 
     def _connect(self) -> None:
-        master = self._world.master
+        master = self._wire.head or self._world.head
         if self._ended is not None:
             return  # the agent has given up
         if master is None or not master.process.alive:
@@ -211,7 +222,7 @@ class Stream:
             refused = grpc.StatusCode.UNAVAILABLE, "connection refused"
             self._down.send(lambda: self._end(*refused))
             return
-        self._server = master.process
+        self.head, self._server = master, master.process
         service = ControlService(master.core)
         self._handler = master.process.spawn(self._serve(service))
         master.process.on_end.append(self._master_ended)
@@ -249,6 +260,10 @@ class Stream:
 
     # ---- keepalive
 
+    def turned(self) -> None:
+        self._astray = True
+        self._suspect()
+
     def looked_over(self) -> None:
         """The wire has changed, or one end stopped or went on."""
         self._up.flush_all()
@@ -257,7 +272,7 @@ class Stream:
             self._suspect()
 
     def _answers(self) -> bool:
-        if not self._wire.whole or self._world.is_host_dead(self._client):
+        if self._astray or not self._wire.whole or self._world.is_host_dead(self._client):
             return False
         return not (self._client.stopped or (self._server is not None and self._server.stopped))
 
@@ -285,6 +300,9 @@ class Stub:
 
     def __init__(self, world: "World", wire: Wire, client: Process) -> None:
         self._world, self._wire, self._client = world, wire, client
+        #: The newest one.
+        self.stream: Stream | None = None
 
     def Session(self) -> Stream:
-        return Stream(self._world, self._wire, self._client)
+        self.stream = Stream(self._world, self._wire, self._client)
+        return self.stream

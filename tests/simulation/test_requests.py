@@ -31,7 +31,7 @@ _REQUESTS: dict[str, Any] = {
     "UndrainNode": pb.UndrainNodeRequest(request_id="r", node="n1"),
     "CancelJob": pb.CancelRequest(request_id="r", job_id="demo-1"),
 }
-#: For jobs of another head; `test_heads` asks for them.
+#: About jobs of another head, which `heads` plays.
 _OF_HELD_JOBS = {"AdoptJob", "CancelUnknownJob"}
 #: What each puts on the disk.
 _FACTS = {
@@ -46,7 +46,8 @@ _FACTS = {
 def test_every_request_that_changes_something_has_an_id() -> None:
     service = pb.DESCRIPTOR.services_by_name["Operator"]
     changing = {m.name: m for m in service.methods if m.name not in _LOOKS | _BY_CONTENT}
-    assert set(changing) == set(_REQUESTS) | _OF_HELD_JOBS, "a new request is tested here, or only looks"
+    tested = set(_REQUESTS) | _OF_HELD_JOBS
+    assert set(changing) == tested, "a new request is tested here, or only looks"
     for method in changing.values():
         assert "request_id" in method.input_type.fields_by_name
 

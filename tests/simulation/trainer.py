@@ -380,8 +380,9 @@ class Trainer:
         self._records = {record.step: record for record in beside}
         if beside:
             self.say(Handed(generation=generation, records=beside))
+        agent = self.world.agent_of(self)
         for record in beside:
-            self._ledger.recorded(record.step, self.world.agent_of(self))
+            self._ledger.recorded(record.step, agent.process, agent.talks_to)
         self.say(PhaseReached(generation=generation, phase="joined", committed_step=step))
         self.say(PhaseReached(generation=generation, phase="transferred"))
         return True
@@ -483,7 +484,8 @@ class Trainer:
         )
         self._records[step] = record
         self.say(Committed(record=record))
-        self._ledger.recorded(step, self.world.agent_of(self))
+        agent = self.world.agent_of(self)
+        self._ledger.recorded(step, agent.process, agent.talks_to)
 
     def _tell_evaluation(self, step: int, generation: Generation) -> None:
         record = EvaluationRecord(

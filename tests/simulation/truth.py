@@ -25,11 +25,13 @@ _DATA_CUTS = {"cut_data", "cut_both"}
 _CONTROL_CUTS = {"cut_control", "cut_both", "start_twin"}
 #: Of the node that lies; what a stranger to all plans says explains nothing.
 _LIES = {"lie_inside"}
-_ANY = _ENDS | _WORKER_ENDS | _STOPS | _DATA_CUTS | _CONTROL_CUTS | _LIES
+#: Another head, which counts on other workers than there are, or hears of some only.
+_HEADS = {"mistake_directory", "lose_directory", "start_old_copy", "part_heads"}
+_ANY = _HEADS | _ENDS | _WORKER_ENDS | _STOPS | _DATA_CUTS | _CONTROL_CUTS | _LIES
 #: By the kind of the root cause: what may have struck the node that it names.
 _EXPLAINS = {
-    "worker died": _ENDS | _WORKER_ENDS | _STOPS | _LIES,
-    "node lost": _ENDS | {"freeze_host", "freeze_agent"} | _CONTROL_CUTS,
+    "worker died": _HEADS | _ENDS | _WORKER_ENDS | _STOPS | _LIES,
+    "node lost": _HEADS | _ENDS | {"freeze_host", "freeze_agent"} | _CONTROL_CUTS,
     "agent restarted": _ENDS,
     "hang": _STOPS | _LIES,
     "node unfit": _ANY,
@@ -42,7 +44,7 @@ _EXPLAINS = {
     "drained by force": {"drain_node", "end_agent"},
 }
 #: Those that strike no node in particular.
-_EVERYWHERE = {"fail_forks", "fail_job"}
+_EVERYWHERE = {"fail_forks", "fail_job"} | _HEADS
 #: Those that show when a step comes, whenever that is.
 _DORMANT = {"fail_job", "hang_worker"}
 #: So long after the last fault all else is found.

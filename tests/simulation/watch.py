@@ -2,23 +2,35 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from simulation.books import Book
 
 from oobleck.agent.connection import outbox as outboxes
 from oobleck.agent.connection.records import LIMIT
 from oobleck.host.ipc.messages import Assign, StepRecord
-from oobleck.master.events.jobs import JobCancelled, JobFailed, JobRestored, JobSucceeded
+from oobleck.master.events.jobs import (
+    JobAdopted,
+    JobCancelled,
+    JobFailed,
+    JobRestored,
+    JobSubmitted,
+    JobSucceeded,
+)
+from oobleck.master.events.nodes import UnknownJobEnded
 from oobleck.master.events.plans import FirstStepCommitted, PlanMade
 from oobleck.master.events.unions import Journaled, MasterStarted
+from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.desired import follow
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.planner.programs.shards import Shard, require_holders
+from oobleck.proto.types import Assignment, Head
 from oobleck.worker.recovery.rejoin import Agreement
 
 if TYPE_CHECKING:
     from simulation.clockwork import Process
-    from simulation.machines import Agent
+    from simulation.machines import Agent, MasterHost
     from simulation.trainer import Trainer
     from simulation.world import World
 
@@ -52,27 +64,42 @@ class Ledger:
         self.steps: set[int] = set()
         #: Generations since the last of them whose workers found a layer to be with nobody.
         self._forsaken: set[Generation] = set()
-        #: The agents whose workers have made the record of each step.
-        self._keepers: dict[int, list[Process]] = {}
-        #: Agents were told that records up to this step are on disk, and these steps' had to be.
-        self._stored_step = 0
-        self._stored: set[int] = set()
+        #: The steps whose records each agent keeps, and up to which one a head has told it that it
+        #: need not.
+        self._kept: dict[Process, set[int]] = {}
+        self._through: dict[tuple[Process, Book | None], int] = {}
+        #: Agents were told that records up to this step are on that disk, and these steps' had to
+        #: be.
+        self._stored_step: dict[Book, int] = {}
+        self._stored: dict[Book, set[int]] = {}
 
-    def recorded(self, step: int, keeper: "Process") -> None:
-        self._keepers.setdefault(step, []).append(keeper)
+    def recorded(self, step: int, keeper: "Process", book: Book | None) -> None:
+        """`book`: of the head that the agent talks to."""
+        if step > self._through.get((keeper, book), 0):
+            self._kept.setdefault(keeper, set()).add(step)
 
-    def acknowledged(self, step: int) -> None:
-        """The records up to this step are on disk, or nobody has them."""
-        steps = range(self._stored_step + 1, step + 1)
-        self._stored |= {each for each in steps if self._is_kept(each)}
-        self._stored_step = max(self._stored_step, step)
+    def acknowledged(self, step: int, book: Book, keeper: "Process") -> None:
+        """The records up to this step are on that disk, or nobody has them. The agent keeps them
+        no more, and may follow another head later."""
+        before = self._stored_step.get(book, 0)
+        stored = self._stored.setdefault(book, set())
+        stored |= {each for each in range(before + 1, step + 1) if self._is_kept(each)}
+        self._stored_step[book] = max(before, step)
+        self._kept[keeper] = {each for each in self._kept.get(keeper, ()) if each > step}
+        self._through[keeper, book] = max(step, self._through.get((keeper, book), 0))
 
-    def may_lack(self, step: int) -> bool:
-        """Whether everybody who had its record was gone before it was on disk."""
-        return step not in self._stored and not self._is_kept(step)
+    def copied(self, book: Book) -> None:
+        """A disk was copied, with what it was known to have."""
+        assert book.parent is not None
+        self._stored[book] = set(self._stored.get(book.parent, ()))
+        self._stored_step[book] = self._stored_step.get(book.parent, 0)
+
+    def may_lack(self, step: int, book: Book) -> bool:
+        """Whether everybody who had its record was gone before it was on the disk."""
+        return step not in self._stored.get(book, ()) and not self._is_kept(step)
 
     def _is_kept(self, step: int) -> bool:
-        return any(keeper.alive for keeper in self._keepers.get(step, ()))
+        return any(keeper.alive and step in kept for keeper, kept in self._kept.items())
 
     def committed(self, step: int, lineage: int, trainer: "Trainer") -> None:
         """Committed steps follow each other, and none is left out."""
@@ -99,7 +126,10 @@ class Ledger:
         if generation < self._agreed:
             return  # one that was stopped meanwhile; nobody goes on with it
         self._agreed, self._agreed_step = generation, agreement.step
-        if not self._is_known(agreement.step + 1, world):
+        if not any(agreement.held.values()) and world.watch.begins(self.job_id, generation):
+            # Its head goes on from before the job was trained.
+            self.furthest, self.steps = {0: 0}, set()
+        if not self._is_known(agreement.step + 1, generation, world):
             self.furthest = {
                 lineage: min(step, agreement.step) for lineage, step in self.furthest.items()
             }
@@ -114,19 +144,27 @@ class Ledger:
         if agreement.lineage < newest and agreement.step < furthest:
             world.watch.broken(f"{self.job_id} forgot that it went back in generation {newest}")
 
-    def _is_known(self, step: int, world: "World") -> bool:
+    def _is_known(self, step: int, generation: Generation, world: "World") -> bool:
         """Whether anyone who is left has been told of the step. With can_lose nodes gone and one
         more, and no word of it to the master, there is nothing to go by."""
-        master = world.master
-        assert master is not None
-        job = master.core.state.jobs[self.job_id]
+        state = world.watch.state_of(self.job_id, generation)
+        job = state.jobs[self.job_id]
         told = [job.seen.steps.committed_step, job.seen.steps.furthest_step]
-        trainers = [t for t in world.trainers() if t.job_id == self.job_id and world.counts(t)]
+        trainers = [
+            trainer
+            for trainer in world.trainers()
+            if trainer.job_id == self.job_id
+            # One that is cut off may go on, all the same.
+            and (node := state.nodes.get(trainer.node)) is not None
+            and node.registered
+        ]
         own = [t.progress.committed for t in trainers]
         return max(*told, *own) >= step
 
     def went_back(self, step: int, lineage: int) -> None:
+        """A checkpoint has all steps before it, also those of nodes that followed another head."""
         self.furthest.setdefault(lineage, step)
+        self.steps |= set(range(1, step + 1))
 
     def saved(self, step: int, records: Sequence[StepRecord]) -> None:
         """A checkpoint of the state after `step` is there, and these records beside it."""
@@ -140,23 +178,22 @@ class Watch:
     def __init__(self, world: "World") -> None:
         self._world = world
         self.problem: Broken | None = None
-        #: How many events all masters have journaled.
-        self.sequence = 0
-        #: What was journaled: the plan of each generation, and how each job ended.
+        #: The plan of each generation, whichever head made it; when, and the last that had it.
         self.plans: dict[tuple[JobId, Generation], PlanMade] = {}
         self._made_at: dict[tuple[JobId, Generation], float] = {}
-        self.ends: dict[JobId, Journaled] = {}
-        self._versions: dict[str, int] = {}
-        #: Newest generation that each start of an agent was told of.
-        self._told: dict[tuple[Incarnation, JobId], int] = {}
-        #: Jobs that go back to a checkpoint or begin anew, until their next step.
-        self._anew: set[JobId] = set()
+        self._made_by: dict[tuple[JobId, Generation], Book] = {}
+        #: The directory of the head that agents have acted on the word of, by history, term and who
+        #: began that.
+        self._acted_on: dict[tuple[str, int, str], Book] = {}
+        #: Newest generation that each start of an agent was told of, by the head. Agents pass over
+        #: what one of them tells that does not know of a newer one; see `entering`.
+        self._told: dict[tuple[Incarnation, JobId, Book], int] = {}
         #: The newest checkpoint that each job went back to.
         self.restored: dict[JobId, int] = {}
         #: How many events of each kind were journaled.
         self.facts: Counter[str] = Counter()
         self._look_at = 0.0
-        self._looked_at = (0, 0)
+        self._looked_at: dict[Book, tuple[int, int]] = {}
         self._counted: set[tuple[JobId, Generation, int]] = set()
 
     def broken(self, text: str) -> None:
@@ -164,60 +201,86 @@ class Watch:
         if self.problem is None:
             self.problem = Broken(text)
 
-    def journaled(self, event: Journaled) -> None:
-        """One plan per generation and one end per job, over all lives of the master, of which
-        one decides at a time."""
-        self.sequence += 1
+    def journaled(self, event: Journaled, book: Book) -> None:
+        """One plan per generation, over all heads, and one end per job, over all lives of the
+        master of one directory, of which one decides at a time."""
+        book.sequence += 1
         self.facts[type(event).__name__] += 1
         self._world.note_decision(event)
         match event:
             case PlanMade(job_id=job_id, plan=plan):
                 key = job_id, plan.generation
-                if key in self.plans:
+                # One that is adopted is the same plan.
+                if key in self.plans and self.plans[key].assign != event.assign:
                     self.broken(f"a second plan of generation {plan.generation} of {job_id}")
-                newest = max((g for job, g in self.plans if job == job_id), default=0)
+                newest = book.newest.get(job_id, 0)
                 if plan.generation <= newest:
                     self.broken(f"generation {plan.generation} of {job_id} after {newest}")
-                if job_id in self.ends:
+                if job_id in book.ends:
                     self.broken(f"a plan for {job_id}, which has ended")
                 if event.restore:
-                    self._check_begins_anew(job_id)
-                self.plans[key] = event
-                self._made_at[key] = self._world.loop.clock
+                    self._check_begins_anew(job_id, book)
+                self.plans.setdefault(key, event)
+                self._made_at.setdefault(key, self._world.loop.clock)
+                self._made_by[key], book.newest[job_id] = book, plan.generation
+                book.plans.add(key)
             case JobSucceeded() | JobFailed() | JobCancelled():
-                if event.job_id in self.ends:
+                if event.job_id in book.ends:
                     self.broken(f"{event.job_id} ends again")
-                self.ends[event.job_id] = event
+                book.ends[event.job_id] = event
                 if isinstance(event, JobFailed) and GONE in event.reason:
-                    self._check_gone(event.job_id, "fails")
-                    self._check_exception(event.job_id)
+                    self._check_gone(event.job_id, "fails", book)
+                    if self._world.tells_of_an_exception(event.job_id, book):
+                        self.broken(f"the model of {event.job_id} raised, and it fails of another")
+            case JobSubmitted(job_id=job_id) | JobAdopted(job_id=job_id):
+                if job_id in book.jobs:
+                    self.broken(f"{job_id} is submitted again")
+                book.jobs.add(job_id)
+            case UnknownJobEnded(job_id=job_id, nodes=nodes):
+                book.ended |= {(job_id, node) for node in nodes}
             case FirstStepCommitted(job_id=job_id):
-                self._anew.discard(job_id)
+                book.anew.discard(job_id)
+                book.trained.add(job_id)
             case JobRestored(job_id=job_id, restored=restored):
                 self.restored[job_id] = max(restored.step, self.restored.get(job_id, 0))
             case _:
                 pass
 
-    def _check_begins_anew(self, job_id: JobId) -> None:
-        """Plans until the next step say so again."""
-        master = self._world.master
-        assert master is not None
-        if job_id not in self._anew and not master.core.state.jobs[job_id].has_checkpoint:
-            self._check_gone(job_id, "begins anew")
-        self._anew.add(job_id)
+    def begins(self, job_id: JobId, generation: Generation) -> bool:
+        """Whether a head trains the job from the beginning, and another one has trained it."""
+        book = self._made_by.get((job_id, generation))
+        return book is not None and book.parent is not None and job_id not in book.trained
 
-    def _check_gone(self, job_id: JobId, what: str) -> None:
+    def state_of(self, job_id: JobId, generation: Generation) -> ClusterState:
+        """As the head has it that made the plan, or adopted it last."""
+        return self._state(self._made_by[job_id, generation])
+
+    def _state(self, book: Book) -> ClusterState:
+        """As the newest head of that directory has it, or had it before it died."""
+        return self._world.heads[book].core.state
+
+    def _check_begins_anew(self, job_id: JobId, book: Book) -> None:
+        """Plans until the next step say so again."""
+        if job_id not in book.anew and not self._state(book).jobs[job_id].has_checkpoint:
+            self._check_gone(job_id, "begins anew", book)
+        book.anew.add(job_id)
+
+    def _check_gone(self, job_id: JobId, what: str, book: Book) -> None:
         """What a job fails or begins anew for want of is with nobody, whether the master hears of
         him or not."""
-        master = self._world.master
-        assert master is not None
-        state = master.core.state
+        state, known = self._state(book), book.plans
+        if any(
+            trainer.job_id == job_id and trainer.entered and (job_id, trainer.entered) not in known
+            for trainer in self._world.trainers()
+        ):
+            return  # it was adopted on its way, and its head cannot know the plan of before
         workers = [
             trainer
             for agent in self._world.all_agents()
             # What a liar has counts only while it is believed, and of two agents of one name the
-            # one counts that came last.
+            # one counts that came last. Who follows another head does not come back.
             if agent.name != self._world.liar
+            and agent.follows is book
             and (
                 (node := state.nodes.get(agent.name)) is None
                 or node.facts.incarnation == agent.incarnation
@@ -228,15 +291,26 @@ class Watch:
         if self._world.have_all(state.jobs[job_id], workers):
             self.broken(f"{job_id} {what} for want of what its workers have")
 
-    def _check_exception(self, job_id: JobId) -> None:
-        if self._world.tells_of_an_exception(job_id):
-            self.broken(f"the model of {job_id} has raised an exception, and it fails of another")
-
-    def assigned(self, agent: "Agent", desired: Any) -> None:
+    def assigned(self, agent: "Agent", desired: Assignment) -> None:
         """Agents are told only of what is journaled, and of nothing older than before."""
+        assert desired.head is not None
+        book = agent.talks_to
+        assert book is not None
+        self._check_followed(agent, desired.head, book)
+        before, agent.job_id = agent.job_id, desired.job_id
+        agent.acted_on, agent.follows = desired.head, book
+        for trainer in agent.trainers.values():
+            job_id = trainer.job_id
+            if job_id != before or not trainer.entered:
+                continue  # it was ended before, or has just been started and holds nothing
+            known = job_id in book.jobs or (job_id, agent.name) in book.ended or book.blurred
+            if job_id != desired.job_id and not known:
+                self.broken(f"{agent.name} ends workers of {job_id}, which {book.name} knows not")
         assign = desired.assign
         if assign is not None:
-            key = agent.incarnation, desired.job_id
+            assert desired.job_id is not None
+            assert desired.generation is not None
+            key = agent.incarnation, desired.job_id, book
             before = self._told.get(key, 0)
             self._told[key] = desired.generation
             if desired.generation < before:
@@ -244,6 +318,30 @@ class Watch:
             made = self.plans.get((desired.job_id, desired.generation))
             if made is None or made.assign != assign:
                 self.broken(f"{agent.name} was told of a plan that was not made")
+
+    def _check_followed(self, agent: "Agent", head: Head, book: Book) -> None:
+        """No agent acts on the word of a head of an earlier term than before, or of another head in
+        the same; and no two heads have something acted on in one term. That a directory was put
+        back can only be known by what agents tell: there, this holds for each of them."""
+        before = agent.acted_on
+        if before is not None and before.history == head.history:
+            same = (head.term, head.begun_by) == (before.term, before.begun_by)
+            if not same and head.term <= before.term:
+                self.broken(f"{agent.name} follows {head} of {book.name} after {before}")
+            if same and self.lacking(agent, book):
+                self.broken(f"{agent.name} is told in {head} by {book.name}, which is behind")
+        acted = self._acted_on.setdefault((head.history, head.term, head.begun_by), book)
+        if acted is not book and not book.put_back:
+            self.broken(f"{acted.name} and {book.name} have something acted on in {head}")
+
+    def lacking(self, agent: "Agent | None", book: Book) -> int:
+        """Return how many events the agent has heard that the directory does not have."""
+        if agent is None or agent.acted_on is None or agent.follows is None:
+            return 0
+        if book.blurred:
+            return 0
+        shared = book.shared(agent.follows)
+        return max(0, agent.acted_on.sequence - shared) if shared else 0
 
     def entering(self, trainer: "Trainer", assign: Assign) -> None:
         """A worker enters generations that were made, for its own process, and in their order."""
@@ -272,19 +370,29 @@ class Watch:
 
     def look(self) -> None:
         """After all that happens at one moment."""
-        now, master = self._world.loop.clock, self._world.master
+        now = self._world.loop.clock
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
             self.bounded_outboxes()
-        if master is None or not master.process.alive:
-            return
-        at = id(master), master.core.state.sequence
-        # Nobody is told of what a full disk has not taken.
-        if at != self._looked_at and not master.journal.is_behind:
-            self._looked_at = at
-            self.versions_grow()
-            self.desired_follows()
-        self.enough_holders()
+        for head in self._world.live_heads:
+            # Nobody is told of what a full disk has not taken.
+            at = head.core.state.sequence, head.lacks
+            if at != self._looked_at.get(head.book) and not head.journal.is_behind:
+                self._looked_at[head.book] = at
+                self.versions_grow(head)
+                self.desired_follows(head)
+                self.names_what_it_lacks(head)
+            self.enough_holders(head)
+
+    def names_what_it_lacks(self, head: "MasterHost") -> None:
+        """Events that an agent was told of and that are lost are those that the head names. Where
+        it goes above a copy of its own, it does not know when that was made, and may name more."""
+        behind, term = head.core.state.behind, head.core.state.history.term
+        told = behind[0] if behind is not None else 0
+        above = term is not None and term.apart not in (0, term.since)
+        wrong = told < head.lacks or (told > head.lacks and not above)
+        if wrong and not head.book.blurred:
+            self.broken(f"{head.book.name} says that it lacks {told} events, not {head.lacks}")
 
     def bounded_outboxes(self) -> None:
         """What waits for a master that is away has its limits."""
@@ -294,28 +402,26 @@ class Watch:
             if len(agent.outbox._records) > LIMIT:
                 self.broken(f"{agent.name} keeps {len(agent.outbox._records)} records")
 
-    def versions_grow(self) -> None:
+    def versions_grow(self, head: "MasterHost") -> None:
         """What a node shall do never becomes older, also over restarts of the master."""
-        assert self._world.master is not None
-        for name, node in self._world.master.core.state.nodes.items():
+        versions = head.book.versions
+        for name, node in head.core.state.nodes.items():
             version = node.desired.version
-            if version < self._versions.get(name, 0):
+            if version < versions.get(name, 0):
                 self.broken(f"the assignment of {name} went back to version {version}")
-            self._versions[name] = version
+            versions[name] = version
 
-    def desired_follows(self) -> None:
+    def desired_follows(self, head: "MasterHost") -> None:
         """Events are followed for the nodes that they change something for: no other lacks it."""
-        assert self._world.master is not None
-        state = self._world.master.core.state
+        state = head.core.state
         before = {name: node.desired for name, node in state.nodes.items()}
         follow(state, MasterStarted(), self._world.loop.clock, unix=0.0)
         if before != {name: node.desired for name, node in state.nodes.items()}:
             self.broken("what is desired of nodes was not followed")
 
-    def enough_holders(self) -> None:
+    def enough_holders(self, head: "MasterHost") -> None:
         """Where all workers of the plan are in it, it can lose as many nodes as it claims."""
-        assert self._world.master is not None
-        job = self._world.master.core.state.job
+        job = head.core.state.job
         if job is None or job.current.made is None or job.state != "running" or job.current.losses:
             return
         plan, made = job.current.made.plan, job.current.made

@@ -4,12 +4,15 @@ Everything that happens follows from the seed. Owns the transcript.
 """
 
 import asyncio
+import dataclasses
 import random
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import copy_context
 from pathlib import Path
 
-from simulation.clockwork import Killed, Process, VirtualLoop
+from simulation.books import Book
+from simulation.clockwork import Killed, Process, VirtualLoop, current
 from simulation.disk import Disk
 from simulation.gathering import Gathering
 from simulation.machines import Agent, MasterHost
@@ -46,12 +49,21 @@ class World:
         self.watch = Watch(self)
         self.config = MasterConfig(
             listen="master:1",
-            state_dir=state_dir,
+            state_dir=state_dir / "head-1",
+            place="head-1",
             timing=timing,
             gives_way_s=_GIVES_WAY_S,
             validate=True,
         )
+        self._directories = 1
+        self.books: dict[Path, Book] = {}
+        #: The newest start of each.
+        self.heads: dict[Book, MasterHost] = {}
+        #: The newest start of the one that goes on for good.
         self.master: MasterHost | None = None
+        #: Another one that answers in its place, and one beside it, for a while.
+        self.stand_in: MasterHost | None = None
+        self.rival: MasterHost | None = None
         self.agents: dict[NodeName, Agent] = {}
         #: Others with the name of a node, over wires of their own.
         self.twins: dict[NodeName, Agent] = {}
@@ -79,8 +91,8 @@ class World:
         self.save_every = 8
         #: Step at which a job's model raises an exception.
         self.fails_at: dict[JobId, int] = {}
-        #: The starts of agents that a worker told of that, which had trained before.
-        self._raised: dict[JobId, list[Process]] = {}
+        #: The agents that a worker told of that, which had trained before.
+        self._raised: dict[JobId, list[Agent]] = {}
         #: The only node that trains and says what is not so; None: none has yet.
         self.liar: NodeName | None = None
         #: Nodes whose workers fail by their host's fault, and where none can be started.
@@ -185,6 +197,21 @@ class World:
         return self.master if self.master is not None and self.master.process.alive else None
 
     @property
+    def head(self) -> MasterHost | None:
+        """Who is at the address."""
+        return self.stand_in or self.master
+
+    @property
+    def has_replaced_head(self) -> bool:
+        """Whether any but the first directory was ever in use."""
+        return self._directories > 1
+
+    @property
+    def live_heads(self) -> list[MasterHost]:
+        heads = (self.master, self.stand_in, self.rival)
+        return [head for head in heads if head is not None and head.process.alive]
+
+    @property
     def state(self) -> ClusterState | None:
         """As the live master has it."""
         return self.live_master.core.state if self.live_master is not None else None
@@ -193,21 +220,17 @@ class World:
         yield from self.agents.values()
         yield from self.twins.values()
 
-    def agent_of(self, trainer: Trainer) -> Process:
-        return next(a.process for a in self.all_agents() if trainer.incarnation in a.trainers)
+    def agent_of(self, trainer: Trainer) -> Agent:
+        return next(a for a in self.all_agents() if trainer.incarnation in a.trainers)
 
     def raised(self, trainer: Trainer) -> None:
         self._raised.setdefault(trainer.job_id, []).append(self.agent_of(trainer))
 
-    def tells_of_an_exception(self, job_id: JobId) -> bool:
-        """Whether an agent is there whose worker's model has raised one."""
-        return any(process.alive for process in self._raised.get(job_id, ()))
-
-    def counts(self, trainer: Trainer) -> bool:
-        """Whether its node is not taken for lost: one that is cut off may go on, all the same."""
-        assert self.master is not None
-        node = self.master.core.state.nodes.get(trainer.node)
-        return node is not None and node.registered
+    def tells_of_an_exception(self, job_id: JobId, book: Book) -> bool:
+        """Whether an agent is there whose worker's model has raised one, and that can have told
+        only heads of this directory."""
+        raised = self._raised.get(job_id, ())
+        return any(agent.process.alive and agent.met == {book} for agent in raised)
 
     def trainers(self) -> Iterator[Trainer]:
         for agent in self.all_agents():
@@ -285,15 +308,38 @@ class World:
         self.master = MasterHost(self, self.config)
 
     def restart_master(self) -> None:
-        if self.live_master is None and not self.disk_full:
+        if self.live_master is None and self.stand_in is None and not self.disk_full:
             self.note("! master started")
             self.start_master()
 
+    def book(self, state_dir: Path) -> Book:
+        return self.books.setdefault(state_dir, Book(name=state_dir.name))
+
+    def directory(self, *, copied: bool, put_back: bool = False) -> MasterConfig:
+        """Make a state directory, empty or a copy of the master's as it is now."""
+        self._directories += 1
+        name, place = f"head-{self._directories}", self.config.place
+        state_dir = self.config.state_dir.with_name(name)
+        if copied:
+            shutil.copytree(self.config.state_dir, state_dir)
+            book = self.book(self.config.state_dir).copy(name, put_back=put_back)
+            for ledger in self.ledgers.values():
+                ledger.copied(book)
+            self.books[state_dir] = book
+        return dataclasses.replace(
+            self.config, state_dir=state_dir, place=place if put_back else name
+        )
+
+    def by_itself(self, delay_s: float, act: Callable[[], None]) -> None:
+        """Whoever asks may be dead by then."""
+        self.loop.call_later(delay_s, act, context=self._own)
+
     def _reached_point(self, point: str) -> None:
         """The master has got to a point at which it may be made to die."""
-        if self.live_master is not None and self.disk.strikes(point):
+        master = self.live_master
+        if master is not None and current() is master.process and self.disk.strikes(point):
             self.note(f"master killed when {point}")
-            self.live_master.process.kill()
+            master.process.kill()
             raise Killed
 
     def lose_host(self, name: NodeName) -> None:
@@ -308,8 +354,8 @@ class World:
         self.loop.at_rest = lambda: None
         for agent in list(self.all_agents()):
             agent.process.kill()
-        if self.master is not None:
-            self.master.process.kill()
+        for head in self.live_heads:
+            head.process.kill()
         for _ in range(20):
             if all(task.done() for task in asyncio.all_tasks(self.loop)):
                 break
