@@ -7,8 +7,9 @@ from oobleck.proto.checks import at_least, in_field
 from oobleck.proto.fields import message_of, struct_of
 from oobleck.proto.types import Head
 
-#: Terms beyond are not believed; each restore takes one.
-MOST_TERM = 1 << 24
+#: Terms beyond are not believed; each restore takes one. The generations of all of them are below
+#: the greatest that a master believes.
+MOST_TERM = 1 << 23
 _ID = re.compile(r"[0-9a-f]{8,64}")
 
 

@@ -17,6 +17,8 @@ ID_BYTES = 16
 #: Generations of a job that one term has room for. Those of different terms never meet, since an
 #: agent passes over a plan whose generation is not above that of the last.
 GENERATIONS_PER_TERM = 100_000
+#: A term so far above this head's own is not believed. Else one lie would use up all of them.
+_MOST_AHEAD = 1000
 
 
 class Term(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +79,9 @@ class History:
         return (earlier[0].apart or earlier[0].since) - 1 if earlier else sequence
 
     def next_number(self, above: int = 0) -> int:
-        """Return the number of a term to begin: higher than all of this history, and than
-        `above`."""
+        """Return the number of a term to begin: higher than all of this history, and than `above`
+        if that can be the term of another head."""
         newest = self.terms[-1].number if self.terms else 0
+        if above > newest + _MOST_AHEAD:
+            above = newest
         return min(max(newest, above) + 1, MOST_TERM)

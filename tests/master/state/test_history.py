@@ -3,6 +3,7 @@
 import pytest
 
 from oobleck.master.state.history import GENERATIONS_PER_TERM, History, Term
+from oobleck.master.state.job import MOST_GENERATION
 from oobleck.proto.heads import MOST_TERM
 from oobleck.proto.types import Head
 
@@ -70,4 +71,13 @@ def test_a_terms_generations_are_above_those_of_all_before() -> None:
 def test_a_term_begins_above_all_that_are_known_up_to_a_bound() -> None:
     history = terms((1, A, 2), (4, B, 100))
     assert (history.next_number(), history.next_number(above=7)) == (5, 8)
-    assert history.next_number(above=MOST_TERM) == MOST_TERM
+    assert terms((MOST_TERM - 1, A, 2)).next_number(above=MOST_TERM) == MOST_TERM
+
+
+def test_a_term_that_no_head_can_have_begun_uses_up_none() -> None:
+    history = terms((1, A, 2), (4, B, 100))
+    assert history.next_number(above=MOST_TERM - 1) == 5
+
+
+def test_the_generations_of_all_terms_are_such_as_a_head_believes() -> None:
+    assert terms((MOST_TERM, A, 2)).first_generation + GENERATIONS_PER_TERM < MOST_GENERATION
