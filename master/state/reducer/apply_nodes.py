@@ -133,6 +133,7 @@ def _lose_node(state: ClusterState, event: NodeLost, now: float, unix: float) ->
     node = state.nodes[event.node]
     if event.cause == "left":
         _note_emptied(state, event.node)
+        node.held = None
     else:
         _note_failure(node, event.reason, unix)
     node.registered = False

@@ -101,6 +101,21 @@ def test_a_known_agent_that_trains_another_job_is_lost_to_its_own() -> None:
     assert list(known.held) == ["other-1"]
 
 
+def test_a_node_whose_agent_has_ended_is_held_no_longer() -> None:
+    known = state()
+    for event in admitted(known, registration("other-1", told(sequence=99))):
+        apply(known, event, now=0.0, unix=2.0)  # type: ignore[arg-type]
+    left = NodeLost(
+        node=NodeName("n1"),
+        incarnation=FACTS.incarnation,
+        cause="left",
+        reason="its agent ends",
+        detect_s=0.0,
+    )
+    apply(known, left, now=0.0, unix=3.0)
+    assert not known.held
+
+
 def test_a_job_of_an_earlier_term_that_a_copy_lacks_is_held() -> None:
     """The copy has its own job of that id, which it was given after the copy was made."""
     submitted = JobSubmitted(job_id=JobId("late-2"), request_id="two", spec=job_spec("late"))
@@ -146,6 +161,7 @@ def test_a_head_goes_on_in_a_higher_term_where_its_journal_is_behind(
         (told(2, OTHER), 3),  # another one was started from the same backup
         (told(1), None),
         (told(MOST_TERM, OTHER), None),
+        (told(MOST_TERM - 1, OTHER), None),  # a lie
     ],
 )
 def test_a_head_that_an_operator_started_in_a_term_of_its_own_goes_above_all(
