@@ -85,15 +85,15 @@ class Adoptions:
 
     async def _texts(self, job_id: JobId, nodes: Sequence[NodeName]) -> Mapping[NodeName, str]:
         """Return the job's text by each node. Raises NotAdopted where one does not answer."""
-        asked = {}
-        for node in nodes:
-            number = next(self._numbers)
-            if (session := self._session(node)) is None:
-                raise NotAdopted(f"node {node} is not connected any more; ask again")
-            asked[node] = self._asked[node, number] = asyncio.get_running_loop().create_future()
-            question = pb.TellJob(number=number, job_id=job_id)
-            session.ask(pb.MasterMessage(tell_job=question))
+        asked: dict[NodeName, asyncio.Future[str]] = {}
         try:
+            for node in nodes:
+                number = next(self._numbers)
+                if (session := self._session(node)) is None:
+                    raise NotAdopted(f"node {node} is not connected any more; ask again")
+                asked[node] = self._asked[node, number] = asyncio.get_running_loop().create_future()
+                question = pb.TellJob(number=number, job_id=job_id)
+                session.ask(pb.MasterMessage(tell_job=question))
             await asyncio.wait(asked.values(), timeout=_ANSWER_S)
         finally:
             self._asked = {

@@ -31,6 +31,8 @@ _AHEAD_S = 0.5
 _ATTEMPTS = 4
 #: Of one recording: a hundred steps have less.
 MOST_CHARACTERS = 16 << 20
+#: Messages that one recording comes in; agents cut it into parts of half a million characters.
+_MOST_PARTS = 64
 #: Between two looks at whether the job still trains.
 _LOOK_S = 1.0
 #: So often at a change of the plan, before it is waited for no more.
@@ -94,8 +96,10 @@ class Timelines:
         if message.part != len(parts):
             return None
         parts.append(message.recording)
-        if sum(map(len, parts)) > MOST_CHARACTERS:
-            raise ValueError(f"recording: has more than {MOST_CHARACTERS} characters")
+        if len(parts) > _MOST_PARTS or sum(map(len, parts)) > MOST_CHARACTERS:
+            raise ValueError(
+                f"recording: has more than {MOST_CHARACTERS} characters or {_MOST_PARTS} parts"
+            )
         if not message.more:
             return "".join(parts)
         self._parts[worker] = parts
