@@ -95,8 +95,9 @@ def _read_backup(backups: Sequence[Path], state_dir: Path) -> Summary | None:
     if len(backups) > 1:
         raise Unusable("--restore: is there more than once; name one backup")
     if not backups:
+        check_started(state_dir)
         return None
-    check_target(state_dir)
+    check_target(state_dir, backups[0])
     return check_backup(backups[0])
 
 
@@ -124,7 +125,8 @@ def _fill(config: MasterConfig, backups: Sequence[Path]) -> None:
     if config.restored is None:
         check_started(config.state_dir)
         return
-    check_target(config.state_dir)  # somebody may have come before this one had the lock
+    # Somebody may have come before this one had the lock.
+    check_target(config.state_dir, backups[0])
     own = _brings_authority(config)
     restore(backups[0], config.restored, config.state_dir, authority=own)
 

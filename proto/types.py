@@ -42,7 +42,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         """Name it for operators."""
-        return f"term {self.term} of history {self.history[:8]}"
+        return f"term {self.term} (begun by {self.begun_by[:8]}) of history {self.history[:8]}"
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from oobleck.master.api.access import caller
 from oobleck.master.api.backup import backup
 from oobleck.master.api.code import CodeOfJobs
 from oobleck.master.api.limits import MOST_DETAILS
-from oobleck.master.api.view import head_status, job_status, node_info, problem_of
+from oobleck.master.api.view import head_status, held_note, job_status, node_info, problem_of
 from oobleck.master.clients.examinations import Busy, Wish
 from oobleck.master.clients.requests import Requests
 from oobleck.master.clients.timelines import NoTimeline
@@ -68,6 +68,8 @@ class OperatorService(rpc.OperatorServicer):
         if job is None:
             known = ", ".join(list(self._master.state.jobs)[-5:]) or "none yet"
             text = f"no job {job_id[:80]!r}; known jobs: {known}"
+            if held := self._master.state.held.get(JobId(job_id)):
+                text = held_note(JobId(job_id), held)
             await context.abort(grpc.StatusCode.NOT_FOUND, text)
         return job
 

@@ -246,7 +246,8 @@ def problem_of(state: ClusterState, storage: str) -> str:
         other, node = state.superseded
         found.append(
             f"another head took this one's place: {node} follows {other}, and this one is in "
-            f"{state.head}; end this master"
+            f"{state.head}; end this master, or, if the other is lost for good, start this one on "
+            "a copy of its --state-dir"
         )
     if state.behind is not None:
         (events, node), term = state.behind, state.history.term
@@ -254,11 +255,12 @@ def problem_of(state: ClusterState, storage: str) -> str:
         found.append(
             f"this master's journal lacks {count(events, 'event')} that {node} was told of{why}"
         )
-    found += [_held_note(job_id, nodes) for job_id, nodes in state.held.items()]
+    found += [held_note(job_id, nodes) for job_id, nodes in state.held.items()]
     return "; ".join(found)
 
 
-def _held_note(job_id: JobId, nodes: Sequence[Node]) -> str:
+def held_note(job_id: JobId, nodes: Sequence[Node]) -> str:
+    """Return which nodes train a job that this master does not know, and the ways on."""
     steps = (worker.committed_step for node in nodes for worker in node.seen.status.workers)
     names, step = comma_separated(node.facts.node for node in nodes), max(steps, default=-1)
     upto = f" up to step {step}" if step >= 0 else ""

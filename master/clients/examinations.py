@@ -217,7 +217,11 @@ class _Examination:
             yield _of_head(Finding(check="journal", level="fail", what=self._wish.problem, fix=fix))
         if self._state.superseded is not None:
             what = f"agents follow another head, in {self._state.superseded[0]}"
-            yield _of_head(Finding(check="head", level="fail", what=what, fix="end this master"))
+            fix = (
+                "end this master, or, if the other is lost for good, start this one on a copy of "
+                "its --state-dir"
+            )
+            yield _of_head(Finding(check="head", level="fail", what=what, fix=fix))
         for name, node in self._nodes.items():
             for finding in _of_state(node):
                 yield msgspec.structs.replace(finding, node=name)

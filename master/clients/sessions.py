@@ -36,7 +36,7 @@ from oobleck.master.storage.ledger import Ledger
 from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.proto.protocol import NEWEST
 from oobleck.proto.records import dropped_line
-from oobleck.proto.types import NodeStatus, Registration, WorkerReport
+from oobleck.proto.types import Head, NodeStatus, Registration, WorkerReport
 
 if TYPE_CHECKING:
     from oobleck.host.security.pki import Identity
@@ -71,6 +71,8 @@ class _Sender:
     terms: Budget = field(default_factory=lambda: Budget(_TERMS_PER_S, _TERMS_AT_ONCE))
     #: Lines of output that were dropped since the last that were kept.
     dropped: int = 0
+    #: Head for which its last registration was refused.
+    followed: Head | None = None
     #: Of its newest status.
     processes: tuple[Incarnation, ...] = ()
 
@@ -168,7 +170,11 @@ class Sessions:
         self._begin_term(registration, arrived_at)
         verdict = admit(ledger.state, registration, arrived_at, self._timing)
         if isinstance(verdict, Refusal):
-            log.warning("agent refused", extra={"node": facts.node, "reason": verdict.reason})
+            # An agent that follows another head comes again every second, for days.
+            sender = self._sender(facts.node)
+            if verdict.follows is None or verdict.follows != sender.followed:
+                log.warning("agent refused", extra={"node": facts.node, "reason": verdict.reason})
+            sender.followed = verdict.follows
             refused = AgentRefused(
                 node=facts.node, incarnation=facts.incarnation, follows=verdict.follows
             )

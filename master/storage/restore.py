@@ -15,6 +15,7 @@ from oobleck.host.storage.backup import (
     AUTHORITY,
     FOLDERS,
     JOURNAL,
+    SUMMARY,
     InvalidBackup,
     Summary,
     read_file,
@@ -30,8 +31,12 @@ _UNDER_WAY = "restoring"
 _ALLOWED = frozenset({"lock", AUTHORITY, "lost+found"})
 
 
-def check_target(state_dir: Path) -> None:
-    """Raises Unusable unless a backup may be restored into the directory."""
+def check_target(state_dir: Path, backup: Path) -> None:
+    """Raises Unusable unless the backup may be restored into the directory."""
+    if backup.resolve() in state_dir.resolve().parents:
+        raise Unusable(
+            f"--state-dir {state_dir} is inside the backup {backup}; choose one outside of it"
+        )
     try:
         found = {path.name for path in state_dir.iterdir()}
     except FileNotFoundError:
@@ -49,7 +54,12 @@ def check_target(state_dir: Path) -> None:
 
 
 def check_started(state_dir: Path) -> None:
-    """Raises Unusable where a restore was cut off."""
+    """Raises Unusable where a restore was cut off, or the directory is a backup."""
+    if (state_dir / SUMMARY).exists():
+        raise Unusable(
+            f"--state-dir {state_dir} is a backup, which a master would change: name another "
+            f"directory, and start with --restore {state_dir}"
+        )
     if (state_dir / _UNDER_WAY).exists():
         raise Unusable(
             f"--state-dir {state_dir} has a part of a backup: its restore was cut off; start with "

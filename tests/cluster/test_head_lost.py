@@ -78,10 +78,13 @@ def test_an_empty_state_directory_ends_no_worker_and_the_old_one_goes_on(
     restart_on(cluster, known.with_name("empty"))
     wait_held(cluster, job_id)
     assert cluster.worker_pids() == workers
-    told = cluster.oobleck("jobs").stderr
-    assert f"train job {job_id}" in told
-    assert f"oobleck adopt {job_id}" in told
-    assert f"oobleck cancel {job_id} --unknown" in told
+    shown = cluster.oobleck("jobs").stderr
+    refused = cluster.oobleck("cancel", job_id, check=False)
+    assert refused.returncode == 3
+    for told in (shown, refused.stderr):
+        assert f"train job {job_id}" in told
+        assert f"oobleck adopt {job_id}" in told
+        assert f"oobleck cancel {job_id} --unknown" in told
     other = cluster.submit(job(text))
     assert other != job_id, "the id of a held job is given to nobody"
     assert cluster.status(other)["state"] != "running"
@@ -111,6 +114,8 @@ def test_a_job_is_adopted_without_a_step_lost_and_its_losses_are_answered(
     held = held_step(cluster, job_id)
     told = cluster.oobleck("adopt", job_id).stdout
     assert "revocations" in told
+    again = cluster.oobleck("adopt", job_id, check=False)
+    assert (again.returncode, "this master has it already" in again.stderr) == (2, True)
     step = cluster.last_step(job_id)
     cluster.wait_step(job_id, step + 3)
     assert cluster.worker_pids() == workers

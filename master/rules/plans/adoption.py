@@ -46,6 +46,8 @@ def check_adoptable(state: ClusterState, job_id: JobId) -> tuple[NodeName, ...]:
     """Return the nodes of the newest plan of a job that this master does not know, each of which
     tells that plan. Raises NotAdopted where `adopt` would not take it over at once."""
     if not (held := state.held.get(job_id, [])):
+        if job_id in state.jobs:
+            raise NotAdopted(f"this master has it already; see 'oobleck status {job_id}'")
         raise NotAdopted("no node trains an unknown job of that name; see 'oobleck jobs'")
     if job_id in state.jobs:
         raise NotAdopted(
@@ -57,6 +59,10 @@ def check_adoptable(state: ClusterState, job_id: JobId) -> tuple[NodeName, ...]:
             f"job {state.active} has the turn, and one job trains at a time: cancel that first, or "
             "wait for its end"
         )
+    if not any(node.connected for node in held):
+        names = _names(node.facts.node for node in held)
+        are = "are" if len(held) > 1 else "is"
+        raise NotAdopted(f"{names} {are} not connected; ask again in some seconds")
     told: dict[Assign, set[NodeName]] = {}
     for node in held:
         running = node.seen.running
@@ -73,8 +79,9 @@ def check_adoptable(state: ClusterState, job_id: JobId) -> tuple[NodeName, ...]:
         )
     if missing := nodes - told[newest]:
         raise NotAdopted(
-            f"its plan (generation {generation}) also has {_names(missing)}, not heard of here; "
-            "start their agents, or cancel it with --unknown"
+            f"its plan (generation {generation}) also has {_names(missing)}, not heard of here: "
+            "ask again when the agents that had its workers are connected; if they have ended, "
+            "cancel it with --unknown and submit it again, which goes on from its checkpoint"
         )
     return tuple(sorted(nodes))
 

@@ -166,6 +166,16 @@ def test_a_directory_that_is_not_empty_and_two_backups_are_refused(
     assert not (tmp_path / "2").exists()
 
 
+def test_a_backup_is_no_state_directory(backup: Path) -> None:
+    before = sorted(backup.rglob("*"))
+    line = refused("--state-dir", backup)
+    assert "is a backup, which a master would change: name another directory" in line
+    assert f"--restore {backup}" in line
+    line = refused("--state-dir", backup / "state", "--restore", backup)
+    assert f"is inside the backup {backup}; choose one outside of it" in line
+    assert sorted(backup.rglob("*")) == before
+
+
 def test_a_restore_that_was_cut_off_begins_anew(made: Path, tmp_path: Path) -> None:
     state = tmp_path / "new"
     (state / "jobs/demo-1").mkdir(parents=True)

@@ -8,6 +8,7 @@ from oobleck.master.events.jobs import JobSubmitted
 from oobleck.master.events.nodes import NodeHeld, NodeLost, NodeRegistered
 from oobleck.master.events.unions import MasterStarted, TermBegan
 from oobleck.master.rules.nodes.admission import Refusal, admit, next_term
+from oobleck.master.rules.plans.adoption import NotAdopted, check_adoptable
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.reducer.apply import apply
 from oobleck.planner.ids import Incarnation, JobId, NodeName
@@ -125,6 +126,18 @@ def test_a_job_of_an_earlier_term_that_a_copy_lacks_is_held() -> None:
     assert len(admitted(copy, registration("late-2", own))) == 1
 
 
+def test_a_job_cannot_be_adopted_before_its_nodes_are_back() -> None:
+    """A master that starts again knows held nodes from its journal."""
+    held = NodeHeld(node=NodeName("n1"), job_id=JobId("other-1"))
+    waiting = state(NodeRegistered(facts=FACTS), held)
+    with pytest.raises(NotAdopted, match="n1 is not connected; ask again"):
+        check_adoptable(waiting, JobId("other-1"))
+    with pytest.raises(NotAdopted, match="this master has it already"):
+        check_adoptable(waiting, JobId("demo-1"))
+    with pytest.raises(NotAdopted, match="no node trains an unknown job"):
+        check_adoptable(waiting, JobId("none-1"))
+
+
 # ---- terms
 
 
@@ -133,6 +146,13 @@ def test_an_agent_of_a_higher_term_is_refused_for_now() -> None:
     assert isinstance(refused, Refusal)
     assert refused.temporary
     assert refused.follows == told(2, OTHER)
+
+
+def test_two_heads_of_one_term_have_different_names() -> None:
+    refused = admit(state(), registration("", told(1, OTHER)), 0.0, Detection())
+    assert isinstance(refused, Refusal)
+    assert f"in {told(1, OTHER)}; this one is in {told(1, OWN)}" in refused.reason
+    assert str(told(1, OTHER)) != str(told(1, OWN))
 
 
 @pytest.mark.parametrize(
