@@ -68,8 +68,8 @@ class OperatorService(rpc.OperatorServicer):
         if job is None:
             known = ", ".join(list(self._master.state.jobs)[-5:]) or "none yet"
             text = f"no job {job_id[:80]!r}; known jobs: {known}"
-            if held := self._master.state.held.get(JobId(job_id)):
-                text = held_note(JobId(job_id), held)
+            if JobId(job_id) in self._master.state.held:
+                text = held_note(self._master.state, JobId(job_id))
             await context.abort(grpc.StatusCode.NOT_FOUND, text)
         return job
 

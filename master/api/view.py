@@ -255,19 +255,25 @@ def problem_of(state: ClusterState, storage: str) -> str:
         found.append(
             f"this master's journal lacks {count(events, 'event')} that {node} was told of{why}"
         )
-    found += [held_note(job_id, nodes) for job_id, nodes in state.held.items()]
+    found += [held_note(state, job_id) for job_id in state.held]
     return "; ".join(found)
 
 
-def held_note(job_id: JobId, nodes: Sequence[Node]) -> str:
+def held_note(state: ClusterState, job_id: JobId) -> str:
     """Return which nodes train a job that this master does not know, and the ways on."""
+    nodes = state.held[job_id]
     steps = (worker.committed_step for node in nodes for worker in node.seen.status.workers)
     names, step = comma_separated(node.facts.node for node in nodes), max(steps, default=-1)
     upto = f" up to step {step}" if step >= 0 else ""
+    verb = "train" if len(nodes) > 1 else "trains"
+    if job_id in state.jobs:
+        what, adopt = "another job of that name than this master's", ""
+    else:
+        what = "which this master does not know"
+        adopt = f"or take it over with 'oobleck adopt {job_id}', "
     return (
-        f"{names} train job {job_id}{upto}, which this master does not know: start the master on "
-        f"the --state-dir that has the job, or take it over with 'oobleck adopt {job_id}', or end "
-        f"it with 'oobleck cancel {job_id} --unknown'"
+        f"{names} {verb} job {job_id}{upto}, {what}: start the master on the --state-dir that has "
+        f"the job, {adopt}or end it with 'oobleck cancel {job_id} --unknown'"
     )
 
 
@@ -359,10 +365,16 @@ def _node_reason(state: ClusterState, node: Node, now: float) -> str:
         drained = node.drain is not None and node.drain.by == "operator"
         return f"{node.reason}; drained, also when it is back" if drained else node.reason
     if node.held is not None:
+        job_id = node.held.job_id
+        end = f"or 'oobleck cancel {job_id} --unknown'"
+        if job_id in state.jobs:
+            return (
+                f"trains another job {job_id} than this master's: start the master that has it, "
+                f"{end}"
+            )
         return (
-            f"trains job {node.held.job_id}, which this master does not know: start the master "
-            f"that has it, or 'oobleck adopt {node.held.job_id}', or 'oobleck cancel "
-            f"{node.held.job_id} --unknown'"
+            f"trains job {job_id}, which this master does not know: start the master that has it, "
+            f"or 'oobleck adopt {job_id}', {end}"
         )
     if node.is_quarantined and node.drain is not None and node.seen.release_at is not None:
         left_s = max(0.0, node.seen.release_at - now)

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from oobleck.host.detection import Detection
+from oobleck.master.api.view import held_note
 from oobleck.master.events.jobs import JobSubmitted
 from oobleck.master.events.nodes import NodeHeld, NodeLost, NodeRegistered
 from oobleck.master.events.unions import MasterStarted, TermBegan
@@ -124,6 +125,17 @@ def test_a_job_of_an_earlier_term_that_a_copy_lacks_is_held() -> None:
     assert len(admitted(copy, registration("late-2", told(sequence=20)))) == 2
     own = told(2, OTHER, sequence=copy.sequence)
     assert len(admitted(copy, registration("late-2", own))) == 1
+
+
+@pytest.mark.parametrize(("job_id", "adoptable"), [("other-1", True), ("demo-1", False)])
+def test_adoption_is_named_where_it_would_not_be_refused_for_the_name(
+    job_id: str, adoptable: bool
+) -> None:
+    held = NodeHeld(node=NodeName("n1"), job_id=JobId(job_id))
+    told = held_note(state(NodeRegistered(facts=FACTS), held), JobId(job_id))
+    assert told.startswith(f"n1 trains job {job_id}")
+    assert (f"oobleck adopt {job_id}" in told) == adoptable
+    assert f"oobleck cancel {job_id} --unknown" in told
 
 
 def test_a_job_cannot_be_adopted_before_its_nodes_are_back() -> None:
