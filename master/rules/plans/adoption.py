@@ -81,7 +81,7 @@ def check_adoptable(state: ClusterState, job_id: JobId) -> tuple[NodeName, ...]:
         raise NotAdopted(
             f"its plan (generation {generation}) also has {_names(missing)}, not heard of here: "
             "ask again when the agents that had its workers are connected; if they have ended, "
-            "cancel it with --unknown and submit it again, which goes on from its checkpoint"
+            "cancel it with --unknown and submit it again"
         )
     return tuple(sorted(nodes))
 
