@@ -271,6 +271,8 @@ def held_note(state: ClusterState, job_id: JobId) -> str:
     else:
         what = "which this master does not know"
         adopt = f"or take it over with 'oobleck adopt {job_id}', "
+    if lost := [node for node in nodes if not node.registered]:
+        what += f" ({_names(lost)} {'are' if len(lost) > 1 else 'is'} lost since)"
     return (
         f"{names} {verb} job {job_id}{upto}, {what}: start the master on the --state-dir that has "
         f"the job, {adopt}or end it with 'oobleck cancel {job_id} --unknown'"

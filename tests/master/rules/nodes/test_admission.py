@@ -138,6 +138,15 @@ def test_adoption_is_named_where_it_would_not_be_refused_for_the_name(
     assert f"oobleck cancel {job_id} --unknown" in told
 
 
+def test_a_held_node_that_is_lost_is_told_of() -> None:
+    held = NodeHeld(node=NodeName("n1"), job_id=JobId("other-1"))
+    lost = NodeLost(
+        node=NodeName("n1"), incarnation=FACTS.incarnation, cause="lease", reason="", detect_s=1.0
+    )
+    known = state(NodeRegistered(facts=FACTS), held, lost)
+    assert "does not know (n1 is lost since): start" in held_note(known, JobId("other-1"))
+
+
 def test_a_job_cannot_be_adopted_before_its_nodes_are_back() -> None:
     """A master that starts again knows held nodes from its journal."""
     held = NodeHeld(node=NodeName("n1"), job_id=JobId("other-1"))
