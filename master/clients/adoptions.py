@@ -32,6 +32,7 @@ LOST: tuple[str, ...] = (
     "revocations: a certificate that was revoked is valid again; name it to 'oobleck pki revoke'",
     "the job's events and output so far, and its records that agents have not kept",
     "the job's profile: figures of its plans are estimates",
+    "the way back: a master on the old --state-dir or a backup takes this job for lost from now on",
 )
 
 

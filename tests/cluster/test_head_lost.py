@@ -114,6 +114,7 @@ def test_a_job_is_adopted_without_a_step_lost_and_its_losses_are_answered(
     held = held_step(cluster, job_id)
     told = cluster.oobleck("adopt", job_id).stdout
     assert "revocations" in told
+    assert "the way back" in told
     again = cluster.oobleck("adopt", job_id, check=False)
     assert (again.returncode, "this master has it already" in again.stderr) == (2, True)
     step = cluster.last_step(job_id)

@@ -61,10 +61,8 @@ def headline(setback: Setback) -> str:
     match setback.kind:
         case "worker died":
             return f"worker {_who(setback)} {_end_of(setback)}"
-        case "node lost":
+        case "node lost" | "agent restarted":
             return f"node {_who(setback)} was lost: {setback.reason}"
-        case "agent restarted":
-            return f"node {_who(setback)} was lost: its agent was started anew"
         case "hang":
             return f"node {_who(setback)} hung: {setback.reason}"
         case "node unfit":
