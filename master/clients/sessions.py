@@ -31,7 +31,7 @@ from oobleck.master.inbox import Changes, Inbox
 from oobleck.master.rules.jobs.completion import records_lost
 from oobleck.master.rules.nodes.admission import Refusal, admit, next_term
 from oobleck.master.state.senders import believed, has_part, why_refused
-from oobleck.master.state.trust import Denied, check_caller
+from oobleck.master.state.trust import Denied, check_caller, was_revoked
 from oobleck.master.storage.ledger import Ledger
 from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.proto.protocol import NEWEST
@@ -162,7 +162,8 @@ class Sessions:
             if caller is not None:
                 check_caller(ledger.state.trust, caller, ledger.unix())
         except Denied as denied:
-            return Refusal(reason=str(denied), temporary=False, revoked=True)
+            revoked = caller is not None and was_revoked(ledger.state.trust, caller)
+            return Refusal(reason=str(denied), temporary=False, revoked=revoked)
         if not self._sender(facts.node).registrations.take(1, arrived_at):
             self._refuse(facts.node, "a registration too soon after others")
             reason = f"node {facts.node} registers more often than once a second"

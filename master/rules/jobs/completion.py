@@ -165,7 +165,10 @@ def _succeed(context: Context, job: Job) -> Decision | None:
         last = max(job.seen.progressed_at or context.now, job.seen.steps.recorded_at or 0.0)
         if context.now < (due := last + context.timing.meeting_s):
             return Decision(wake_at=due, reason=missing)
-    lost = (records_lost(job, range(through + 1, steps + 1)),) if through < steps else ()
+    # A master that ended before it wrote the records behind them has told of these.
+    told = max((one.last for one in job.lost.last), default=0)
+    first = max(through, told) + 1
+    lost = (records_lost(job, range(first, steps + 1)),) if first <= steps else ()
     event = JobSucceeded(job_id=job.id, transition=reconfiguration_stats(context, job))
     return Decision(actions=(*lost, event), reason="all workers have finished")
 
