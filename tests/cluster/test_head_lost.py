@@ -62,7 +62,8 @@ def held_step(cluster: Daemons, job_id: str) -> int:
 
 def wait_held(cluster: Daemons, job_id: str) -> None:
     cluster.wait(
-        lambda: {node["state"] for node in cluster.nodes().values()} == {"held"}, "both nodes held"
+        lambda: [node["state"] for node in cluster.nodes().values()] == ["held", "held"],
+        "both nodes held",
     )
     step = held_step(cluster, job_id)
     cluster.wait(lambda: held_step(cluster, job_id) > step + 3, "steps of a job that is unknown")
