@@ -16,7 +16,7 @@ from simulation.faults import FAULTS
 from support.folders import ROOT
 
 #: So many seeds meet every kind of fault.
-_MANY = 25
+_MANY = 30
 #: How many seeds to play, from which one on; `make soak` plays thousands. Of many, half are played
 #: by `test_more_seeds`, for two processes to share them.
 SEEDS = int(os.environ.get("SIMULATION_SEEDS", "50"))
