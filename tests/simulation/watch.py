@@ -278,9 +278,11 @@ class Watch:
             trainer
             for agent in self._world.all_agents()
             # What a liar has counts only while it is believed, and of two agents of one name the
-            # one counts that came last. Who follows another head does not come back.
+            # one counts that came last. Who follows another head does not come back, nor does who
+            # ends.
             if agent.name != self._world.liar
             and agent.follows is book
+            and not agent.supervisor._state.shutting_down
             and (
                 (node := state.nodes.get(agent.name)) is None
                 or node.facts.incarnation == agent.incarnation
