@@ -77,7 +77,7 @@ class Attacker:
     async def call(self, channel: grpc.aio.Channel, method: str, requests: Requests) -> None:
         try:
             # Each with the time that ends it, so that nothing here waits for ever.
-            call = channel.stream_stream(method)(iter(requests), timeout=_CALL_S)
+            call = channel.stream_stream(method, None, None)(iter(requests), timeout=_CALL_S)
             async for _ in call:
                 pass
             self.ends[(await call.code()).name] += 1

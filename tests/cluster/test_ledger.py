@@ -80,6 +80,11 @@ def lines_told(content: bytes) -> list[int]:
     return [line["step"]["step"] for line in lines if "step" in line]
 
 
+def untold(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines without who told them: a plan may be made before all nodes are back."""
+    return [{key: line[key] for key in line if key != "told_by"} for line in lines]
+
+
 def evaluated(daemons: Daemons, job_id: str) -> list[int]:
     path = daemons.state_dir / "jobs" / job_id / "evaluations.jsonl"
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
@@ -106,7 +111,7 @@ def test_records_survive_a_night_without_the_head_and_a_power_cut(
     lines = daemons.metrics(job_id)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     night = slice(reached, step)
-    assert lines[night] == [line for line in beside if line["step"] > reached]
+    assert untold(lines[night]) == [line for line in beside if line["step"] > reached]
     assert not daemons.events(job_id, "records_lost")
     found = evaluated(daemons, job_id)
     assert found == list(range(10, 10 * len(found) + 1, 10))
@@ -132,7 +137,7 @@ def test_records_survive_where_the_job_ends_while_the_head_is_away(
     assert daemons.wait_end(job_id) == "succeeded"
     lines = daemons.metrics(job_id)
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
-    assert lines[reached:] == [line for line in last if line["step"] > reached]
+    assert untold(lines[reached:]) == [line for line in last if line["step"] > reached]
     assert evaluated(daemons, job_id) == list(range(10, steps + 1, 10))
     assert not daemons.events(job_id, "records_lost")
 
