@@ -16,8 +16,8 @@ def encode(value: object) -> bytes:
 
 
 def choose(kind: type[Any], tree: Any) -> Any:
-    """What msgspec's decoders need as `dec_hook`: of a type that several dataclasses extend, which
-    `tree`, decoded text, is. Raises ValueError."""
+    """Decode `tree` as the subclass of `kind` that its fields name, for msgspec's decoders
+    (`dec_hook`). Raises ValueError."""
     if kind is object:  # anything
         return tree
     if not isinstance(tree, dict) or not hasattr(kind, "from_tree"):

@@ -16,7 +16,7 @@ class ModelTooLarge(PlanInfeasible):
 
 
 class LayerLost(PlanInfeasible):
-    """Nobody alive holds these layers: only a checkpoint or a returning node can help."""
+    """Loss of layers that no live worker holds: only a checkpoint or a returning node can help."""
 
     def __init__(self, layers: Iterable[int]) -> None:
         self.layers = tuple(sorted(layers))

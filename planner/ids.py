@@ -35,7 +35,7 @@ def nearest_name(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, order=True)
 class WorkerId:
-    """One GPU (or CPU slot) of a node; outlives the processes that fill it one after the other."""
+    """GPU (or CPU slot) of a node; outlives the processes that fill it one after the other."""
 
     node: NodeName
     slot: int

@@ -70,7 +70,8 @@ def _is_secret(name: str) -> bool:
 
 
 def _without_user(before: str, rest: str) -> str:
-    """What stands behind `://`, without who opens it: the host's part up to its last `@`."""
+    """Return the text behind `://` with the user and password hidden: the host's part up to its
+    last `@`."""
     host = _END.split(rest, maxsplit=1)[0]
     at = host.rfind("@")
     if at < 0 and ":" in host and not _PORT.fullmatch(host):

@@ -1,4 +1,4 @@
-"""Which layers share parameters: one that several have is summed over the holders of all."""
+"""Ties of layers that share parameters: one that several have is summed over the holders of all."""
 
 #: True: the last layer shares with the first one, as the head does with the token embedding. Else
 #: the groups that share, each in ascending order; no layer is in two.
@@ -6,7 +6,7 @@ Ties = bool | tuple[tuple[int, ...], ...]
 
 
 def groups(ties: Ties, layer_count: int) -> tuple[tuple[int, ...], ...]:
-    """Of a model of so many layers."""
+    """Return the groups of layers that share parameters, in a model of so many layers."""
     if isinstance(ties, bool):
         return (tuple(sorted({0, layer_count - 1})),) if ties else ()
     return ties

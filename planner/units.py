@@ -77,7 +77,7 @@ def enough_bytes(number: int) -> str:
 
 
 def _short(number: int, rounded: Callable[[float], int]) -> str:
-    """In the largest unit of which there is one, to a tenth."""
+    """Format the number in the largest unit of which there is one, to a tenth."""
     if abs(number) < 1024:
         return f"{number} B"
     size = number / 1024

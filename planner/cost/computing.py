@@ -1,7 +1,6 @@
-"""How long each worker of a plan computes in a step, as its profile has it.
+"""Compute time of each worker of a plan in a step, as its profile has it.
 
-What workers measure of themselves is held against this. Must not know rates, nor the order of
-things.
+Workers' own measurements are held against this. Must not know rates, nor the order of things.
 """
 
 from collections.abc import Mapping

@@ -20,10 +20,10 @@ _VOTE_BYTES = 64
 def plan_end_s(
     plan: Plan, ends_s: Mapping[WorkerId, float], profile: Profile, *, tied: Ties
 ) -> float:
-    """When the step is over on all workers, from when each has computed its last: after the sums,
-    which each worker's link passes on one after the other as they become ready, the vote and the
-    update. Nobody waits for who holds a layer and does not run it: it adds nothing. Who computes
-    nothing is not in `ends_s`."""
+    """Return when the step is over on all workers, given when each has computed its last. The sums,
+    the vote and the update come after that; each worker's link passes its sums on one after the
+    other as they become ready. A holder of a layer that does not run it adds no wait. Workers that
+    compute nothing are not in `ends_s`."""
     sums: dict[WorkerId, list[tuple[float, float]]] = {worker: [] for worker in plan.workers}
     for bucket in gradient_buckets(plan, tied=tied):
         own = {part.layer: part.share for part in bucket.parts if part.part == "own"}

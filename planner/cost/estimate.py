@@ -1,4 +1,4 @@
-"""What steps take and need: of a whole plan under a schedule, and of many plans at once.
+"""Estimates of step time and memory: of a whole plan under a schedule, and of many plans at once.
 
 Pipelines that run alike are replayed once and remembered, and most plans have few kinds of them, so
 an estimate takes O(pipelines + kinds x stages x micro-batches), whatever the number of workers.
@@ -59,7 +59,7 @@ class KindEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEstimate:
-    """What a step of the plan takes under one schedule."""
+    """Time and memory of a plan's step under one schedule."""
 
     schedule: Schedule
     step_s: float
@@ -70,7 +70,7 @@ class StepEstimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the worker that needs most memory."""
+        """Peak memory of the worker that needs most."""
         return max(peak for kind in self.kinds for peak in kind.peak_bytes)
 
 
@@ -95,7 +95,8 @@ class Replays:
         self._cuts: dict[tuple[Place, ...], Cut] = {}
 
     def step_s(self, plans: Sequence[Mapping[Kind, int]]) -> list[float]:
-        """Of each plan under 1F1B, in seconds: so many pipelines of each kind."""
+        """Return the step time of each plan under 1F1B, in seconds; a plan is a count of pipelines
+        by kind."""
         self._replay([("1f1b", kind) for plan in plans for kind in plan])
         return [self._end_s("1f1b", plan) for plan in plans]
 
@@ -116,7 +117,8 @@ class Replays:
         ]
 
     def kinds(self, plan: Plan) -> list[Alike]:
-        """Those of a plan; raises ValueError, as `stage_cost`."""
+        """Return the groups of a plan's pipelines that run alike; raises ValueError, as
+        `stage_cost`."""
         found = []
         for (microbatches, places), numbers in pipeline_kinds(plan).items():
             pipeline = plan.pipelines[numbers[0]]
@@ -187,7 +189,7 @@ def kinds_of(plan: Plan, profile: Profile) -> Sequence[Alike]:
 
 
 def _ends_s(plan: Plan, kinds: Iterable[KindEstimate]) -> dict[WorkerId, float]:
-    """When each worker has computed its last."""
+    """Return when each worker has computed its last."""
     return {
         worker: end_s
         for kind in kinds
@@ -209,7 +211,7 @@ def estimate_step(
 
 
 def peak_bytes(plan: Plan, profile: Profile) -> int:
-    """Of the worker that needs most memory, under the plan's schedule."""
+    """Return the peak memory of the worker that needs most, under the plan's schedule."""
     if plan.shadows:
         return max(worker_peak_bytes(plan, profile).values())
     return max(peak for _, peaks in _peaks(plan, profile, replicas(plan)) for peak in peaks)
@@ -218,8 +220,8 @@ def peak_bytes(plan: Plan, profile: Profile) -> int:
 def worker_peak_bytes(
     plan: Plan, profile: Profile, *, least_replicas: int = 1
 ) -> dict[WorkerId, int]:
-    """Of every worker, in the order of the plan, under its schedule; as if there were so many
-    replicas of each layer at least."""
+    """Return the peak memory of every worker, in the order of the plan, under its schedule. The
+    estimate assumes at least `least_replicas` replicas of each layer."""
     shadows = shadow_bytes(plan, profile)
     found = {
         worker: peak
@@ -232,7 +234,7 @@ def worker_peak_bytes(
 
 
 def shadow_bytes(plan: Plan, profile: Profile) -> dict[WorkerId, int]:
-    """What workers have for the layers that they hold and do not run."""
+    """Return the bytes that workers need for the layers that they hold and do not run."""
     found: dict[WorkerId, int] = {}
     for hold in plan.holds if plan.shadows else ():
         for worker in hold.workers:
@@ -263,7 +265,7 @@ def with_shadow_bytes(
 def _peaks(
     plan: Plan, profile: Profile, replicas: int
 ) -> Iterator[tuple[list[int], tuple[int, ...]]]:
-    """Of each kind of pipeline its positions in the plan, and the bytes per stage."""
+    """Yield for each kind of pipeline its positions in the plan, and the bytes per stage."""
     for (microbatches, _), numbers in pipeline_kinds(plan).items():
         costs = [cost_of(stage, profile) for stage in plan.pipelines[numbers[0]].stages]
         yield numbers, stage_peak_bytes(costs, plan.schedule, microbatches, replicas)
@@ -272,7 +274,8 @@ def _peaks(
 def stage_peak_bytes(
     costs: Sequence[StageCost], schedule: Schedule, microbatches: int, replicas: int
 ) -> tuple[int, ...]:
-    """Of each worker of a pipeline's stages, in a plan of so many replicas of the model."""
+    """Return the peak memory of each worker of a pipeline, by stage, in a plan of so many replicas
+    of the model."""
     return tuple(
         cost.worker_bytes(
             in_flight(schedule, stages=len(costs), stage=number, microbatches=microbatches),

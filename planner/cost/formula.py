@@ -26,7 +26,7 @@ def seconds(count: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineCost:
-    """What a template costs as a pipeline, apart from its share of the batch (in ticks)."""
+    """Cost of a template as a pipeline, apart from its share of the batch (in ticks)."""
 
     #: One micro-batch all the way forward and back.
     first: int
@@ -39,7 +39,7 @@ class PipelineCost:
         return self.first + (microbatches - 1) * self.period
 
     def capacity(self, time: int, most: int) -> int:
-        """How many micro-batches, up to `most`, are done within `time`."""
+        """Return how many micro-batches, up to `most`, are done within `time`."""
         if time < self.first:
             return 0
         return most if self.period == 0 else min(most, 1 + (time - self.first) // self.period)

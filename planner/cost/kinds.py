@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 
 class StageTimes(NamedTuple):
-    """What one micro-batch takes of a stage, seconds; `update_s` is once per step."""
+    """Times of a stage for one micro-batch, in seconds; `update_s` is once per step."""
 
     forward_s: float
     backward_s: float
@@ -67,7 +67,7 @@ class Kind(NamedTuple):
 
 
 def template_cut(template: PipelineTemplate, profile: Profile) -> Cut:
-    """Of the template's pipelines, for schedules that do not split the backward.
+    """Build the cut of the template's pipelines, for schedules that do not split the backward.
 
     Its times are the template's, in which stages that are equal on paper are equal.
     """
@@ -81,7 +81,7 @@ def template_cut(template: PipelineTemplate, profile: Profile) -> Cut:
 
 
 def pipeline_cut(places: tuple[Place, ...], costs: Iterable[StageCost], profile: Profile) -> Cut:
-    """Of a plan's pipelines with stages at these places, under any schedule."""
+    """Build the cut of a plan's pipelines with stages at these places, under any schedule."""
     times = [
         StageTimes(
             cost.forward_s,
@@ -96,7 +96,8 @@ def pipeline_cut(places: tuple[Place, ...], costs: Iterable[StageCost], profile:
 
 
 def cost_of(stage: Hold, profile: Profile, rate: float = 1.0) -> StageCost:
-    """Where the slowest of the workers has that rate. Raises ValueError, as `stage_cost`."""
+    """Return the cost of a stage whose slowest worker has that rate. Raises ValueError, as
+    `stage_cost`."""
     cost = stage_cost(
         profile,
         stage.first_layer,
@@ -108,7 +109,7 @@ def cost_of(stage: Hold, profile: Profile, rate: float = 1.0) -> StageCost:
 
 
 def pipeline_kinds(plan: Plan) -> dict[tuple[int, tuple[Place, ...]], list[int]]:
-    """Of pipelines that run alike: micro-batches and places, and their positions in the plan."""
+    """Group pipelines that run alike: by micro-batches and places, their positions in the plan."""
     kinds: dict[tuple[int, tuple[Place, ...]], list[int]] = {}
     for number, pipeline in enumerate(plan.pipelines):
         kinds.setdefault((pipeline.microbatches, _places(pipeline, plan)), []).append(number)
@@ -116,7 +117,8 @@ def pipeline_kinds(plan: Plan) -> dict[tuple[int, tuple[Place, ...]], list[int]]
 
 
 def replicas(plan: Plan) -> int:
-    """Pipelines, and one more where workers hold shadows. Of one, no gradients are summed."""
+    """Pipelines, and one more where workers hold shadows. A single replica has no gradients
+    summed."""
     return len(plan.pipelines) + bool(plan.shadows)
 
 

@@ -37,7 +37,7 @@ _FINENESS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedEstimate:
-    """What a step takes of a plan some of whose workers stand in several hops."""
+    """Time and memory of a step of a plan some of whose workers stand in several hops."""
 
     step_s: float
     #: State and activations of each worker, in rank order.
@@ -45,7 +45,7 @@ class ListedEstimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the worker that needs most memory."""
+        """Peak memory of the worker that needs most."""
         return max(self.worker_bytes.values())
 
 
@@ -64,7 +64,7 @@ def with_listing(plan: Plan, profile: Profile, *, split: bool = True) -> Plan:
 
 
 def estimate_listed(plan: Plan, profile: Profile, *, tied: Ties) -> ListedEstimate:
-    """What a step takes of `plan`, which has a listing by `profile`. Raises PlanInfeasible."""
+    """Estimate a step of `plan`, which has a listing by `profile`. Raises PlanInfeasible."""
     schedule = planned(plan)
     assert schedule is not None, "workers stand in several hops"
     tick_s = _tick_s(_costs(plan, profile))
@@ -171,7 +171,7 @@ def _message_s(hop: Hop, after: Hop, profile: Profile) -> float:
 
 
 def _held_bytes(plan: Plan, profile: Profile, least_replicas: int = 1) -> dict[WorkerId, int]:
-    """What each worker has before it keeps anything of a micro-batch."""
+    """Return the bytes that each worker holds before it keeps anything of a micro-batch."""
     found, beside = dict.fromkeys(plan.workers, 0), dict.fromkeys(plan.workers, 0)
     held_twice = sum(len(hold.layers) for hold in plan.holds) > plan.layer_count
     copies = max(least_replicas, 1 + held_twice)

@@ -47,8 +47,8 @@ class Event(NamedTuple):
 
 
 def computed_s(questions: Iterable[Question]) -> dict[Question, Ends]:
-    """When each stage of each kind has computed its last; for many micro-batches to within a
-    fraction of a per cent."""
+    """Return when each stage of each kind has computed its last. For many micro-batches the times
+    are right to within a fraction of a per cent."""
     counts = {question: _replayed(question[1]) for question in questions}
     short = dict.fromkeys(
         (schedule, kind._replace(microbatches=count))
@@ -75,7 +75,7 @@ def computed_s(questions: Iterable[Question]) -> dict[Question, Ends]:
 
 
 def timeline(schedule: Schedule, kind: Kind) -> list[list[Event]]:
-    """What each stage computes from when to when."""
+    """Return what each stage computes, with start and end times."""
     return _SideBySide(schedule, [kind]).events()
 
 
@@ -97,7 +97,7 @@ def _extrapolated(counts: Sequence[int], ends: Sequence[Ends], wanted: int) -> E
 
 
 class _Wave(NamedTuple):
-    """What can be computed side by side: forwards, or backwards, of micro-batch `batch[i]` on the
+    """Compute that can run side by side: forwards, or backwards, of micro-batch `batch[i]` on the
     stage with `after[i]` stages after it."""
 
     slot: int
@@ -108,7 +108,7 @@ class _Wave(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _waves(schedule: Schedule, depth: int, most: int) -> tuple[_Wave, ...]:
-    """All compute of `depth` stages and `most` micro-batches, in the order of the slots."""
+    """List all compute of `depth` stages and `most` micro-batches, in the order of the slots."""
     after, batch = (grid.ravel() for grid in np.indices((depth, most)))
     waves = []
     for backward, slot_of in ((False, forward_slot), (True, backward_slot)):
@@ -186,8 +186,8 @@ class _SideBySide:
                 self._clock[after] += np.where(due, self._weight_s[after], 0.0)
 
     def _done(self, wave: _Wave, arrived: Floats, taken_s: Floats) -> Floats:
-        """When these stages have computed what has arrived; those without that micro-batch have
-        computed nothing."""
+        """Advance these stages past what has arrived, and return when they end. Stages without that
+        micro-batch compute nothing."""
         clock, batch = self._clock[wave.after], wave.batch
         end = np.maximum(clock, arrived) + taken_s[wave.after]
         if max(batch[0], batch[-1]) >= self._fewest:
@@ -196,7 +196,7 @@ class _SideBySide:
         return end
 
     def events(self) -> list[list[Event]]:
-        """Of one pipeline, by stage."""
+        """Return the events of one pipeline, by stage."""
         (kind,), depth = self._kinds, self._depth
         rows: list[list[Event]] = [[] for _ in range(depth)]
 

@@ -1,4 +1,4 @@
-"""What a stage takes of each of its workers: compute, the update, and memory.
+"""Cost of a stage for each of its workers: compute, the update, and memory.
 
 The terms of the replay (`oobleck.planner.cost.replay`) and of what fits. Must not know the order of
 things.
@@ -18,7 +18,8 @@ INPUT_SHARE = 1.3 / 2.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """Of each worker of a stage; times are for one micro-batch, `update_s` is once per step."""
+    """Cost of a stage for each of its workers; times are for one micro-batch, `update_s` is once
+    per step."""
 
     gpus: int
     forward_s: float
@@ -45,15 +46,15 @@ class StageCost:
     exchange_bytes: int
 
     def worker_bytes(self, kept: int, *, replicas: int) -> int:
-        """Of each worker, with the activations of `kept` micro-batches, in a plan of so many
-        replicas of the model (`oobleck.planner.cost.kinds.replicas`); rounded up but once, so that
-        what a template's memory allows is allowed here."""
+        """Return the bytes of each worker that keeps the activations of `kept` micro-batches, in a
+        plan of so many replicas of the model (`oobleck.planner.cost.kinds.replicas`). The sum is
+        rounded up only once, so that what a template's memory allows is allowed here."""
         shared = self.state_bytes + kept * self.activation_bytes + self.working_bytes
         shared += self.sum_bytes if replicas > 1 else self.tied_bytes
         return -(-shared // self.gpus) + self.exchange_bytes
 
     def at(self, rate: float) -> "StageCost":
-        """Where the slowest of the workers has that rate."""
+        """Return the cost when the slowest of the workers has that rate."""
         if rate == 1:
             return self
         return replace(
@@ -67,8 +68,8 @@ class StageCost:
 
 
 def idle_bytes(profile: Profile, layers: Iterable[int], gpus: int) -> int:
-    """Of each of `gpus` workers that hold layers of which they compute nothing: the state, and what
-    the sums of gradients need."""
+    """Return the bytes of each of `gpus` workers that hold layers and compute none of them: the
+    state, and what the sums of gradients need."""
     own = [profile.layers[layer] for layer in layers]
     return -(-sum(layer.state_bytes + layer.sum_bytes for layer in own) // gpus)
 

@@ -1,4 +1,5 @@
-"""Which stages may exist, what they take and what room they have, for all runs of layers at once.
+"""Table of the stages that may exist, with their times and their room, for all runs of layers at
+once.
 
 Searches compare times that are whole numbers in float64, so that sums are exact and what cannot be
 is infinite; what a stage is said to take is in ticks. Must not know what a cut costs: that is for
@@ -109,7 +110,8 @@ class StageTable:
         return forward[stop] - forward[first], backward[stop] - backward[first]
 
     def fits(self, cut: Stages) -> bool:
-        """Whether the memory holds the micro-batches that each stage has in flight under 1F1B."""
+        """Return whether the memory holds the micro-batches that each stage has in flight under
+        1F1B."""
         return all(
             self.room[self.choices.index(gpus), first, stop] >= len(cut) - number
             for number, (first, stop, gpus) in enumerate(cut)

@@ -26,7 +26,8 @@ _Sum = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """So many pipelines of a kind, and when each of their stages has computed its last, seconds."""
+    """Count of pipelines of a kind, and when each of their stages has computed its last, in
+    seconds."""
 
     count: int
     kind: Kind
@@ -38,7 +39,7 @@ class Computed:
 
 
 def step_end_s(kinds: Sequence[Computed], profile: Profile, *, tied: Ties) -> float:
-    """When the step is over on all workers.
+    """Return when the step is over on all workers.
 
     Runs of layers that every pipeline has in one stage are summed, in pieces where stages of
     different numbers of workers share the layers; so is what `tied` layers share, over all of
@@ -64,7 +65,7 @@ def step_end_s(kinds: Sequence[Computed], profile: Profile, *, tied: Ties) -> fl
 
 
 def _in_turn(sums: Iterable[_Sum]) -> float:
-    """When the last of one worker's sums is over."""
+    """Return when the last of one worker's sums is over."""
     end = 0.0
     for ready_s, taken_s in sorted(sums):
         end = max(end, ready_s) + taken_s
@@ -74,8 +75,9 @@ def _in_turn(sums: Iterable[_Sum]) -> float:
 def _summed(
     kinds: Sequence[Computed], profile: Profile, *, tied: Ties
 ) -> Iterator[tuple[list[tuple[int, int]], list[int], int]]:
-    """What is summed in one go: the (kind, stage) that hold it, the bytes of each layer's own
-    parameters, and those of what layers share, if it is of them."""
+    """Yield each group of layers that is summed in one go: the (kind, stage) pairs that hold it,
+    the bytes of each layer's own parameters, and the bytes of the parameters that layers share, if
+    the group has them."""
     own = [layer.summed_bytes for layer in profile.layers]
     shared = {places: min(own[layer] for layer in places) for places in groups(tied, len(own))}
     for places, weight in shared.items():

@@ -1,4 +1,4 @@
-"""What is wrong with a path or a number of a job, said so that its key comes first."""
+"""Checks of a job's paths and numbers, with errors that begin with the key."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def url_refusal(place: str) -> str:
-    """What is wrong with a path that is a URL; empty: it is none."""
+    """Return what is wrong with a path that is a URL; empty where it is none."""
     if not _URL.match(place):
         return ""
     return (
@@ -27,7 +27,8 @@ def url_refusal(place: str) -> str:
 
 
 def check_place(name: str, place: str, what: str) -> None:
-    """Of every path and URL of a job. `what`: is to be given instead of nothing."""
+    """Check a path or URL of a job; raises ValueError. An error about an empty one asks for
+    `what`."""
     if not place.strip():
         raise ValueError(f"{name}: is empty; give {what}")
     if any(category(c) in _UNSEEN and c not in _JOINERS for c in place):
@@ -46,9 +47,9 @@ def check_paths(name: str, places: Iterable[str | None]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one number of a job; a value that is None has none. The largest are far above any use, and
-    within what planning and the commit vote carry in a moment: a slip of the keyboard must not keep
-    the master or every worker busy for hours."""
+    """Limits of one number of a job; a value that is None has none. The largest are far above any
+    use, and within what planning and the commit vote carry in a moment: a slip of the keyboard must
+    not keep the master or every worker busy for hours."""
 
     at_least: float | None = None
     at_most: float | None = None

@@ -44,7 +44,7 @@ class Code:
 
     @property
     def module(self) -> str:
-        """Of a function: the module that has it."""
+        """Module that has the function, where the code is a function."""
         return self.name.partition(":")[0]
 
 

@@ -1,4 +1,4 @@
-"""What is known of a model of the user's without running it for real: its layers in numbers.
+"""Description of a user's model, found without running it for real: its layers in numbers.
 
 Made where the job is submitted, by a run of one micro-batch on torch's meta device, and sent along
 with the job, since planning knows no torch. Owns the types; what makes them is the worker's.
@@ -34,7 +34,7 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSketch:
-    """One tensor of a micro-batch."""
+    """Tensor of a micro-batch."""
 
     #: Of one row, without the dimension of rows.
     shape: tuple[int, ...]
@@ -55,13 +55,13 @@ class TensorSketch:
 
 
 def travels_plain(tensors: Sequence[TensorSketch]) -> bool:
-    """Whether they are one tensor that is sent as it is; others are packed row by row."""
+    """Return whether they are one tensor that is sent as it is; others are packed row by row."""
     return len(tensors) == 1 and tensors[0].dtype in _PLAIN and tensors[0].row_bytes > 0
 
 
 def packed_bytes(tensors: Sequence[TensorSketch]) -> list[int]:
-    """What each takes of a packed row: a multiple of what all types need to be read in place. In
-    all it is more than nothing, since a message has a content."""
+    """Return the bytes of each tensor in a packed row, a multiple of the alignment that all types
+    need to be read in place. The total is more than 0, since a message has a content."""
     sizes = [-(-tensor.row_bytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     return sizes if sum(sizes) else [*sizes, _ALIGNMENT]
 
@@ -77,12 +77,12 @@ class TreeSketch:
 
     @property
     def row_bytes(self) -> int:
-        """Of one row, in memory."""
+        """Bytes of one row, in memory."""
         return sum(tensor.row_bytes for tensor in self.tensors)
 
     @property
     def message_bytes(self) -> int:
-        """Of one row as it travels to the next layer."""
+        """Bytes of one row as it travels to the next layer."""
         return self.row_bytes if travels_plain(self.tensors) else sum(packed_bytes(self.tensors))
 
 
@@ -118,7 +118,7 @@ class LayerSketch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
-    """What an export needs to know of a model that transformers has."""
+    """Facts that an export needs about a model that transformers has."""
 
     #: Its config.json; of adapters their adapter_config.json.
     config: Json
@@ -191,7 +191,7 @@ class Description:
         return {}
 
     def input_of(self, layer: int) -> TreeSketch:
-        """What `layer` takes."""
+        """Return the sketch of the input of `layer`."""
         return self.kinds[self.order[layer - 1]].output if layer else self.inputs
 
 

@@ -32,7 +32,7 @@ _SHOWN = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One value and where it stands, such as `job.yaml:7` or `--set training.steps=5`."""
+    """Value and its place, such as `job.yaml:7` or `--set training.steps=5`."""
 
     place: str
     content: "Scalar | tuple[Value, ...] | Mapping[str, KeyValue]"
@@ -57,7 +57,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyValue:
-    """One `key: value` of a mapping; `place` is the key's."""
+    """Entry `key: value` of a mapping; `place` is the key's."""
 
     place: str
     value: Value

@@ -72,7 +72,8 @@ def format_job(job: JobSpec, *, defaults: bool = True) -> str:
 
 
 def _without_defaults(value: Any, tree: dict[str, Any]) -> dict[str, Any]:
-    """Of `tree`, what a dataclass gives, the keys that are not as by default."""
+    """Return the keys of `tree`, the dataclass `value` as plain data, that differ from their
+    defaults."""
     kept = {}
     for field in dataclasses.fields(value):
         own, default = getattr(value, field.name), field.default
@@ -178,13 +179,14 @@ def _places(kind: type, key: str, path: str) -> Iterator[str]:
 
 
 def _has_defaults(hint: Any, field: "dataclasses.Field[Any]") -> bool:
-    """Whether it is a section that may be left out."""
+    """Return whether the field is a section that may be left out."""
     section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
     return section and field.default_factory is not dataclasses.MISSING
 
 
 def _find(value: Value, key: str, path: str) -> tuple[str, str]:
-    """Where `key` stands below `value`; its own place if it does not."""
+    """Return the place and the path of `key` below `value`; those of `value` itself if it is not
+    there."""
     if isinstance(value.content, Mapping):
         if key in value.content:
             return value.content[key].place, f"{path}.{key}" if path else key

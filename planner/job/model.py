@@ -17,17 +17,18 @@ class AnyModel:
 
     @property
     def family(self) -> str:
-        """What builds its layers."""
+        """Name of the family that builds its layers."""
         raise NotImplementedError
 
     @property
     def tokens(self) -> int:
-        """How many different ones there are, where it takes rows of tokens."""
+        """Number of different tokens, where it takes rows of tokens."""
         raise NotImplementedError
 
     @staticmethod
     def from_tree(tree: Mapping[str, Any]) -> "AnyModel":
-        """From its fields, as `oobleck.planner.codec` reads them; raises ValueError."""
+        """Build the model from its fields, as `oobleck.planner.codec` reads them; raises
+        ValueError."""
         from oobleck.planner.job.own import model_from_tree
 
         return model_from_tree(tree)
@@ -39,7 +40,7 @@ class AnyModel:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Of each layer the number of its kind, from 0; layers of a kind cost the same."""
+        """Number of each layer's kind, from 0; layers of a kind cost the same."""
         raise NotImplementedError
 
     @property
@@ -63,7 +64,8 @@ class AnyModel:
         raise NotImplementedError
 
     def may_share(self, layer: int) -> bool:
-        """Whether several workers may each compute some rows of a micro-batch in that layer."""
+        """Return whether several workers may each compute some rows of a micro-batch in that
+        layer."""
         return True
 
     @property
@@ -78,12 +80,12 @@ class AnyModel:
 
     @property
     def rests_on_files(self) -> bool:
-        """Whether a part of it is in the initial weights alone, in no checkpoint."""
+        """True where a part of it is in the initial weights alone, in no checkpoint."""
         return False
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether it takes rows of tokens."""
+        """True where it takes rows of tokens."""
         return True
 
     @property
@@ -93,7 +95,7 @@ class AnyModel:
 
     @property
     def known(self) -> bool:
-        """Whether its layers are known; those of a user's model are once it was looked at."""
+        """True where its layers are known; those of a user's model are once it was looked at."""
         return True
 
 
@@ -101,7 +103,7 @@ class AnyModel:
 class ModelSpec(AnyModel):
     """A transformer. Layer 0 is the embedding, the last layer is the head.
 
-    Of a Hugging Face family the numbers follow from `config`; `planner.job.model_file.family_model`
+    The numbers of a Hugging Face family follow from `config`; `planner.job.model_file.family_model`
     makes such a spec.
     """
 
@@ -162,7 +164,7 @@ class ModelSpec(AnyModel):
 
     @property
     def objective(self) -> Objective:
-        """What is learned: the next token, or masked ones."""
+        """Learning objective: the next token, or masked ones."""
         family = family_of(self.kind)
         return "causal" if family is None else family.objective
 

@@ -52,7 +52,7 @@ def family_model(
 def expand_model(root: Value, read: ReadText | None) -> Value:
     """`root`, a job, with the preset or config of its model resolved to `ModelSpec`'s keys.
 
-    What is wrong otherwise stays as it is, for the general checks. Raises InvalidJob.
+    Other mistakes stay as they are, for the general checks. Raises InvalidJob.
     """
     entries = root.content
     if not isinstance(entries, Mapping) or "model" not in entries:
@@ -66,7 +66,7 @@ def expand_model(root: Value, read: ReadText | None) -> Value:
 
 
 class _Model:
-    """One model's keys on their way."""
+    """Expansion of the keys of one model."""
 
     def __init__(
         self, whole: Value, entries: Mapping[str, KeyValue], read: ReadText | None
@@ -132,7 +132,8 @@ class _Model:
         return PRESETS[name]
 
     def _config(self) -> tuple[str, dict[str, Any] | None]:
-        """Where the config's keys stand, for messages, and the keys; None where there are none."""
+        """Return the name of the config's keys for messages, and the keys; None where there are
+        none."""
         if "config" in self._entries and self._entries["config"].value.content is not None:
             value = self._entries["config"].value
             if isinstance(value.content, Mapping):

@@ -1,8 +1,8 @@
-"""What the job says of the update: the optimizer and how its learning rate goes over the steps.
+"""Settings of the update: the optimizer, and how its learning rate goes over the steps.
 
-Owns the settings, their defaults and their checks, and what planning must know of an optimizer:
-how many numbers it keeps per weight. Of a class that the job names that is found where the job is
-submitted, and sent along. The update itself is the worker's.
+Owns the settings, their defaults and their checks, and what planning must know of an optimizer: how
+many numbers it keeps per weight. For a class that the job names, the count is found where the job
+is submitted, and sent along. The update itself is the worker's.
 """
 
 import json
@@ -41,7 +41,7 @@ _ENTRY = re.compile(r"[A-Za-z_]\w{0,63}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateRow:
-    """One number that a class keeps per weight: a tensor of each parameter's shape."""
+    """Number that a class keeps per weight: a tensor of each parameter's shape."""
 
     #: Its key in the class's state of a parameter.
     name: str
@@ -51,7 +51,7 @@ class StateRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSketch:
-    """What a class keeps from step to step, of each parameter."""
+    """State that a class keeps from step to step, of each parameter."""
 
     rows: tuple[StateRow, ...]
     #: Single numbers that count the steps.
@@ -163,7 +163,7 @@ class OptimizerSpec:
 
     @property
     def code(self) -> Code | None:
-        """What makes it; None: it is one of those with a name."""
+        """Code that makes the optimizer; None for one of those with a name."""
         name = self.plugin or self.python
         if name is None:
             return None
@@ -172,14 +172,15 @@ class OptimizerSpec:
 
     @property
     def sketch(self) -> OptimizerSketch:
-        """What the job's class keeps. Raises ValueError where it was not looked at."""
+        """Sketch of the state that the job's class keeps. Raises ValueError where it was not looked
+        at."""
         if not self.described:
             raise ValueError("described: the class was not looked at; submit by oobleck submit")
         return _read_sketch(self.described)
 
     @property
     def state(self) -> tuple[str, ...]:
-        """What torch calls the numbers that are kept per weight from step to step."""
+        """Names that torch gives the numbers that are kept per weight from step to step."""
         if self.code is not None:
             # Of a class that was not looked at nothing is known; its workers refuse the job.
             return tuple(row.name for row in self.sketch.rows) if self.described else ()
@@ -189,19 +190,20 @@ class OptimizerSpec:
 
     @property
     def initial(self) -> tuple[float, ...]:
-        """What these are before the first update."""
+        """Values of the `state` numbers before the first update."""
         if self.code is not None and self.described:
             return tuple(row.initial for row in self.sketch.rows)
         return (0.0,) * self.moments
 
     @property
     def moments(self) -> int:
-        """How many these are: AdamW two, SGD its momentum if it has one."""
+        """Count of the `state` numbers: two for AdamW, one for SGD with momentum, none for plain
+        SGD."""
         return len(self.state)
 
     @property
     def label(self) -> str:
-        """Which optimizer it is, whatever its settings."""
+        """Name of the optimizer, whatever its settings."""
         return self.name or self.plugin or self.python or ""
 
 

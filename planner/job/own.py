@@ -183,6 +183,6 @@ class OwnModelSpec(AnyModel):
 
 
 def model_from_tree(tree: Mapping[str, Any]) -> AnyModel:
-    """Of either kind, from its fields; raises ValueError."""
+    """Build a built-in or a user's model from its fields; raises ValueError."""
     own = any(tree.get(key) is not None for key in OWN_KEYS)
     return msgspec.convert(tree, OwnModelSpec if own else ModelSpec)

@@ -27,7 +27,7 @@ _MAPPING: Schema = {"type": ["object", "string"]}
 
 
 def job_schema() -> Schema:
-    """Of JSON Schema, draft 2020-12."""
+    """Return the schema of a job file, in JSON Schema, draft 2020-12."""
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Oobleck job file",
@@ -60,7 +60,8 @@ def _section(kind: type) -> Schema:
 
 
 def _limits(limits: Limits) -> Schema:
-    """Of numbers alone: what may be another thing too is not touched by them."""
+    """Return the limits as keywords that apply to numbers alone: values of other types pass
+    them."""
     words = {
         "minimum": limits.at_least,
         "maximum": limits.at_most,
@@ -71,7 +72,7 @@ def _limits(limits: Limits) -> Schema:
 
 
 def _plain(field: "dataclasses.Field[Any]") -> object:
-    """Its default as the file would have it."""
+    """Return the field's default as the file would have it."""
     return {} if field.default == "{}" else field.default
 
 
@@ -81,7 +82,7 @@ def _is_optional(field: "dataclasses.Field[Any]") -> bool:
 
 
 def _special(kind: type, key: str) -> Schema | None:
-    """Of what is not read by its type alone."""
+    """Return the schema of a key that is not read by its type alone; None for any other key."""
     match kind.__name__, key:
         case "JobSpec", "track":
             one = {"enum": list(TRACKERS)}
@@ -115,7 +116,7 @@ def _value(hint: Any) -> Schema:
 
 
 def _models() -> Schema:
-    """One of the user's has a key that no other has."""
+    """Return the schema of a model; a user's model is told by a key that no other has."""
     own = [{"required": [key]} for key in OWN_KEYS]
     return {"if": {"anyOf": own}, "then": _section(OwnModelSpec), "else": _section(ModelSpec)}
 

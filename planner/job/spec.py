@@ -30,7 +30,7 @@ TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """Where samples come from: text files, one flat file of token ids, or the user's data set."""
+    """Source of samples: text files, one flat file of token ids, or the user's data set."""
 
     text: tuple[str, ...] = ()
     tokens: str | None = None
@@ -82,7 +82,7 @@ class DataSpec:
 
     @property
     def code(self) -> Code | None:
-        """What makes the data set; None: it is files of tokens."""
+        """Code that makes the data set; None where it is files of tokens."""
         name = self.plugin or self.python
         if name is None:
             return None
@@ -187,13 +187,13 @@ class EvaluationSpec:
             )
 
     def due(self, step: int, steps: int) -> bool:
-        """Whether the state after `step` of `steps` is evaluated."""
+        """Return whether the state after `step` of `steps` is evaluated."""
         return step > 0 and (step % self.every == 0 or step == steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceSpec:
-    """What the plan may use of each worker, and how pipelines may be shaped."""
+    """Resources that the plan may use of each worker, and limits on the shape of pipelines."""
 
     #: Budget for state and activations of one worker; None: what its node reports.
     memory_per_worker_bytes: int | None = None
@@ -212,7 +212,8 @@ class ResourceSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSpec:
-    """Where and when the training state is saved, and what becomes of what is there already."""
+    """Settings of checkpoints: where and when the training state is saved, and what becomes of what
+    is there already."""
 
     #: A directory or an fsspec URL, the same place on all nodes.
     path: str
@@ -247,7 +248,7 @@ class CheckpointSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoverySpec:
-    """What follows a loss: see `oobleck.planner.recovery.policies`."""
+    """Settings of recovery from a loss: see `oobleck.planner.recovery.policies`."""
 
     #: The one that answers losses where it can; auto: whichever lets training go on sooner.
     policy: RecoveryPolicy = "auto"
@@ -258,7 +259,7 @@ class RecoverySpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """One training run, as its job file describes it."""
+    """Training run, as its job file describes it."""
 
     name: str
     model: AnyModel
@@ -332,7 +333,7 @@ class JobSpec:
             )
 
     def _check_data(self) -> None:
-        """Whether the model takes what the data gives."""
+        """Raise ValueError where the model does not take what the data gives."""
         built_in = isinstance(self.model, ModelSpec)
         evaluated = self.evaluation.data if self.evaluation else None
         for data in (self.data, evaluated):
@@ -356,7 +357,8 @@ class JobSpec:
                 )
 
     def seals_links(self, *, on_loopback: bool) -> bool:
-        """Whether a worker, that others reach on loopback alone or not, wants its links sealed."""
+        """Return whether a worker wants its links sealed; `on_loopback`: others reach it on
+        loopback alone."""
         return self.data_plane == "sealed" or (self.data_plane == "auto" and not on_loopback)
 
     @property

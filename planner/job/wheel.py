@@ -33,7 +33,7 @@ def digest_of(code: str | None) -> str | None:
 
 
 def is_carried(python: str | None, path: str | None, modules: Collection[str]) -> bool:
-    """Whether a function is of a wheel with these modules and packages at its top."""
+    """Return whether a function is of a wheel with these modules and packages at its top."""
     return python is not None and path is None and re.split("[.:]", python)[0] in modules
 
 

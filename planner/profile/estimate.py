@@ -90,8 +90,8 @@ def _layers(job: JobSpec, machine: Machine) -> tuple[LayerProfile, ...]:
 
 
 def flops_per_token(job: JobSpec) -> float:
-    """Of a step, per token: forward and backward, without what is computed again. The model is
-    known by its kind."""
+    """Return the operations of a step per token: forward and backward, without what is computed
+    again. The model is one that is known by its kind."""
     model = _built_in(job)
     counts, blocks = _counts(model), model.layers
     return 3.0 * (counts.embedding.flops + blocks * counts.block.flops + counts.head.flops)
@@ -104,7 +104,8 @@ def _built_in(job: JobSpec) -> ModelSpec:
 
 
 def _shared(layer: LayerProfile, sizes: Sequence[int], machine: Machine) -> LayerProfile:
-    """With the times of each number of GPUs, none of which has more rows than its share."""
+    """Return the layer with times for each number of GPUs; none of them has more rows than its
+    share."""
     return replace(
         layer,
         forward_s={gpus: layer.forward_s[1] / gpus for gpus in sizes},
@@ -114,7 +115,7 @@ def _shared(layer: LayerProfile, sizes: Sequence[int], machine: Machine) -> Laye
 
 
 def _update_s(state_bytes: int, sizes: Sequence[int], machine: Machine) -> dict[int, float]:
-    """Of a nominal worker nothing."""
+    """Return the time of the update for each number of GPUs; empty for a nominal worker."""
     rate = machine.memory_bytes_per_s
     if rate is None:
         return {}
@@ -122,7 +123,8 @@ def _update_s(state_bytes: int, sizes: Sequence[int], machine: Machine) -> dict[
 
 
 def _moving_s(count: float, machine: Machine, *, nominal: bool) -> float:
-    """To read or write so many bytes. `nominal`: it counts for a nominal worker too."""
+    """Return the time to read or write so many bytes. `nominal`: it counts for a nominal worker
+    too."""
     rate = machine.memory_bytes_per_s
     if rate is None:
         return count / _NOMINAL_BYTES_PER_S if nominal else 0.0
@@ -130,7 +132,7 @@ def _moving_s(count: float, machine: Machine, *, nominal: bool) -> float:
 
 
 def _own_layers(job: JobSpec, model: OwnModelSpec, machine: Machine) -> tuple[LayerProfile, ...]:
-    """Of a model of the user's, as its description has them."""
+    """Build the layers of a user's model from its description."""
     description = model.description
     last = len(description.order) - 1
     return tuple(
@@ -276,36 +278,36 @@ def _head(job: JobSpec, machine: Machine) -> LayerProfile:
 
 
 def _kept_bytes(job: JobSpec, counted: LayerCount) -> int:
-    """Of a micro-batch, from a layer's forward to its backward."""
+    """Return the bytes that are kept of a micro-batch from a layer's forward to its backward."""
     rows = _rows(job)
     narrow, wide = _narrow_bytes(job, counted.kept), _wide_bytes(job, counted.kept_wide)
     return rows * (narrow + wide + counted.masks)
 
 
 def _narrow_bytes(job: JobSpec, numbers: int) -> int:
-    """In the type that layers compute in."""
+    """Return the bytes of so many numbers in the type that layers compute in."""
     return numbers * ACTIVATION_ITEM_BYTES[job.training.precision]
 
 
 def _wide_bytes(job: JobSpec, numbers: int) -> int:
-    """In the type of what is trained."""
+    """Return the bytes of so many numbers in the type of what is trained."""
     return numbers * STATE_ITEM_BYTES[job.training.precision]
 
 
 def _hidden_blocks(job: JobSpec, size: int) -> list[int]:
-    """So many bytes of activations in blocks of one hidden state each, as most are."""
+    """Split so many bytes of activations into blocks of one hidden state each, as most are."""
     count, rest = divmod(size, _hidden_bytes(job))
     return [_hidden_bytes(job)] * count + [rest]
 
 
 def _tied_bytes(job: JobSpec) -> int:
-    """Of the token embedding, where the head shares it."""
+    """Return the bytes of the token embedding, where the head shares it; else 0."""
     model = _built_in(job)
     return _wide_bytes(job, model.vocabulary * model.hidden) if model.tied else 0
 
 
 def _hidden_bytes(job: JobSpec) -> int:
-    """What a layer hands to the next one."""
+    """Return the bytes that a layer hands to the next one."""
     return _narrow_bytes(job, _rows(job) * _built_in(job).hidden)
 
 

@@ -1,7 +1,7 @@
 """The profile file: JSON text to a Profile and back.
 
 Owns the file's syntax. Every error names the field by its path in the file, such as
-`layers[3].forward_s["2"]`, and the fix. What the values must be like is checked by
+`layers[3].forward_s["2"]`, and the fix. The values themselves are checked by
 `oobleck.planner.profile.profile`.
 """
 
@@ -76,7 +76,8 @@ def _load(text: str | bytes) -> object:
 
 
 def _integer(digits: str) -> int | float:
-    """Of more digits than a float can have, infinity: who takes the value says where it stands."""
+    """Read an integer; one of more digits than a float can have becomes infinity. The caller, which
+    knows where it stands, refuses that."""
     return int(digits) if len(digits) < _MOST_DIGITS else float(digits)
 
 
@@ -107,7 +108,7 @@ def _show(value: object) -> str:
 
 
 class _Reader:
-    """One object of the file and its path."""
+    """Reader of one object of the file, which knows the object's path."""
 
     def __init__(self, content: object, path: str) -> None:
         self._path = path

@@ -1,10 +1,10 @@
-"""What messages and sums of several workers take on the links of a profile."""
+"""Times of messages and sums of several workers on the links of a profile."""
 
 from oobleck.planner.profile.profile import Links
 
 
 def message_s(count: int, *, same_node: bool, links: Links) -> float:
-    """One message of `count` bytes from worker to worker."""
+    """Return the time of one message of `count` bytes from worker to worker."""
     rate = links.intra_node_bytes_per_s if same_node else links.inter_node_bytes_per_s
     return links.latency_s + count / rate
 

@@ -1,4 +1,4 @@
-"""What kinds of workers do per second, for estimates of jobs that nobody has measured.
+"""Speeds of kinds of workers, for estimates of jobs that nobody has measured.
 
 Peaks are those that makers publish, dense: NVIDIA's data sheets of SXM boards, NVLink one way, and
 the adapter that a DGX has for each GPU. Shares of them that a model reaches are assumptions:
@@ -21,7 +21,7 @@ _LAUNCHES_S = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One worker, and its wires."""
+    """Machine of one worker, and its wires."""
 
     name: str
     #: Of products, by the precision of the job.
@@ -43,7 +43,7 @@ class Machine:
     per_node: int = 1
 
     def shared(self, by: int) -> "Machine":
-        """What each of so many workers has of it."""
+        """Return the part of the machine that each of so many workers has."""
         if by == 1 or self.memory_bytes_per_s is None:
             return self
         return replace(
@@ -67,7 +67,7 @@ class Machine:
         return self.peak_flops_per_s[training.precision]
 
     def flops_per_s(self, training: TrainingSpec) -> float:
-        """What products reach."""
+        """Return the rate that products reach."""
         return self.products_share * self.peak(training)
 
 
@@ -96,7 +96,7 @@ def _gpu(
     links: float,
     network: float,
 ) -> Machine:
-    """In units of 1e12 FLOP/s and 1e9 bytes/s; `memory_gib`: as torch sees it."""
+    """Build a machine from units of 1e12 FLOP/s and 1e9 bytes/s; `memory_gib`: as torch sees it."""
     return Machine(
         name=name,
         peak_flops_per_s={"bf16": bf16 * 1e12, "fp32": fp32 * 1e12, "fp64": fp64 * 1e12},
@@ -144,8 +144,9 @@ _KIND = re.compile(r"cuda (?P<names>.+?)(, shared by (?P<sharing>[1-9][0-9]{0,3}
 
 
 def machine_of(device_kind: str) -> Machine:
-    """By what an agent calls its workers' devices, such as `cuda NVIDIA H100 80GB HBM3`; if a node
-    has several kinds of GPUs, the slowest one."""
+    """Find the machine by the name that an agent gives its workers' devices, such as `cuda NVIDIA
+    H100 80GB HBM3`. If a node has several kinds of GPUs, it is the slowest one; `NOMINAL` where the
+    name is of no GPU."""
     match = _KIND.fullmatch(device_kind)
     if match is None:
         return NOMINAL
@@ -160,6 +161,6 @@ def _board(name: str) -> Machine:
 
 
 def slowest_of(device_kinds: Collection[str], training: TrainingSpec) -> Machine:
-    """For this job; `NOMINAL` of none."""
+    """Return the slowest machine for this job; `NOMINAL` where there is none."""
     machines = [machine_of(kind) for kind in sorted(device_kinds)]
     return min(machines, key=lambda one: one.flops_per_s(training), default=NOMINAL)

@@ -1,4 +1,4 @@
-"""From what workers have measured to the profile of the whole model.
+"""Measurements of workers, and how they become the profile of the whole model.
 
 Owns the types of a measurement, how several of them become one, and the key that says which
 measurements may stand for each other. Must not know how anything is measured.
@@ -32,7 +32,7 @@ _SAME_BYTES = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What one worker has measured: each kind of layer once, since layers of a kind are alike.
+    """Measurement by one worker: each kind of layer once, since layers of a kind are alike.
 
     Times for several GPUs are those of one worker's part of the work, without exchanges.
     """
@@ -46,7 +46,8 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkMeasurement:
-    """One message between two workers takes latency_s + bytes / bytes_per_s."""
+    """Measurement of a link: a message between two workers takes latency_s + bytes /
+    bytes_per_s."""
 
     scope: Scope
     latency_s: float
@@ -101,7 +102,7 @@ def assemble_profile(
 ) -> tuple[Profile, dict[str, object]]:
     """The profile of `job`'s model, and notes on how it came about.
 
-    Of devices of one kind the median counts, among kinds the slowest: any of them may get any
+    The median counts among devices of one kind, the slowest among kinds: any of them may get any
     stage. `memory_bytes`: what training may use of a worker. Raises ValueError where measurements
     contradict each other.
     """
@@ -170,7 +171,8 @@ def _combine(found: Sequence[tuple[str, LayerProfile]]) -> LayerProfile:
 
 
 def _links(found: Iterable[LinkMeasurement]) -> tuple[Links, dict[str, object]]:
-    """What was measured, and in place of what was not: the other link, or the estimate."""
+    """Return the links, and which of them are not measured. The other link, or the estimate, stands
+    in for a missing one."""
     by_scope = {link.scope: link for link in found}
     intra, inter = by_scope.get("intra_node"), by_scope.get("inter_node")
     if intra is None and inter is None:

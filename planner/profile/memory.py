@@ -41,34 +41,36 @@ _USUAL_LINKS = 4
 
 
 def sum_bytes() -> int:
-    """Of a GPU, for a communicator of sums: in each channel a ring and a tree."""
+    """Return the bytes that a communicator of sums takes of a GPU: each channel has a ring and a
+    tree."""
     return _TABLES_BYTES + GROUP_CTAS * 2 * _BUFFERS_BYTES
 
 
 def stage_bytes(workers: int) -> int:
-    """Of a GPU, for the communicator of a stage that so many workers of a node share: in each
-    channel a peer writes into buffers of its own."""
+    """Return the bytes of a GPU for the communicator of a stage that so many workers of a node
+    share. In each channel a peer writes into buffers of its own."""
     return _TABLES_BYTES + (workers - 1) * GROUP_CTAS * _BUFFERS_BYTES
 
 
 def link_bytes(*, receives: bool, same_node: bool) -> int:
-    """Of the GPU at one end of a link: within a node the sender writes into the receiver's buffers;
-    over the network both have their own."""
+    """Return the bytes of the GPU at one end of a link. Within a node the sender writes into the
+    receiver's buffers; over the network both have their own."""
     return _TABLES_BYTES + (LINK_CTAS * _BUFFERS_BYTES if receives or not same_node else 0)
 
 
 def gpu_reserve_bytes(workers_per_node: int) -> int:
-    """Of each GPU, what no plan may use: for CUDA, and for the communicators of a usual plan whose
-    stages have all workers of a node. Plans that need more have it from the margin."""
+    """Return the bytes of each GPU that no plan may use: for CUDA, and for the communicators of a
+    usual plan whose stages have all workers of a node. Plans that need more have it from the
+    margin."""
     links = _USUAL_LINKS * link_bytes(receives=True, same_node=False)
     stage = stage_bytes(workers_per_node) if workers_per_node > 1 else 0
     return GPU_CONTEXT_BYTES + _USUAL_SUMS * sum_bytes() + stage + links
 
 
 def allocator_share(gpu_bytes: int, communicator_bytes: int) -> float:
-    """Which part of a GPU torch's allocator may take, so that CUDA and communicators of so many
-    bytes find theirs: NCCL takes memory from the driver, and torch gives none back by itself. At
-    least half."""
+    """Return the part of a GPU that torch's allocator may take, at least half. CUDA and
+    communicators of so many bytes need the rest: NCCL takes memory from the driver, and torch gives
+    none back by itself."""
     left = gpu_bytes - GPU_CONTEXT_BYTES - communicator_bytes
     return max(left / gpu_bytes, 0.5)
 
@@ -79,8 +81,8 @@ _STRANGERS_BYTES = 1 << 30
 
 
 def strangers_bytes(used: int, reserved: int, communicator_bytes: int) -> int:
-    """What others hold of a GPU that one worker has for itself, as far as that is beyond doubt.
-    `used`: bytes of all; `reserved`: of torch's allocator."""
+    """Return the bytes that others hold of a GPU that one worker has for itself; 0 where that is in
+    doubt. `used`: bytes of all; `reserved`: of torch's allocator."""
     left = used - reserved - communicator_bytes - GPU_CONTEXT_BYTES
     return left if left >= _STRANGERS_BYTES else 0
 
@@ -106,7 +108,8 @@ def with_holes(working_bytes: int, kept_bytes: int) -> int:
 
 
 def heap_and_mapped(blocks: Iterable[int]) -> tuple[int, int]:
-    """How many bytes of `blocks`, all there at once, lie in the heap, and how many are mapped."""
+    """Split the bytes of `blocks`, all there at once, into those in the heap and those that are
+    mapped."""
     heap = mapped = 0
     for size in blocks:
         if size < MAPPED_BYTES:
@@ -117,10 +120,11 @@ def heap_and_mapped(blocks: Iterable[int]) -> tuple[int, int]:
 
 
 def usable_bytes(physical_bytes: int) -> int:
-    """What state and activations may take of a device (or of a CPU worker's share of its host).
+    """Return how much of a device (or of a CPU worker's share of its host) state and activations
+    may take.
 
-    A tenth and at least 256 MiB stay free. Of less than 512 MiB half does, so that toy limits
-    still leave something to plan with.
+    A tenth and at least 256 MiB stay free. A device of less than 512 MiB keeps half free, so that
+    toy limits still leave something to plan with.
     """
     margin = max(physical_bytes // MARGIN_SHARE, LEAST_MARGIN_BYTES)
     return physical_bytes - min(margin, physical_bytes // 2)
@@ -137,7 +141,7 @@ def state_bytes(parameters: int, training: TrainingSpec) -> int:
 
 
 def moved_bytes(parameters: int, training: TrainingSpec) -> int:
-    """What is sent of that to another worker: no gradients."""
+    """Return the bytes of the state that are sent to another worker: all but the gradients."""
     return state_bytes(parameters, training) - parameters * STATE_ITEM_BYTES[training.precision]
 
 

@@ -35,7 +35,7 @@ class InvalidProfile(ValueError):
 
 
 def _problem_of_time(seconds: float) -> str:
-    """What is wrong with `seconds` and the fix; empty: nothing."""
+    """Return what is wrong with `seconds`, and the fix; empty where nothing is."""
     if seconds == 0 or LEAST_S <= seconds <= MOST_S:
         return ""
     return f"{seconds} is not a time; give seconds, 0 or {LEAST_S:g} to {MOST_S:g}"
@@ -43,7 +43,8 @@ def _problem_of_time(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
-    """One layer. Times are seconds for one micro-batch, keyed by the GPUs sharing the layer.
+    """Profile of a layer. Times are seconds for one micro-batch, keyed by the GPUs sharing the
+    layer.
 
     Raises InvalidProfile, a ValueError.
     """
@@ -117,12 +118,12 @@ class LayerProfile:
 
     @property
     def travelling_bytes(self) -> int:
-        """Of the layer, where it moves to another worker."""
+        """Bytes that travel when the layer moves to another worker."""
         return self.moved_bytes or self.state_bytes
 
     @property
     def summed_bytes(self) -> int:
-        """Of the layer's gradient, where it is sent to be summed."""
+        """Bytes of the layer's gradient, where it is sent to be summed."""
         return self.gradient_bytes or self.parameter_bytes
 
     def _wrong(self, field_path: str, problem: str) -> InvalidProfile:
@@ -163,13 +164,13 @@ class LayerProfile:
 
 
 def working_bytes(layers: Sequence[LayerProfile]) -> int:
-    """What a stage of these layers has beside its state and what is kept."""
+    """Return the bytes that a stage of these layers needs beside its state and what is kept."""
     return max(la.working_bytes for la in layers) + max(la.mapped_bytes for la in layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """What the wires do: bytes per second inside and between nodes, seconds per message."""
+    """Speeds of the wires: bytes per second inside and between nodes, seconds per message."""
 
     intra_node_bytes_per_s: float
     inter_node_bytes_per_s: float
@@ -191,7 +192,8 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """All that planning knows of the model and the machines. Raises InvalidProfile."""
+    """Profile of the model and the machines, which is all that planning knows of them. Raises
+    InvalidProfile."""
 
     microbatch: int
     gpus_per_node: int

@@ -1,4 +1,4 @@
-"""What it means that the workers of a node share a layer: times, bytes, and who may keep what.
+"""Costs of a layer that the workers of a node share: times, bytes, and who may keep what.
 
 A stage of d workers splits each micro-batch: worker i takes the i-th d-th of its rows. State is
 sharded: worker i keeps the i-th d-th of each layer's weights, gradients and moments. A layer's
@@ -24,17 +24,17 @@ _GRADIENTS = 2
 
 
 def sharing_sizes(microbatch: int, gpus_per_node: int) -> tuple[int, ...]:
-    """By how many workers a measured or estimated profile lets a layer be shared.
+    """List the numbers of workers by which a measured or estimated profile lets a layer be shared.
 
-    Those that divide the rows of a micro-batch: with others some worker would have more rows than
-    its share, in time and in memory.
+    They are the numbers that divide the rows of a micro-batch. With any other, some worker would
+    have more rows than its share, in time and in memory.
     """
     return tuple(d for d in range(1, min(microbatch, gpus_per_node) + 1) if microbatch % d == 0)
 
 
 def gathered_bytes(job: JobSpec, number: int, parameter_bytes: int) -> int:
-    """Of the weights of layer `number` as it computes with them: in a bf16 job those of a built-in
-    model, but for its embedding, have half the bytes of what is trained."""
+    """Return the bytes of the weights of layer `number` as it computes with them. In a bf16 job
+    those of a built-in model, except for its embedding, have half the bytes of what is trained."""
     narrow = job.training.precision == "bf16" and isinstance(job.model, ModelSpec) and number > 0
     return parameter_bytes // 2 if narrow else parameter_bytes
 
@@ -62,8 +62,8 @@ def with_exchanges(layer: LayerProfile, links: Links, gathered: int) -> LayerPro
 
 
 def exchange_bytes(layers: Sequence[LayerProfile], gpus: int, *, resident: bool) -> int:
-    """What each of `gpus` workers has beside its share of the layers' state and activations. A
-    resident stage keeps the weights and the gradients of all layers for the step."""
+    """Return the bytes that each of `gpus` workers needs beside its share of the layers' state and
+    activations. A resident stage keeps the weights and the gradients of all layers for the step."""
     if gpus == 1:
         return 0
     if not resident:
@@ -99,7 +99,8 @@ def running_exchange_bytes(layers: Sequence[LayerProfile]) -> list[int]:
 
 
 def _moving(layer: LayerProfile) -> tuple[int, int]:
-    """Its weights and its gradient, as its profile says them or may mean them."""
+    """Return the bytes of the layer's weights and of its gradient as they travel. A profile that
+    does not say them has them estimated from its exchange bytes."""
     weights = layer.exchange_bytes - _GRADIENTS * layer.parameter_bytes
     if weights > 0:
         return weights, layer.parameter_bytes
@@ -107,6 +108,7 @@ def _moving(layer: LayerProfile) -> tuple[int, int]:
 
 
 def _gathered(layer: LayerProfile) -> int:
-    """Where a profile does not say it, that of what is trained."""
+    """Return the bytes of the layer's gathered weights; where the profile does not say, those of
+    what is trained."""
     said = layer.exchange_bytes - _GRADIENTS * layer.parameter_bytes
     return said if said > 0 else layer.parameter_bytes

@@ -1,4 +1,4 @@
-"""What sums of gradients take where a job has them sent in fewer bytes than it trains with.
+"""Times of sums of gradients, where a job has them sent in fewer bytes than it trains with.
 
 Must not know how sums are made.
 """
@@ -10,8 +10,8 @@ from oobleck.planner.profile.profile import LayerProfile
 
 
 def with_sums(layer: LayerProfile, training: TrainingSpec) -> LayerProfile:
-    """`layer`, whose sums are told as of numbers that are sent as they are trained. Of others there
-    is a copy of half the bytes beside the sum, as long as that is under way."""
+    """`layer`, whose sums are told as of numbers that are sent as they are trained. Sums in fewer
+    bytes have a copy of half the bytes beside them, as long as they are under way."""
     if training.gradient_sums == "full":
         return layer
     return replace(

@@ -1,4 +1,4 @@
-"""Who sends what, so that the one with most to send has as little as possible.
+"""Balancing of senders, so that the one with most to send has as little as possible.
 
 Makespan scheduling of tasks on machines of which each task allows some. The biggest tasks come
 first, each to the least loaded of its senders. Then chains of moves are searched from the most

@@ -1,11 +1,10 @@
-"""Which communicators of NCCL a plan needs, and in which order they are used first.
+"""Communicators of NCCL that a plan needs, and the order in which they are used first.
 
-One for each set of owners whose gradients are summed, one for each stage that several workers
-share, and one for each link, which is a sender and a receiver of the step's messages. Workers have
-exactly these while they train by the plan: of those of the plan before they keep what is among
-these, and end the others before they make one. `oobleck plan` tells how many they are and what they
-take (`oobleck.planner.profile.memory` has the bytes).
-Must not know NCCL.
+There is one for each set of owners whose gradients are summed, one for each stage that several
+workers share, and one for each link, which is a sender and a receiver of the step's messages.
+Workers have exactly these while they train by the plan: of those of the plan before they keep what
+is among these, and end the others before they make one. `oobleck plan` tells how many they are and
+what they take (`oobleck.planner.profile.memory` has the bytes). Must not know NCCL.
 """
 
 from collections import Counter, defaultdict
@@ -30,14 +29,14 @@ MOST_COMMUNICATORS = 31
 
 @dataclass(frozen=True, slots=True, order=True)
 class Communicator:
-    """What one is for, and who is in it: of a link and of state that moves the sender and the
-    receiver, in this order; of a stage its workers by their part."""
+    """Communicator: its purpose, and its members. For a link, and for state that moves, these are
+    the sender and the receiver, in this order; for a stage its workers by their part."""
 
     purpose: Literal["owners", "stage", "link", "state"]
     members: tuple[WorkerId, ...]
 
     def bytes_on(self, worker: WorkerId) -> int:
-        """What it takes of the GPU of `worker`, a member."""
+        """Return the bytes that it takes of the GPU of `worker`, a member."""
         if self.purpose == "owners":
             return sum_bytes()
         if self.purpose == "stage":
@@ -48,7 +47,7 @@ class Communicator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needed:
-    """What the communicators of a plan ask of a GPU: the most of any worker."""
+    """Needs of a plan's communicators on a GPU: the most of any worker."""
 
     communicators: int
     device_bytes: int
@@ -59,7 +58,8 @@ class Needed:
 def communicators(
     plan: Plan, *, tied: Ties, worker: WorkerId | None = None
 ) -> tuple[Communicator, ...]:
-    """Those of `worker`, by default all; sorted. `tied`: which layers share parameters."""
+    """List the communicators of `worker`, by default all; sorted. `tied`: which layers share
+    parameters."""
     found = {Communicator("link", way) for way in _ways(plan, worker)}
     for hold in plan.holds:
         if len(hold.workers) > 1 and (worker is None or worker in hold.workers):
@@ -89,9 +89,10 @@ def for_state(
     *,
     least_bytes: int,
 ) -> tuple[Communicator, ...]:
-    """Those that carry state from one worker to another before the first step of a plan, and are
-    ended then: for `least_bytes` and more, the most bytes first, as far as nobody is in too many.
-    `layer_bytes`: of each layer's state; `has`: in how many the plan has each worker."""
+    """List the communicators that carry state from one worker to another before the first step of a
+    plan, and are ended then. They are for `least_bytes` and more, the most bytes first, as far as
+    nobody is in too many. `layer_bytes`: of each layer's state; `has`: in how many the plan has
+    each worker."""
     moved = Counter[tuple[WorkerId, WorkerId]]()
     for each in transfers:
         share = each.stop - each.start
@@ -106,9 +107,9 @@ def for_state(
 
 
 def in_rounds(found: Iterable[Communicator]) -> list[list[Communicator]]:
-    """In the order in which they are used first: in a round each worker is in one at most, so the
-    longest row of workers that wait for each other is the number of rounds. `found`: all of a plan,
-    for all of its workers come to the same."""
+    """Group communicators into rounds, in the order in which they are used first. In a round each
+    worker is in one at most, so the longest row of workers that wait for each other is the number
+    of rounds. `found`: all of a plan, so that all of its workers come to the same rounds."""
     rounds: list[list[Communicator]] = []
     taken: dict[WorkerId, set[int]] = defaultdict(set)
     # The largest are the hardest to place.
@@ -124,7 +125,7 @@ def in_rounds(found: Iterable[Communicator]) -> list[list[Communicator]]:
 
 
 def needed(plan: Plan, *, tied: Ties) -> Needed:
-    """By the plan's workers, each with a GPU to itself."""
+    """Return the needs of the plan's workers, each with a GPU to itself."""
     found = communicators(plan, tied=tied)
     count, size = Counter[WorkerId](), Counter[WorkerId]()
     for one in found:

@@ -28,11 +28,11 @@ class Share:
             raise ValueError(f"a share is {self.start}:{self.stop}/{self.of}; it must not be empty")
 
     def of_bytes(self, count: int) -> int:
-        """Its part of `count` bytes, rounded up."""
+        """Return the share's part of `count` bytes, rounded up."""
         return -(-count * (self.stop - self.start) // self.of)
 
     def of_rows(self, count: int) -> range:
-        """Which of `count` rows it is; there may be none."""
+        """Return the share's part of `count` rows; it may be empty."""
         return range(self.start * count // self.of, self.stop * count // self.of)
 
 
@@ -41,7 +41,8 @@ WHOLE = Share(0, 1, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """What all micro-batch instructions name: a hop of the micro-batch's route, by its layers."""
+    """Base of all micro-batch instructions, which name a hop of the micro-batch's route by its
+    layers."""
 
     microbatch: int
     first_layer: int
@@ -67,7 +68,7 @@ Content = tuple[bool, int, int, Share]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message(Action):
-    """What all instructions that talk to the hop before or after name."""
+    """Base of all instructions that talk to the hop before or after."""
 
     peer: WorkerId
     #: The rows of the micro-batch that travel: all, except between hops of several workers, where
@@ -76,7 +77,7 @@ class Message(Action):
 
     @property
     def content(self) -> Content:
-        """Of all messages between two workers in a step, no other one has the same."""
+        """Identity of the message, unique among all messages between two workers in a step."""
         gradient = isinstance(self, ReceiveGradient | SendGradient)
         downwards = isinstance(self, ReceiveActivation | SendGradient)
         boundary = self.first_layer - 1 if downwards else self.last_layer
@@ -145,8 +146,9 @@ class LayerPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncGradient:
-    """By here, the gradients of `parts` are being summed over `owners`; waited for by `Vote`. A sum
-    starts as soon as its own layers have their last micro-batch, while others are computed.
+    """Sum of gradients: by here those of `parts` are being summed over `owners`; `Vote` waits for
+    it. A sum starts as soon as its own layers have their last micro-batch, while others are
+    computed.
 
     Every owner has this instruction with the same `owners` and `bucket`, in the same order among
     those of the same owners. `parts` are those parts of the bucket that this worker holds: the

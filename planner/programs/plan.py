@@ -1,7 +1,7 @@
 """The plan: what each worker holds, and the routes that the micro-batches take, for one generation.
 
-Who holds a layer need not compute it for every micro-batch, nor for any. A plan of templates is one
-route per pipeline, through all that the pipeline's workers hold.
+A holder of a layer need not compute it for every micro-batch, or for any. A plan of templates is
+one route per pipeline, through all that the pipeline's workers hold.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,8 @@ from oobleck.planner.schedules import Schedule
 
 
 class _Derived:
-    """What follows from a plan and is asked for again and again: worked out once, when it first is.
+    """Cache of what follows from a plan and is asked for again and again: worked out once, when it
+    first is.
 
     No fields of the plan, so neither compared nor written anywhere.
     """
@@ -49,7 +50,7 @@ class _Derived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(_Derived):
-    """Who holds which layer and computes which micro-batches in one generation.
+    """Plan of one generation: who holds which layer and computes which micro-batches.
 
     The routes take the micro-batches of the global batch in their order, so that each is in exactly
     one of them. Ranks are positions in `workers`.
@@ -168,7 +169,7 @@ class Plan(_Derived):
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
-        """All workers of the plan in rank order (sorted)."""
+        """Workers of the plan, all of them in rank order (sorted)."""
         try:
             return self._workers
         except AttributeError:
@@ -178,8 +179,8 @@ class Plan(_Derived):
 
     @property
     def shards(self) -> ShardTable:
-        """What each worker holds: worker p of d of a hold the p-th d-th of each of its layers'
-        state. Equal sets are one object."""
+        """Shards that each worker holds: worker p of d of a hold has the p-th d-th of each of its
+        layers' state. Equal sets are one object."""
         try:
             return self._shards
         except AttributeError:
@@ -234,7 +235,8 @@ class Plan(_Derived):
         return nodes
 
     def __hash__(self) -> int:
-        """Of a thousand nodes it takes milliseconds, and whatever is remembered asks for it."""
+        """Return the hash, computed once: for a thousand nodes it takes milliseconds, and whatever
+        is remembered asks for it."""
         try:
             return self._hash
         except AttributeError:
@@ -244,7 +246,7 @@ class Plan(_Derived):
             return found
 
     def rate(self, workers: Iterable[WorkerId]) -> float:
-        """Of what these workers compute in step: the rate of the slowest one."""
+        """Return the rate of what these workers compute in step: that of the slowest one."""
         if not self.rates:
             return 1.0
         try:
@@ -262,7 +264,7 @@ class Plan(_Derived):
         return replace(self, rates=own, listing=None)
 
     def hold_of(self, worker: WorkerId, layer: int) -> Hold:
-        """What `worker` holds `layer` with. Raises ValueError where it does not."""
+        """Return the hold by which `worker` holds `layer`. Raises ValueError where it does not."""
         for hold in self.holds:
             if layer in hold.layers and worker in hold.workers:
                 return hold

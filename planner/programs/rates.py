@@ -1,4 +1,4 @@
-"""How fast workers are, where they are slower than profiled.
+"""Rates of workers that are slower than profiled.
 
 Owns the type and what may be said. Must not know where rates come from.
 """
@@ -26,7 +26,7 @@ class WorkerRate:
 
 
 def slow_workers(rates: Mapping[WorkerId, float], among: Iterable[WorkerId]) -> Sequence[WorkerId]:
-    """Those of them that are slower than profiled, sorted."""
+    """List those of the workers `among` that are slower than profiled, sorted."""
     wanted = set(among)
     return sorted(worker for worker, rate in rates.items() if rate != 1 and worker in wanted)
 

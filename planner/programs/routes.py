@@ -1,4 +1,4 @@
-"""What plans are made of: layers that workers hold, and the hops of micro-batches through them."""
+"""Parts of plans: layers that workers hold, and the hops of micro-batches through them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -47,7 +47,7 @@ def require_holders(held: ShardTable, layer_count: int) -> None:
 
 
 def _cover(shards: Collection[Shard]) -> bool:
-    """Whether the shards make up the whole layer."""
+    """Return whether the shards make up the whole layer."""
     if any(shard.parts == 1 for shard in shards):
         return True
     reached = Fraction(0)

@@ -1,4 +1,4 @@
-"""Which worker sends which layer's state to whom before a new plan can start.
+"""Transfers of layers' state between workers before a new plan can start.
 
 Every worker computes this from the same table and comes to the same list, so nobody has to be
 told. A stage of d workers keeps its layers' state (parameters, gradients, moments) in shards:
@@ -25,7 +25,7 @@ CUT_NUMBERS = 16
 
 
 def cut(share: Fraction, count: int) -> int:
-    """Where the first `share` of `count` numbers ends."""
+    """Return where the first `share` of `count` numbers ends."""
     return min(count, share.numerator * -(-count // CUT_NUMBERS) // share.denominator * CUT_NUMBERS)
 
 
@@ -55,11 +55,11 @@ class Transfer:
 def plan_transfers(
     held: LayerTable | ShardTable, plan: Plan, *, state_bytes: Sequence[int]
 ) -> tuple[Transfer, ...]:
-    """All transfers after which every worker of `plan` holds its layers, or its parts, sorted.
+    """List all transfers after which every worker of `plan` holds its layers, or its parts, sorted.
 
-    What a worker of the destination's node holds comes from there. The rest is spread over its
-    holders so that the one that sends most bytes sends as few as possible
-    (`oobleck.planner.programs.balance`). What a worker receives is what it lacks, whoever sends.
+    A piece that a worker of the destination's node holds comes from there. The rest is spread over
+    its holders so that the one that sends most bytes sends as few as possible
+    (`oobleck.planner.programs.balance`). A worker receives exactly what it lacks, whoever sends.
     Raises LayerLost.
     """
     table = {worker: _shards(held[worker]) for worker in sorted(held, key=_key)}

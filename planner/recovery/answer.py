@@ -20,7 +20,7 @@ Policy = Literal["templates", "reroute", "uneven", "shadow", "normalise"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What nodes and plans are before a change, and what plans are made of."""
+    """Change of the live nodes: nodes and plans before it, and what plans are made of."""
 
     #: What runs, and the newest plan of templates or recut: the same, unless micro-batches take
     #: other routes since.
@@ -45,7 +45,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One policy's answer to a change, or the one that is taken."""
+    """Answer of one policy to a change, or the one that is taken."""
 
     policy: Policy
     #: Its plan is settled: it can be handed out.
@@ -81,7 +81,7 @@ def answer(
     *,
     then: Next | None = None,
 ) -> Answer:
-    """With what moves for it."""
+    """Build the answer, with the bytes that move for it."""
     moved_bytes, busiest_bytes = moves(change, found.plan)
     return Answer(
         policy=policy,
@@ -107,8 +107,9 @@ def moves(change: Change, plan: Plan) -> tuple[int, int]:
 
 
 def outrun_bytes(change: Change, plan: Plan, step_s: float) -> int:
-    """Of those bytes, how many cannot be kept up to date ahead of the plan: a copy is followed by
-    the gradients of each step, and a node's link carries no more of these than fit into one."""
+    """Return how many of the moved bytes cannot be kept up to date ahead of the plan. A copy is
+    followed by the gradients of each step, and a node's link carries no more of these than fit into
+    one."""
     layers = change.profile.layers
     room = change.profile.links.inter_node_bytes_per_s * step_s
     state = _moves(change, plan, [layer.travelling_bytes for layer in layers])
@@ -126,7 +127,7 @@ def outrun_bytes(change: Change, plan: Plan, step_s: float) -> int:
 def _moves(
     change: Change, plan: Plan, sizes: Sequence[int]
 ) -> tuple[Counter[NodeName], Counter[NodeName]]:
-    """What each node receives and sends, of layers of these `sizes`.
+    """Return the bytes that each node receives and those that it sends, of layers of these `sizes`.
 
     Each layer is sent by those that have it, evenly: who exactly sends what
     (`oobleck.planner.programs.transfer`) takes seconds to find for a thousand workers.

@@ -1,9 +1,10 @@
-"""All ways from a plan into one for the nodes that live now: the candidates of reconfiguration.
+"""Candidates of reconfiguration: all ways from a plan into one for the nodes that live now.
 
-What the paper's rules make of the hit pipelines, in any combination
+Some apply the paper's rules to the hit pipelines, in any combination
 (`oobleck.planner.recovery.rules`), with newcomers in pipelines of their own or in those that are
-there; and given sizes, with whole pipelines staying where they can. Owns the candidates and their
-stories. Must not know which one is the best: `oobleck.planner.recovery.reconfigure` compares them.
+there. Others have given sizes, with whole pipelines staying where they can. Owns the candidates and
+their stories. Must not know which one is the best: `oobleck.planner.recovery.reconfigure` compares
+them.
 """
 
 from collections.abc import Collection, Iterator, Sequence

@@ -55,7 +55,7 @@ class InvalidCheckpoint(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFile:
-    """One layer's state on disk."""
+    """File of one layer's state on disk."""
 
     name: str
     layer: int
@@ -92,7 +92,7 @@ class RecordsFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds: all that resuming has to know besides the layers."""
+    """Manifest of a checkpoint: all that resuming has to know besides the layers."""
 
     format: int = FORMAT
     job: str
@@ -155,7 +155,8 @@ def layer_file(layer: int) -> str:
 
 
 def part_file(rank: int) -> str:
-    """Where the writer of that rank lists what it has written, for who publishes."""
+    """Return the name of the file in which the writer of that rank lists what it has written, for
+    whoever publishes the checkpoint."""
     return f"part-{rank:05}.json"
 
 
@@ -233,8 +234,8 @@ def why_not_begin(
 def misfit(manifest: Manifest, job: JobSpec, data: str, base: str = "") -> str:
     """The first key in which a checkpoint is of another training than `job`'s; empty: it fits.
 
-    Learning rate, schedule and the number of steps may change between two runs. What the state
-    consists of may not, nor what says which samples it has seen (seed, global batch, data).
+    Learning rate, schedule and the number of steps may change between two runs. The contents of the
+    state may not, nor the settings that say which samples it has seen (seed, global batch, data).
     `data`: the fingerprint of the data that the job reads, hexadecimal; `base`: of the initial
     weights, where a part of the model is in these alone.
     """
@@ -282,13 +283,14 @@ def _compared(manifest: Manifest, job: JobSpec) -> list[tuple[str, object, objec
 
 
 def _key_of(training: TrainingSpec) -> str:
-    """Of the job file: what its optimizer is named by."""
+    """Return the key of the job file by which the optimizer is named."""
     optimizer = training.optimizer
     return "name" if optimizer.name else "plugin" if optimizer.plugin else "python"
 
 
 def _sizes(model: AnyModel) -> list[str]:
-    """Of a model of the user's, whose code may have another name by now: its layers."""
+    """Return the names and sizes of the layers of a user's model, whose code may have another name
+    by now; empty for a built-in model."""
     if not isinstance(model, OwnModelSpec):
         return []
     return [f"{layer.name} of {layer.parameters}" for layer in model.description.layers]

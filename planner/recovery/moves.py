@@ -1,4 +1,4 @@
-"""Which stage could move behind a re-routed plan: who takes over a hole, and what is left to do.
+"""Moves of one stage behind a re-routed plan: who takes over a hole, and what is left to do.
 
 To work out the routes behind a move takes as long as it took to re-route the plan, and there are as
 many moves as kinds of workers times kinds of holes. So each move first gets a bound that follows
@@ -41,8 +41,8 @@ class Move:
 
 
 class Moves:
-    """Those of a re-routed plan, one each of those that are alike, that leave no layer to fewer
-    nodes than the layer with fewest has now. `base` is the plan of templates that was re-routed."""
+    """Moves of a re-routed plan that leave no layer to fewer nodes than the layer with fewest has
+    now; moves that are alike count as one. `base` is the plan of templates that was re-routed."""
 
     def __init__(self, base: Plan, running: Plan, ticks: Ticks) -> None:
         self._base, self._running, self._ticks = base, running, ticks
@@ -76,16 +76,16 @@ class Moves:
         self._visits = 0
 
     def may_leave(self, most: float) -> bool:
-        """Whether some move may leave at most so much to the worker with most to do. Works out no
-        routes: where it says no, there is none."""
+        """Return whether some move may leave at most so much to the worker with most to do. This
+        works out no routes, and a False is certain."""
         return any(
             self._bounds.behind(taken, self._sharing(taken.workers)) <= most
             for taken in self._all()
         )
 
     def by_load(self, enough: int) -> list[Move]:
-        """From the least load on: all that may be among the first `enough`, as far as `MOST_VISITS`
-        go."""
+        """List moves from the least load on: all that may be among the first `enough`, as far as
+        `MOST_VISITS` go."""
         bounds = [
             (self._bounds.behind(taken, self._sharing(taken.workers)), number, taken)
             for number, taken in enumerate(self._all())
@@ -102,7 +102,7 @@ class Moves:
         return [move for _, _, move in found]
 
     def behind(self, taken: Hold) -> tuple[tuple[Hold, ...], tuple[Route, ...]]:
-        """What is held and the routes, once it is taken over."""
+        """Return the holds and the routes once `taken` is taken over."""
         takers = set(taken.workers)
         holds = tuple(hold for hold in self._running.holds if takers.isdisjoint(hold.workers))
         _, held, gone = self._after(taken)
@@ -118,8 +118,8 @@ class Moves:
                     yield taken
 
     def _different(self) -> Iterator[_Group]:
-        """Of workers that run a stage of the base together, one each of those that are alike: they
-        have the same place in pipelines with the same holes, and give up as much."""
+        """Yield groups of workers that run a stage of the base together, one each of those that are
+        alike: they have the same place in pipelines with the same holes, and give up as much."""
         seen = set()
         places = {
             hop.workers: (number, pipeline)
@@ -143,7 +143,7 @@ class Moves:
             yield route.microbatches, hops
 
     def _is_safe(self, taken: Hold) -> bool:
-        """Nobody gives up a layer that too few have beside."""
+        """Return whether each layer that is given up stays on enough other nodes."""
         node, least = taken.workers[0].node, min(self._nodes.values())
         return all(
             self._nodes[layer] > least or self._copies[layer, node] > copies
@@ -152,18 +152,18 @@ class Moves:
         )
 
     def _given_up(self, workers: _Group) -> Counter[int]:
-        """By layer: how many copies go where these workers hold something in place of it."""
+        """Count by layer the copies that go where these workers hold something in place of it."""
         return Counter(layer for own in self._sharing(workers) for layer in self._held[own])
 
     def _sharing(self, workers: _Group) -> Iterable[_Group]:
-        """Those that hold layers together and have one of these workers among them."""
+        """Return the groups that hold layers together and have one of these workers among them."""
         return dict.fromkeys(own for worker in workers for own in self._groups[worker])
 
     def _after(
         self, taken: Hold
     ) -> tuple[Counter[WorkerId], dict[_Group, set[int]], set[WorkerId]]:
-        """How much each worker has to do on its own routes, what is held, and whose hops are
-        lost."""
+        """Return how much each worker has to do on its own routes, what is held, and the workers
+        whose hops are lost."""
         workers, held = taken.workers, self._held.copy()
         for own in self._sharing(workers):
             del held[own]
@@ -180,7 +180,7 @@ class Moves:
         return load, held, gone
 
     def _load_behind(self, taken: Hold) -> int:
-        """What the worker with most to do has then. Raises PlanInfeasible."""
+        """Return the load of the worker with most to do behind the move. Raises PlanInfeasible."""
         load, held, gone = self._after(taken)
         spread = Spread(held, gone, self._ticks, load)
         for route in self._base.routes:
@@ -235,7 +235,7 @@ class _Bounds:
         return bound
 
     def _parts(self, workers: _Group, layers: Collection[int]) -> dict[_Interval, _Part]:
-        """What a holder of `layers` can do of stages."""
+        """Return the parts of stages that a holder of `layers` can compute."""
         parts = {}
         for layer in layers:
             for stage in self._stages[layer]:

@@ -1,4 +1,5 @@
-"""Behind a re-routed plan: somebody takes over the layers of a hole, and gives up its own.
+"""Normalising behind a re-routed plan: one stage takes over the layers of a hole, and gives up its
+own.
 
 Where several holes are at the same layers, the few that hold them compute most of the step, and the
 others wait. With one stage copied to a worker of other layers the holes are at different ones, and
@@ -45,9 +46,9 @@ def normalised(change: Change) -> Answer:
 
 
 def promising(change: Change, plan: Plan) -> bool:
-    """Whether behind `plan` some move may leave so much less to the worker with most to do that it
-    is worth it. A loss waits for this, so it works out no routes: those, and schedules, which take
-    longer, can tell otherwise. Where it says no, no move does."""
+    """Return whether behind `plan` some move may leave so much less to the worker with most to do
+    that it is worth it. A loss waits for this, so it works out no routes: those, and schedules,
+    take longer, and can still find that no move is worth it. A False is certain."""
     ticks = _ticks(change)
     most = (1 - LEAST_GAIN) * most_load(plan.routes, ticks)
     return Moves(change.base, plan, ticks).may_leave(most)

@@ -1,4 +1,4 @@
-"""What of a plan is made of whole pipelines, as plans of templates are.
+"""Whole pipelines within a plan, as plans of templates have them.
 
 Pure. Must not know why a plan is made otherwise.
 """
@@ -11,7 +11,7 @@ from oobleck.planner.programs.plan import Plan
 
 
 def is_of_pipelines(plan: Plan) -> bool:
-    """Whether each worker stands in one route alone, with all that it holds."""
+    """Return whether each worker stands in one route alone, with all that it holds."""
     try:
         return Plan.of_pipelines(
             plan.pipelines, generation=plan.generation, schedule=plan.schedule

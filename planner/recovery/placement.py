@@ -1,4 +1,4 @@
-"""Which node takes which place of a new plan, so that the fewest bytes of state move.
+"""Placement of nodes in a new plan, so that the fewest bytes of state move.
 
 An assignment problem: a node that a place is given to keeps what it holds of the place's layers.
 Pipelines that stay whole are no part of it. Places of the same template position are alike, and
@@ -24,7 +24,7 @@ Kind = tuple[tuple[int, int, int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One pipeline of the next plan: its size, and the pipeline that it is if it stays."""
+    """Slot for one pipeline of the next plan: its size, and the pipeline that it is if it stays."""
 
     size: int
     kept: Pipeline | None
@@ -132,7 +132,7 @@ def _assigned(gains: Matrix) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
 
 
 def _template_kinds(template: PipelineTemplate) -> list[Kind]:
-    """What each of the template's nodes is to hold."""
+    """Return what each of the template's nodes is to hold."""
     kinds: list[list[tuple[int, int, int, int]]] = [[] for _ in range(template.nodes)]
     for stage in template.stages:
         kinds[stage.node] += [
@@ -143,8 +143,8 @@ def _template_kinds(template: PipelineTemplate) -> list[Kind]:
 
 
 def _plan_kinds(plan: Plan) -> dict[NodeName, Kind]:
-    """What each node of the plan holds; by slot what a worker runs, then its shadows, which are as
-    good for any worker of the node."""
+    """Return what each node of the plan holds: by slot what a worker runs, then its shadows, which
+    are as good for any worker of the node."""
     kinds: dict[NodeName, list[tuple[bool, int, tuple[int, int, int, int]]]] = {}
     for hold in plan.holds:
         for part, worker in enumerate(hold.workers):

@@ -33,7 +33,8 @@ Answers = Mapping[Policy, Answer | PlanInfeasible]
 
 
 def answer(change: Change, wanted: RecoveryPolicy, known: Answers | None = None) -> Answer:
-    """What is done about a change. `known`: `answers(change)`, for whoever has that already.
+    """Decide what is done about a change. `known`: `answers(change)`, for a caller that has it
+    already.
 
     `auto`: a loss whose state moves in less than a second is answered by `templates`; else by
     `reroute` at once and by `templates` behind it, as far as both are possible. Where `reroute` is
@@ -60,8 +61,8 @@ def answer(change: Change, wanted: RecoveryPolicy, known: Answers | None = None)
 def _instead(
     other: Policy, first: Policy, why: PlanInfeasible, change: Change, known: Answers | None
 ) -> Answer:
-    """By the other policy. What is in the way of templates is what an operator can do something
-    about, so that is raised where there is no answer."""
+    """Answer by the other policy, and say in the reason why not by the first. Where neither has an
+    answer, the error of `templates` is raised, since an operator can do something about that."""
     try:
         found = _made(other, change, known)
     except PlanInfeasible as infeasible:
@@ -71,8 +72,8 @@ def _instead(
 
 
 def behind(change: Change, wanted: Literal["shadow", "normalise"]) -> Answer:
-    """What follows an answer at a step boundary; shadows also where no stage is worth moving.
-    Raises PlanInfeasible."""
+    """Return what follows an answer at a step boundary; shadows also where no stage is worth
+    moving. Raises PlanInfeasible."""
     if wanted == "shadow":
         return shadowed(change)
     try:

@@ -67,7 +67,7 @@ class Reconfiguration:
 
 
 def can_lose(plan: Plan) -> int:
-    """How many nodes, whichever they are, can be lost at a time without losing a layer."""
+    """Return how many nodes, whichever they are, can be lost at a time without losing a layer."""
     return min(map(len, plan.layer_nodes())) - 1
 
 
@@ -126,7 +126,7 @@ def reconfigure(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Means:
-    """What plans are made of and measured by."""
+    """Means by which plans are made and measured."""
 
     templates: Templates
     costs: Costs
@@ -136,7 +136,8 @@ class _Means:
 def _for_nodes(
     nodes: int, means: _Means, plan: Plan, profile: Profile, fault_tolerance: int
 ) -> tuple[_Means, Demand]:
-    """As many of so many nodes as can be used, with further templates where those help."""
+    """Return the demand for as many of `nodes` nodes as can be used, and the means for it, with
+    further templates where those help."""
     smallest, batch = min(means.templates), plan.microbatches
     wanted = min(fault_tolerance + 1, nodes // smallest, batch)
     used = most_used(means.costs, nodes, least=wanted, most=batch)
@@ -166,7 +167,8 @@ def _with_sizes(sizes: Sequence[int], means: _Means, profile: Profile) -> _Means
 def _changes(
     plan: Plan, alive: frozenset[NodeName], demand: Demand
 ) -> tuple[list[Change], dict[Sizes, int]]:
-    """Those that lose no guarantee, in the order of rules, and what their sizes take in ticks."""
+    """List the changes that lose no guarantee, in the order of rules, and what their sizes take in
+    ticks."""
     changes = [
         change
         for change in by_rules(plan, alive, demand.costs)
@@ -187,7 +189,7 @@ def _changes(
 
 
 def _judged(close: Mapping[Sizes, int], demand: Demand, judge: Judge) -> dict[Sizes, float]:
-    """What a step takes by the judge, which is not asked where there is no choice."""
+    """Return the step time of each by the judge, which is not asked where there is no choice."""
     if len(close) == 1:
         return dict.fromkeys(close, 1.0)
     times = judge(
@@ -241,7 +243,7 @@ def _least_cost(
 
 
 def _shares(slots: Sequence[Slot], demand: Demand) -> list[int]:
-    """As the judge has seen them: shared among the sizes, biggest first."""
+    """Share the batch among the slots as the judge has seen it: among the sizes, biggest first."""
     order = sorted(range(len(slots)), key=lambda number: -slots[number].size)
     shares = demand.shares([slots[number].size for number in order])
     return [share for _, share in sorted(zip(order, shares, strict=True))]

@@ -20,7 +20,7 @@ _Group = tuple[WorkerId, ...]
 
 
 def layer_count(hop: Hop) -> int:
-    """As if all layers and all workers were alike."""
+    """Count the layers of a hop: its ticks, as if all layers and all workers were alike."""
     return len(hop.layers)
 
 
@@ -52,7 +52,7 @@ def reroute(
 
 
 def held_layers(holds: Iterable[Hold]) -> dict[_Group, set[int]]:
-    """By the workers that hold them together."""
+    """Return the layers held, by the workers that hold them together."""
     held: dict[_Group, set[int]] = {}
     for hold in holds:
         held.setdefault(hold.workers, set()).update(hold.layers)
@@ -65,8 +65,9 @@ def routes_around(
     lost: set[WorkerId],
     ticks: Callable[[Hop], int],
 ) -> tuple[Route, ...]:
-    """These, with hops of workers that hold the layers in place of those through `lost` ones, each
-    micro-batch where the busiest worker has least to do by then. Raises PlanInfeasible."""
+    """Re-route `routes` around `lost` workers: hops of workers that hold the layers take the place
+    of hops through lost ones. Each micro-batch goes where the busiest worker has least to do by
+    then. Raises PlanInfeasible."""
     routes, load = tuple(routes), Counter[WorkerId]()
     for route in routes:
         for hop in route.hops:
@@ -84,8 +85,8 @@ _Way = tuple[int, int, tuple[Hop, ...]]
 
 
 class Spread:
-    """Where a micro-batch goes best around the `lost` workers, by the `load`: how much each worker
-    has to do. `held`: by whom else."""
+    """Spread of micro-batches around the `lost` workers, each where it goes best by the `load`: how
+    much each worker has to do. `held`: the layers of each group of workers."""
 
     def __init__(
         self,
@@ -106,8 +107,8 @@ class Spread:
         return Counter(merged(self.way(route.hops)) for _ in range(route.microbatches))
 
     def way(self, passed: tuple[Hop, ...]) -> list[Hop]:
-        """Of one more micro-batch: these hops, with others in place of those on lost workers, whose
-        work is counted. Raises PlanInfeasible, with nothing counted."""
+        """Choose the way of one more micro-batch, and count its work: these hops, with others in
+        place of those on lost workers. Raises PlanInfeasible, with nothing counted."""
         way: list[Hop] = []
         counted: list[Hop] = []
         self.visits += len(passed)
@@ -138,8 +139,8 @@ class Spread:
     def _ways(
         self, layer: int, last_layer: int, after: _Group, known: dict[int, list[_Way]]
     ) -> list[_Way]:
-        """From `layer` on: for each first hop the best way to the workers that come after; the best
-        ones first. Each hop goes as far as its workers hold the layers."""
+        """Return the ways from `layer` on, the best ones first: for each first hop the best way to
+        the workers that come after. Each hop goes as far as its workers hold the layers."""
         if layer in known:
             return known[layer]
         ways: list[_Way] = []
@@ -160,8 +161,8 @@ class Spread:
         return known[layer]
 
     def _offers(self, layer: int, last_layer: int) -> tuple[tuple[Hop, int], ...]:
-        """All hops that can compute `layer` and what follows, with their ticks, in the order of the
-        holds."""
+        """Return all hops that can compute `layer` and what follows, with their ticks, in the order
+        of the holds."""
         if (layer, last_layer) not in self._offered:
             offers = []
             for workers, layers in self._held.items():

@@ -101,7 +101,8 @@ def borrow(groups: Groups, index: int, sizes: range) -> tuple[Groups, str] | Non
 
 
 def merge(groups: Groups, index: int, sizes: range) -> tuple[Groups, str] | None:
-    """One pipeline out of the hit one and the smallest other one."""
+    """Merge the hit pipeline with the smallest other one; None where there is none, or the sum is
+    too big."""
     group = groups[index]
     others = [i for i in range(len(groups)) if i != index]
     if not others:

@@ -1,4 +1,4 @@
-"""Behind an answer: plans in which more nodes hold each layer.
+"""Shadows behind an answer: plans in which more nodes hold each layer.
 
 Where workers are list-scheduled, their order may have to make do with less memory for that. Owns
 how much of it they are left. Must not know who holds what.
@@ -25,8 +25,9 @@ _KEPT = (1.0, 0.5, 0.25)
 
 
 def shadows_behind(plan: Plan, change: Change) -> Next | None:
-    """What follows `plan` at a step boundary, if more shadows would let more nodes be lost. A loss
-    waits for this, so whether list-scheduled workers can do with less is found out behind it."""
+    """Return what follows `plan` at a step boundary, if more shadows would let more nodes be lost;
+    else None. A loss waits for this, so whether list-scheduled workers can do with less is found
+    out behind it."""
     if not change.shadows:
         return None
     found = _more_shadows(plan, change, change.fault_tolerance, _KEPT[-1])
@@ -34,7 +35,7 @@ def shadows_behind(plan: Plan, change: Change) -> Next | None:
 
 
 def can_lose_behind(plan: Plan, change: Change) -> int:
-    """How many nodes can be lost once `plan` has the shadows that follow it."""
+    """Return how many nodes can be lost once `plan` has the shadows that follow it."""
     if not change.shadows:
         return can_lose(plan)
     return can_lose(_more_shadows(plan, change, change.fault_tolerance))
@@ -91,8 +92,9 @@ def _with_more(change: Change) -> Plan:
 
 
 def _listed_anew(found: Plan, change: Change) -> Plan | None:
-    """In an order that needs no more than there is beside the shadows; None: some micro-batch has
-    no room, or a step would take longer by more than no change is worth."""
+    """List the plan anew in an order that needs no more memory than there is beside the shadows.
+    Returns None where some micro-batch has no room, or a step would take longer by more than no
+    change is worth."""
     assert found.listing is not None, "its workers are list-scheduled"
     anew = with_listing(found, change.profile, split=found.listing.split)
     try:

@@ -1,4 +1,4 @@
-"""Whether a change that nobody is forced to make is worth it. Pure."""
+"""Decision whether a change that nobody is forced to make is worth it. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

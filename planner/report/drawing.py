@@ -58,7 +58,8 @@ def _draw_kind(plan: Plan, kind: KindEstimate, memory_limit: int, width: int) ->
 
 
 def draw_shadows(plan: Plan) -> str:
-    """Who holds which layers that it does not run; of many workers the first."""
+    """Describe which workers hold layers that they do not run, and which; of many workers the
+    first."""
     layers = {layer for own in plan.shadows.values() for layer in own}
     held = [
         f"{worker}: {', '.join(f'{r[0]}-{r[-1]}' if len(r) > 1 else str(r[0]) for r in runs(own))}"
@@ -81,7 +82,7 @@ def some(nodes: Sequence[NodeName]) -> str:
 
 
 def _shared(stages: Sequence[Hold]) -> bool:
-    """Whether a node has several stages, or a stage several GPUs."""
+    """Return whether a node has several stages, or a stage several GPUs."""
     nodes = {stage.workers[0].node for stage in stages}
     return len(nodes) < sum(len(stage.workers) for stage in stages)
 
@@ -133,7 +134,8 @@ def _row(columns: Sequence[Sequence[str]], nodes: Sequence[str], row: Sequence[i
 
 
 def draw_timeline(kind: KindEstimate, schedule: Schedule, *, width: int) -> str | None:
-    """When each stage computes what, a line per stage; None where that would not be readable."""
+    """Draw when each stage computes what, a line per stage; None where that would not be
+    readable."""
     pipeline = kind.pipeline
     if len(pipeline.stages) > MOST_STAGES or pipeline.microbatches > MOST_MICROBATCHES:
         return None

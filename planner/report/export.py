@@ -92,14 +92,14 @@ def exported(spec: AnyModel, layer: int, tensors: Mapping[str, Array]) -> dict[s
 
 
 def _of_adapter(name: str) -> str:
-    """As peft has it in a file: without the name of the adapter."""
+    """Return the tensor's name as peft has it in a file: without the name of the adapter."""
     for matrix in ("lora_A", "lora_B"):
         name = name.replace(f".{matrix}.default.", f".{matrix}.")
     return f"base_model.model.{name}"
 
 
 def has_adapters(spec: AnyModel) -> bool:
-    """Whether an export has adapters of peft, and not a model."""
+    """Return whether an export has adapters of peft, and not a model."""
     return isinstance(spec, OwnModelSpec) and spec.lora is not None
 
 

@@ -1,6 +1,5 @@
-"""What `oobleck plan --lost` shows: what is done about each loss and what comes behind it, beside
-what each policy would do.
-"""
+"""Report of `oobleck plan --lost`: what is done about each loss and what comes behind it, beside
+what each policy would do."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,13 +18,13 @@ from oobleck.planner.report.shape import shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowUp:
-    """What was to come behind an answer, at a step boundary."""
+    """Follow-up that was to come behind an answer, at a step boundary."""
 
     wanted: Next
     found: Answer | PlanInfeasible
 
     def data(self) -> dict[str, Any]:
-        """As plain data, for JSON."""
+        """Return it as plain data, for JSON."""
         if isinstance(self.found, PlanInfeasible):
             return {"policy": self.wanted, **_answer(self.found)}
         made = self.found.found
@@ -35,7 +34,7 @@ class FollowUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """What follows the loss of a node."""
+    """Loss of a node, and what follows it."""
 
     node: NodeName
     #: Those that are left.
@@ -49,7 +48,7 @@ class Loss:
     follow_ups: tuple[FollowUp, ...] = ()
 
     def data(self, plan: Mapping[str, Any] | None) -> dict[str, Any]:
-        """As plain data, for JSON. `plan`: the one that is taken, likewise."""
+        """Return it as plain data, for JSON. `plan`: the one that is taken, likewise."""
         taken = self.taken
         return {
             "lost": self.node,
@@ -64,7 +63,8 @@ class Loss:
 
 
 def losses(asked: Change, policy: RecoveryPolicy, lost: int) -> Iterator[Loss]:
-    """What follows each of so many losses of the first pipeline's last node, until nothing fits.
+    """Yield what follows each of so many losses of the first pipeline's last node, until nothing
+    fits.
 
     Each comes in the plan that answers the one before, ahead of what follows that. Idle nodes take
     part where they can. `asked`: of the first plan, before anything happens.
@@ -105,8 +105,8 @@ def _follow_ups(change: Change, then: Next | None) -> Iterator[FollowUp]:
 
 
 def _after(change: Change, taken: Answer) -> Change:
-    """Of the plan that is taken, in which nothing has happened yet. The next plan of templates
-    starts from its pipelines, or from those that it left as they are."""
+    """Return the next change, of the plan that is taken, in which nothing has happened yet. The
+    next plan of templates starts from its pipelines, or from those that it left as they are."""
     plan, base = taken.found.plan, change.base
     if taken.policy == "templates" or (taken.policy == "shadow" and base is change.plan):
         base = plan

@@ -1,4 +1,4 @@
-"""What the plans of a running job are made of, for whoever asks the planner about it elsewhere.
+"""Inputs of a running job's plans, for whoever asks the planner about it elsewhere.
 
 Must not know how plans are made.
 """
@@ -15,7 +15,7 @@ from oobleck.planner.ties import Ties
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planning:
-    """What the plans of a job are made of, and the plan that it has."""
+    """Inputs of a job's plans, and the plan that it has."""
 
     plan: Plan
     #: The newest plan of templates; the same, unless micro-batches take other routes since.

@@ -1,4 +1,4 @@
-"""What `oobleck plan` shows: templates, the plan and what a step of it takes, as data and text."""
+"""Report of `oobleck plan`: templates, the plan and what a step of it takes, as data and text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +50,7 @@ class Outcome:
 
     @property
     def needs(self) -> Needed:
-        """Of GPUs."""
+        """Communicators that the plan needs, and what they ask of a GPU."""
         return needed(self.plan, tied=self.tied)
 
     @property
@@ -71,7 +71,7 @@ class PlanReport:
     slowness: Slowness | None = None
 
     def data(self) -> dict[str, Any]:
-        """As plain data, for JSON."""
+        """Return it as plain data, for JSON."""
         report: dict[str, Any] = {
             "templates": [_template(template) for _, template in sorted(self.templates.items())],
             "plan": _plan(self.first, self.profile),
@@ -183,7 +183,7 @@ def _change(
     schedule_named: bool,
     shadows: bool,
 ) -> Change:
-    """Of `plan`, in which nothing has happened yet."""
+    """Build the change of `plan`, in which nothing has happened yet."""
     return Change(
         plan=plan,
         base=plan,
@@ -233,7 +233,7 @@ def draw(outcome: Outcome, profile: Profile, width: int = WIDTH) -> str:
 
 
 def _nccl(needs: Needed, profile: Profile) -> str:
-    """What GPUs need beside the peak; nothing where no two workers talk."""
+    """Describe what GPUs need beside the peak; empty where no two workers talk."""
     if not needs.communicators:
         return ""
     many = count(needs.communicators, "communicator")
@@ -322,7 +322,8 @@ def _plan(outcome: Outcome, profile: Profile) -> dict[str, Any]:
 
 
 def _loss_plan(loss: Loss, outcome: Outcome | None, profile: Profile) -> dict[str, Any] | None:
-    """What is done about it: a plan of templates as the first one, another one by its routes."""
+    """Return the plan that answers the loss: one of templates in full, as the first plan, another
+    one by its routes. Returns None where nothing can be done."""
     if outcome is not None:
         return _plan(outcome, profile)
     if loss.taken is None:

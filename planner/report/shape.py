@@ -8,7 +8,7 @@ from oobleck.planner.units import count
 
 
 def shape(plan: Plan) -> str:
-    """Its pipelines in a few words, or that it has other routes."""
+    """Describe the plan's pipelines in a few words, or say that it has other routes."""
     if listed_routes(plan):
         return f"{count(len(plan.routes), 'route')} over {count(len(plan.nodes), 'node')}"
     sizes = Counter(len(pipeline.nodes) for pipeline in plan.pipelines)

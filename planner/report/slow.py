@@ -1,4 +1,4 @@
-"""What `oobleck plan --slow` shows: the plans for slow workers side by side."""
+"""Report of `oobleck plan --slow`: the plans for slow workers side by side."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class Slowness:
     reason: str
 
     def data(self) -> dict[str, Any]:
-        """As plain data, for JSON."""
+        """Return it as plain data, for JSON."""
         return {
             "rates": {str(worker): rate for worker, rate in self.rates.items()},
             "step_s": self.staying_s,
@@ -58,7 +58,8 @@ class Slowness:
 def read_rates(
     texts: Sequence[str], nodes: Sequence[NodeName], workers_per_node: int
 ) -> dict[WorkerId, float]:
-    """Of `NODE=RATE` all workers of the node, of `NODE/SLOT=RATE` one. Raises ValueError."""
+    """Read the rates of workers: `NODE=RATE` is of all workers of the node, `NODE/SLOT=RATE` of
+    one. Raises ValueError."""
     found: dict[WorkerId, float] = {}
     for text in texts:
         match = _SLOW.fullmatch(text)
@@ -93,7 +94,7 @@ def _rate(text: str) -> float:
 
 
 def slowness(change: Change, healthy_s: float) -> Slowness:
-    """What would be done at the rates of `change`, and what could be."""
+    """Find what would be done at the rates of `change`, and what could be."""
     staying_s, answers = by_rates(change)
     taken: Rule | None = None
     try:

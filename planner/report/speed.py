@@ -14,7 +14,7 @@ from oobleck.planner.profile.machine import GPUS, machine_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """What a job asks of a worker, and the most that one does."""
+    """Work that a job asks of a worker, and the peak of one worker."""
 
     #: Of a step, forward and backward, without what is computed again.
     flops_per_token: float
@@ -22,7 +22,7 @@ class Speed:
     peak_flops_per_s: float
 
     def data(self, *, samples: int, step_s: float, workers: int) -> dict[str, Any]:
-        """Of steps of so many samples on so many workers."""
+        """Return the speed of steps of so many samples on so many workers, as plain data."""
         tokens_per_s = samples * self.tokens_per_sample / step_s
         flops_per_s = tokens_per_s / workers * self.flops_per_token
         return {
@@ -34,7 +34,7 @@ class Speed:
 
 
 def speed_line(data: dict[str, Any]) -> str:
-    """For people."""
+    """Describe the speed in a line for people."""
     return (
         f"speed: {data['tokens_per_s']:,.0f} tokens/s, {data['tokens_per_s_per_worker']:,.0f} per "
         f"GPU; {data['flops_per_s_per_worker'] / 1e12:.0f} TFLOP/s per GPU, "
@@ -43,8 +43,8 @@ def speed_line(data: dict[str, Any]) -> str:
 
 
 def utilization(job: JobSpec, tokens_per_s: float, device_kinds: Iterable[str]) -> float | None:
-    """What part of its workers' peak a job reaches. `device_kinds`: of each of them, as their
-    agents call it. None: the model is of the user's, or some device is not in the table."""
+    """Return the part of its workers' peak that a job reaches. `device_kinds`: of each of them, as
+    their agents call it. None: the model is of the user's, or some device is not in the table."""
     if not isinstance(job.model, ModelSpec):
         return None
     peak_flops_per_s = 0.0

@@ -1,6 +1,5 @@
-"""What would become of a running job if these nodes were lost: an operator's question, answered by
-what would answer the loss itself.
-"""
+"""Answer to an operator's question: what would become of a running job if these nodes were lost.
+The code that would answer the loss itself gives it."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from oobleck.planner.units import comma_separated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """What follows the loss of some nodes, all at once."""
+    """Consequences of the loss of some nodes, all at once."""
 
     lost: tuple[NodeName, ...]
     #: Those of them that are in the plan.
@@ -40,7 +39,7 @@ class WhatIf:
     answers: Answers
 
     def data(self) -> dict[str, Any]:
-        """As plain data, for JSON."""
+        """Return it as plain data, for JSON."""
         taken = self.taken
         return {
             "lost": list(self.lost),
@@ -114,7 +113,7 @@ def _change(planning: Planning, live: tuple[NodeName, ...]) -> Change:
 
 
 def _step_s(planning: Planning) -> float:
-    """Of the plan that runs."""
+    """Return the step time of the plan that runs."""
     plan = planning.plan
     if listed_routes(plan):
         listed = with_listing(plan, planning.profile)

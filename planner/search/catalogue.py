@@ -81,13 +81,14 @@ class Catalogue:
         return offer if plan is None else offer.using(_of_plan(offer, plan))
 
     def replays(self, profile: Profile) -> Replays:
-        """What steps take, on any memory."""
+        """Return the replays that tell what steps take, on any memory."""
         if self._replays is None:
             self._replays = Replays(profile, tied=self._tied)
         return self._replays
 
     def _make(self, profile: Profile, sizes: range) -> Offer:
-        """Of what there is, and what is missing or does not fit, run of sizes by run."""
+        """Make the offer for `sizes`. Templates that are missing or do not fit are made first, by
+        runs of adjacent sizes."""
         table = StageTable(profile)
         missing = [
             size
@@ -115,7 +116,7 @@ class Catalogue:
 
 
 def _of_plan(offer: Offer, plan: Plan) -> list[Costed]:
-    """What the plan has of the offer's templates of equal T in place of the first."""
+    """Return the offer's templates of equal T that the plan has in place of the first."""
     pipelines = {len(pipeline.nodes): pipeline for pipeline in reversed(plan.pipelines)}
     found: list[Costed] = []
     for size, pipeline in sorted(pipelines.items()):

@@ -1,7 +1,7 @@
-"""Which schedule a plan should run under: the fastest of those that fit the memory.
+"""Choice of a plan's schedule: the fastest of those that fit the memory.
 
 Owns the comparison, which stages of several workers may keep what they gather for a whole step, and
-the last step of every plan, its proof (`settled`). What a step takes is
+the last step of every plan, its proof (`settled`). The time of a step is
 `oobleck.planner.cost.estimate`'s to say.
 """
 
@@ -164,7 +164,8 @@ def _reason(
 
 
 def _compared(best: Schedule, other: Schedule, estimates: Mapping[Schedule, StepEstimate]) -> str:
-    """By how much `best` is faster than one that fits as well, or why it is taken all the same."""
+    """Say by how much `best` is faster than another one that fits, or why it is taken all the
+    same."""
     taken, left = estimates[best].step_s, estimates[other].step_s
     figure = f"{100 * abs(left - taken) / max(left, taken, 1e-300):.1f}%"
     if figure == "0.0%":

@@ -1,4 +1,5 @@
-"""What is to be instantiated, and what any sizes of pipelines take by the formula (Oobleck §4.2).
+"""Demand for pipelines to be instantiated, and what any sizes of them take by the formula (Oobleck
+§4.2).
 
 Owns the question, and which answers a judge should look at. Must not search: the best answers are
 `oobleck.planner.search.sizesearch`'s.
@@ -60,15 +61,15 @@ class Demand:
         return makespan(kinds, self.microbatches) + sync
 
     def rough(self, sizes: Sequence[int]) -> bool:
-        """Some pipeline has so few micro-batches that it fills and drains for most of the step,
-        where the formula is up to a quarter too long."""
+        """Return whether some pipeline has so few micro-batches that it fills and drains for most
+        of the step. There the formula is up to a quarter too long."""
         kinds = set(zip(sizes, self.shares(sizes), strict=True))
         return any(
             share * self.costs[size].period < 2 * self.costs[size].first for size, share in kinds
         )
 
     def all_sizes(self) -> list[Sizes] | None:
-        """All answers there are; None where they are too many."""
+        """List all sizes that answer the demand; None where they are too many."""
         numbers = self.numbers
         if not numbers or numbers[-1] > _MOST_PIPELINES:
             return None
@@ -77,7 +78,7 @@ class Demand:
         return first if len(first) <= MOST_SIZES else None
 
     def neighbours(self, sizes: Sizes) -> Iterator[Sizes]:
-        """What a node that goes from one pipeline to another one makes of `sizes`."""
+        """Yield the sizes that `sizes` become when a node goes from one pipeline to another one."""
         kinds = sorted(set(sizes))
         for giver in kinds:
             for taker in kinds:
@@ -93,7 +94,7 @@ class Demand:
 def worth_judging(demand: Demand, found: Mapping[Sizes, int], *, most: int) -> dict[Sizes, int]:
     """Sizes that may be the fastest, and their ticks, those first that are by the formula.
 
-    Of `found` (with their ticks; the best by the formula among them) up to `most`. Where the
+    Up to `most` are of `found` (with their ticks; the best by the formula among them). Where the
     formula is rough, their neighbours too, and where there are few sizes at all, any of them.
     """
     best = min(found, key=lambda sizes: found[sizes])

@@ -1,4 +1,5 @@
-"""Who gets further layers so that enough nodes hold each: within their room, and evenly.
+"""Filling of workers with further layers so that enough nodes hold each: within their room, and
+evenly.
 
 A sweep along the layers and around the workers hands them out; what just fits and a sweep misses is
 searched for. Must not know plans, nor where room comes from.
@@ -30,7 +31,7 @@ def whole_layers(held: ShardTable, worker: WorkerId) -> frozenset[int]:
 
 
 class _Filling:
-    """Who has got what so far."""
+    """State of a filling: who has got what so far."""
 
     def __init__(self, gap: "Gap") -> None:
         self._gap = gap
@@ -53,7 +54,7 @@ class _Filling:
         self.nodes[layer].remove(worker.node)
 
     def fits(self, worker: WorkerId, size: int, most: int) -> bool:
-        """Whether it can have so much more, with `most` in all."""
+        """Return whether the worker can have so much more, with `most` in all."""
         return self.bytes[worker] + size <= min(most, self._gap.room[worker])
 
     @property
@@ -63,7 +64,7 @@ class _Filling:
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """What is missing for a number of nodes to be lost."""
+    """Gap to be filled before a number of nodes can be lost."""
 
     #: Bytes of a shadow of each layer; the nodes that hold it, and how many more it needs.
     sizes: tuple[int, ...]
@@ -75,8 +76,9 @@ class Gap:
     had: Mapping[WorkerId, int]
 
     def filled(self, held: ShardTable) -> Given | None:
-        """With what is `held` in its place if that can be, and the most that any worker gets as
-        little as a sweep finds it."""
+        """Fill the gap. Shadows that are `held` stay in their place if that can be, and the most
+        that any worker gets is as little as a sweep finds it. Returns None where nothing is
+        found."""
         if any(
             copies > len({worker.node for worker in self.room} - have)
             for copies, have in zip(self.copies, self.nodes, strict=True)
@@ -89,7 +91,8 @@ class Gap:
         return None
 
     def _start(self, held: ShardTable) -> _Filling:
-        """With each layer that is missing where it is `held`, first where least is."""
+        """Start with each missing layer where it is `held`, first on the workers that have
+        least."""
         filling = _Filling(self)
         having: dict[int, list[WorkerId]] = {}
         for worker in self.room if held else ():
@@ -164,8 +167,8 @@ class Gap:
         return [[layer for _, layer in run] for _, run in keyed]
 
     def _hand_out(self, filling: _Filling, run: _Run, ring: deque[WorkerId], most: int) -> bool:
-        """Give the run to the first of the ring that can have it, who then is the first. Those that
-        hold it come last; those that are full come no more."""
+        """Give the run to the first of the ring that can have it, who then is the first. Workers
+        that hold it come last; full ones come no more."""
         size = sum(self.sizes[layer] for layer in run)
         holding: list[WorkerId] = []
         while ring:
@@ -194,7 +197,8 @@ class Gap:
         return filling.given if self._place(filling, wanted, 0, [_EFFORT]) else None
 
     def _place(self, filling: _Filling, wanted: _Run, number: int, effort: list[int]) -> bool:
-        """All of `wanted` from `number` on, first where it leaves the least room."""
+        """Place all of `wanted` from `number` on, first where it leaves the least room; return
+        whether all fit."""
         if number == len(wanted):
             return True
         layer = wanted[number]

@@ -94,7 +94,7 @@ def make_first_plan(
 
 
 def _check_safe(plan: Plan, least_nodes: int, smallest: int) -> None:
-    """Whether so many nodes hold each layer. Raises PlanInfeasible."""
+    """Raise PlanInfeasible where fewer than `least_nodes` nodes hold some layer."""
     fewest = min(map(len, plan.layer_nodes()))
     if fewest < least_nodes:
         missing = least_nodes * smallest - len(plan.nodes)
@@ -140,7 +140,7 @@ class _Maker:
         return times
 
     def recut(self, best_s: float, offer: Offer, plan: Plan) -> Plan:
-        """With other cuts of the same T, size by size, where the step is shorter so."""
+        """Recut the plan, size by size, where other cuts of the same T make the step shorter."""
         sizes = [len(pipeline.nodes) for pipeline in plan.pipelines]
         for size in sorted(set(sizes)):
             for costed in offer.equals[size]:

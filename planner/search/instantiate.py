@@ -28,7 +28,8 @@ MOST_CANDIDATES = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instantiation:
-    """So many nodes and micro-batches for each pipeline, and what a step of them takes."""
+    """Sizes and shares of pipelines: nodes and micro-batches of each, and what a step of them
+    takes."""
 
     #: Nodes per pipeline, biggest first.
     sizes: tuple[int, ...]
@@ -124,7 +125,7 @@ def most_used(sizes: Sequence[int] | Costs, nodes: int, *, least: int, most: int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How far a search goes."""
+    """Limits on how far a search goes."""
 
     #: Candidates, the best one included.
     most: int = MOST_CANDIDATES
@@ -138,7 +139,8 @@ class Patience:
 
 
 def judgeable(demand: Demand) -> tuple[Instantiation, ...]:
-    """What a judge should look at, the best by the formula first. Raises PlanInfeasible."""
+    """Return the instantiations that a judge should look at, the best by the formula first. Raises
+    PlanInfeasible."""
     found = choose(demand)
     close = worth_judging(demand, {one.sizes: one.step for one in found}, most=MOST_CANDIDATES)
     return tuple(_instantiation(demand, sizes, step) for sizes, step in close.items())
@@ -147,8 +149,8 @@ def judgeable(demand: Demand) -> tuple[Instantiation, ...]:
 def choose(demand: Demand, patience: Patience | None = None) -> tuple[Instantiation, ...]:
     """The best instantiation by the formula, then a few others in the band.
 
-    Those are the best ones of other numbers of pipelines, the most promising numbers first. Of
-    equal step times that with more pipelines counts as the best. Raises PlanInfeasible.
+    The others are the best ones of other numbers of pipelines, the most promising numbers first.
+    With equal step times, more pipelines count as better. Raises PlanInfeasible.
     """
     patience = patience or Patience()
     if not demand.costs:

@@ -79,7 +79,7 @@ def _hull(kinds: Sequence[Kind]) -> list[Kind]:
 
 
 def _below(left: Kind, middle: Kind, right: Kind) -> bool:
-    """Whether `middle` is on or below the line through the others."""
+    """Return whether `middle` is on or below the line through the others."""
     rise = (right.value - left.value) * (middle.size - left.size)
     return (middle.value - left.value) * (right.size - left.size) <= rise
 
@@ -134,7 +134,8 @@ def _cheapest_detour(
 def _by_table(
     kinds: Sequence[Kind], low: Kind, high: Kind, *, items: int, size: int, worth: int
 ) -> tuple[int, ...] | None:
-    """By (max, +) steps over as many items as the table has room for; the rest is low and high."""
+    """Solve by (max, +) steps over as many items as the table has room for; the rest is low and
+    high. Returns None where there is no answer, or it is worth less than `worth`."""
     free = items
     if items * size * len(kinds) > _TABLE_CELLS:
         free = math.isqrt(_TABLE_CELLS * items // (size * len(kinds)))

@@ -39,7 +39,8 @@ class Bounds:
 
 
 def swept_together(table: StageTable, high: Floats, nodes: Integers) -> int:
-    """How many of the first rows, at least one, a sweep should take, as memory and likeness allow.
+    """Return how many of the first rows, at least one, a sweep should take, as memory and likeness
+    allow.
 
     `high` rises; `nodes` is the most that a row is wanted for.
     """

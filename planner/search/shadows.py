@@ -89,6 +89,6 @@ def _room(plan: Plan, profile: Profile, kept: float) -> dict[WorkerId, int] | No
 
 
 def _holds(worker: WorkerId, layers: Iterable[int]) -> Iterator[Hold]:
-    """One for each run of layers."""
+    """Yield a hold for each run of layers."""
     for run in runs(layers):
         yield Hold(first_layer=run[0], last_layer=run[-1], workers=(worker,))

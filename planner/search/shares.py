@@ -1,4 +1,4 @@
-"""How a batch is shared among pipelines so that the slowest is done soonest (Oobleck §4.2).
+"""Shares of a batch among pipelines, so that the slowest is done soonest (Oobleck §4.2).
 
 Owns the shares of given pipelines; which pipelines there are is
 `oobleck.planner.search.instantiate`'s choice.

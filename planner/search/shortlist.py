@@ -1,4 +1,4 @@
-"""Which of the cuts of least T become templates: those with the shortest replays.
+"""Choice of the cuts of least T that become templates: those with the shortest replays.
 
 T1 + T2 + T3 knows neither messages nor which stages beside the slowest are short, so many cuts
 have the same T (in a model of equal blocks nearly always) though they take differently long.
@@ -31,8 +31,8 @@ _SHORTLISTED = 3
 def equal_cuts(
     table: StageTable, fewest: Integers, found: Mapping[int, tuple[float, Stages]]
 ) -> Mapping[int, tuple[Stages, ...]]:
-    """By number of nodes: the cut found for it, first, and others of the same T and the same
-    slowest stage. `found` has T with its cut."""
+    """Return for each number of nodes the cut found for it, first, and others of the same T and the
+    same slowest stage. `found` has T with its cut."""
     slowest = {n: max(table.stage_time(*stage) for stage in cut) for n, (_, cut) in found.items()}
     ties = {n: {cut: None} for n, (_, cut) in found.items()}
     sample = np.random.default_rng(0)
@@ -96,9 +96,9 @@ class Shortlist:
 
 
 def shortlists(candidates: Sequence[Sequence[Costed]]) -> list[Shortlist]:
-    """Of each group of templates, of one size and of equal T, those that are worth a closer look.
+    """Return the templates of each group, of one size and of equal T, that are worth a closer look.
 
-    Which one suits a plan hangs on its shares of the batch and on the other pipelines, too.
+    The one that suits a plan depends on its shares of the batch and on the other pipelines, too.
     """
     kinds = [
         [Kind(_MICROBATCHES * len(each.template.stages), each.cut) for each in group]

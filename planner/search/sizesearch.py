@@ -69,8 +69,8 @@ class SizeSearch:
         self._slack = ROUGH
 
     def floors(self, pipelines: int) -> Floats:
-        """For each place in the order of gradients: no step of templates up to there, with that
-        one's sync, takes less ticks.
+        """Return lower bounds, one for each place in the order of gradients: no step of templates
+        up to there, with that one's sync, takes fewer ticks.
 
         Parts of pipelines may do parts of micro-batches here. That is a linear program in the
         numbers of pipelines with two constraints, which two sizes beside nodes/pipelines solve.
@@ -131,7 +131,8 @@ class SizeSearch:
         return best
 
     def _hopeless(self, pipelines: int, floors: Floats, limit: int) -> bool:
-        """All templates together, with the least sync of any, are too slow for `limit`.
+        """Return whether all templates together, with the least sync of any, are too slow for
+        `limit`.
 
         Counted as time spent only where it spares the other knapsacks of that number: else `slack`
         would come earlier for it, and with it sizes that are a little slower.
@@ -152,7 +153,8 @@ class SizeSearch:
         return self._slack or (CLOSE if self.looked_at > _PATIENCE else EXACT)
 
     def _reachable(self, pipelines: int, index: int, floor: int) -> int | None:
-        """Some step time that is not too short for the templates up to `index`."""
+        """Return some step time that is not too short for the templates up to `index`; None where
+        there is none."""
         allowed = self._up_to(index)
         latest = max(cost.time(self._microbatches) for cost in allowed.values())
         time = max(1, floor + max(cost.period for cost in allowed.values()))

@@ -82,7 +82,7 @@ def on_usable_gpus(profile: Profile, *, gpus: int, min_nodes: int = 1) -> Profil
 def _nodes_cause(
     profile: Profile, nodes: int, fault_tolerance: int, smallest: int, min_nodes: int, least: int
 ) -> str:
-    """How many nodes are missing, and what else would do."""
+    """Say how many nodes are missing, and what else would do."""
     needed = (fault_tolerance + 1) * smallest
     fewer = f", or {least} with memory for shadows" if least < needed else ""
     fixes = [f"add {count(needed - nodes, 'node')}"]
@@ -100,7 +100,7 @@ def _nodes_cause(
 
 
 def _memory_cause(profile: Profile) -> str:
-    """How much memory per GPU would do, and for how many nodes."""
+    """Say how much memory per GPU would do, and for how many nodes."""
     layers = profile.layers
     if any(min(layer.forward_s) > profile.gpus_per_node for layer in layers):
         return (

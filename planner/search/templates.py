@@ -49,7 +49,7 @@ def shortlisted_templates(profile: Profile, sizes: Sequence[int]) -> Mapping[int
 
 
 def feasible_sizes(profile: Profile, most: int) -> tuple[int, ...]:
-    """All numbers of nodes up to `most` that some template fits, ascending."""
+    """Return all numbers of nodes up to `most` that some template fits, ascending."""
     table = StageTable(profile)
     return fitting_sizes(table, table.fewest_stages(min(most, table.layers)))
 
@@ -121,7 +121,7 @@ class _Search:
         return float(np.min(single, axis=0).sum())
 
     def _coarse(self) -> _Intervals:
-        """All times, in intervals of about equal ratio."""
+        """Return all times, in intervals of about equal ratio."""
         times, edges = self._times, [0]
         while edges[-1] < len(times):
             stop = int(np.searchsorted(times, times[edges[-1]] * _COARSEST, "right"))
@@ -142,7 +142,8 @@ class _Search:
         return alive
 
     def _survivors(self, level: _Intervals) -> _Intervals:
-        """Those of more than one time that may hold a better cut, with their lower bounds."""
+        """Return the intervals of more than one time that may hold a better cut, with their lower
+        bounds."""
         done = 0
         while done < len(level):
             alive = self._alive(level[done:])
@@ -157,7 +158,7 @@ class _Search:
         return level[(level.first < level.last) & (level.bound < self._best).any(1)]
 
     def _together(self, level: _Intervals, alive: NDArray[np.bool_]) -> int:
-        """How many of the intervals are swept together."""
+        """Return how many of the intervals are swept together."""
         return swept_together(
             self._table, self._times[level.last], np.where(alive, self._sizes, 0).max(1)
         )

@@ -1,4 +1,4 @@
-"""From a sweep back to the cuts of least cost, many at once.
+"""Tracing back from a sweep to the cuts of least cost, many at once.
 
 Owns the way back. Must not know what costs mean; `Cuts.totals` has T for whole cuts.
 """
@@ -26,7 +26,7 @@ class Cuts:
         return len(self.counts)
 
     def stages(self, number: int) -> Stages:
-        """Of cut `number`."""
+        """Return the stages of cut `number`."""
         return tuple(
             (int(self.first[number, s]), int(self.stop[number, s]), self._gpus(number, s))
             for s in range(int(self.counts[number]))
@@ -56,7 +56,7 @@ def trace(
 ) -> Cuts:
     """A cut of least cost for each pair of row and number of nodes, which must have one.
 
-    Of several the first, or one that `sample` picks.
+    Where there are several, it is the first, or one that `sample` picks.
     """
     walk = _Walk(sweep, rows, nodes, sample)
     while walk.active.any():
@@ -66,7 +66,7 @@ def trace(
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Position:
-    """Where each query stands: to be covered are the layers from `layer` on."""
+    """Position of each query: still to be covered are the layers from `layer` on."""
 
     layer: Integers
     row: Integers
@@ -119,8 +119,8 @@ class _Walk:
         self._take(queries, at, k, kind, found[0][0][np.arange(len(queries)), stop])
 
     def _options(self, at: _Position, k: int, reach: int) -> tuple[Integers, Floats]:
-        """Where a stage on choices[k] GPUs may end, [query, stop], and what it costs from there on,
-        [query, 2, stop]: as one before or after the slowest, and as the slowest."""
+        """Return where a stage on choices[k] GPUs may end, [query, stop], and what it costs from
+        there on, [query, 2, stop]: as one before or after the slowest, and as the slowest."""
         sweep = self._sweep
         table, bounds = sweep.table, sweep.bounds
         stops = at.layer[:, None] + np.arange(1, reach + 1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCount:
-    """One layer's arithmetic."""
+    """Arithmetic of one layer."""
 
     parameters: int
     #: Multiplications and additions of one token's forward.
@@ -20,7 +20,7 @@ class LayerCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Of each kind of layer."""
+    """Arithmetic of each kind of layer."""
 
     embedding: LayerCount
     block: LayerCount

@@ -1,4 +1,4 @@
-"""What a family is: a table of keys, and what follows from their values. Knows none."""
+"""Type of a model family: a table of keys, and what follows from their values. Knows no family."""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ Objective = Literal["causal", "masked"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """What planning and data need of a model, under the names of `ModelSpec`."""
+    """Numbers of a model that planning and data need, under the names of `ModelSpec`."""
 
     layers: int
     hidden: int
@@ -26,7 +26,7 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One family: a table of keys and what follows from their values."""
+    """Model family: a table of keys and what follows from their values."""
 
     kind: str
     #: transformers' class for it.
@@ -52,7 +52,7 @@ class Family:
 
     @property
     def base_prefix(self) -> str:
-        """What the names in a base model's checkpoint leave off in front."""
+        """Prefix that the names in a base model's checkpoint leave off."""
         return self.blocks.partition(".")[0] + "."
 
     def foreign_name(self, layer: int, name: str, *, tied: bool) -> str:
@@ -109,7 +109,7 @@ class Family:
         return full
 
     def numbers(self, config: Config) -> Numbers:
-        """Of complete values."""
+        """Read the numbers from a config whose values are complete."""
         return Numbers(
             layers=config[self.names["layers"]],
             hidden=config[self.names["hidden"]],

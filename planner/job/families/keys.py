@@ -87,7 +87,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of a config: its type and default."""
+    """Key of a config: its type and default."""
 
     type: type
     default: Any
@@ -133,12 +133,12 @@ def check_padding(config: Config) -> None:
 
 
 def encode_config(config: Config) -> str:
-    """One text for equal configs."""
+    """Encode a config as text; equal configs give equal texts."""
     return json.dumps(config, sort_keys=True, separators=(",", ":"))
 
 
 def decode_config(text: str) -> dict[str, Any]:
-    """What `encode_config` was given; raises ValueError."""
+    """Decode a text of `encode_config`; raises ValueError."""
     try:
         found = json.loads(text)
     except RecursionError as error:

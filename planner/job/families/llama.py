@@ -32,7 +32,7 @@ def _check(config: Config) -> None:
 
 
 def _check_rope(config: Config) -> None:
-    """Of `rope_parameters`, and of the two keys that older configs have in its place."""
+    """Check `rope_parameters`, and the two keys that older configs have in its place."""
     new, old = config["rope_parameters"], config["rope_scaling"]
     if new and old:
         raise ConfigError("rope_scaling", "and rope_parameters say the same thing; remove one")

@@ -1,1 +1,1 @@
-"""From a plan to programs, and the proof that nobody waits for ever."""
+"""Compiler from a plan to programs, and the proof that nobody waits for ever."""

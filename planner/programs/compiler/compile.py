@@ -1,4 +1,4 @@
-"""From a plan to one program per worker, by lowering passes.
+"""Compilation of a plan to one program per worker, by lowering passes.
 
 Owns where the communication stands in the order of compute, which
 `oobleck.planner.programs.compiler.schedule` and `oobleck.planner.programs.listing.schedule` give.
@@ -102,7 +102,7 @@ def _through(plan: Plan, workers: Collection[WorkerId] | None) -> Sequence[int]:
 def compile_evaluation(
     plan: Plan, microbatches: int, *, workers: Collection[WorkerId] | None = None
 ) -> Mapping[WorkerId, tuple[Program, ...]]:
-    """What each of `workers`, by default all of `plan`, does to have micro-batches 0 to
+    """Compile what each of `workers`, by default all of `plan`, does to have micro-batches 0 to
     `microbatches` - 1 evaluated.
 
     Only forward; each route takes a share like that of the batch. In rounds: at the end of each
@@ -146,12 +146,12 @@ def _compute_orders(
     through: Iterable[int],
     workers: Collection[WorkerId] | None,
 ) -> dict[WorkerId, list[Compute]]:
-    """What each of `workers`, by default all, computes, in its order; the routes have the
-    micro-batches `shares`, and those `through` them pass them.
+    """Return what each of `workers`, by default all, computes, in its order. The routes have the
+    micro-batches `shares`; `through`: the positions of the routes that pass the workers.
 
-    Of a micro-batch backwards go no further than to the hop of layer `lowest`, by default 0. What
-    is left of an order where some micro-batches, or backwards to the end of a route, are left out
-    is still one in which nobody waits for ever. Raises ValueError.
+    A micro-batch's backwards go no further than to the hop of layer `lowest`, by default 0. An
+    order still ends when some micro-batches, or backwards to the end of a route, are left out of
+    it: nobody waits for ever. Raises ValueError.
     """
     wanted = plan.workers if workers is None else workers
     orders: dict[WorkerId, list[Compute]] = {worker: [] for worker in wanted}
@@ -237,7 +237,8 @@ _Peers = tuple[tuple[WorkerId, Share], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Neighbours:
-    """Of one worker at one hop of a route: nobody before the first and after the last hop."""
+    """Neighbours of one worker at one hop of a route: nobody before the first and after the last
+    hop."""
 
     hop: Hop
     before: _Peers
@@ -257,7 +258,8 @@ class _Neighbours:
 
 
 def rows_in_common(hop: Hop, neighbour: Hop, member: int) -> Iterator[tuple[WorkerId, Share]]:
-    """Who of `neighbour` has rows that worker `member` of `hop` has, and which."""
+    """Yield the workers of `neighbour` that have rows of worker `member` of `hop`, and those
+    rows."""
     workers, own = neighbour.workers, len(hop.workers)
     if own == len(workers):
         yield workers[member], WHOLE if own == 1 else Share(member, member + 1, own)

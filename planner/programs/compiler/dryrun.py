@@ -198,6 +198,6 @@ class _Run:
 
 
 def _message(worker: WorkerId, step: Message) -> tuple[_Link, Content]:
-    """Of an instruction of `worker`, the same on both sides."""
+    """Return the link and the content of an instruction of `worker`, the same on both sides."""
     sends = isinstance(step, SendActivation | SendGradient)
     return (worker, step.peer) if sends else (step.peer, worker), step.content

@@ -1,4 +1,4 @@
-"""Which gradients are summed over whom: buckets, from where a plan has layers held.
+"""Buckets of gradients and the owners that sum them, from where a plan has layers held.
 
 A sum over few workers costs milliseconds however small it is, and one can start only when all of it
 is there; so layers with the same owners go into one bucket up to a size, and then into the next.
@@ -37,13 +37,14 @@ def gradient_buckets(
 ) -> tuple[Bucket, ...]:
     """The buckets, highest layers first; the index is the number.
 
-    One for each distinct set of owners or, where `layer_bytes` tells the size of each layer's
-    gradient, as many as fill up. Those of one set come in the order in which a backward completes
-    their layers, the tied part last: owners that hold both of its ends have it with layer 0.
+    Each distinct set of owners has one or, where `layer_bytes` tells the size of each layer's
+    gradient, as many as fill up. The buckets of one set come in the order in which a backward
+    completes their layers, the tied part last: owners that hold both of its ends have it with layer
+    0.
 
-    A part is in a bucket exactly when its owners are the bucket's, so every owner holds every
-    `own` part of it. What layers share is one part with several places: its owners are the holders
-    of all these layers, and each syncs what it holds of it. No bucket has two such parts.
+    A part is in a bucket exactly when its owners are the bucket's, so every owner holds every `own`
+    part of it. Parameters that layers share are one part with several places: its owners are the
+    holders of all these layers, and each syncs what it holds of it. No bucket has two such parts.
     """
     by_owners: dict[tuple[WorkerId, ...], list[LayerPart]] = defaultdict(list)
     for layers, holds in _runs(plan):
@@ -114,7 +115,7 @@ def syncs_by_worker(
 
 
 def _within(parts: Iterable[LayerPart], shards: Iterable[Shard]) -> Iterator[LayerPart]:
-    """Those of `parts` that a worker with these shards has."""
+    """Yield those of `parts` that a worker with these shards has."""
     shard_of = {shard.layer: shard for shard in shards}
     for part in parts:
         shard, share = shard_of.get(part.layer), part.share
@@ -141,7 +142,7 @@ def _runs(plan: Plan) -> Iterator[tuple[range, list[Hold]]]:
 
 
 def _pieces(holds: Collection[Hold]) -> Iterator[tuple[Share, tuple[WorkerId, ...]]]:
-    """What the holds have in common, cut wherever one of them changes the worker that owns it.
+    """Cut what the holds have in common wherever one of them changes the worker that owns it.
 
     Worker p of d owns the p-th d-th. Yields each piece with its owners, sorted.
     """

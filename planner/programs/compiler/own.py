@@ -1,4 +1,4 @@
-"""What one worker needs of the programs of a plan, without those of all others.
+"""Part of one worker in the programs of a plan, without those of all others.
 
 That is its own program, and the order in which its neighbours have the messages that they exchange
 with it. So entering a plan costs a worker what its own routes have in them, however many others
@@ -19,7 +19,7 @@ from oobleck.planner.ties import Ties
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnProgram:
-    """One worker's part in a step or in a round of an evaluation."""
+    """Program of one worker in a step or in a round of an evaluation."""
 
     program: Program
     #: By neighbour, what it sends to this worker and receives from it, in its order.
@@ -29,7 +29,8 @@ class OwnProgram:
     def of(
         cls, worker: WorkerId, programs: Mapping[WorkerId, Sequence[Instruction]]
     ) -> "OwnProgram":
-        """Of `programs`, which must have the worker's own and those of its neighbours."""
+        """Take the worker's part of `programs`, which must have its own and those of its
+        neighbours."""
         own = tuple(programs[worker])
         peers = sorted({step.peer for step in own if isinstance(step, Message)})
         return cls(

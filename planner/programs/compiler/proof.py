@@ -97,7 +97,7 @@ def _shortest(first: _Order, second: _Order) -> tuple[_Order, _Order]:
 
 
 def _alike(first: _Order, second: _Order, kind: type[Compute]) -> int:
-    """How many of the kind both begin with, in the same order."""
+    """Count the steps of the kind that both begin with, in the same order."""
     pairs = zip(first, second, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] and pair[0][0] is kind, pairs))
 
@@ -120,7 +120,7 @@ def _prove_messages(orders: tuple[_Order, _Order], widths: tuple[int, ...]) -> N
 
 
 def _pair(widths: Sequence[int]) -> Plan:
-    """One pipeline, each stage a layer on a node of its own."""
+    """Build a plan of one pipeline, each stage a layer on a node of its own."""
     nodes = tuple(NodeName(f"p0s{number}") for number in range(len(widths)))
     stages = tuple(
         Hold(

@@ -43,8 +43,8 @@ def backward_slot(schedule: Schedule, microbatch: Any, after: Any, microbatches:
 
 
 def splits_backward(schedule: Schedule) -> bool:
-    """Whether stages after the first leave weight gradients for later: stage s those of the last s
-    micro-batches (ZB-H1; Qi et al., Zero Bubble Pipeline Parallelism, §2.1).
+    """Return whether stages after the first leave weight gradients for later: stage s those of the
+    last s micro-batches (ZB-H1; Qi et al., Zero Bubble Pipeline Parallelism, §2.1).
 
     So the input gradients, which the stages before wait for, come earlier, and the weight gradients
     fill the end. On the first stage nobody waits for the input gradient: its backward stays whole.
@@ -53,8 +53,8 @@ def splits_backward(schedule: Schedule) -> bool:
 
 
 def in_flight(schedule: Schedule, *, stages: int, stage: int, microbatches: int) -> int:
-    """How many micro-batches the stage keeps activations of, at most. ZB-H1 has stages - s in
-    flight and s left for later."""
+    """Return how many micro-batches the stage keeps activations of, at most. ZB-H1 has stages - s
+    in flight and s left for later."""
     kept = {"1f1b": stages - stage, "gpipe": microbatches, "zb-h1": stages}[schedule]
     return min(kept, microbatches)
 

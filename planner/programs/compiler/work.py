@@ -13,7 +13,7 @@ from oobleck.planner.programs.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What the routes of a plan compute in one step."""
+    """Work of a plan's routes in one step."""
 
     #: By route, in the order in which they are computed.
     microbatches: tuple[tuple[int, ...], ...]
@@ -25,8 +25,8 @@ class Work:
 def spread(microbatches: Sequence[int], plan: Plan) -> tuple[tuple[int, ...], ...]:
     """Hand `microbatches` out to the routes in proportion to their shares of a whole step.
 
-    One after the other, each to the route that would be done with it first, as far as the shares
-    tell how fast it is; of equals to the one that stands first. What a route gets is contiguous.
+    Each in turn goes to the route that would be done with it first, as far as the shares tell how
+    fast that is; equal routes go by their order. A route's micro-batches are contiguous.
     """
     counts = [0] * len(plan.routes)
     heap = [(1 / route.microbatches, number) for number, route in enumerate(plan.routes)]

@@ -17,7 +17,7 @@ _Bytes = tuple[tuple[int, int], ...]
 
 
 class Bank:
-    """Which forwards leave a safe state.
+    """Bank that decides which forwards leave a safe state.
 
     Micro-batches that come to the same hop of the same route next are alike: they have kept as
     much and need as much. So one of each kind is asked for all of them, and work does not grow
@@ -108,7 +108,7 @@ class Bank:
         return True
 
     def _comes_through(self, hop: int, spare: list[int]) -> bool:
-        """Whether all from this hop of a micro-batch on fit."""
+        """Return whether a micro-batch fits at every hop from this one on."""
         return all(kept <= spare[worker] for worker, kept in self._needs[hop])
 
 

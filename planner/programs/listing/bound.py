@@ -1,4 +1,4 @@
-"""How long a list schedule takes at least, so that a search can end where there is nothing to gain.
+"""Lower bound of a list schedule's time, so that a search can end where there is nothing to gain.
 
 Must not know how schedules are made.
 """
@@ -9,7 +9,7 @@ from oobleck.planner.programs.listing.visits import Visits
 
 
 def loads(visits: Visits) -> list[int]:
-    """By worker: the ticks of all that it has to do."""
+    """Return the ticks of all that each worker has to do."""
     load = [0] * len(visits.workers)
     for visit, group in enumerate(visits.group):
         ticks = visits.forward[visit] + visits.backward[visit] + visits.weight[visit]

@@ -1,4 +1,4 @@
-"""One pass of list scheduling: when each worker computes what, with given ranks of micro-batches.
+"""Pass of list scheduling: when each worker computes what, with given ranks of micro-batches.
 
 Whenever a group is idle it begins what it has: backwards that a hop before waits for, or forwards
 whose bytes fit, else weight gradients; of several the micro-batch of least rank. Backwards go
@@ -28,8 +28,8 @@ from oobleck.planner.programs.listing.visits import Visits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """What came out of one pass. Work is kind * number of visits + visit, where kind is 0 for a
-    forward, 1 for a backward or its first part, 2 for weight gradients."""
+    """Result of one pass. Work is kind * number of visits + visit, where kind is 0 for a forward, 1
+    for a backward or its first part, 2 for weight gradients."""
 
     makespan: int
     #: Begin and work, in their order.
@@ -176,8 +176,8 @@ def _take(
 
 
 def _limits(visits: Visits, spare: int | None) -> list[int]:
-    """By group: how many micro-batches may be in flight. One for each hop from there to the end of
-    the route, as under 1F1B, and some to spare."""
+    """Return how many micro-batches each group may have in flight: one for each hop from there to
+    the end of the route, as under 1F1B, and some to spare."""
     if spare is None or not visits.ordered:
         return [len(visits.owner)] * len(visits.members)
     limits = [0] * len(visits.members)

@@ -1,9 +1,9 @@
 """List scheduling: from the routes of a plan to the order of compute on each worker.
 
 Several rules rank the micro-batches, a pass makes a schedule of each ranking, and the one of least
-makespan is kept. What is left of a budget, counted in visits and not in time, goes into trying
-other ranks: the same plan has the same schedule on every machine. Owns rules, search and the
-result. Must not know how a pass goes.
+makespan is kept. The rest of a budget, counted in visits and not in time, goes into trying other
+ranks: the same plan has the same schedule on every machine. Owns rules, search and the result. Must
+not know how a pass goes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -46,8 +46,8 @@ _FINE = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListSchedule:
-    """What each worker computes in which order, and when, in ticks from the begin of the step.
-    Those that compute nothing are not in it."""
+    """Schedule of what each worker computes in which order, and when, in ticks from the begin of
+    the step. Workers that compute nothing are not in it."""
 
     orders: Mapping[WorkerId, tuple[Compute, ...]]
     #: By worker, as in its order.
@@ -126,8 +126,8 @@ def list_schedule(
 
 
 def _best(visits: Visits, passes: int) -> Pass:
-    """Of so many passes, those by rules first; of equal ones the first. Ends early at a makespan
-    that no schedule can be below."""
+    """Return the best of so many passes, of equal ones the first; those by rules are tried first.
+    The search ends early at a makespan that no schedule can be below."""
     least = least_makespan(visits)
     best: Pass | None = None
     start: _Try = [], None
@@ -162,7 +162,8 @@ def _run(visits: Visits, tried: _Try) -> Pass:
 
 
 def _rules(visits: Visits) -> Iterator[_Try]:
-    """What does best most often comes first, and then what differs most from it."""
+    """Yield the tries by rules: what does best most often comes first, and then what differs most
+    from it."""
     route, place, mates = visits.route, visits.place, visits.mates
     busiest = _busiest(visits)
     everyone = range(len(visits.number))
@@ -212,7 +213,7 @@ def _draws() -> Iterator[int]:
 
 
 def _busiest(visits: Visits) -> list[int]:
-    """By micro-batch: the ticks of all work of the busiest worker that it passes."""
+    """Return for each micro-batch the ticks of all work of the busiest worker that it passes."""
     load = loads(visits)
     return [
         max(load[worker] for visit in path for worker in visits.members[visits.group[visit]])

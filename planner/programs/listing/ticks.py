@@ -1,4 +1,4 @@
-"""What list scheduling needs to know of hops and workers, in whole numbers.
+"""Facts about hops and workers that list scheduling needs, in whole numbers.
 
 It travels in the plan, so that every worker comes to the same order of compute. Must not know where
 the numbers come from: `oobleck.planner.cost.listed` does.
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopTicks:
-    """What one micro-batch takes at one hop, in whole ticks and bytes; rates are in it."""
+    """Cost of one micro-batch at one hop, in whole ticks and bytes; rates are in it."""
 
     forward: int
     #: Together a backward in one piece.
@@ -31,7 +31,7 @@ class HopTicks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """What the hops of a plan take, and the room that its workers have."""
+    """Costs of the hops of a plan, and the room that its workers have."""
 
     #: By route and hop.
     hops: tuple[tuple[HopTicks, ...], ...]

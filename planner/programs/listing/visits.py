@@ -1,5 +1,5 @@
-"""All micro-batches at all hops of some routes, as columns of whole numbers: what the list
-scheduler works on.
+"""Visits of all micro-batches at all hops of some routes, as columns of whole numbers: the input of
+the list scheduler.
 
 A *visit* is a micro-batch at one hop of its route. A *group* is the workers of a hop, which compute
 its visits in step. Owns the columns, and whether the workers have an order that all routes follow.
@@ -18,7 +18,8 @@ from oobleck.planner.programs.routes import Hop, Route
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Visits:
-    """Those of a micro-batch stand in a row, by hops; the micro-batches by their numbers.
+    """Columns of the visits. The visits of a micro-batch stand in a row, by hops; the micro-batches
+    by their numbers.
 
     Lists of one length are columns: of visits, of micro-batches or of groups, as said.
     """

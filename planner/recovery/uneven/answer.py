@@ -44,8 +44,9 @@ def uneven(change: Change) -> Answer:
 
 
 def _undone(offers: Sequence[Answer], change: Change, before_s: float) -> Answer | None:
-    """Nobody is slow any more: what was done about it ends, unless a step of it is the better one
-    all the same."""
+    """Return the answer that ends what was done about slow workers, once no live worker is slow.
+    Returns None where one is, or where a step of the running plan is the better one all the
+    same."""
     if any(worker.node in change.live for worker, rate in change.rates.items() if rate != 1):
         return None
     for offer in offers:
@@ -57,7 +58,7 @@ def _undone(offers: Sequence[Answer], change: Change, before_s: float) -> Answer
 
 
 def by_rates(change: Change) -> tuple[float, Sequence[Answer]]:
-    """What a step of the running plan takes at the rates of now, and all that could be done."""
+    """Return the step time of the running plan at the rates of now, and all that could be done."""
     now = situation(change)
     return staying_s(now), list(_by_rates(change, now))
 

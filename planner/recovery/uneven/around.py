@@ -45,7 +45,7 @@ def around(
 
 
 class _Moves:
-    """How many micro-batches take which way, and what workers have to do by then."""
+    """Counts of micro-batches by their ways, and the load of the workers that follows."""
 
     def __init__(self, plan: Plan, ticks: Callable[[Hop], int], *, whole: bool) -> None:
         self._ticks, self._whole = ticks, whole
@@ -58,7 +58,8 @@ class _Moves:
         self._spreads: dict[tuple[WorkerId, ...], Spread] = {}
 
     def make_one(self) -> bool:
-        """Whether a move lessens what the busiest worker has to do; if so, it is made."""
+        """Make a move that lessens what the busiest worker has to do; return whether there was
+        one."""
         busiest = min(self._load, key=lambda worker: (-self._load[worker], worker))
         most = self._load[busiest]
         own = [hops for hops, count in self.counts.items() if count and _meets(hops, busiest)]

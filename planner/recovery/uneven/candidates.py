@@ -59,7 +59,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What candidates are made of."""
+    """Situation from which candidates are made."""
 
     running: Plan
     base: Plan
@@ -73,7 +73,7 @@ class Situation:
 
 
 def staying_s(now: Situation) -> float:
-    """What a step of the running plan takes at the rates as they are now."""
+    """Return the step time of the running plan at the rates as they are now."""
     plan = now.running.with_rates(now.rates)
     if not listed_routes(plan):
         return estimate_step(plan, now.profile, tied=now.tied).step_s
@@ -85,7 +85,7 @@ def staying_s(now: Situation) -> float:
 
 
 def candidates(now: Situation) -> Iterator[Candidate]:
-    """In the order in which equal ones are preferred."""
+    """Yield the candidates, in the order in which equal ones are preferred."""
     source = _whole_routes(now).with_rates(now.rates)
     if not listed_routes(source):
         yield from _of_pipelines("as planned", source, now)
@@ -105,7 +105,7 @@ def _whole_routes(now: Situation) -> Plan:
 
 
 def _of_pipelines(rule: Rule, plan: Plan, now: Situation) -> Iterator[Candidate]:
-    """One, if it has room."""
+    """Yield the plan as a candidate, if it has room."""
     with suppress(PlanInfeasible):
         final, step_s = _settled(plan, now)
         yield Candidate(rule=rule, plan=final, step_s=step_s)
@@ -139,8 +139,8 @@ def recuts(source: Plan, now: Situation) -> Iterator[Candidate]:
 
 
 def _with_shadows_in_place(cut: Plan, now: Situation) -> Plan:
-    """With shares by its cuts, and what of the state held now is a shadow in them: the others come
-    at a step boundary behind it."""
+    """Return the plan with shares by its cuts; its shadows are those that the state held now
+    allows. The others come at a step boundary behind it."""
     plan = keep_schedule(reshared(cut, now.profile), now.profile)
     held = now.running.shards
     tolerated = now.shadows_for
@@ -204,8 +204,9 @@ def check_room(needed: int, now: Situation) -> None:
 
 
 def hop_ticks(profile: Profile, plan: Plan) -> Callable[[Hop], int]:
-    """What a micro-batch takes a worker of a hop at the plan's rates, in nanoseconds. It raises
-    PlanInfeasible where the profile has no time of a layer for so many workers."""
+    """Return a function that gives the ticks of a hop: what a micro-batch takes one of its workers
+    at the plan's rates, in nanoseconds. It raises PlanInfeasible where the profile has no time of a
+    layer for so many workers."""
     known: dict[Hop, int] = {}
 
     def ticks(hop: Hop) -> int:

@@ -23,8 +23,8 @@ _Matrix = NDArray[np.float64]
 
 def recut(plan: Plan, profile: Profile) -> Plan:
     """`plan`, of pipelines, each cut so that its slowest stage takes as short as it can, where the
-    memory holds what its schedule keeps; those stay that are as good as that. Who holds layers and
-    runs none has no part in it."""
+    memory holds what its schedule keeps; those stay that are as good as that. Workers that hold
+    layers and run none have no part in it."""
     table = StageTable(profile)
     state = np.cumsum([0, *(layer.travelling_bytes for layer in profile.layers)], dtype=np.float64)
     pipelines = tuple(_recut(one, plan, table, state) for one in plan.pipelines)
@@ -97,7 +97,8 @@ def _least(stages: Sequence[_Stage], count: int) -> float:
 
 
 def _fewest_bytes(stages: Sequence[_Stage], limit: float, state: _Matrix) -> list[int]:
-    """Where the stages of the cut begin that moves the fewest bytes, none slower than `limit`."""
+    """Return where the stages begin in the cut that moves the fewest bytes, none slower than
+    `limit`."""
     count = len(state)
     ahead = np.full(count, np.inf)
     ahead[-1] = 0.0

@@ -25,9 +25,9 @@ _MOST_ASIDE = 3
 
 
 def of_other_nodes(change: Change, now: Situation) -> Iterator[Answer]:
-    """Templates without the slowest nodes, or with some that stand by. Who stands by hands nothing
-    over, so others hold all that it holds; nor may the job be able to lose fewer nodes for it than
-    it wants."""
+    """Templates without the slowest nodes, or with some that stand by. A node that stands by hands
+    nothing over, so others hold all that it holds. The job must still be able to lose as many nodes
+    as it wants, or as many as now if that is fewer."""
     running = change.plan
     tolerated = min(change.fault_tolerance, can_lose(running))
     slowest = _slowest_first(change, now)
@@ -69,5 +69,5 @@ def _slowest_first(change: Change, now: Situation) -> Sequence[Sequence[NodeName
 
 
 def _can_do_without(plan: Plan, nodes: Set[NodeName]) -> bool:
-    """Whether the others hold all layers."""
+    """Return whether the other nodes hold all layers."""
     return all(holders - nodes for holders in plan.layer_nodes())

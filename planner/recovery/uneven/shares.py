@@ -17,9 +17,9 @@ _USUAL = 4
 def reshared(plan: Plan, profile: Profile) -> Plan:
     """`plan`, of pipelines, with the shares by which the last pipeline has computed soonest.
 
-    Each has at least one micro-batch. One after the other goes to the pipeline that would be done
-    with it first, of equals to the one that stands first: since no pipeline is done sooner with
-    more of them, no shares end sooner.
+    Each has at least one micro-batch. Each micro-batch in turn goes to the pipeline that would be
+    done with it first, of equals to the one that stands first: since no pipeline is done sooner
+    with more of them, no shares end sooner.
     """
     cuts = {number: each.kind.cut for each in kinds_of(plan, profile) for number in each.numbers}
     all_but_one = plan.microbatches - len(plan.routes) + 1
@@ -32,7 +32,7 @@ def reshared(plan: Plan, profile: Profile) -> Plan:
 
 
 def _shares(plan: Plan, cuts: Mapping[int, Cut], most: int) -> list[int]:
-    """None above `most`."""
+    """Share the batch among the routes, with no share above `most`."""
     asked = [
         (plan.schedule, Kind(count, cut))
         for cut in dict.fromkeys(cuts.values())
