@@ -1,4 +1,4 @@
-"""What every process of ours needs of its machine.
+"""Services that every process needs of its machine.
 
 Log lines, dying with the parent, stopping children, and the channel between an agent and its
 workers. A leaf under master, agent, worker and cli: it may import the planner's types only.

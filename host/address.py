@@ -1,4 +1,4 @@
-"""This host's name, HOST:PORT as users write it, and whether it stays on this host. Must not know
+"""Addresses: this host's name, parsing HOST:PORT, and whether it stays on this host. Must not know
 who listens there."""
 
 import ipaddress
@@ -15,12 +15,14 @@ MOST_ADDRESSES = 16
 
 
 def own_hostname() -> str:
-    """As others are told it: the kernel takes any bytes for it, a message only text."""
+    """Return this host's name as valid text: the kernel allows any bytes in it, a message only
+    text."""
     return inline(socket.gethostname())
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """Host (without brackets) and port; raises ValueError if `text` is anything else."""
+    """Split `text` into host (without brackets) and port. Raises ValueError if it is anything
+    else."""
     match = _ADDRESS.fullmatch(text)
     if match is None or int(match["port"]) > 65535:
         raise ValueError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:4600")
@@ -38,27 +40,29 @@ def split_addresses(text: str) -> list[str]:
 
 
 def leaves_host(address: str) -> bool:
-    """Whether HOST:PORT resolves to anything but loopback addresses; what does not resolve leads
-    nowhere. Raises ValueError if it is no address."""
+    """Return whether HOST:PORT resolves to any address but loopback ones. False if it does not
+    resolve. Raises ValueError if it is no address."""
     return not all(map(_is_loopback, addresses(address)))
 
 
 def stays_on_host(address: str) -> bool:
-    """Whether HOST:PORT resolves to loopback addresses alone. What does not resolve now may later,
-    as after a boot without a name service. Raises ValueError if it is no address."""
+    """Return whether HOST:PORT resolves to loopback addresses alone. False if it does not resolve,
+    since it may later, as after a boot without a name service. Raises ValueError if it is no
+    address."""
     found = addresses(address)
     return bool(found) and all(map(_is_loopback, found))
 
 
 def own_address(host: str, port: int) -> str:
-    """HOST:PORT by which this host reaches what listens at `host`, which may be all addresses."""
+    """Return the HOST:PORT by which this host reaches a listener at `host`, which may be all
+    addresses."""
     everywhere = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
     return f"{everywhere.get(host, host)}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, by its number or as localhost, is never reached from another one. No name is
-    resolved."""
+    """Return whether a host, given by its number or as localhost, cannot be reached from other
+    hosts. Resolves no names."""
     try:
         return _is_loopback(host)
     except ValueError:
@@ -66,8 +70,9 @@ def is_loopback(host: str) -> bool:
 
 
 def pinned(address: str) -> str:
-    """HOST:PORT by number, for an address that stays on this host: who answers for a name may
-    answer something else later. `localhost` is always this host; what does not resolve stays."""
+    """Replace the name in HOST:PORT by its number, for an address that stays on this host, since a
+    name may resolve to another host later. `localhost` is always this host and is kept, as is a
+    name that does not resolve."""
     host, port = split_address(address)
     found = sorted(addresses(address), key=lambda number: ":" in number)
     if host == "localhost" or not found:
@@ -76,12 +81,12 @@ def pinned(address: str) -> str:
 
 
 def joined(host: str, port: int) -> str:
-    """HOST:PORT of a host without brackets."""
+    """Join a host without brackets and a port to HOST:PORT."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_number(host: str) -> bool:
-    """Whether it is an address, without brackets, and no name."""
+    """Return whether `host` is an IP address, without brackets, rather than a name."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

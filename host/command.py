@@ -1,4 +1,4 @@
-"""Runs a click command as users are promised: one line per error, and a documented exit code.
+"""Runner of a click command, as users are promised: one line per error, a documented exit code.
 
 Must not know what the commands do.
 """
@@ -18,7 +18,7 @@ NO_OUTPUT = 6
 
 
 class CommandFailed(click.ClickException):
-    """Ends the command with one line on standard error and `exit_code`."""
+    """Error that ends the command with one line on standard error and `exit_code`."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -26,11 +26,11 @@ class CommandFailed(click.ClickException):
 
 
 class OutputFailed(Exception):
-    """Standard output takes nothing; the text says why."""
+    """Error of writing to standard output; the text says why."""
 
 
 class _Output:
-    """Standard output, which says of itself that it takes nothing."""
+    """Standard output whose failed writes raise OutputFailed."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -104,7 +104,7 @@ def _tell(name: str, text: str, code: int) -> int:
 
 
 def _drop_the_rest() -> None:
-    """What standard output has not taken is not complained of again at the last flush."""
+    """Discard unwritten standard output, so that the last flush does not fail a second time."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -120,7 +120,7 @@ def _folder_is_there() -> bool:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """What `name` may have been meant for; empty where nothing is like it."""
+    """Return the known name most like `name`; empty if none is like it."""
     from difflib import get_close_matches
 
     return next(iter(get_close_matches(name, known, n=1)), "")

@@ -1,4 +1,4 @@
-"""How fast faults are found: every time-out of a cluster, chosen by one word.
+"""Time-outs of a cluster, which decide how fast faults are found; one word chooses all of them.
 
 `oobleck-master --detection fast|balanced|wan` chooses; agents learn it with their welcome.
 docs/operations.md has the three side by side.
@@ -30,8 +30,8 @@ _LEAST_SILENCE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detection:
-    """All spans that decisions depend on, in seconds. Raises ValueError, which names the two that
-    contradict each other."""
+    """Time-outs that decisions depend on, in seconds. Raises ValueError, naming the two, if two of
+    them contradict each other."""
 
     #: Agents send their status at least this often, and ask their workers for a sign of life.
     heartbeat_s: float = 1.0
@@ -86,12 +86,12 @@ class Detection:
 
     @property
     def silence_s(self) -> float:
-        """Without a sign of life for so long a worker's host is taken for unreachable by another
-        worker: later than the master takes a host for lost that nobody reaches."""
+        """Seconds without a heartbeat after which a worker takes another worker's host for
+        unreachable. They are more than the master needs to take an unreachable host for lost."""
         return max(self.lease_s + 1, _LEAST_SILENCE_S)
 
     def grace_s(self, device: str) -> float:
-        """For a process on a `device`: cpu or cuda."""
+        """Return the replacement grace of a process on a `device`: cpu or cuda."""
         cpu, gpu = self.replacement_grace_s, self.gpu_grace_s
         return max(cpu, gpu) if device == "cuda" else cpu
 
@@ -169,11 +169,13 @@ DETECTIONS: Mapping[Mode, Detection] = {
 
 
 def choose(mode: Mode, time_outs: Mapping[str, float | None]) -> Detection:
-    """The mode's, with those of `time_outs` in their place that are given. Raises ValueError."""
+    """Return the mode's time-outs, with those given in `time_outs` in their place. Raises
+    ValueError."""
     given = {name: value for name, value in time_outs.items() if value is not None}
     return replace(DETECTIONS[mode], **given)
 
 
 def patience_s(least_s: float, usual_step_s: float) -> float:
-    """How long no progress is no hang, where steps usually take at most `usual_step_s`."""
+    """Return how long a worker may make no progress before it counts as hung. `usual_step_s`: most
+    that steps usually take."""
     return max(least_s, HUNG_STEPS * usual_step_s)

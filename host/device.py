@@ -1,4 +1,4 @@
-"""What this host computes with: no torch, no CUDA context.
+"""Devices that this host computes with; loads no torch and makes no CUDA context.
 
 The names of CPUs come from the kernel, GPUs from a process of their own that loads torch, which
 alone knows which of them the environment shows to workers, and in which order.
@@ -59,8 +59,8 @@ _NCCL_ENVIRONMENT = {
 
 
 def find_gpus(environment: Mapping[str, str], chosen: Sequence[str] = ()) -> GpuReport:
-    """The GPUs that processes with `environment` can use: those chosen, by their names to CUDA, or
-    all. Raises ValueError where there are none, or a chosen one cannot be used."""
+    """Find the GPUs that processes with `environment` can use: those chosen, by their names to
+    CUDA, or all. Raises ValueError if there are none, or a chosen one cannot be used."""
     try:
         command = python("oobleck.worker.runtime.device", *chosen)
         output = output_of(command, _PROBE_TIMEOUT_S, environment)
@@ -80,8 +80,8 @@ def find_gpus(environment: Mapping[str, str], chosen: Sequence[str] = ()) -> Gpu
 
 
 def worker_environment(device: str, address: str = "") -> dict[str, str]:
-    """What workers need in their environment, beside what the user set. `device`: cpu or cuda;
-    `address`: where others reach this host, by whose interface NCCL talks then."""
+    """Return the environment variables that workers need beside the user's own. `device`: cpu or
+    cuda; `address`: where others reach this host; NCCL then uses the interface that has it."""
     common = {
         "OMP_NUM_THREADS": "1",
         # What lies there is run, so it is not where torch has it, in /tmp.
@@ -97,7 +97,7 @@ def worker_environment(device: str, address: str = "") -> dict[str, str]:
 
 
 def _interface_of(address: str) -> str:
-    """The name of the network interface that has the address; empty where none has."""
+    """Return the name of the network interface that has the address; empty if none has."""
     for name, has in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in has):
             return name
@@ -105,7 +105,8 @@ def _interface_of(address: str) -> str:
 
 
 def device_kind(gpus: Sequence[Gpu], workers: int, environment: Mapping[str, str]) -> str:
-    """Name of what one of the host's `workers` computes on; equal names mean equal speed.
+    """Return the name of what one of the host's `workers` computes on; equal names mean equal
+    speed.
 
     `gpus`: that the workers use; none: they compute on CPUs, and `environment` says with how many
     threads.

@@ -1,16 +1,16 @@
 """Text that others wrote, made fit for a terminal or a line of a log.
 
 A manifest, a worker's output or a file's name may hold escapes that move the cursor, set the
-window's title, hide or reorder what stands there. Whatever prints such text takes it through
-here. Must not know what the text is.
+window's title, hide or reorder other text. All code that prints such text passes it through here.
+Must not know what the text is.
 """
 
 from oobleck.planner.redact import redact
 
 
 def inline(text: str) -> str:
-    """`text` as a part of one line: what would end it, move a cursor or hide is shown instead, and
-    the secrets of URLs are not."""
+    """Return `text` fit to be part of one line: line ends, cursor movements and hidden characters
+    are shown as text, and the secrets of URLs are left out."""
     text = redact(text)
     if text.isprintable():
         return text
@@ -20,10 +20,10 @@ def inline(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with its line ends, and each of its lines `inline`."""
+    """Return `text` with its line ends, and each of its lines `inline`."""
     return "\n".join(map(inline, text.split("\n")))
 
 
 def one_line(text: str) -> str:
-    """`text` of any number of lines as one."""
+    """Join `text` of any number of lines to one line."""
     return inline(" ".join(text.split()))

@@ -1,4 +1,4 @@
-"""What a check of a host found: how bad it is, and what mends it."""
+"""Findings of a host's checks: how bad each is, and how to fix it."""
 
 from collections.abc import Mapping
 from typing import Literal

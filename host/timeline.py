@@ -1,4 +1,4 @@
-"""A worker's time in a step, as spans, and the file that shows those of all workers.
+"""Time of workers in a step, as spans, and the file that shows those of all workers.
 
 Workers record spans (`oobleck.worker.runtime.timeline`), the master asks for them and gathers them;
 this module owns the words for both and the Chrome trace format, which Perfetto and chrome://tracing
@@ -21,7 +21,7 @@ Category = Literal["step", "recovery", "sum"]
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Something that a worker did or waited for."""
+    """Activity of a worker, or a wait of it."""
 
     name: str
     category: Category
@@ -35,13 +35,13 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 def boot_id() -> str:
-    """Of this start of this machine: processes that see the same have one monotonic clock. Empty
-    where the kernel does not tell."""
+    """Return the id of this boot: processes with the same one share a monotonic clock. Empty if the
+    kernel does not say."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker has recorded for one request."""
+    """Recording by one worker, for one request."""
 
     #: Of the request.
     number: int
@@ -55,7 +55,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True):
-    """How a node's monotonic clock lies to that of the one who asked."""
+    """Offset of a node's monotonic clock from that of the process that asked."""
 
     #: To be added to the node's times.
     offset_ns: int = 0
@@ -64,7 +64,7 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Track(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's recording with all that the file says about it."""
+    """Recording of one worker, with everything that the file says about it."""
 
     worker: WorkerId
     #: As "pipeline 1, stage 0".
@@ -78,8 +78,8 @@ DEVICE_THREADS = 1 << 16
 
 
 def chrome_trace(tracks: Sequence[Track]) -> dict[str, Any]:
-    """The JSON object format of the Trace Event Format: a process per node, a thread per worker,
-    and one for its device where that computes later than the host asks it to.
+    """Return the JSON object format of the Trace Event Format: a process per node, a thread per
+    worker, and one for its device if that computes later than the host asks it to.
 
     Times are microseconds from the first span of all. Sums are asynchronous events: they overlap.
     """

@@ -1,7 +1,7 @@
-"""The versions of what computes on a host, and how those of several hosts differ.
+"""Versions of the software that computes on a host, and the differences between hosts.
 
-Read from what is installed without importing it, so that a broken library takes nobody down. Must
-not know what is done about a difference.
+Read from the installed packages without importing them, so that a broken library does not end the
+process. Must not know what is done about a difference.
 """
 
 import platform
@@ -22,7 +22,7 @@ _MOST_CHARACTERS = 64
 
 
 class Versions(msgspec.Struct, frozen=True, kw_only=True):
-    """Empty: it is not installed, or not known."""
+    """Versions of one host's software. Empty: it is not installed, or not known."""
 
     oobleck: str = ""
     python: str = ""
@@ -36,7 +36,7 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def installed() -> Versions:
-    """Those of this process, and of every one with its environment."""
+    """Return the versions in this process's environment."""
     return Versions(
         oobleck=_version("oobleck-cluster"),
         python=platform.python_version(),
@@ -55,12 +55,13 @@ def _version(distribution: str) -> str:
 
 
 def series(version: str) -> str:
-    """`2.13` of `2.13.1+cpu`: what has the same does the same to a model."""
+    """Return `2.13` of `2.13.1+cpu`: versions of one series do the same to a model."""
     return ".".join(version.split(".")[:2])
 
 
 def differences(hosts: Iterable[tuple[str, Versions]]) -> Differences:
-    """Of the packages that not all of the named hosts have alike."""
+    """Return the packages that differ between the named hosts: host names by version, by
+    package."""
     found: dict[str, dict[str, list[str]]] = {}
     for name, versions in sorted(hosts):
         for package in Versions.__struct_fields__:
@@ -74,7 +75,7 @@ def differences(hosts: Iterable[tuple[str, Versions]]) -> Differences:
 
 
 def described(found: Differences) -> str:
-    """`torch 2.12.0 on n4, 2.13.0 on n1, n2`."""
+    """Describe versions, as `torch 2.12.0 on n4, 2.13.0 on n1, n2`."""
     return "; ".join(
         f"{package} " + ", ".join(f"{version} on {', '.join(on)}" for version, on in hosts.items())
         for package, hosts in found.items()

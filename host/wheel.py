@@ -36,7 +36,7 @@ _NO_WHEEL = "it is no wheel; make one of your package with 'pip wheel --no-deps'
 
 class Wheel:
     def __init__(self, content: bytes) -> None:
-        """Raises ValueError, with the fix, where it is none that may go with a job."""
+        """Raises ValueError, with the fix, if it is no wheel that may go with a job."""
         self.content = content
         self.digest = hashlib.sha256(content).hexdigest()
         self._zip = _opened(content)
@@ -73,8 +73,8 @@ class Wheel:
             raise _damaged(error) from error
 
     def unpack(self, folder: Path) -> None:
-        """Into a folder that is made for it, and is there only if that is done. Raises OSError,
-        ValueError where the wheel is damaged."""
+        """Unpack into a new folder, which exists afterwards only on success. Raises OSError, and
+        ValueError if the wheel is damaged."""
         folder.mkdir(mode=0o700)
         try:
             for info in self._files:
@@ -101,7 +101,7 @@ class Wheel:
 
 
 def _opened(content: bytes) -> zipfile.ZipFile:
-    """Its directory is read, which is bounded first."""
+    """Open a wheel and read its directory, after bounding the directory's size."""
     end = content[-_END.size :]
     large = content[-_END.size - _LARGE_END_BYTES :].startswith(_LARGE_END)
     if len(end) < _END.size or large or not end.startswith(b"PK\x05\x06"):

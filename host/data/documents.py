@@ -1,4 +1,4 @@
-"""Documents out of files, piece by piece, so that a corpus may be larger than memory.
+"""Reader of documents from files, piece by piece, so that a corpus may be larger than memory.
 
 A text file is one document. In a `.jsonl` file every line is one: a JSON object with the text in
 one of its fields. `.gz` after either name means compressed. Must not know tokens.
@@ -28,7 +28,7 @@ _SPACE = b" \t\n\r\x0b\x0c"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some of a document, or all of it."""
+    """Part of a document, or a whole one."""
 
     content: bytes
     #: Where it stands, for messages.
@@ -52,13 +52,13 @@ class Piece:
 
 
 def is_plain(path: str) -> bool:
-    """Whether the file's bytes are its document: neither compressed nor JSON lines."""
+    """Return whether the file's bytes are its document: neither compressed nor JSON lines."""
     return not path.endswith((".gz", ".jsonl"))
 
 
 def read_documents(path: str, field: str, *, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
-    """The documents of file `path`; `field` is where the text stands in JSON lines. Raises
-    DataError where it cannot be read as what its name says."""
+    """Read the documents of file `path`; `field` is the key of the text in JSON lines. Raises
+    DataError if the file cannot be read as what its name says."""
     try:
         with open_regular(path) as raw:
             opened = gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw
@@ -110,7 +110,8 @@ def _pieces(path: str, raw: BinaryIO, stream: BinaryIO, piece_bytes: int) -> Ite
 
 
 def _cut(content: bytes, piece_bytes: int) -> int:
-    """Where a piece may end: before a word, best of all after a line end; 0: nowhere yet.
+    """Return the offset at which a piece may end: after a line end if possible, else before a word;
+    0 if there is no such place yet.
 
     Tokenizers split there anyway, so that pieces have the tokens of the whole.
     """

@@ -36,15 +36,15 @@ _VOCABULARY = 1 << 22
 
 
 class DataError(ValueError):
-    """The data cannot be used as it is asked for; the text names the file or key and the fix."""
+    """Error in the data as it is asked for; the text names the file or key and the fix."""
 
 
 class CannotWrite(DataError):
-    """The disk does not take it; nothing is wrong with the data."""
+    """Error of writing to the disk; nothing is wrong with the data."""
 
 
 class TokenFileInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What `F.json` says of the token file `F`."""
+    """Description of the token file `F`, stored in `F.json`."""
 
     format: int = 1
     dtype: Dtype
@@ -96,8 +96,8 @@ def info_path(path: str | Path) -> Path:
 
 
 def read_info(path: str | Path) -> TokenFileInfo | None:
-    """What is known of token file `path`; None where nothing stands beside it. Raises DataError
-    where what stands there is broken, or is not of this file."""
+    """Read the description beside token file `path`; None if there is none. Raises DataError if it
+    is broken or describes another file."""
     beside = info_path(path)
     try:
         info = decode(TokenFileInfo, read_regular(beside, _MOST_INFO_BYTES))
@@ -123,8 +123,8 @@ def read_info(path: str | Path) -> TokenFileInfo | None:
 
 
 def type_of(path: str | Path, info: TokenFileInfo | None, wanted: Dtype | None) -> Dtype:
-    """The type of the ids in token file `path`. Raises DataError where `info`, its description, and
-    `wanted` differ, or neither says it: in the wrong width most numbers are ids too."""
+    """Return the type of the ids in token file `path`. Raises DataError if `info`, its description,
+    and `wanted` differ, or neither says it: read in the wrong width most numbers are ids too."""
     if info is None and wanted is None:
         raise DataError(
             f"nothing says what type the ids in {path} have: there is no "
@@ -218,15 +218,15 @@ def beyond_vocabulary(
 
 
 def narrowest(vocabulary: int) -> Dtype:
-    """The smallest type that holds ids below `vocabulary`."""
+    """Return the smallest type that holds ids below `vocabulary`."""
     if vocabulary <= 1 << 8:
         return "uint8"
     return "uint16" if vocabulary <= 1 << 16 else "uint32"
 
 
 class TokenWriter:
-    """A token file in the making: a context that leaves a whole file, or after an error nothing.
-    All methods raise DataError when the disk does not take it."""
+    """Writer of a token file: a context that leaves a whole file, or nothing after an error. All
+    methods raise DataError when the disk does not take it."""
 
     def __init__(self, path: str | Path, dtype: Dtype, temporary: str = "") -> None:
         """`temporary`: name of the file while it is being written, in the same directory."""

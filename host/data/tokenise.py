@@ -1,4 +1,4 @@
-"""Files to one token file: read, tokenise, separate, write, with a bounded part in memory."""
+"""Tokenising of files to one token file: read, tokenise, separate, write, in bounded memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -48,7 +48,7 @@ def tokenise(
 
 
 def _batches(paths: Sequence[str], field: str) -> Iterator[tuple[list[Piece], int]]:
-    """Pieces in batches, and the bytes of all files read up to there."""
+    """Yield pieces in batches, with the bytes of all files read up to there."""
     batch: list[Piece] = []
     size = 0
     for piece, read_bytes in _pieces(paths, field):

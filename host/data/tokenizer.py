@@ -26,7 +26,7 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
 class ByteTokenizer:
-    """Every byte is a token; nothing separates documents unless it is asked for."""
+    """Tokenizer for which every byte is a token; documents are separated only on request."""
 
     #: For messages and descriptions; and SHA-256 (hex) of what defines it.
     name = "bytes"
@@ -35,12 +35,12 @@ class ByteTokenizer:
     vocabulary = 256
 
     def encode(self, pieces: Sequence[Piece]) -> list[Ids]:
-        """The ids of each piece. Raises DataError for what is no text."""
+        """Return the ids of each piece. Raises DataError for a piece that is no text."""
         return [np.frombuffer(piece.content, dtype=np.uint8).astype(np.uint32) for piece in pieces]
 
     def separator(self, wanted: str | None) -> tuple[int, ...]:
-        """The ids of what is to stand after each document: `wanted`, nothing for an empty text,
-        the usual for None. Raises DataError where there is no such token."""
+        """Return the ids to put after each document: `wanted`, none for an empty text, the usual
+        ones for None. Raises DataError if there is no such token."""
         return tuple((wanted or "").encode())
 
     def check_vocabulary(self, vocabulary: int) -> None:
@@ -49,7 +49,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """The tokenizer that a `tokenizer.json` describes, without what it puts around single texts."""
+    """Tokenizer described by a `tokenizer.json`, without what it puts around single texts."""
 
     def __init__(self, path: str) -> None:
         """Raises DataError."""
@@ -115,7 +115,7 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def load_tokenizer(path: str | None) -> Tokenizer:
-    """The tokenizer of a file; of bytes where there is none. Raises DataError."""
+    """Load the tokenizer of a file, or of bytes if there is none. Raises DataError."""
     return ByteTokenizer() if path is None else FileTokenizer(path)
 
 

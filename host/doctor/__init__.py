@@ -1,2 +1,2 @@
-"""What is wrong with a host, with its folders, and with the ways between hosts: looked at by
-processes of their own, for `oobleck doctor`."""
+"""Examinations for `oobleck doctor`: faults of a host, its folders and the paths between hosts,
+each examined by a process of its own."""

@@ -1,8 +1,8 @@
-"""Looks at this host, as a process of its own: `python -m oobleck.host.doctor`.
+"""Process that examines this host: `python -m oobleck.host.doctor`.
 
 Each line of standard input is an `Asked`, each line of standard output its `Answer`; it ends with
-standard input. Whatever may hang is done by a thread that is left behind when its time is over, so
-one file server that is away costs one finding. Must not know who asks.
+standard input. A check that may hang runs in a thread that is left behind when its time is over, so
+one unreachable file server costs one finding. Must not know who asks.
 """
 
 import os
@@ -55,7 +55,7 @@ class _Doctor:
         self._own = ""
 
     def answer(self, asked: Asked) -> Answer:
-        """Raises OSError."""
+        """Carry out one order. Raises OSError."""
         order, about = asked.order, asked.about
         match order:
             case Look():
@@ -148,7 +148,8 @@ def _hangs(name: str) -> Finding:
 def in_time(
     tasks: Mapping[str, Callable[[], T]], limit_s: float, limits: Mapping[str, float] = _NO_LIMITS
 ) -> dict[str, T]:
-    """What those gave that ended in time without an OSError, each in a thread of its own."""
+    """Run each task in a thread of its own and return the results of those that end in time. Tasks
+    that raise OSError are left out."""
     found: dict[str, T] = {}
 
     def note(name: str) -> None:

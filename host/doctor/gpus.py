@@ -27,7 +27,7 @@ ADAPTERS = Path("/sys/class/infiniband")
 
 
 def look() -> Iterator[Finding]:
-    """At this host, for a check by torch that comes behind."""
+    """Examine this host's GPUs before a later check by torch."""
     yield driver()
     yield from health(read_sample())
     yield shared_memory(Path("/dev/shm"))
@@ -36,12 +36,12 @@ def look() -> Iterator[Finding]:
 
 
 def is_here(about: About) -> bool:
-    """Whether there are GPUs to look at."""
+    """Return whether there are GPUs to examine."""
     return about.device == "cuda" or driver_version() != ""
 
 
 def look_for_agent(about: About, *, gently: bool) -> Iterator[Finding]:
-    """At the GPUs of this host's agent. `gently`: its workers use them."""
+    """Examine the GPUs of this host's agent. `gently`: its workers are using them."""
     if about.device == "cuda":
         yield driver()
         yield shared_memory(Path("/dev/shm"))
@@ -55,7 +55,8 @@ def look_for_agent(about: About, *, gently: bool) -> Iterator[Finding]:
 
 
 def of_agent(sample: Sample, about: About) -> Sample:
-    """The part about its GPUs; errors that name no GPU may be of any."""
+    """Return the part of the sample about the agent's GPUs. Errors that name no GPU may be of
+    any."""
     if not about.gpus:
         return sample
     return msgspec.structs.replace(
@@ -90,7 +91,7 @@ def driver() -> Finding:
 
 
 def health(sample: Sample, *, busy: bool = False) -> Iterator[Finding]:
-    """Of all GPUs in the sample. `busy`: those who use them are the agent's own workers."""
+    """Report on the health of all GPUs in the sample. `busy`: the agent's own workers use them."""
     if sample.problem:
         what = f"the health of GPUs is not known: {sample.problem}"
         fix = "with a driver and nvidia-ml-py agents drain nodes before their GPUs die"
@@ -131,7 +132,8 @@ def shared_memory(place: Path) -> Finding:
 
 
 def locked_memory(limit: int, adapters: Path) -> Iterator[Finding]:
-    """`limit`: of this user, in bytes. Adapters read and write locked memory alone."""
+    """Check the limit on locked memory, which is all that network adapters read and write. `limit`:
+    of this user, in bytes."""
     if not (adapters.is_dir() and os.listdir(adapters)):
         return
     if limit == resource.RLIM_INFINITY:
@@ -146,7 +148,7 @@ def locked_memory(limit: int, adapters: Path) -> Iterator[Finding]:
 
 
 def environment(given: Mapping[str, str]) -> Iterator[Finding]:
-    """Variables that stand against what agents set for workers on GPUs."""
+    """Report variables that conflict with those that agents set for workers on GPUs."""
     for name, wanted in worker_environment("cuda").items():
         if name.startswith(("NCCL_", "TORCH_NCCL_", "CUDA_")) and given.get(name, wanted) != wanted:
             what = f"{name}={given[name]} stands against the {wanted} that workers need"

@@ -1,6 +1,6 @@
-"""The names, interfaces and routes of this host, and what of them stands in workers' way.
+"""Names, interfaces and routes of this host, and the faults in them that hinder workers.
 
-What is read is one thing and what is concluded another, so that the latter is a pure function.
+Reading is separate from concluding, so that the latter is a pure function.
 """
 
 import re
@@ -49,7 +49,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     ports: int = 0
 
     def holding(self, address: str) -> Interface | None:
-        """The interface that has the address."""
+        """Return the interface that has the address."""
         return next((one for one in self.interfaces if address in one.addresses), None)
 
 
@@ -90,7 +90,8 @@ def _resolved(name: str) -> tuple[str, ...]:
 
 
 def _source(peer: str) -> str:
-    """Sends nothing."""
+    """Return this host's address for reaching `peer`, without sending anything; empty: there is
+    none."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -215,7 +216,7 @@ def _of_routes(found: Network, about: About) -> Iterator[Finding]:
 
 
 def _of_choice(found: Network, about: About) -> Iterator[Finding]:
-    """By which interfaces NCCL, and Gloo, are going to talk."""
+    """Check the interfaces that NCCL and Gloo are going to use."""
     here = found.holding(about.address)
     for variable in _VARIABLES:
         told = about.variables.get(variable, "")
@@ -242,8 +243,8 @@ def _of_choice(found: Network, about: About) -> Iterator[Finding]:
 
 
 def nccl_choice(told: str, interfaces: Sequence[Interface]) -> tuple[str, ...]:
-    """The interfaces that NCCL uses by NCCL_SOCKET_IFNAME (NCCL's user guide, "Environment
-    variables"): `^` leaves those out that follow, `=` wants whole names, else beginnings count.
+    """Return the interfaces that NCCL uses by NCCL_SOCKET_IFNAME (NCCL's user guide, "Environment
+    variables"). `^` excludes those that follow, `=` asks for whole names, else prefixes count.
     Without it: those of InfiniBand, else all but docker's and loopback, else these."""
     up = [one.name for one in interfaces if one.up and one.addresses]
     if told:

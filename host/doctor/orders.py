@@ -1,4 +1,4 @@
-"""What a doctor's process is asked, and what it answers, as data that goes through the master.
+"""Orders to a doctor's process and its answers, as data that the master forwards.
 
 Must not know how anything is looked at, nor what is concluded.
 """
@@ -18,14 +18,14 @@ MARK = ".oobleck-doctor-"
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A folder or files to look at; of `data` it may be a pattern."""
+    """Folder or files to examine; for `data` it may be a pattern."""
 
     path: str
     use: Use
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """What the daemon on a host knows of it: what is looked at is held against that."""
+    """Facts that a host's daemon knows of it, against which the examination compares."""
 
     #: By which other nodes reach its workers; empty: not known.
     address: str = ""
@@ -48,7 +48,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
-    """At the host, and at these places."""
+    """Order to examine the host and these places."""
 
     places: tuple[Place, ...] = ()
     #: Addresses of the other nodes.
@@ -60,7 +60,7 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
 
 
 class FindMarks(msgspec.Struct, frozen=True, kw_only=True, tag="find marks"):
-    """Which files of that examination are in these folders."""
+    """Order to list the mark files that an examination has left in these folders."""
 
     folders: tuple[str, ...]
     examination: str
@@ -77,14 +77,16 @@ class ReadClock(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
 
 
 class Listen(msgspec.Struct, frozen=True, kw_only=True, tag="listen"):
-    """Take calls from who has the secret, for so long, at a port of the kernel's choice."""
+    """Order to take calls from holders of the secret, for so long, at a port that the kernel
+    chooses."""
 
     secret: str
     seconds: float
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
-    """Measure the way to one that listens; the process that does is the one that listens here."""
+    """Order to measure the network path to a host that listens; the process that listens here does
+    so."""
 
     address: str
     port: int
@@ -95,7 +97,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
 
 
 class Hush(msgspec.Struct, frozen=True, kw_only=True, tag="hush"):
-    """Listen no more."""
+    """Order to stop listening."""
 
 
 Order = Look | FindMarks | RemoveMarks | ReadClock | Listen | Call | Hush
@@ -105,7 +107,7 @@ Order = Look | FindMarks | RemoveMarks | ReadClock | Listen | Call | Hush
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What is held against the same place on other nodes."""
+    """State of a place, to compare with the same place on other nodes."""
 
     path: str
     use: Use
@@ -126,7 +128,7 @@ class Looked(msgspec.Struct, frozen=True, kw_only=True, tag="looked"):
 
 
 class Marks(msgspec.Struct, frozen=True, kw_only=True, tag="marks"):
-    """By folder: whose files are there."""
+    """Marks found in each folder, by the names of the nodes that left them."""
 
     found: Mapping[str, tuple[str, ...]]
 
@@ -144,7 +146,7 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True, tag="listening"):
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True, tag="way"):
-    """What one host measured of the way to another one."""
+    """Measurements by one host of the network path to another one."""
 
     #: Why there is no way, in the kernel's words; empty: there is.
     problem: str = ""
@@ -174,7 +176,7 @@ Answer = Looked | Marks | Clock | Listening | Way | Done | Unable
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of a doctor's process's standard input."""
+    """Line of a doctor's process's standard input."""
 
     order: Order
     about: About = About()

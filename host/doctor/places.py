@@ -1,9 +1,8 @@
-"""Folders and files of this host: whether they can be used, how much room and speed there is, and
-what is held against the same ones on other nodes.
+"""Folders and files of this host: whether they are usable, their free room and speed, and the facts
+to compare with the same ones on other nodes.
 
-Each place is looked at by a thread of its own, since a file server that is away may hold one for
-ever. What is read is one thing and what is concluded another, so that the latter is a pure
-function.
+Each place is examined by a thread of its own, since an unreachable file server may hold one for
+ever. Reading is separate from concluding, so that the latter is a pure function.
 """
 
 import glob
@@ -83,7 +82,7 @@ class PlaceFacts(msgspec.Struct, frozen=True, kw_only=True):
 def look(
     place: Place, *, gently: bool, mark: str, sync: Callable[[int], None] = os.fsync
 ) -> PlaceFacts:
-    """`mark`: what the file is called that is left in a shared folder; empty: none is. `sync`:
+    """Examine a place. `mark`: name of the file to leave in a shared folder; empty: none. `sync`:
     has the disk write what there is of a file."""
     if is_remote(place.path):
         return PlaceFacts(place=place, system="remote")
@@ -97,8 +96,8 @@ def look(
 
 
 def _nearest(path: str) -> Path:
-    """That is there, above `path` or itself; raises OSError where not even its parent can be looked
-    at."""
+    """Return `path`, or its nearest ancestor that exists. Raises OSError if not even its parent can
+    be examined."""
     at = Path(os.path.abspath(path))
     while True:
         try:
@@ -142,8 +141,8 @@ def _look_at_folder(
 def _write(
     at: Path, room: int, *, gently: bool, sync: Callable[[int], None]
 ) -> tuple[float | None, float]:
-    """How many bytes a second the disk takes (None: that much is not tried), and how long it takes
-    it to have a small write. Raises OSError."""
+    """Measure the disk's write rate in bytes a second (None if there is too little room or time to
+    try), and the duration of a small synced write. Raises OSError."""
     size = min(_FEW_BYTES if gently else _WRITTEN_BYTES, room // _PART_OF_ROOM)
     path = at / f"{MARK}{secrets.token_hex(8)}"
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
@@ -171,7 +170,8 @@ def _write(
 def _file_system(
     at: Path, mounts: Path = Path("/proc/self/mountinfo")
 ) -> tuple[str, tuple[str, ...], str]:
-    """Type, options and mounted folder of what is mounted there (proc(5)); empty: not known."""
+    """Return type, options and mounted folder of the file system there (proc(5)); empty: not
+    known."""
     device = os.stat(at).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     real = os.path.realpath(at)
@@ -196,7 +196,7 @@ def _file_system(
 
 
 def _look_at_data(place: Place, path: str) -> PlaceFacts:
-    """Raises OSError."""
+    """Examine files or a pattern of data. Raises OSError."""
     if glob.has_magic(path):
         names = sorted(glob.glob(path, recursive=True))[:_MOST_FILES]
     elif os.path.isdir(path):
@@ -235,7 +235,7 @@ def _below(path: str) -> Iterator[str]:
 
 
 def _spread(files: Sequence[str]) -> Sequence[str]:
-    """Some of them, from the first to the last."""
+    """Return a sample of the files, spread evenly from the first to the last."""
     step = max(1, -(-len(files) // _READ_FILES))
     return files[::step]
 
@@ -250,7 +250,7 @@ def _read_ends(name: str, take: Callable[[bytes], None]) -> None:
 
 
 def seen(facts: PlaceFacts) -> Seen:
-    """What other nodes' places are held against."""
+    """Return the facts that are compared with other nodes' places."""
     return Seen(
         path=facts.place.path,
         use=facts.place.use,
@@ -264,7 +264,8 @@ def seen(facts: PlaceFacts) -> Seen:
 
 
 def marks_in(folder: str, examination: str) -> tuple[str, ...]:
-    """Of whom there are files of that examination. Raises OSError."""
+    """Return the names of the nodes whose marks of that examination are in the folder. Raises
+    OSError."""
     start = f"{MARK}{examination}-"
     with os.scandir(folder) as entries:
         return tuple(
@@ -273,7 +274,7 @@ def marks_in(folder: str, examination: str) -> tuple[str, ...]:
 
 
 def remove_marks(folder: str, examination: str, older_s: float) -> None:
-    """Those of that examination, and all that are older."""
+    """Remove the marks of that examination, and all marks older than `older_s`."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if not entry.name.startswith(MARK):
@@ -339,7 +340,7 @@ def _of_room(facts: PlaceFacts) -> Finding:
 
 
 def _of_durability(facts: PlaceFacts) -> Iterator[Finding]:
-    """Whether what is written is there after the power was lost."""
+    """Report where writes may not survive a power failure or a restart."""
     if facts.place.use == "own":
         return
     path, system = facts.place.path, facts.system

@@ -1,7 +1,7 @@
-"""The process that looks at this host for a daemon (`oobleck.host.doctor`): started with the first
-order, killed where it does not answer, and ended when nothing has been asked for a while.
+"""Process that examines this host for a daemon (`oobleck.host.doctor`). It is started with the
+first order, killed if it does not answer, and ended when nothing has been asked for a while.
 
-Whatever hangs, hangs there. Must not know what orders mean.
+A check that hangs, hangs there. Must not know what orders mean.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _MOST_BYTES = 1 << 20
 
 
 class Doctor:
-    """One order at a time; `close` it."""
+    """Process that examines the host, one order at a time; `close` it."""
 
     def __init__(self, about: Callable[[], About], environment: Mapping[str, str] | None) -> None:
         """`environment`: of the process; None: this one's."""
@@ -83,7 +83,7 @@ class Doctor:
         return self._process
 
     def _kill(self) -> None:
-        """What the kernel holds is not waited for."""
+        """Kill the process without waiting for it: the kernel may hold it for long."""
         process, self._process = self._process, None
         if process is not None:
             with suppress(ProcessLookupError):

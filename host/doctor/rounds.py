@@ -1,4 +1,4 @@
-"""Which nodes are measured against which, so that each is in one pair at a time. Pure."""
+"""Rounds of pair measurements: each node is in one pair at a time. Pure."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,9 @@ Pair = tuple[str, str]
 
 
 def rounds(nodes: Sequence[str]) -> list[list[Pair]]:
-    """Rounds of pairs; in a round nobody is in two. Of a few nodes all pairs come once (the circle
-    method); of many each node meets its two neighbours in the order of names, and others across."""
+    """Return rounds of pairs; no node is in two pairs of a round. A few nodes get all pairs, once
+    each (the circle method). In a large cluster each node meets its two neighbours in the order of
+    names, and others across."""
     names = sorted(nodes)
     if len(names) < 2:
         return []

@@ -1,6 +1,6 @@
-"""What this host allows its processes: memory, processors, open files, threads.
+"""Limits that this host sets its processes: memory, processors, open files, threads.
 
-What is read is one thing and what is concluded another, so that the latter is a pure function.
+Reading is separate from concluding, so that the latter is a pure function.
 """
 
 import os
@@ -53,7 +53,7 @@ def read(root: Path = Path("/")) -> System:
 
 
 def _limit(which: int) -> int | None:
-    """The most that it may be raised to."""
+    """Return the most that the limit may be raised to; None: any number."""
     most = resource.getrlimit(which)[1]
     return None if most == resource.RLIM_INFINITY else most
 
@@ -75,7 +75,8 @@ def _processors(root: Path) -> float:
 
 
 def conclude(found: System, about: About, *, gently: bool) -> Iterator[Finding]:
-    """`gently`: a job trains here, which uses what there is."""
+    """Report limits that are too low. `gently`: a job trains here and takes its part of the
+    memory."""
     yield from _of_memory(found, about, gently=gently)
     yield from _of_processors(found, about)
     yield from _of_files(found, about)

@@ -1,6 +1,5 @@
-"""What is wrong with hosts together: clocks, versions, packets' sizes, folders that they should
-share. Pure.
-"""
+"""Faults of hosts compared with each other: clocks, versions, packet sizes, folders that they
+should share. Pure."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +16,8 @@ HEAD = "(head)"
 
 
 def of_clocks(offsets: Mapping[str, float]) -> Iterator[Finding]:
-    """Of nodes' calendars to the head's, seconds. If most nodes agree and the head does not, it is
-    the head's that is wrong."""
+    """Report clocks that are wrong. `offsets`: of nodes' clocks to the head's, in seconds. If most
+    nodes agree and the head does not, the head's clock is the wrong one."""
     if not offsets:
         return
     usual = statistics.median(offsets.values())
@@ -44,7 +43,8 @@ def of_clocks(offsets: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def of_versions(hosts: Sequence[tuple[str, Versions]], head: str) -> Iterator[Finding]:
-    """`hosts`: of nodes; `head`: the version of oobleck there, which computes with nothing."""
+    """Report versions that differ. `hosts`: of nodes; `head`: oobleck's version at the head, which
+    computes nothing."""
     found = differences(hosts)
     theirs = {versions.oobleck for _, versions in hosts}
     if hosts and theirs != {head} and len(theirs) == 1:
@@ -81,7 +81,7 @@ def of_versions(hosts: Sequence[tuple[str, Versions]], head: str) -> Iterator[Fi
 
 
 def of_packets(looked: Mapping[str, Looked]) -> Iterator[Finding]:
-    """The sizes that interfaces are set to."""
+    """Report interfaces that are set to different packet sizes."""
     sizes: dict[int, list[str]] = {}
     for name, found in sorted(looked.items()):
         if found.mtu and found.interface != "lo":
@@ -155,7 +155,8 @@ def _unlike(files: Mapping[str, int]) -> bool:
 
 
 def of_marks(folder: str, marks: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
-    """`marks`: by node, whose files it sees in the folder; each has left one."""
+    """Report whether nodes share the folder. `marks`: by node, the nodes whose marks it sees in the
+    folder; each has left one."""
     if len(marks) < 2:
         return
     groups: dict[tuple[str, ...], list[str]] = {}

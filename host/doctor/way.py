@@ -1,10 +1,10 @@
-"""Measures the way from this host to another one: whether there is one, how long a round trip
-takes, how much gets through, and how large a packet may be.
+"""Measurement of the network path from this host to another one: whether there is one, its
+round-trip time and throughput, and how large a packet may be.
 
 Both ends are doctor's processes of agents that have got one secret over the master's own
-connections. Whoever calls proves first that it has it, and so does who listens: for others the port
-takes nothing and answers nothing, and it is open for as long as one examination. What is sent is
-filler; nothing that anybody may not read goes over it.
+connections. The caller first proves that it has the secret, and so does the listener. To others the
+port takes nothing and answers nothing, and it is open for as long as one examination. The data sent
+is filler, with nothing secret in it.
 """
 
 import contextlib
@@ -56,14 +56,14 @@ _PROBE = 3
 
 
 class Refused(Exception):
-    """The other end has not the secret."""
+    """Error: the other end does not have the secret."""
 
 
 class Listener:
-    """The end that is called; a context manager."""
+    """End of a path that is called; a context manager."""
 
     def __init__(self, address: str, secret: bytes, seconds: float) -> None:
-        """Raises OSError where the address is none of this host."""
+        """Open the port. Raises OSError if the address is none of this host's."""
         self._secret = secret
         self._until = time.monotonic() + seconds
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -145,7 +145,7 @@ class Listener:
 
 
 def _pair(family: int, address: str) -> tuple[socket.socket, socket.socket]:
-    """Sockets of TCP and UDP with one port, which the kernel has chosen. Raises OSError."""
+    """Return sockets of TCP and UDP with one port, chosen by the kernel. Raises OSError."""
     for last in (False, False, False, True):
         tcp, udp = (
             socket.socket(family, socket.SOCK_STREAM),
@@ -166,7 +166,8 @@ def _pair(family: int, address: str) -> tuple[socket.socket, socket.socket]:
 
 
 def measure(order: Call, secret: bytes, own: str) -> Way:
-    """`own`: the address of this host that the other one is called from; empty: any."""
+    """Measure the path. `own`: the address of this host that the other one is called from; empty:
+    any."""
     try:
         with _called(order, secret, own) as link:
             trips = sorted(_round_trip(link) for _ in range(_ROUND_TRIPS))
@@ -196,7 +197,8 @@ def measure(order: Call, secret: bytes, own: str) -> Way:
 
 @contextlib.contextmanager
 def _called(order: Call, secret: bytes, own: str) -> Iterator[socket.socket]:
-    """Raises OSError, Refused."""
+    """Yield a connection to the other end, after proving possession of the secret. Raises OSError,
+    Refused."""
     source = (own, 0) if own else None
     link = socket.create_connection((order.address, order.port), _ANSWER_S, source)
     with link:
@@ -236,7 +238,7 @@ def _prove_as_called(link: socket.socket, secret: bytes) -> None:
 
 
 def _read(link: socket.socket, size: int) -> bytes:
-    """Raises OSError, also where the other end is gone."""
+    """Read `size` bytes. Raises OSError, also if the other end is gone."""
     data = bytearray()
     while len(data) < size:
         part = link.recv(size - len(data))
@@ -257,8 +259,9 @@ def _round_trip(link: socket.socket) -> float:
 
 
 def _send(link: socket.socket, order: Call) -> float:
-    """How many bytes a second the other end has got. It says so when it has got them all, or the
-    time is over; what is still on its way then is nobody's."""
+    """Send for the order's time and return the bytes a second that the other end received. It
+    answers when it has them all or the time is over; data still in flight then counts for
+    neither."""
     link.sendall(_ASK.pack(_TAKE, order.most_bytes, order.seconds))
     chunk, left = memoryview(bytes(_CHUNK)), order.most_bytes
     until = time.monotonic() + order.seconds + _ANSWER_S
@@ -278,7 +281,7 @@ def _send(link: socket.socket, order: Call) -> float:
 
 
 def _take(link: socket.socket, size: int, seconds: float) -> tuple[int, int]:
-    """Bytes, and nanoseconds from the first of them on."""
+    """Receive data; return the number of bytes, and the nanoseconds from the first of them on."""
     buffer, taken, began = bytearray(_CHUNK), 0, 0
     while taken < size:
         got = link.recv_into(buffer, min(_CHUNK, size - taken))
@@ -294,7 +297,7 @@ def _take(link: socket.socket, size: int, seconds: float) -> tuple[int, int]:
 
 
 def _leave_unread(link: socket.socket) -> None:
-    """Until the other end has closed: an end of this one would take the last word from it."""
+    """Read and discard until the other end closes: closing first would lose it the last answer."""
     until = time.monotonic() + _ANSWER_S
     while time.monotonic() < until and link.recv(_CHUNK):
         pass
@@ -315,8 +318,8 @@ def _rate(taken: int, took_ns: int) -> float:
 
 
 def _largest(order: Call, secret: bytes, own: str) -> tuple[int, int]:
-    """What the interface sends at most as one packet, and the largest of the usual sizes that
-    arrives without being split; 0: none does. Raises OSError where nothing can be sent."""
+    """Return the interface's MTU, and the largest of the usual packet sizes that arrives unsplit (0
+    if none does). Raises OSError if nothing can be sent."""
     family = socket.AF_INET6 if ":" in order.address else socket.AF_INET
     level, option = _DISCOVER[family]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,6 +1,7 @@
-"""What the measured ways between nodes mean: where there is none, and which are unlike the others.
+"""Conclusions from the measured network paths between nodes: which are missing, and which differ
+from the others.
 
-Where all ways of a node are bad, the node is told and not each of its pairs. Pure.
+If all paths of a node are bad, the node is reported rather than each of its pairs. Pure.
 """
 
 import statistics
@@ -28,7 +29,7 @@ _MOST_TOLD = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scope:
-    """Ways that are bad for one reason."""
+    """Group of paths that are bad for one reason."""
 
     #: Empty: all ways are.
     node: str = ""
@@ -38,7 +39,7 @@ class _Scope:
 
 
 def with_rates(way: Way, carried: Way) -> Way:
-    """A way between two hosts, with what got through between them, whoever has measured that."""
+    """Return `way` with the throughput of `carried`, whichever of the two hosts measured that."""
     return msgspec.structs.replace(
         way,
         there_bytes_per_s=carried.there_bytes_per_s,
@@ -58,7 +59,7 @@ def conclude(ways: Ways) -> Iterator[Finding]:
 
 
 def scopes(bad: Sequence[End], ways: Ways) -> Iterator[_Scope]:
-    """The fewest places that the bad ones lie at."""
+    """Return the fewest places that explain the bad paths."""
     left = set(bad)
     if left and left == {*ways} and len({*(node for end in ways for node in end)}) > 2:
         yield _Scope(words="between all nodes", ways=tuple(sorted(left)))
@@ -193,8 +194,8 @@ def _of_rate(ways: Ways) -> Iterator[Finding]:
 
 
 def _two_kinds(unlike: Sequence[End], slow: Sequence[End], ways: Ways) -> Iterator[_Scope]:
-    """Where ways lie that are unlike the others, then, of the others, those that are slow
-    anywhere."""
+    """Yield the scopes of paths that differ from the others, then of the remaining ones that are
+    slow anywhere."""
     yield from _told(unlike, ways)
     yield from _told(slow, {end: way for end, way in ways.items() if end not in unlike})
 
@@ -227,7 +228,7 @@ def _mbs(rate: float) -> str:
 
 
 def unmeasured(names: Sequence[str], pairs: int) -> Iterator[Finding]:
-    """What of all pairs was left out."""
+    """Report how many of all pairs were left out."""
     every = len(names) * (len(names) - 1) // 2
     if pairs < every:
         what = (

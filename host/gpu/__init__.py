@@ -1,1 +1,2 @@
-"""The GPUs of a host: which workers use, where they are, and how. No torch, no CUDA."""
+"""GPUs of a host: the choice of those for workers, their places, and their health. No torch, no
+CUDA."""

@@ -1,4 +1,4 @@
-"""Which GPUs of this host workers use, what of the network NCCL uses, and which CPUs are near.
+"""Choice of the GPUs that workers use, of NCCL's network interfaces, and of the CPUs near a GPU.
 
 Names are those of CUDA and the kernel. Must not know what is wrong with a GPU.
 """
@@ -20,7 +20,7 @@ _SYS = Path("/sys")
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU, or a part of a divided one (MIG), that workers of this host may use."""
+    """GPU, or part of a divided one (MIG), that workers of this host may use."""
 
     name: str
     #: What no other GPU has.
@@ -35,7 +35,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPUs of a host, in the order of their numbers."""
+    """GPUs of a host, in the order of their numbers."""
 
     gpus: tuple[Gpu, ...] = ()
     #: Why there are none, or one of those asked for is missing.
@@ -46,7 +46,7 @@ class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chosen_gpus(option: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """What --gpus, or else CUDA_VISIBLE_DEVICES, names; nothing: all that there are. Raises
+    """Return the GPUs named by --gpus, or else by CUDA_VISIBLE_DEVICES; empty means all. Raises
     ValueError."""
     shown = environment.get("CUDA_VISIBLE_DEVICES")
     if option is None:
@@ -69,13 +69,13 @@ def chosen_gpus(option: str | None, environment: Mapping[str, str]) -> tuple[str
 
 
 def _before_the_end(shown: str) -> tuple[str, ...]:
-    """To CUDA, -1 ends the list."""
+    """Split CUDA_VISIBLE_DEVICES, up to an entry of -1, at which CUDA ends the list."""
     names = [part.strip() for part in shown.split(",")]
     return tuple(names[: names.index("-1")] if "-1" in names else names) or ("",)
 
 
 def check_distinct(gpus: Sequence[Gpu], option: str | None) -> None:
-    """Raises ValueError where two names mean one GPU. `option`: --gpus."""
+    """Raise ValueError if two names mean one GPU. `option`: --gpus."""
     source = "CUDA_VISIBLE_DEVICES" if option is None else "--gpus"
     for number, gpu in enumerate(gpus):
         if gpu.uuid in (other.uuid for other in gpus[:number]):
@@ -83,7 +83,8 @@ def check_distinct(gpus: Sequence[Gpu], option: str | None) -> None:
 
 
 def near_cpus(bus: str, root: Path = _SYS) -> tuple[int, ...]:
-    """The CPUs that are as near as any to the device, in order; none: the kernel does not say."""
+    """Return the CPUs that are as near as any to the device, in order; none: the kernel does not
+    say."""
     try:
         text = (_device(bus, root) / "local_cpulist").read_text()
         return _read_cpus(text)
@@ -92,7 +93,7 @@ def near_cpus(bus: str, root: Path = _SYS) -> tuple[int, ...]:
 
 
 def numa_node(bus: str, root: Path = _SYS) -> int | None:
-    """None: the host has one only, or the kernel does not say."""
+    """Return the GPU's NUMA node; None if the host has only one or the kernel does not say."""
     try:
         node = int((_device(bus, root) / "numa_node").read_text())
     except (OSError, ValueError):
@@ -107,7 +108,7 @@ def _device(bus: str, root: Path) -> Path:
 
 
 def _read_cpus(text: str) -> tuple[int, ...]:
-    """Of a list like 0-3,8."""
+    """Parse a list of CPUs such as 0-3,8."""
     found: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -116,7 +117,7 @@ def _read_cpus(text: str) -> tuple[int, ...]:
 
 
 def driver_version(root: Path = _SYS) -> str:
-    """Of NVIDIA's kernel module; empty: it is not loaded."""
+    """Return the version of NVIDIA's kernel module; empty if it is not loaded."""
     try:
         return (root / "module/nvidia/version").read_text(errors="replace").strip()[:64]
     except OSError:
@@ -124,7 +125,7 @@ def driver_version(root: Path = _SYS) -> str:
 
 
 def interface_address(name: str) -> str:
-    """An address of the interface that others can reach. Raises ValueError."""
+    """Return an address of the interface that others can reach. Raises ValueError."""
     interfaces = psutil.net_if_addrs()
     if name not in interfaces:
         known = ", ".join(sorted(interfaces))
@@ -139,7 +140,7 @@ def interface_address(name: str) -> str:
 def network_environment(
     interface: str | None, adapters: str | None, root: Path = _SYS
 ) -> dict[str, str]:
-    """What tells NCCL which interface and which adapters (HCAs) to use. Raises ValueError."""
+    """Return the variables that choose NCCL's interface and adapters (HCAs). Raises ValueError."""
     told = {} if interface is None else {"NCCL_SOCKET_IFNAME": f"={interface}"}
     if adapters is None:
         return told

@@ -1,11 +1,11 @@
-"""What samples of GPUs mean: whether a GPU is sick, and what makes one slow.
+"""Diagnosis from samples of GPUs: whether a GPU is sick, and why one is slow.
 
-A GPU is sick where it has to be reset, or its host restarted, before it can be trusted again: by
-NVIDIA's catalogue of Xids (docs.nvidia.com/deploy/xid-errors, "immediate action" RESET_GPU,
-RESTART_BM or a workflow that ends there), by NVML's own word, or because a bad row of memory could
-not be replaced. All else is told, and no more: what the GPU has mended for now, and needs a reset
-when it is convenient. Xids of the program that ran (13, 31, 43, 45 and others) say nothing of the
-GPU. Pure. Must not know where samples are from, nor what is done about them.
+A GPU is sick if it has to be reset, or its host restarted, before it can be trusted again. The
+evidence is NVIDIA's catalogue of Xids (docs.nvidia.com/deploy/xid-errors, "immediate action"
+RESET_GPU, RESTART_BM or a workflow that ends there), NVML's own report, or a bad row of memory that
+could not be replaced. Everything else is only reported: the GPU has mended it for now, and needs a
+reset when it is convenient. Xids of the program that ran (13, 31, 43, 45 and others) say nothing of
+the GPU. Pure. Must not know where samples are from, nor what is done about them.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -68,7 +68,7 @@ LOOK = 6
 
 
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong with a GPU."""
+    """Fault of a GPU."""
 
     #: Empty: it is not known which one.
     bus: str
@@ -82,7 +82,8 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def troubles(boards: Iterable[GpuSample], xids: Iterable[Xid]) -> tuple[Trouble, ...]:
-    """Of the newest samples, and of the errors reported so far; the sick first."""
+    """Return the faults in the newest samples and in the errors reported so far, the sick GPUs
+    first."""
     found = [trouble for board in boards for trouble in _of_board(board)]
     for xid in dict.fromkeys(xids):
         known = _SICK.get(xid.code) or _TOLD.get(xid.code)
@@ -116,10 +117,10 @@ def _of_board(board: GpuSample) -> Iterable[Trouble]:
 
 
 def hindrance(samples: Sequence[GpuSample], own: Collection[int]) -> str:
-    """What holds a GPU back in most of the samples, newest last; empty: nothing that is seen.
+    """Return what slows a GPU in most of the samples, newest last; empty if nothing shows.
 
-    `own`: processes that may use it. Where NVML names none of them, its numbers of processes may be
-    those of another namespace, and say nothing.
+    `own`: processes that may use it. If NVML names none of them, its process numbers may be of
+    another namespace, and are ignored.
     """
     most = len(samples) // 2 + 1
     words = dict.fromkeys(

@@ -1,7 +1,6 @@
-"""What NVIDIA's driver has written into the kernel's log: its Xids
-(docs.nvidia.com/deploy/xid-errors).
+"""Xids that NVIDIA's driver has written into the kernel's log (docs.nvidia.com/deploy/xid-errors).
 
-The log has those of before any process listened to NVML. Must not know what they mean.
+The log also has those from before any process listened to NVML. Must not know what they mean.
 """
 
 import errno
@@ -23,7 +22,8 @@ _MOST_RECORDS = 100_000
 
 
 def read_xids(log: Path = _LOG) -> tuple[Xid, ...]:
-    """Each once, in the order in which they came; none where this user may not read the log."""
+    """Read each Xid once, in the order in which they came; none if this user may not read the
+    log."""
     try:
         descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -35,7 +35,8 @@ def read_xids(log: Path = _LOG) -> tuple[Xid, ...]:
 
 
 def _records(descriptor: int) -> Iterator[str]:
-    """Those of a log that is read record by record (dev-kmsg in the kernel's ABI documentation)."""
+    """Yield the records of a kernel log, one read each (dev-kmsg in the kernel's ABI
+    documentation)."""
     for _ in range(_MOST_RECORDS):
         try:
             record = os.read(descriptor, _RECORD_BYTES)

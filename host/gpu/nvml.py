@@ -1,4 +1,4 @@
-"""Reads the GPUs of this host by NVML, through the package nvidia-ml-py where that is installed.
+"""Reader of this host's GPUs by NVML, through the package nvidia-ml-py if that is installed.
 
     python -m oobleck.host.gpu.nvml [SECONDS]
 
@@ -24,7 +24,8 @@ _MOST_XIDS = 64
 
 
 def read_forever(every_s: float | None) -> Iterator[Sample]:
-    """A sample at once, then one every so many seconds and with each error; None: one alone."""
+    """Yield a sample at once, then one every so many seconds and with each error; None: one
+    alone."""
     try:
         import pynvml as nvml
     except ImportError:
@@ -59,8 +60,8 @@ class _Reader:
         self._events = self._listen()
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """None: the driver, the package or the board does not know that. Raises NVMLError where the
-        board is gone."""
+        """Call NVML's function `name`; None if the driver, the package or the board lacks it.
+        Raises NVMLError if the board is gone."""
         nvml, call = self._nvml, getattr(self._nvml, name, None)
         try:
             return None if call is None else call(*arguments)
@@ -74,7 +75,7 @@ class _Reader:
         return f"{int(domain, 16):04x}:{rest.lower()}"
 
     def _listen(self) -> Any:
-        """What to wait at for errors; None: this driver tells of none."""
+        """Return the event set on which to wait for errors; None if this driver reports none."""
         nvml, listening = self._nvml, False
         events = self._ask("nvmlEventSetCreate")
         for handle in self._boards.values() if events is not None else ():
@@ -84,7 +85,7 @@ class _Reader:
         return events if listening else None
 
     def wait(self, timeout_s: float) -> tuple[Xid, ...]:
-        """The errors that come within the time; after the first, those that come with it."""
+        """Return the errors that come within the time; after the first, those that come with it."""
         nvml, begun = self._nvml, time.monotonic()
         found: list[Xid] = []
         while self._events is not None and len(found) < _MOST_XIDS:

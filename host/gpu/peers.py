@@ -1,4 +1,4 @@
-"""Which GPUs of this host cannot reach each other's memory, and which have ECC off, by NVML.
+"""Report, by NVML, of GPUs that cannot reach each other's memory, and of those with ECC off.
 
     python -m oobleck.host.gpu.peers
 
@@ -37,7 +37,8 @@ class Peers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_peers() -> Peers:
-    """Nothing where NVML cannot be asked, which another check tells."""
+    """Read `Peers` in a process of its own; empty if NVML does not answer, which another check
+    reports."""
     try:
         output = output_of(python("oobleck.host.gpu.peers"), _ANSWER_S)
         return msgspec.json.decode(output, type=Peers)
@@ -46,7 +47,7 @@ def read_peers() -> Peers:
 
 
 def ask(nvml: Any) -> Peers:
-    """`nvml`: the module pynvml. Raises its NVMLError where it cannot be asked at all."""
+    """Ask NVML. `nvml`: the module pynvml. Raises its NVMLError if it cannot be asked at all."""
     nvml.nvmlInit()
     boards: dict[str, Any] = {}
     for number in range(nvml.nvmlDeviceGetCount()):

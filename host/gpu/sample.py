@@ -1,4 +1,4 @@
-"""What NVML says of the GPUs of a host at one moment, as plain data.
+"""Sample of a host's GPUs by NVML at one moment, as plain data.
 
 Must not know what it means.
 """
@@ -7,7 +7,7 @@ import msgspec
 
 
 class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that computes on a GPU."""
+    """Process that computes on a GPU."""
 
     pid: int
     #: None: NVML does not say.
@@ -15,7 +15,8 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One board. None: the board, the driver or the caller's rights do not give it."""
+    """Sample of one board. None in a field: the board, the driver or the caller's rights do not
+    give it."""
 
     #: As in /sys/bus/pci/devices.
     bus: str
@@ -49,7 +50,7 @@ class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Xid(msgspec.Struct, frozen=True, kw_only=True):
-    """An error that the driver has reported of a board, by its number in NVIDIA's catalogue."""
+    """Error that the driver has reported of a board, by its number in NVIDIA's catalogue."""
 
     #: Empty: NVML does not say which board's.
     bus: str

@@ -1,4 +1,4 @@
-"""Who else uses the GPUs of this host. Must not know what is done about it."""
+"""Processes that use the GPUs of this host. Must not know what is done about them."""
 
 import subprocess
 import time
@@ -21,7 +21,7 @@ _LOOK_S = 1.0
 
 
 def read_sample() -> Sample:
-    """What NVML says now, asked by a process of its own."""
+    """Read a sample from NVML, in a process of its own."""
     try:
         output = output_of(python(READER), _ANSWER_S)
         return msgspec.json.decode(output, type=Sample)
@@ -37,9 +37,9 @@ def check_unused(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Raises ValueError where another process computes on one of the GPUs and goes on with it, or
-    one of them cannot be read. Where NVML says nothing, nobody does. Of a divided one NVML shows
-    the processes of all parts, so none of them count."""
+    """Raise ValueError if another process keeps computing on one of the GPUs, or one of them cannot
+    be read. If NVML says nothing, all count as unused. For a part of a divided GPU NVML shows the
+    processes of all parts, so none of them count."""
     wanted = {gpu.bus: gpu for gpu in gpus if not gpu.visible.startswith("MIG-")}
     until = clock() + _LEAVE_S
     while True:
@@ -65,7 +65,7 @@ def check_unused(
 
 
 def described(processes: Sequence[GpuProcess]) -> str:
-    """Such as `python3 (process 4242, 3.0 GiB)`."""
+    """Describe processes, each like `python3 (process 4242, 3.0 GiB)`."""
     return ", ".join(map(_one, processes))
 
 

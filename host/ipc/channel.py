@@ -22,7 +22,7 @@ MAX_FRAME_BYTES = 64 << 20
 
 
 def frame(message: object) -> bytes:
-    """The bytes of one message on the wire."""
+    """Return the bytes of one message on the wire."""
     body = encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"message of {len(body)} bytes exceeds {MAX_FRAME_BYTES}")
@@ -37,7 +37,7 @@ def _check_length(prefix: bytes) -> int:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """The next frame's body; None when the peer has closed its end."""
+    """Read the next frame's body; None when the peer has closed its end."""
     try:
         prefix = await reader.readexactly(_LENGTH_BYTES)
         return await reader.readexactly(_check_length(prefix))
@@ -46,7 +46,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
 
 
 class Channel(Generic[T]):
-    """The blocking end of a channel; one thread reads, any thread sends."""
+    """Blocking end of a channel; one thread reads, any thread sends."""
 
     def __init__(self, sock: socket.socket, incoming: object) -> None:
         """`incoming`: the type (a union of tagged Structs) of what the peer sends."""
@@ -76,7 +76,7 @@ class Channel(Generic[T]):
         return None if body is None else self._decoder.decode(body)
 
     def take_descriptors(self) -> list[int]:
-        """The descriptors that came beside the messages received so far."""
+        """Take the descriptors that came beside the messages received so far."""
         taken, self._descriptors = self._descriptors, []
         return taken
 

@@ -1,7 +1,9 @@
-"""A master's address and what to show there: whoever calls one decides here whether that is safe.
+"""Address of a master and the credentials to show there; decides for every caller whether a call is
+safe.
 
 Without credentials a call is in the clear and anybody's, so it may not leave this host. A master
-that the caller's own user runs here says itself where its operator's are. Must not know gRPC.
+that the caller's own user runs here reports where its operator's credentials are. Must not know
+gRPC.
 """
 
 import os
@@ -28,7 +30,7 @@ class Endpoint:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """All addresses, in the order in which they are tried."""
+        """Addresses in the order in which they are tried."""
         return (self.address, *self.others)
 
 
@@ -39,8 +41,8 @@ def endpoint_at(addresses: str, credentials: Credentials | None) -> Endpoint:
 
 
 def check_insecure(flag: str, address: str) -> None:
-    """Raises ValueError if a call or a service in the clear at `address` could leave this host;
-    `flag` is what asks for it."""
+    """Raise ValueError if a call or a service in the clear at `address` could leave this host;
+    `flag` is the option that asks for it."""
     if not stays_on_host(address):
         raise ValueError(
             f"{flag}: {address} is no address of this host, and in the clear anybody in the "

@@ -1,6 +1,6 @@
-"""What an agent and its workers say to each other, and the records that workers make.
+"""Messages between an agent and its workers, and the records that workers make.
 
-One stream socket per worker carries these messages (`oobleck.host.ipc.channel`). Where one end is
+One stream socket per worker carries these messages (`oobleck.host.ipc.channel`). If one end is
 closed, the process there is gone.
 """
 
@@ -17,7 +17,7 @@ from oobleck.planner.programs.plan import Plan
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, rename={"host": "store"}):
-    """Where the workers of a generation meet: at one of them, with a secret of their own."""
+    """Meeting point of a generation's workers: at one of them, with a secret of their own."""
 
     #: The card of that worker: IDENTITY@HOST:PORT. Journals have it as `store`.
     host: str
@@ -28,7 +28,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, rename={"host": "sto
 
 
 class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
-    """One scripted fault of a drill: what happens to which worker at which point.
+    """Scripted fault of a drill: what happens to which worker at which point.
 
     Fault points of a step: `before:` or `after:` and an instruction's kind, such as
     `before:Forward`; in the vote `reduced` (all gradients are in hand) and `voting` (its own share
@@ -103,7 +103,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
 
 
 class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
-    """Enter the plan's generation; repeats and older ones change nothing.
+    """Order to enter the plan's generation; repeats and older ones change nothing.
 
     The master's event has these fields, and agents and workers get them as they are: a field that
     is added here reaches them all. Give it a default, for the journals that lack it.
@@ -128,16 +128,16 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
-    """Take a checkpoint after the next step at which all have this wish.
+    """Order to take a checkpoint after the next step at which all have this wish.
 
-    Wishes are numbered from 1 in a job; a newer one stands for those before it.
+    Wishes are numbered from 1 in a job; a newer one replaces those before it.
     """
 
     number: int
 
 
 class LinkPair(msgspec.Struct, frozen=True, kw_only=True):
-    """Two workers measure the link between them; the first one reports it."""
+    """Pair of workers that measure the link between them; the first one reports it."""
 
     scope: Scope
     workers: tuple[WorkerId, WorkerId]
@@ -145,7 +145,8 @@ class LinkPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measure(msgspec.Struct, frozen=True, kw_only=True, tag="measure"):
-    """Before the first plan: measure the job's layers, then the links that the worker is part of.
+    """Order before the first plan: measure the job's layers, then the links that the worker is part
+    of.
 
     All get it at the same time, so that each measures under the load of the others, as in training.
     An `Assign` calls it off. Repeats and older attempts change nothing.
@@ -162,7 +163,8 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True, tag="measure"):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag="record"):
-    """Record where the time goes in these steps, and report it; a newer wish replaces an older."""
+    """Order to record where the time goes in these steps, and report it; a newer one replaces an
+    older."""
 
     number: int
     first_step: int
@@ -170,18 +172,19 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag="record"):
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
-    """Answer with `Alive`."""
+    """Order to answer with `Alive`."""
 
 
 class Acknowledged(msgspec.Struct, frozen=True, kw_only=True, tag="acknowledged"):
-    """Records of steps, and evaluations, that the master has on its disk: all up to these."""
+    """Acknowledgement: the master has all records of steps, and evaluations, up to these on its
+    disk."""
 
     step: int
     evaluation: int = 0
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
-    """End now: the job is over, cancelled, or the agent shuts down."""
+    """Order to end now: the job is over, cancelled, or the agent shuts down."""
 
     reason: str
 
@@ -193,7 +196,7 @@ ToWorker = Launch | Assign | Measure | Save | Record | Acknowledged | Ask | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The worker lets others call it, and waits for an `Assign`."""
+    """Notice that the worker lets others call it, and waits for an `Assign`."""
 
     pid: int
     #: The worker's own, fit for a `Rendezvous`: who listens where.
@@ -203,7 +206,8 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive"):
-    """What the training thread is at. Another thread tells it, also where that one hangs."""
+    """Heartbeat of the training thread, sent by another thread even while the training thread
+    hangs."""
 
     #: Grows with everything that the training thread begins or has waited for.
     beats: int
@@ -216,7 +220,7 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive"):
 
 
 class PhaseReached(msgspec.Struct, frozen=True, kw_only=True, tag="phase"):
-    """The worker has ended a phase on its way into `generation`.
+    """Notice that the worker has ended a phase on its way into `generation`.
 
     aborted: it is out of the old generation's groups (a fresh worker is at once); received: it
     holds `layers`, which others may have had alone; joined: the new groups are up and the
@@ -243,7 +247,7 @@ class PhaseReached(msgspec.Struct, frozen=True, kw_only=True, tag="phase"):
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One committed step, a line of metrics.jsonl. Every worker makes the same one.
+    """Record of one committed step, a line of metrics.jsonl. Every worker makes the same one.
 
     A field that has a default is written only where it differs from it.
     """
@@ -268,7 +272,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one worker on its device."""
+    """Memory that one worker uses on its device."""
 
     #: Most at a time since its generation began.
     peak_bytes: int
@@ -277,19 +281,19 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ComputeTime(msgspec.Struct, frozen=True, kw_only=True):
-    """How long one worker has computed in whole steps of its generation, without what it has waited
-    for. A step of which only a part was done again is none."""
+    """Time that one worker has computed in whole steps of its generation, without waiting. Steps of
+    which only a part was repeated do not count."""
 
     steps: int
     seconds: float
 
     def plus(self, step_s: float) -> "ComputeTime":
-        """With one step more."""
+        """Return the time with one more step."""
         return ComputeTime(steps=self.steps + 1, seconds=self.seconds + step_s)
 
     @property
     def makes_sense(self) -> bool:
-        """Whoever computes takes time; who does not tells nothing."""
+        """True if the seconds are finite, and positive exactly if there are steps."""
         least = self.seconds > 0 if self.steps else self.seconds == 0
         return self.steps >= 0 and math.isfinite(self.seconds) and least
 
@@ -302,7 +306,7 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True, tag="committed"):
 
 
 class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One evaluation, a line of evaluations.jsonl. Every worker makes the same one."""
+    """Record of one evaluation, a line of evaluations.jsonl. Every worker makes the same one."""
 
     #: Step after which the state was evaluated.
     step: int
@@ -330,14 +334,15 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True, tag="evaluated"):
 
 
 class Handed(msgspec.Struct, frozen=True, kw_only=True, tag="handed"):
-    """Records of steps that were beside the checkpoint which `generation` goes on from."""
+    """Records of steps that were stored beside the checkpoint from which `generation` resumes."""
 
     generation: Generation
     records: tuple[StepRecord, ...]
 
 
 class PeerLost(msgspec.Struct, frozen=True, kw_only=True, tag="peer_lost"):
-    """A peer's socket closed or an operation with it failed; the worker waits for an `Assign`."""
+    """Notice that a peer's socket closed or an operation with it failed; the worker waits for an
+    `Assign`."""
 
     generation: Generation
     step: int
@@ -351,7 +356,7 @@ class PeerLost(msgspec.Struct, frozen=True, kw_only=True, tag="peer_lost"):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """The worker cannot go on; it exits after this.
+    """Notice that the worker cannot go on; it exits after this.
 
     user: the job is at fault (out of memory, an exception in the model), and no retry helps. node:
     this host is (its data, device, disk, or way to the checkpoints), and another may be better.
@@ -363,14 +368,14 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
-    """All steps are committed and the worker's share of the output is on disk."""
+    """Notice that all steps are committed and the worker's share of the output is on disk."""
 
     generation: Generation
     step: int
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
-    """The worker's layers are measured, or why they could not be."""
+    """Measurements of the worker's layers, or the reason why there are none."""
 
     attempt: int
     measurement: Measurement | None
@@ -384,7 +389,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
 
 
 class LinkMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="link_measured"):
-    """A link is measured, or why it could not be; from the first worker of its pair."""
+    """Measurement of a link, or the reason why there is none; from the first worker of its pair."""
 
     attempt: int
     scope: Scope
@@ -397,13 +402,13 @@ class LinkMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="link_measured
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
-    """What came of a `Record`."""
+    """Answer to a `Record`."""
 
     recording: Recording
 
 
 class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_saved"):
-    """A checkpoint is published; from the worker that did it."""
+    """Notice that a checkpoint is published; from the worker that did it."""
 
     #: Steps applied.
     step: int
@@ -417,8 +422,8 @@ class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint
 
 
 class SaveFailed(msgspec.Struct, frozen=True, kw_only=True, tag="save_failed"):
-    """A failed write of a checkpoint or of the final output. Training goes on. After the last
-    step the write is retried for a minute, then the job fails."""
+    """Notice that a write of a checkpoint or of the final output failed. Training goes on. After
+    the last step the write is retried for a minute, then the job fails."""
 
     what: Literal["checkpoint", "output"]
     step: int
@@ -427,8 +432,8 @@ class SaveFailed(msgspec.Struct, frozen=True, kw_only=True, tag="save_failed"):
 
 
 class Restored(msgspec.Struct, frozen=True, kw_only=True, tag="restored"):
-    """All workers of the generation go on from a checkpoint. Without a path: from step 0, since the
-    state was lost."""
+    """Notice that all workers of the generation resume from a checkpoint. An empty path means from
+    step 0, since the state was lost."""
 
     generation: Generation
     step: int
@@ -460,8 +465,8 @@ FromWorker = Report | Ready | Alive | Committed | Handed | Finished | Recorded
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):
-    """Carries three descriptors (SCM_RIGHTS): the worker's end of its channel, the pipe that
-    becomes its output, and the page of its `Marker`."""
+    """Order to fork a worker. It carries three descriptors (SCM_RIGHTS): the worker's end of its
+    channel, the pipe that becomes its output, and the page of its `Marker`."""
 
     slot: int
     incarnation: Incarnation
@@ -473,7 +478,7 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):
 
 
 class Warm(msgspec.Struct, frozen=True, kw_only=True, tag="warm"):
-    """The libraries are loaded; forks are fast from now on."""
+    """Notice that the libraries are loaded; forks are fast from now on."""
 
     pid: int
 
@@ -484,14 +489,14 @@ class Forked(msgspec.Struct, frozen=True, kw_only=True, tag="forked"):
 
 
 class ForkFailed(msgspec.Struct, frozen=True, kw_only=True, tag="fork_failed"):
-    """The kernel has no process or no memory to give; a later fork may succeed."""
+    """Notice that the kernel has no process or no memory to give; a later fork may succeed."""
 
     incarnation: Incarnation
     reason: str
 
 
 class ChildExited(msgspec.Struct, frozen=True, kw_only=True, tag="child_exited"):
-    """The kernel's word on how a worker ended."""
+    """Exit status of a worker, as the kernel reports it."""
 
     pid: int
     #: Of an exit by itself; None when a signal killed it.

@@ -1,4 +1,4 @@
-"""Finds the master that this user runs on this host, and its authority.
+"""Search for the master that this user runs on this host, and for its authority.
 
 A master with an authority answers at an abstract Unix socket, named after its user and its address.
 The kernel ends that name with the master, and keeps it in the network namespace of the master's
@@ -6,7 +6,7 @@ port: no name is left behind, and none leads to another master. Both ends ask th
 other one is (SO_PEERCRED). The answer is a path and no secret: the mode of the authority's folder
 keeps others out, as containers that share the host's network.
 
-What leads to a master by another port, as a proxy or a tunnel, is known by the master's
+A proxy or a tunnel leads to a master by another port; there the caller knows the master by its
 certificate, which that authority has signed. Must not know gRPC.
 """
 
@@ -38,7 +38,7 @@ _NAMES = Path("/proc/net/unix")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnMaster:
-    """A master that runs as this process's user."""
+    """Master that runs as this process's user."""
 
     #: Folder of its authority.
     pki: Path
@@ -51,7 +51,8 @@ class OwnMaster:
         return self.pki / OPERATOR
 
     def node(self, name: str) -> Path:
-        """Folder of the credentials of an agent that this user starts beside the master."""
+        """Return the folder of the credentials of an agent that this user starts beside the
+        master."""
         return self.pki / "nodes" / name
 
 

@@ -1,4 +1,4 @@
-"""A port that this process listens on: who is connected, and whom the kernel is not to let in.
+"""Port on which this process listens: its peers, and those that the kernel is to refuse.
 
 Netlink (sock_diag(7)) tells who is connected, accepted or not, in a few messages. A filter of the
 listening socket (SO_ATTACH_FILTER in socket(7)) drops what the others send to connect, which costs
@@ -69,7 +69,7 @@ def _drop_most_calls(one_of: int) -> tuple[_Instruction, ...]:
 
 
 class Port:
-    """The listening sockets of this process on a port; use it as a context."""
+    """Listening sockets of this process on a port; use it as a context."""
 
     def __init__(self, port: int) -> None:
         """Raises OSError where the kernel tells nothing."""
@@ -83,13 +83,13 @@ class Port:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Who was refused would stay so, with nobody to end it."""
+        """Lift all refusals, which would otherwise outlive the port."""
         self._diag.close()
         with contextlib.suppress(OSError):  # the sockets are closed
             self.refuse(())
 
     def peers(self) -> list[Peer]:
-        """Everyone who is connected, whether the connection is accepted or not. Raises OSError."""
+        """Return all connected peers, accepted or not. Raises OSError."""
         return [peer for family in {*self._families.values()} for peer in self._ask(family)]
 
     def _ask(self, family: int) -> Iterator[Peer]:
@@ -112,9 +112,9 @@ class Port:
                 offset += (length + 3) & ~3
 
     def refuse(self, networks: Collection[bytes], partly: Collection[bytes] = ()) -> None:
-        """Let in nobody of these from now on: IPv4 addresses, or the first eight bytes of IPv6
-        addresses. Who is connected stays so. Of `partly`, which are among them, one of
-        `ONE_OF` attempts to connect comes through, at random. Raises OSError."""
+        """Refuse new connections from these: IPv4 addresses, or the first eight bytes of IPv6
+        addresses. Existing connections stay. For `partly`, a part of them, one of `ONE_OF` attempts
+        is let in, at random. Raises OSError."""
         program = _program(networks, partly)
         for descriptor in self._families:
             with _lent(descriptor) as listening:
@@ -125,9 +125,8 @@ class Port:
 
 
 def favour(listening: socket.socket, hosts: Collection[str], one_of: int = ONE_OF) -> None:
-    """Let in everybody who calls from one of `hosts` (for IPv6: from its network of 64 bits), and
-    one in `one_of` of all other attempts to connect, at random. Who is connected stays so. Raises
-    OSError."""
+    """Let in all calls from `hosts` (for IPv6: from their networks of 64 bits), and one in `one_of`
+    of all other attempts to connect, at random. Existing connections stay. Raises OSError."""
     networks = sorted({packed(host)[:_NETWORK_BYTES] for host in hosts})
     others = _drop_most_calls(one_of)
     _attach(listening, _program(networks, of_networks=(_TAKE,), of_others=others))
@@ -146,7 +145,7 @@ def _attach(listening: socket.socket, program: bytes) -> None:
 
 
 def packed(host: str) -> bytes:
-    """Of an address as people write it. Raises ValueError."""
+    """Return the bytes of an address in text form. Raises ValueError."""
     return _plain(ipaddress.ip_address(host.partition("%")[0]).packed)
 
 
@@ -161,7 +160,7 @@ def _peer(data: bytes, offset: int) -> Peer:
 
 @contextlib.contextmanager
 def _lent(descriptor: int) -> Iterator[socket.socket]:
-    """The socket behind a descriptor, which stays open. Raises OSError if there is none."""
+    """Yield the socket behind a descriptor, which stays open. Raises OSError if there is none."""
     found = socket.socket(fileno=descriptor)
     try:
         yield found
@@ -170,7 +169,7 @@ def _lent(descriptor: int) -> Iterator[socket.socket]:
 
 
 def _listening(port: int) -> dict[int, int]:
-    """Families of the sockets that listen on the port, by descriptor."""
+    """Return the families of the sockets that listen on the port, by descriptor."""
     found: dict[int, int] = {}
     for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
         with contextlib.suppress(OSError), _lent(descriptor) as one:  # what else is open

@@ -14,7 +14,8 @@ _OF_RSA_KEYS = "ECDHE-RSA-AES256-GCM-SHA384"
 
 
 def refuse_older() -> None:
-    """Raises RuntimeError where gRPC is loaded, which is when it reads the environment."""
+    """Refuse versions older than TLS 1.3. Raises RuntimeError if gRPC is loaded already, since it
+    reads the environment then."""
     if _GRPC in sys.modules and os.environ.get(_CIPHERS) != _OF_RSA_KEYS:
         raise RuntimeError(
             "gRPC was loaded before oobleck and would speak TLS 1.2; import oobleck's packages "

@@ -1,4 +1,4 @@
-"""Metrics as data: their names, what is read of them, and the text that Prometheus reads.
+"""Metrics as data: their names, their values at one moment, and the text that Prometheus reads.
 
 Names follow Prometheus' conventions: base units at the end, `_total` for what only grows. Must not
 know whose metrics they are, nor who reads them.
@@ -41,7 +41,7 @@ LONG_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 6
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """All series of one name."""
+    """Metric family: all series of one name."""
 
     kind: Kind
     name: str
@@ -54,19 +54,19 @@ class Family:
 
     @property
     def base(self) -> str:
-        """Its name in OpenMetrics."""
+        """Name in OpenMetrics."""
         return self.name.removesuffix("_total")
 
     @property
     def unit(self) -> str:
-        """Empty: it has none, as what is counted."""
+        """Unit in OpenMetrics; empty for a family that has none, such as a count."""
         last = self.base.rpartition("_")[2]
         return last if last in _UNITS else ""
 
 
 class Distribution(NamedTuple):
-    """How many durations were at most each bound and above the one before it, those above the last
-    one too, and the sum of all in seconds."""
+    """Histogram of durations: a count per bucket between bounds, one more above the last bound, and
+    the sum of all in seconds."""
 
     bounds_s: Sequence[float]
     counts: Sequence[int]
@@ -74,7 +74,7 @@ class Distribution(NamedTuple):
 
 
 class Durations:
-    """Counts durations by their length."""
+    """Counter of durations by their length."""
 
     def __init__(self, bounds_s: Sequence[float] = USUAL_S) -> None:
         self._bounds_s = bounds_s
@@ -86,7 +86,7 @@ class Durations:
         self._sum_s += seconds
 
     def read(self) -> Distribution:
-        """As it is now."""
+        """Return the current distribution."""
         return Distribution(self._bounds_s, tuple(self._counts), self._sum_s)
 
 
@@ -95,15 +95,15 @@ Values = Mapping[Any, float | Distribution]
 
 
 class Reading(NamedTuple):
-    """What was read of a family at one moment."""
+    """Values of a family at one moment."""
 
     family: Family
     values: Values
 
 
 def families_of(*modules: ModuleType) -> tuple[Family, ...]:
-    """All that the modules define, in their order. Raises ValueError where two are one family to
-    OpenMetrics, for which `_total` is no part of a name."""
+    """Return all families that the modules define, in their order. Raises ValueError if two have
+    the same name in OpenMetrics, which ignores `_total`."""
     values = (value for module in modules for value in vars(module).values())
     families = tuple(value for value in values if isinstance(value, Family))
     twice = [name for name, n in Counter(family.base for family in families).items() if n > 1]
@@ -113,20 +113,20 @@ def families_of(*modules: ModuleType) -> tuple[Family, ...]:
 
 
 def single(family: Family, value: float | Distribution) -> Reading:
-    """Of a family without labels."""
+    """Return the reading of a family without labels."""
     return Reading(family, {(): value})
 
 
 def content_type(*, openmetrics: bool) -> str:
-    """Of a page."""
+    """Return the content type of a page."""
     if openmetrics:
         return "application/openmetrics-text; version=1.0.0; charset=utf-8"
     return "text/plain; version=0.0.4; charset=utf-8"
 
 
 def render(readings: Iterable[Reading], *, openmetrics: bool) -> bytes:
-    """The page, with what the kernel knows of this process. OpenMetrics, which newer readers ask
-    for, has units beside the names. Slow: not for an event loop that others wait for."""
+    """Render the page, with the kernel's metrics of this process. OpenMetrics, which newer readers
+    ask for, has units beside the names. Slow: not for an event loop that others wait for."""
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.openmetrics import exposition
     from prometheus_client.process_collector import ProcessCollector
@@ -141,7 +141,7 @@ def render(readings: Iterable[Reading], *, openmetrics: bool) -> bytes:
 
 
 class _Read:
-    """A collector of the library's."""
+    """Collector for the Prometheus library."""
 
     def __init__(self, readings: Iterable[Reading]) -> None:
         self._readings = readings

@@ -1,4 +1,4 @@
-"""The page `/metrics` that a daemon serves over HTTP, to anybody who reaches it.
+"""Page `/metrics` that a daemon serves over HTTP, to anybody who can reach it.
 
 So it is bounded in all ways: connections, what they may send, how long they may last, and how often
 the metrics are read, however many ask. A daemon waits for nobody here. Must not know what the
@@ -30,8 +30,8 @@ _PLAIN = "text/plain; charset=utf-8"
 
 
 def bind(flag: str, address: str) -> socket.socket:
-    """A socket that listens at HOST:PORT; port 0 takes a free one. Raises ValueError with the flag
-    and the fix."""
+    """Return a socket that listens at HOST:PORT; port 0 takes a free one. Raises ValueError with
+    the flag and the fix."""
     try:
         host, port = split_address(address)
     except ValueError as error:
@@ -73,7 +73,7 @@ class MetricsPage:
         self._pages: dict[bool, tuple[float, asyncio.Task[bytes | None]]] = {}
 
     async def run(self) -> None:
-        """Never returns; ends by cancellation."""
+        """Serve until cancelled."""
         server = await asyncio.start_server(
             self._connected, sock=self._socket, limit=_MOST_REQUEST_BYTES
         )
@@ -139,15 +139,15 @@ class MetricsPage:
         return _response("200 OK", content_type(openmetrics=openmetrics), page, bare=bare)
 
     def _is_rebound(self, hosts: list[str]) -> bool:
-        """Whether the page is for this host alone, and was asked for by another name: a site whose
-        name leads here would read it through a browser on this host."""
+        """Return whether a page that is for this host alone was requested by another name. A site
+        whose name resolves to this host would read it so through a browser here (DNS rebinding)."""
         if not is_loopback(self._socket.getsockname()[0]):
             return False
         return not all(is_number(host) or host == "localhost" for host in map(_without_port, hosts))
 
     async def _page(self, *, openmetrics: bool) -> bytes | None:
-        """None: it could not be made. Whoever asks while one is made waits for that one, which goes
-        on when they go away."""
+        """Return the page; None if it could not be made. Concurrent requests share one that is
+        being made, which goes on if they are cancelled."""
         loop = asyncio.get_running_loop()
         begun, making = self._pages.get(openmetrics, (0.0, None))
         if making is None or (making.done() and loop.time() >= begun + _FRESH_S):
@@ -169,7 +169,7 @@ class MetricsPage:
 
 
 def _values(lines: Iterable[str], name: str) -> list[str]:
-    """Of a header, in lower case."""
+    """Return the values of a header, in lower case."""
     pairs = (line.lower().partition(":") for line in lines)
     return [value.strip() for found, _, value in pairs if found == name]
 
@@ -179,7 +179,7 @@ def _without_port(host: str) -> str:
 
 
 def _wants_openmetrics(accept: str) -> bool:
-    """Whether it is named, and not with q=0."""
+    """Return whether the Accept header names OpenMetrics, with a q other than 0."""
     for part in accept.split(","):
         kind, *parameters = (text.strip() for text in part.split(";"))
         if kind == "application/openmetrics-text":
@@ -192,7 +192,7 @@ def _refusal(status: str, told: str, *headers: str, bare: bool = False) -> bytes
 
 
 def _response(status: str, kind: str, body: bytes, *headers: str, bare: bool = False) -> bytes:
-    """`bare`: without the body, whose length it tells."""
+    """Return an HTTP response. `bare`: without the body, but with its length in the header."""
     more = "".join(f"{header}\r\n" for header in headers)
     head = (
         f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"

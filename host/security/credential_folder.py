@@ -1,11 +1,11 @@
-"""A folder of credentials belongs to one holder for good. This is the one place that writes them.
+"""Writer of credentials' folders, the only one. A folder belongs to one holder for good.
 
     DIR/client.key   made here, once; never replaced
     DIR/ca.crt       the cluster's authority; never replaced
     DIR/client.crt   replaced by a certificate of the same role and name alone
 
-So a process that is given the wrong folder destroys nothing there. Of two processes that are given
-one folder at the same time the kernel lets one succeed: each puts a file into an empty place by a
+So a process that is given the wrong folder destroys nothing there. If two processes are given one
+folder at the same time, the kernel lets one succeed: each puts a file into an empty place by a
 link, or makes it there. Loads the cryptography library. Must not know masters or tokens.
 """
 
@@ -31,7 +31,7 @@ _FIX = "name another folder, or move this one away"
 
 
 def check_holder(folder: Path, role: Role, name: str) -> None:
-    """Raises ValueError with the fix where the folder has the certificate of somebody else."""
+    """Raise ValueError with the fix if the folder has the certificate of another holder."""
     path = folder / CERTIFICATE
     if not path.exists():
         return
@@ -48,7 +48,7 @@ def check_holder(folder: Path, role: Role, name: str) -> None:
 
 
 def check_free(folder: Path, role: Role, name: str, authority: bytes) -> None:
-    """Raises ValueError with the fix where the folder has the certificate of somebody else, or
+    """Raise ValueError with the fix if the folder has the certificate of another holder, or
     credentials in another cluster."""
     check_holder(folder, role, name)
     path = folder / AUTHORITY
@@ -64,7 +64,7 @@ def check_free(folder: Path, role: Role, name: str, authority: bytes) -> None:
 
 
 def own_key(folder: Path) -> pki.Key:
-    """The folder's key, which is made unless it is there. Raises ValueError, OSError."""
+    """Return the folder's key, made now if there is none. Raises ValueError, OSError."""
     make_private(folder)
     path = folder / KEY
     if not path.exists():

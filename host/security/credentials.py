@@ -1,4 +1,4 @@
-"""What a process shows to prove who it is, in files: a folder per holder.
+"""Credentials by which a process proves who it is, in files: a folder per holder.
 
 `client.crt` and `client.key` are the holder's, `ca.crt` is the cluster's authority. Only the owner
 may read a key, else the folder is refused. `oobleck.host.security.credential_folder` decides who
@@ -45,7 +45,7 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """All PEM."""
+    """Authority, certificate and private key, in PEM."""
 
     authority: bytes
     certificate: bytes
@@ -56,7 +56,7 @@ class Credentials:
 
 
 def read_credentials(folder: Path) -> Credentials:
-    """Raises ValueError with the file and the fix."""
+    """Read the credentials in a folder. Raises ValueError with the file and the fix."""
     found = Credentials(
         authority=read_file(folder / AUTHORITY),
         certificate=read_file(folder / CERTIFICATE),
@@ -67,7 +67,7 @@ def read_credentials(folder: Path) -> Credentials:
 
 
 def _check(folder: Path) -> None:
-    """Raises ValueError where what the files hold cannot be shown: gRPC would end the process."""
+    """Raise ValueError if the files' content is not fit for TLS: gRPC would end the process."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     fix = "get new ones into another folder with 'oobleck pki join' or 'oobleck pki issue'"
     try:
@@ -92,7 +92,8 @@ def read_file(path: Path) -> bytes:
 
 
 def read_secret(path: Path) -> bytes:
-    """Raises ValueError with the file and the fix, also where others may read it."""
+    """Read a file of its owner's alone. Raises ValueError with the file and the fix, also if others
+    may read it."""
     content = read_file(path)
     mode = path.stat().st_mode & 0o777
     if mode & _OTHERS:
@@ -115,16 +116,17 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raises OSError where no file could be put in place."""
+    """Raise OSError if no file could be put in place."""
     with _finished(path, b""):
         pass
 
 
 def create_private(path: Path, content: bytes) -> bool:
-    """The same unless something is there, which stays; whether it was put there. Raises OSError.
+    """Create the file as its owner's alone, unless there is one, which stays. Returns whether it
+    was created. Raises OSError.
 
-    A file system without hard links gets it written in place: if the process is killed meanwhile,
-    a part of it stays, which is refused by whoever reads it.
+    A file system without hard links gets it written in place: if the process is killed meanwhile, a
+    part of it stays, which every reader refuses.
     """
     with _finished(path, content) as finished:
         try:
@@ -148,7 +150,8 @@ def _create_in_place(path: Path, content: bytes) -> bool:
 
 @contextlib.contextmanager
 def _finished(path: Path, content: bytes) -> Iterator[Path]:
-    """The file, whole and on the disk, under another name beside `path`, for as long."""
+    """Write the content to a temporary file beside `path`, whole and on the disk, and yield its
+    path; remove it afterwards."""
     # A name that nobody can have put a link at.
     finished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:

@@ -24,7 +24,7 @@ _SOON_S = 7 * 86_400.0
 
 
 def read_authority(folder: Path) -> pki.Authority:
-    """Raises ValueError with the file and the fix."""
+    """Read the authority's certificate and key. Raises ValueError with the file and the fix."""
     return pki.Authority(
         read_file(folder / AUTHORITY), pki.read_key(read_secret(folder / AUTHORITY_KEY))
     )

@@ -1,7 +1,7 @@
 """Join tokens as text: a short-lived certificate with its key, and the cluster's authority.
 
-Whoever holds one can ask the master once for a certificate of its own. The authority inside is what
-the holder trusts on first contact, so a wrong master learns nothing. Comes from a file or the
+The holder can ask the master once for a certificate of its own. The authority inside is what the
+holder trusts on first contact, so a wrong master learns nothing. Comes from a file or the
 environment, never from the command line, which other users of the host can read.
 """
 
@@ -20,7 +20,7 @@ _KEY_BYTES = 32
 
 
 def format_token(credentials: Credentials) -> str:
-    """One line of some 1,000 letters, digits, '-' and '_'."""
+    """Format a join token: one line of some 1,000 letters, digits, '-' and '_'."""
     number = pki.key_number(pki.read_key(credentials.key))
     parts = (
         pki.to_der(credentials.authority),
@@ -31,8 +31,8 @@ def format_token(credentials: Credentials) -> str:
 
 
 def shown_token(path: Path | None, held: str) -> Credentials | None:
-    """The token in the file, else in `held`, the text in the environment; None: there is neither.
-    Raises ValueError, which says where it is from."""
+    """Read the token from the file, else from `held`, the text in the environment; None: there is
+    neither. Raises ValueError, which says where it is from."""
     source = TOKEN_VARIABLE if path is None else f"--token-file {path}"
     try:
         if path is not None:
@@ -43,7 +43,7 @@ def shown_token(path: Path | None, held: str) -> Credentials | None:
 
 
 def read_token(text: str) -> Credentials:
-    """Raises ValueError, which does not repeat the text."""
+    """Parse a token. Raises ValueError, which does not repeat the text."""
     text = text.strip()
     if not text.startswith(_PREFIX) or len(text) > _MOST_CHARACTERS:
         raise ValueError(

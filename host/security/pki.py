@@ -37,7 +37,7 @@ Key = ec.EllipticCurvePrivateKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Whom a certificate speaks for."""
+    """Holder for whom a certificate speaks."""
 
     role: Role
     #: Empty: a token for any name.
@@ -61,7 +61,7 @@ def new_key() -> Key:
 
 
 def new_cluster_id() -> str:
-    """A name for people, so that two authorities can be told apart."""
+    """Return a random name for people, to tell two authorities apart."""
     return secrets.token_hex(4)
 
 
@@ -74,7 +74,7 @@ def key_pem(key: Key) -> bytes:
 
 
 def read_key(pem: bytes) -> Key:
-    """Raises ValueError."""
+    """Read a private key. Raises ValueError."""
     key = serialization.load_pem_private_key(pem, password=None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ValueError("is not a key on an elliptic curve")
@@ -86,7 +86,7 @@ def key_number(key: Key) -> int:
 
 
 def key_of_number(number: int) -> Key:
-    """Raises ValueError."""
+    """Return the private key with that number. Raises ValueError."""
     return ec.derive_private_key(number, ec.SECP256R1())
 
 
@@ -99,7 +99,7 @@ def to_der(pem: bytes) -> bytes:
 
 
 def to_pem(der: bytes) -> bytes:
-    """Raises ValueError."""
+    """Convert a certificate from DER to PEM. Raises ValueError."""
     return x509.load_der_x509_certificate(der).public_bytes(serialization.Encoding.PEM)
 
 
@@ -107,13 +107,14 @@ def to_pem(der: bytes) -> bytes:
 
 
 def new_request(key: Key) -> str:
-    """PEM text that asks for a certificate of `key`, and proves that one has it."""
+    """Return PEM text that requests a certificate for `key`, and proves possession of it."""
     request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
     return request.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM).decode()
 
 
 def read_request(text: str) -> ec.EllipticCurvePublicKey:
-    """The key that the request proves to have. Nothing else in it counts. Raises ValueError."""
+    """Return the key whose possession the request proves. Nothing else in it counts. Raises
+    ValueError."""
     if len(text) > _MOST_REQUEST_CHARACTERS:
         raise ValueError("is too long for a certificate request")
     try:
@@ -130,7 +131,7 @@ def read_request(text: str) -> ec.EllipticCurvePublicKey:
 
 
 def key_digest(key: ec.EllipticCurvePublicKey) -> str:
-    """SHA-256 of the public key, in hexadecimal."""
+    """Return the SHA-256 of the public key, in hexadecimal."""
     digest = hashes.Hash(hashes.SHA256())
     digest.update(
         key.public_bytes(
@@ -144,7 +145,7 @@ def key_digest(key: ec.EllipticCurvePublicKey) -> str:
 
 
 def identity_of(pem: bytes) -> Identity:
-    """Raises ValueError if the certificate is nobody's that this cluster knows."""
+    """Return the certificate's holder. Raises ValueError if it is none that this cluster knows."""
     certificate = x509.load_pem_x509_certificate(pem)
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
@@ -177,17 +178,17 @@ def _read_uri(path: str) -> tuple[Role, str, bool]:
 
 
 def expiry(pem: bytes) -> float:
-    """Unix time."""
+    """Return the Unix time at which the certificate expires."""
     return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
 
 
 def begin(pem: bytes) -> float:
-    """Unix time from which the certificate is valid."""
+    """Return the Unix time from which the certificate is valid."""
     return x509.load_pem_x509_certificate(pem).not_valid_before_utc.timestamp()
 
 
 def server_names(pem: bytes) -> tuple[str, ...]:
-    """Names and addresses of a master's certificate beside `MASTER_NAME`."""
+    """Return the names and addresses of a master's certificate beside `MASTER_NAME`."""
     certificate = x509.load_pem_x509_certificate(pem)
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     found = [*names.get_values_for_type(x509.DNSName)]
@@ -196,7 +197,7 @@ def server_names(pem: bytes) -> tuple[str, ...]:
 
 
 def matches(pem: bytes, key: Key) -> bool:
-    """Whether the certificate is of that key."""
+    """Return whether the certificate belongs to that key."""
     return x509.load_pem_x509_certificate(pem).public_key() == key.public_key()
 
 
@@ -204,7 +205,7 @@ def matches(pem: bytes, key: Key) -> bool:
 
 
 class Authority:
-    """Signs for one cluster."""
+    """Authority that signs for one cluster."""
 
     def __init__(self, certificate: bytes, key: Key) -> None:
         """Raises ValueError if the key is another certificate's."""
@@ -226,15 +227,16 @@ class Authority:
         return cls(certificate.public_bytes(serialization.Encoding.PEM), key)
 
     def sign(self, key: ec.EllipticCurvePublicKey, identity: Identity, life_s: float) -> bytes:
-        """A certificate, PEM, for a client. It is valid from now on by this host's clock, which
-        is the master's, who alone checks it."""
+        """Return a client's certificate, PEM. It is valid from now on by this host's clock, which
+        is the master's, and only the master checks it."""
         alternative = [x509.UniformResourceIdentifier(identity.uri)]
         return self._sign(key, alternative, ExtendedKeyUsageOID.CLIENT_AUTH, life_s, timedelta(0))
 
     def sign_master(
         self, key: ec.EllipticCurvePublicKey, names: Sequence[str], life_s: float
     ) -> bytes:
-        """A certificate, PEM, for the master, with further DNS names or IP addresses in it."""
+        """Return a certificate, PEM, for the master, with further DNS names or IP addresses in
+        it."""
         alternative: list[x509.GeneralName] = [x509.DNSName(MASTER_NAME)]
         alternative += [_server_name(name) for name in names]
         return self._sign(key, alternative, ExtendedKeyUsageOID.SERVER_AUTH, life_s, _SKEW)

@@ -1,4 +1,4 @@
-"""The format of a backup: a folder with files of a state directory, and `backup.json`.
+"""Format of a backup: a folder with files of a state directory, and `backup.json`.
 
 `backup.json` has the size and SHA-256 of every file. It is written last, so a backup that was cut
 off has none. Must not know masters, nor who copies the files.
@@ -38,7 +38,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `backup.json`."""
+    """Content of `backup.json`."""
 
     format: int = FORMAT
     #: Release of the master.
@@ -56,12 +56,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_authority(self) -> bool:
-        """Whether it has the cluster's authority, with its key."""
+        """True if the backup has the cluster's authority, with its key."""
         return f"{AUTHORITY}/{AUTHORITY_KEY}" in self.files
 
 
 class InvalidBackup(ValueError):
-    """A folder that is no whole backup; the text is one line that begins with a path."""
+    """Error: a folder is no whole backup; the text is one line that begins with a path."""
 
 
 def check_path(path: str) -> str:
@@ -74,7 +74,7 @@ def check_path(path: str) -> str:
 
 
 def read_summary(folder: Path) -> Summary:
-    """Raises InvalidBackup."""
+    """Read a backup's summary. Raises InvalidBackup."""
     path = folder / SUMMARY
     try:
         summary = decode(Summary, read_regular(path, _MOST_SUMMARY_BYTES))

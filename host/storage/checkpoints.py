@@ -1,5 +1,5 @@
-"""The checkpoints in a folder: which there are, whether they are whole, setting damaged ones aside,
-and removing old ones.
+"""Checkpoints in a folder: listing and verifying them, setting damaged ones aside, and removing old
+ones.
 
 Reads and removes; workers write. Must not know torch or what is inside a layer's file.
 """
@@ -35,7 +35,7 @@ _MOST_MARK_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredCheckpoint:
-    """A checkpoint, by its folder's name."""
+    """Checkpoint, by its folder's name."""
 
     name: str
     manifest: Manifest
@@ -57,7 +57,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """What the file says."""
+    """Content of the file that sets a checkpoint aside."""
 
     #: Unix time.
     found: float
@@ -69,7 +69,7 @@ class Mark:
 
 
 class LayerProblem(InvalidCheckpoint):
-    """Something is wrong with the file of one layer."""
+    """Error in the file of one layer."""
 
     def __init__(self, file: LayerFile, what: str) -> None:
         """`what`: is wrong, without the file's name."""
@@ -79,15 +79,15 @@ class LayerProblem(InvalidCheckpoint):
 
 
 class Damaged(LayerProblem):
-    """A file is not what was written, as far as whoever reads it here can tell."""
+    """Error: a file is not as it was written, as far as the reader here can tell."""
 
 
 class Unreadable(LayerProblem):
-    """A file cannot be read here; on another node, or at another time, it may be whole."""
+    """Error: a file cannot be read here; on another node, or at another time, it may be whole."""
 
 
 def list_checkpoints(folder: Folder) -> Listing:
-    """Raises OSError where the folder itself cannot be read."""
+    """List the checkpoints in the folder. Raises OSError if the folder itself cannot be read."""
     found, aside, damaged, torn = [], [], {}, []
     for name in folder.names():
         if step_of(name) is None:
@@ -116,7 +116,7 @@ def list_checkpoints(folder: Folder) -> Listing:
 
 
 def read_checkpoint(folder: Folder, name: str) -> StoredCheckpoint | None:
-    """What `folder`'s manifest says; None: none is there. Raises InvalidCheckpoint, OSError."""
+    """Read `folder`'s manifest; None if there is none. Raises InvalidCheckpoint, OSError."""
     if not folder.exists(MANIFEST):
         return None
     text = folder.read(MANIFEST, most_bytes=MOST_MANIFEST_BYTES)
@@ -127,7 +127,7 @@ def read_checkpoint(folder: Folder, name: str) -> StoredCheckpoint | None:
 
 
 def read_layer(folder: Folder, file: LayerFile) -> bytes:
-    """The content of a layer's file, after its hash was found right. Raises InvalidCheckpoint."""
+    """Return the content of a layer's file, after checking its hash. Raises InvalidCheckpoint."""
     try:
         content = folder.read(file.name, most_bytes=file.bytes)
     except OSError as error:
@@ -151,13 +151,14 @@ def read_records(folder: Folder, file: RecordsFile) -> bytes:
 
 
 def verify(folder: Folder, manifest: Manifest) -> dict[str, LayerProblem]:
-    """Which files of a checkpoint are damaged or cannot be read, and how."""
+    """Return the files of a checkpoint that are damaged or unreadable, each with its problem."""
     found = {file.name: verify_layer(folder, file) for file in manifest.files}
     return {name: problem for name, problem in found.items() if problem is not None}
 
 
 def verify_layer(folder: Folder, file: LayerFile) -> LayerProblem | None:
-    """None: the file is what was written. Keeps no more than a part of it in memory."""
+    """Compare a file with its manifest entry; None if it is as written. Holds only a part of it in
+    memory at a time."""
     digest, size = hashlib.sha256(), 0
     try:
         for chunk in folder.chunks(file.name):
@@ -174,7 +175,8 @@ def verify_layer(folder: Folder, file: LayerFile) -> LayerProblem | None:
 
 
 def _unreadable(file: LayerFile, error: OSError) -> LayerProblem:
-    """A storage may fail for a moment; a file that is not there, or is none, stays so."""
+    """Return the problem that the error means: Unreadable, as storage may fail for a moment, but
+    Damaged for a missing or irregular file, which stays so."""
     lasts = isinstance(error, FileNotFoundError | WrongFile)
     kind = Damaged if lasts else Unreadable
     return kind(file, error.strerror or str(error))
@@ -191,9 +193,9 @@ def prune(
     folder: Folder, *, keep: int, newest: str, is_own: Callable[[Manifest], bool], now: float
 ) -> None:
     """Remove all but the `keep` newest checkpoints of one training, of which `newest` was just
-    published. What is damaged does not count, and goes once `keep` whole ones were published after
-    it was found so. `is_own`: whether a checkpoint is of that training; `now`: Unix time. Raises
-    OSError."""
+    published. Damaged ones do not count, and are removed once `keep` whole ones were published
+    after they were found. `is_own`: whether a checkpoint is of that training; `now`: Unix time.
+    Raises OSError."""
     listing = list_checkpoints(folder)
     own = [c for c in listing.checkpoints if is_own(c.manifest)]
     others = [c for c in own if c.name != newest]
@@ -210,8 +212,8 @@ def prune(
 
 
 def _mark_of(here: Folder, name: str, now: float) -> Mark | None:
-    """When and why a checkpoint was set aside; a manifest that is no manifest is so now. None: it
-    could not be read, which may pass. Raises OSError."""
+    """Return when and why a checkpoint was set aside; a checkpoint with an invalid manifest is set
+    aside now. None if it is not set aside, or cannot be read, which may pass. Raises OSError."""
     try:
         read_checkpoint(here, name)
     except (InvalidCheckpoint, WrongFile) as error:
@@ -242,14 +244,14 @@ def sweep(folder: Folder, *, under_way: str, is_own: Callable[[Manifest], bool])
 
 
 def set_aside(folder: Folder, problems: Mapping[str, str], now: float) -> None:
-    """`folder`: of the checkpoint; `now`: Unix time. Raises OSError."""
+    """Set a checkpoint aside. `folder`: of the checkpoint; `now`: Unix time. Raises OSError."""
     some = islice(problems.items(), _MOST_MARKED_FILES)
     told = {file: problem[:_MOST_MARK_CHARACTERS] for file, problem in some}
     folder.write(DAMAGED, [encode(Mark(found=now, problems=told))])
 
 
 def read_mark(folder: Folder) -> Mark | None:
-    """None: the checkpoint in `folder` is not set aside. Raises OSError."""
+    """Read the mark in `folder`; None if the checkpoint is not set aside. Raises OSError."""
     if not folder.exists(DAMAGED):
         return None
     try:
@@ -259,5 +261,5 @@ def read_mark(folder: Folder) -> Mark | None:
 
 
 def take_back(folder: Folder) -> None:
-    """The checkpoint in `folder` is whole. Raises OSError."""
+    """Undo `set_aside`, as the checkpoint in `folder` is whole. Raises OSError."""
     folder.remove(DAMAGED)

@@ -1,6 +1,6 @@
-"""A checkpoint as one model: config.json and safetensors files, as transformers loads them; of a
-model that it does not know, the files alone, as an nn.Sequential of its layers does; of adapters
-what peft loads.
+"""Export of a checkpoint as one model: config.json and safetensors files, as transformers loads
+them. For a model that it does not know, only the files, as an nn.Sequential of its layers does; for
+adapters the files that peft loads.
 
 Layers are read one after the other, each against its hash, and written in pieces of a few
 gigabytes, so a model may be larger than memory. Must not know torch or transformers.
@@ -104,7 +104,8 @@ class _Export:
             self._waiting[name] = value
 
     def _converted(self, spec: AnyModel, file: LayerFile) -> dict[str, Array]:
-        """Raises InvalidCheckpoint where the layer is not what the manifest says."""
+        """Convert a layer's weights. Raises InvalidCheckpoint if the layer is not what the manifest
+        says."""
         content = read_layer(self._folder, file)
         try:
             check_content(content, MOST_LAYER_HEADER_BYTES)
@@ -130,7 +131,7 @@ class _Export:
         self._waiting = {}
 
     def _name_files(self) -> list[str]:
-        """How many there are is part of the names, and known only now."""
+        """Rename the files to their final names, which contain their number, known only now."""
         count = len(self._files)
         names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
         if count == 1:
@@ -152,8 +153,8 @@ class _Export:
 
 
 def _kept(manifest: Manifest) -> dict[str, Array]:
-    """What of the model is in the initial weights alone, since it is not trained; not of adapters,
-    which are exported without it. Raises WeightsError."""
+    """Return the parts of the model that are only in the initial weights, since they are not
+    trained. Empty for adapters, which are exported without the model. Raises WeightsError."""
     spec = manifest.model
     if not spec.rests_on_files:
         return {}

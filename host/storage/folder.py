@@ -1,4 +1,4 @@
-"""A folder of files on this machine or anywhere that fsspec reaches, as checkpoints need it.
+"""Folder of files on this machine or anywhere that fsspec reaches, as checkpoints need it.
 
 A file appears when it is whole. On a local disk it is written under another name, synced and
 renamed. Elsewhere the service shows it when it is closed; so rely on a file only once another one
@@ -26,42 +26,42 @@ Content = bytes | memoryview
 
 
 class Folder(Protocol):
-    """Names are relative to the folder and use `/`. All methods raise OSError."""
+    """Folder of files. Names are relative to it and use `/`. All methods raise OSError."""
 
     #: As the user named it, without the secrets in it: for messages.
     url: str
 
     def names(self) -> list[str]:
-        """What is directly in the folder, sorted; nothing where there is no such folder. A crowd
-        of names is an error."""
+        """Return the sorted names directly in the folder; empty if there is no such folder. Raises
+        OSError if there are too many."""
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a file; not to be able to tell is an error."""
+        """Return whether there is such a file. Raises OSError if it cannot be determined."""
 
     def read(self, name: str, *, most_bytes: int) -> bytes:
-        """Raises WrongFile for what is larger, or no regular file."""
+        """Read a file. Raises WrongFile if it is larger than `most_bytes`, or no regular file."""
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """The file's content piece by piece."""
+        """Yield the file's content piece by piece."""
 
     def write(self, name: str, content: Iterable[Content]) -> None:
         """Make the file and the folders that it is in; it is there only when it is whole."""
 
     def remove(self, name: str) -> None:
-        """The file or folder with all that is in it; one that is not there is no error."""
+        """Remove the file or folder with all its content; do nothing if it is not there."""
 
     def below(self, name: str) -> "Folder":
-        """The folder `name` in this one, whether or not it is there."""
+        """Return the folder `name` in this one, whether or not it exists."""
 
 
 def is_remote(path: str) -> bool:
-    """Whether `path` is a URL that is no local file's."""
+    """Return whether `path` is a URL other than a local file's."""
     return "://" in path and not path.startswith("file://")
 
 
 def open_folder(path: str) -> Folder:
-    """`path`: of a local directory, or an fsspec URL. Raises ValueError with the fix where fsspec
-    cannot speak that protocol here."""
+    """Open a folder. `path`: of a local directory, or an fsspec URL. Raises ValueError with the fix
+    if fsspec cannot speak that protocol here."""
     if is_remote(path):
         return _open_remote(path)
     return LocalFolder(path.removeprefix("file://"))
@@ -134,7 +134,7 @@ def _remove_tree(path: Path) -> None:
 
 
 def bounded_names(names: Iterable[str]) -> list[str]:
-    """Sorted. Raises OSError for a crowd of them."""
+    """Return the names sorted. Raises OSError if there are too many."""
     found = list(itertools.islice(names, _MOST_NAMES + 1))
     if len(found) > _MOST_NAMES:
         raise OSError(errno.E2BIG, f"more than {_MOST_NAMES} names are in it")
@@ -142,7 +142,7 @@ def bounded_names(names: Iterable[str]) -> list[str]:
 
 
 def _make_directory(path: Path) -> None:
-    """With its parents, and so that it is still there after a power failure."""
+    """Make a directory and its parents, durably: they survive a power failure."""
     if path.is_dir():
         return
     _make_directory(path.parent)
@@ -168,7 +168,8 @@ def _open_remote(url: str) -> Folder:
 
 
 class RemoteFolder:
-    """Through fsspec. No rename is assumed, and listings are never taken from a cache."""
+    """Folder reached through fsspec. No rename is assumed, and listings are never taken from a
+    cache."""
 
     def __init__(self, url: str, system: Any, path: str) -> None:
         self.url = redact(url)
@@ -226,7 +227,7 @@ class RemoteFolder:
 
 @contextlib.contextmanager
 def _as_os_errors(url: str) -> Iterator[None]:
-    """Every storage service has exceptions of its own; here they all mean the same."""
+    """Convert exceptions of any storage service to OSError."""
     try:
         yield
     except OSError:

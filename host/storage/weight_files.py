@@ -60,12 +60,12 @@ _Stamp = tuple[int, int]
 
 
 class WeightsError(ValueError):
-    """Initial weights that cannot be used; the text names the file or tensor and the fix."""
+    """Error: initial weights cannot be used; the text names the file or tensor and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor is."""
+    """Location of one tensor."""
 
     path: str
     #: As safetensors names it, such as `F32` or `BF16`.
@@ -77,7 +77,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """A directory whose files are whole, as far as headers and sizes tell."""
+    """Directory whose files are whole, as far as headers and sizes tell."""
 
     directory: str
     tensors: Mapping[str, StoredTensor]
@@ -86,7 +86,8 @@ class WeightFiles:
 
 
 def open_weights(directory: str) -> WeightFiles:
-    """Look at all files in `directory`, and read a part of them. Raises WeightsError."""
+    """Read the headers of all files in `directory`, and samples of their tensors. Raises
+    WeightsError."""
     folder = Path(directory)
     if not folder.is_dir():
         what = "is not a directory" if folder.exists() else "does not exist"
@@ -112,8 +113,8 @@ def open_weights(directory: str) -> WeightFiles:
 
 
 def check_unchanged(read: Iterable[StoredTensor]) -> None:
-    """Raises WeightsError where a file is not the one that was looked at any more. Once what was
-    `read` is copied: till then it may be a map of the file."""
+    """Raise WeightsError if a file has changed since it was opened. Call it once the data `read`
+    are copied: till then they may be a map of the file."""
     for path, stamp in sorted({(stored.path, stored.stamp) for stored in read}):
         try:
             now = _stamp(os.stat(path))
@@ -127,7 +128,7 @@ def check_unchanged(read: Iterable[StoredTensor]) -> None:
 
 
 def read_tensor(files: WeightFiles, name: str) -> NDArray[Any]:
-    """The numbers of one tensor; BF16 as F32. Raises WeightsError."""
+    """Read the numbers of one tensor; BF16 as F32. Raises WeightsError."""
     stored = files.tensors.get(name)
     if stored is None or stored.dtype not in _NUMPY:
         has = "no tensor" if stored is None else f"{stored.dtype} in"
@@ -147,7 +148,7 @@ def read_tensor(files: WeightFiles, name: str) -> NDArray[Any]:
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """Tensors to file names; None where one file has them all."""
+    """Read the file name of each tensor; None if one file has them all."""
     if (folder / _ONE).is_file():
         return None
     path = folder / _INDEX
@@ -172,7 +173,8 @@ def _read_index(folder: Path) -> dict[str, str] | None:
 
 
 def _config(folder: Path) -> bytes:
-    """What of config.json says what the model computes; nothing where there is none."""
+    """Return the keys of config.json that affect what the model computes, as JSON; empty if there
+    is no such file. Raises WeightsError."""
     path = folder / _CONFIG
     try:
         keys = json.loads(read_regular(path, _MOST_CONFIG_BYTES))
@@ -196,7 +198,7 @@ def _is_file_name(name: str) -> bool:
 
 
 def _read_header(path: Path, digest: "hashlib._Hash") -> dict[str, StoredTensor]:
-    """The tensors of one file; adds header and samples of each tensor to `digest`."""
+    """Return the tensors of one file; add its header and samples of each tensor to `digest`."""
     try:
         with open_regular(path) as file:
             status = os.fstat(file.fileno())
@@ -228,15 +230,15 @@ def _sample(file: BinaryIO, begin: int, end: int, digest: "hashlib._Hash") -> No
 
 
 def check_content(content: bytes, most_header_bytes: int) -> None:
-    """Raises WeightsError where `content` is no whole safetensors file, or its header is longer:
-    looked at before a library makes objects of it."""
+    """Raise WeightsError if `content` is no whole safetensors file, or its header is too long. Call
+    it before a library makes objects of it."""
     length = int.from_bytes(content[:8], "little")
     _check_length(length, len(content), "it", most_header_bytes)
     _parse_header(content[8 : 8 + length], "it", len(content))
 
 
 class _Entry(msgspec.Struct):
-    """A tensor, as a header describes it."""
+    """Tensor, as a header describes it."""
 
     dtype: Annotated[str, msgspec.Meta(max_length=16)]
     shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=8)]
@@ -245,7 +247,7 @@ class _Entry(msgspec.Struct):
 
     @property
     def is_whole(self) -> bool:
-        """Whether its data has as many bytes as its shape."""
+        """True if its data has as many bytes as its shape and dtype need."""
         begin, end = self.data_offsets
         bits = _BITS.get(self.dtype)
         return begin <= end and (bits is None or (end - begin) * 8 == math.prod(self.shape) * bits)
@@ -271,7 +273,7 @@ def _check_length(length: int, size: int, path: str, most: int = _MOST_HEADER_BY
 
 
 def _parse_header(header: bytes, path: str, size: int) -> dict[str, _Entry]:
-    """The tensors of a file of `size` bytes."""
+    """Return the tensors of a file of `size` bytes."""
     try:
         raw = msgspec.json.decode(header, type=_Header)
         raw.pop("__metadata__", None)

@@ -15,18 +15,18 @@ _MACHINE_ID = Path("/etc/machine-id")
 
 
 class WrongFile(OSError):
-    """What is there is no regular file, or is too large: a second look would find the same."""
+    """Error for a path that is no regular file, or a file too large: retrying would fail again."""
 
 
 def open_at_once(path: str | Path) -> int:
-    """A descriptor for reading, of a pipe also before anybody writes to it. Raises OSError."""
+    """Return a descriptor for reading, without waiting for a pipe's writer. Raises OSError."""
     if "\0" in str(path):
         raise WrongFile(errno.EINVAL, "a name with a NUL is no file's")
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def open_regular(path: str | Path, *, buffering: int = -1) -> BinaryIO:
-    """For reading. Raises OSError."""
+    """Open a regular file for reading. Raises OSError."""
     descriptor = open_at_once(path)
     try:
         mode = os.fstat(descriptor).st_mode
@@ -41,7 +41,7 @@ def open_regular(path: str | Path, *, buffering: int = -1) -> BinaryIO:
 
 
 def read_regular(path: str | Path, most_bytes: int) -> bytes:
-    """The content of a file of at most `most_bytes`. Raises OSError."""
+    """Return the content of a file of at most `most_bytes`. Raises OSError."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         check_size(size, most_bytes)
@@ -49,13 +49,13 @@ def read_regular(path: str | Path, most_bytes: int) -> bytes:
 
 
 def check_size(size: int, most_bytes: int) -> None:
-    """Raises WrongFile."""
+    """Raise WrongFile if the size exceeds `most_bytes`."""
     if size > most_bytes:
         raise WrongFile(errno.EFBIG, f"has {size} bytes, more than {most_bytes}")
 
 
 def sync_directory(path: Path) -> None:
-    """A file that was put into the directory is there after a power failure too."""
+    """Sync a directory, so that a file put into it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The home directory of this process's user; in a container there may be none."""
+"""Home directory of this process's user; in a container there may be none."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""The memory that this process and others share: how much it is, and whether it has run out.
+"""Memory that this process and others share: how much it is, and whether it has run out.
 
-A control group may have less than the host. A process that the kernel ends for want of memory looks
-like any other that got SIGKILL; only a counter of the control group that it was in, or else of the
-whole host, tells.
+A control group may have less than the host. A process that the kernel kills for lack of memory
+looks like any other that got SIGKILL; only a counter of its control group, or else of the whole
+host, shows the cause.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,8 @@ _ROOT = Path("/")
 
 
 def total_memory(root: Path = _ROOT) -> int:
-    """Bytes that this host has, or the control group that it is confined to, or one above that.
+    """Return the bytes of memory of this host, or of the control group that confines it, or one
+    above.
 
     Sources: memory.max (control groups, version 2) and memory.limit_in_bytes (version 1).
     """
@@ -28,8 +29,8 @@ def total_memory(root: Path = _ROOT) -> int:
 
 
 def kernel_kills(root: Path = _ROOT) -> int:
-    """How many processes the kernel has ended for want of memory so far, in this control group if
-    it counts them, else on this host; 0 where nothing counts.
+    """Return the number of processes the kernel has killed for lack of memory so far. Counts this
+    control group if it has a counter, else this host; 0 if neither has one.
 
     Sources: memory.events (control groups, version 2) and memory.oom_control (version 1), then
     /proc/vmstat.
@@ -46,8 +47,7 @@ def kernel_kills(root: Path = _ROOT) -> int:
 
 
 def control_file(root: Path, name: str) -> str:
-    """What the file says of the control group (version 2) that this process is in; empty: there is
-    none."""
+    """Read a file of this process's control group (version 2); empty if there is none."""
     for folder, group, files in _groups(root):
         if files["limit"] == "memory.max":
             return _read(folder / group.relative_to("/") / name).strip()
@@ -55,7 +55,8 @@ def control_file(root: Path, name: str) -> str:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, PurePosixPath, dict[str, str]]]:
-    """Where the control groups of each version stand, which one is ours, and its files."""
+    """Yield for each version of control groups: its mount point, this process's group, and the
+    names of its files."""
     lines = _read(root / "proc/self/cgroup").splitlines()
     groups = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
     folder = root / "sys/fs/cgroup"
@@ -68,7 +69,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, PurePosixPath, dict[str, str]]]:
 
 
 def _read(path: Path) -> str:
-    """Empty where the file is of another version, or not shown in this container."""
+    """Read a file; empty if it is of another version, or not shown in this container."""
     try:
         return path.read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a process asks of the kernel: to end with its parent, open files, signals that end it."""
+"""Requests of a process to the kernel: to end with its parent, open files, signals that end it."""
 
 import ctypes
 import os
@@ -31,17 +31,17 @@ def python(module: str, *arguments: str) -> list[str]:
 
 
 def with_parent(module: str) -> list[str]:
-    """The beginning of a command that runs a module of Python, and ends with this process however
-    that ends: once the thread that starts it has."""
+    """Return the beginning of a command that runs a Python module and ends with this process,
+    however that ends. It ends once the thread that starts it has."""
     return python("oobleck.host.system.die_with_parent", str(os.getpid()), module)
 
 
 def completed(
     command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """How the command ended, and what it printed. Unlike `subprocess.run`, it kills what the
-    command has started too, and does not wait for what does not end though it is killed, as where a
-    driver hangs. Raises OSError and subprocess.TimeoutExpired."""
+    """Run a command and return its exit status and output. Unlike `subprocess.run`, it also kills
+    the command's children, and does not wait for a process that survives SIGKILL, as where a driver
+    hangs. Raises OSError and subprocess.TimeoutExpired."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -67,15 +67,16 @@ def completed(
 def output_of(
     command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> bytes:
-    """What the command prints. Raises as `completed` does, and subprocess.CalledProcessError."""
+    """Run a command and return its output. Raises as `completed` does, and
+    subprocess.CalledProcessError."""
     result = completed(command, timeout_s, environment)
     result.check_returncode()
     return result.stdout
 
 
 def end_signals() -> tuple[signal.Signals, ...]:
-    """What tells a daemon to end at once, besides SIGTERM: Ctrl-C, and the end of its terminal
-    unless whoever started it has that ignored, as nohup does."""
+    """Return the signals, besides SIGTERM, that end a daemon at once. These are SIGINT, and SIGHUP
+    (its terminal's end) unless the daemon was started with that ignored, as by nohup."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return (signal.SIGINT,)
     return (signal.SIGINT, signal.SIGHUP)
@@ -93,9 +94,9 @@ def end_by_sigterm() -> None:
 
 
 def allow_open_files() -> int:
-    """Raise the limit of this process's open files as far as it may; returns the new limit.
+    """Raise the limit of this process's open files as far as it may; return the new limit.
 
-    What most systems begin with, 1,024, is for the sake of programs that wait by select().
+    Most systems begin with 1,024, for the sake of programs that wait by select().
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -103,12 +104,13 @@ def allow_open_files() -> int:
 
 
 def open_files() -> int:
-    """How many this process has open; 0 where the kernel does not tell (Linux before 6.2)."""
+    """Return the number of files this process has open; 0 if the kernel does not say (Linux before
+    6.2)."""
     return os.stat("/proc/self/fd").st_size
 
 
 def signal_name(signum: int) -> str:
-    """`SIGKILL` for 9; the number for one without a name."""
+    """Return a signal's name, as `SIGKILL` for 9; the number for one without a name."""
     try:
         return signal.Signals(signum).name
     except ValueError:
