@@ -1,1 +1,1 @@
-"""The wire: .proto files, the code generated from them, and the conversion to domain types."""
+"""Wire format: .proto files, the code generated from them, and the conversion to domain types."""

@@ -1,4 +1,4 @@
-"""What a node is to do, as messages and back."""
+"""Conversion of a node's assignments to messages and back."""
 
 from functools import lru_cache
 
@@ -56,7 +56,7 @@ _told: list[tuple[JobSpec, str]] = []
 
 
 def _job_text(job: JobSpec) -> str:
-    """Remembered by identity: what a job holds need not have a hash."""
+    """Return the job's text, cached by identity: parts of a job need not have a hash."""
     if not _told or _told[0][0] is not job:
         _told[:] = [(job, format_job(job, defaults=False))]
     return _told[0][1]

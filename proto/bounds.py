@@ -1,12 +1,13 @@
-"""Bounds what a message may hold, whatever it says, before anything of it is looked at.
+"""Bounds on the content of messages, checked before anything else looks at it.
 
 Every number has a sign and an end, every text and list a length, also in the data that a message
-carries packed. The tables name a field by the type that it stands in. Bounds lie far above what a
-cluster sends, so what breaks one is damage or malice. Must not know what the fields mean.
+carries packed. The tables name a field by the type that it is in. Bounds lie far above what a
+cluster sends, so a message that breaks one is damaged or malicious. Must not know what the fields
+mean.
 
 The parser makes an object of each item of a list, a hundred times as large as the two bytes that it
 may take to send one. So the fields of a large message are counted in its bytes, before it is parsed
-(`check_encoded`), and what the fields hold is looked at in the message (`check_bounds`).
+(`check_encoded`), and their values are checked in the message (`check_bounds`).
 """
 
 import math
@@ -134,7 +135,7 @@ def check_encoded(kind: Descriptor, data: bytes) -> None:
 
 
 def _encoded_fields(data: memoryview) -> Iterator[tuple[int, memoryview | None]]:
-    """Number and, where it has a length of its own, content of each field; see
+    """Yield each field's number and, if it has a length of its own, its content; see
     protobuf.dev/programming-guides/encoding. Raises ValueError."""
     at = 0
     while at < len(data):
@@ -159,7 +160,7 @@ def _encoded_fields(data: memoryview) -> Iterator[tuple[int, memoryview | None]]
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """The number that begins there, and where it has ended. Raises ValueError."""
+    """Return the number that begins there, and the offset of its end. Raises ValueError."""
     value = shift = 0
     for byte in data[at : at + 10]:
         at += 1
@@ -186,7 +187,7 @@ def check_bounds(value: object) -> None:
 
 @cache
 def _fields(kind: type) -> tuple[tuple[str, str], ...]:
-    """Names and keys in the tables of what a Struct or dataclass holds."""
+    """Return the fields of a Struct or dataclass: names, and keys in the tables."""
     if issubclass(kind, msgspec.Struct):
         names: Iterable[str] = kind.__struct_fields__
     elif is_dataclass(kind):
@@ -197,7 +198,7 @@ def _fields(kind: type) -> tuple[tuple[str, str], ...]:
 
 
 def _check(key: str, value: object) -> None:
-    """`key`: the type that the value stands in, and the field."""
+    """Check one value. `key`: the type that the value is in, and the field."""
     match value:
         case str():
             _check_text(key, value)

@@ -18,7 +18,7 @@ _ADDRESS = re.compile(r"\S{1,255}:[0-9]{1,5}")
 
 @contextmanager
 def in_field(name: str) -> Iterator[None]:
-    """Names the field in a ValueError from inside."""
+    """Name the field in a ValueError raised inside."""
     try:
         yield
     except ValueError as error:
@@ -55,7 +55,7 @@ def read_address(text: str, field: str) -> str:
 
 
 def read_card(text: str, field: str) -> str:
-    """Who listens, and where: an identity, if it has one, in front of the address."""
+    """Check a card: an address, after an identity and an @ if it has one. Raises ValueError."""
     identity, _, address = text.rpartition("@")
     if identity and _IDENTITY.fullmatch(identity) is None:
         raise ValueError(f"{field}: {identity!r} is not 32 hexadecimal digits")
@@ -70,7 +70,7 @@ def read_slot(slot: int) -> int:
 
 
 def check_slot(slot: int, slots: int) -> None:
-    """Of a node with `slots` workers."""
+    """Check that `slot` is one of a node with `slots` workers. Raises ValueError."""
     if slot >= slots:
         raise ValueError(f"slot: {slot} is none of the node's, which has {slots}")
 

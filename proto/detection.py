@@ -1,4 +1,4 @@
-"""The cluster's time-outs on the wire, and those that gRPC itself is to keep."""
+"""Conversion of the cluster's time-outs to messages and back, and those that gRPC itself keeps."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -18,7 +18,8 @@ def welcome_message(
     head: Head | None = None,
     addresses: Sequence[str] = (),
 ) -> pb.Welcome:
-    """`protocol`: the one that agent and master speak; `addresses`: of the cluster's heads."""
+    """Return the welcome for an agent. `protocol`: the one that agent and master speak;
+    `addresses`: of the cluster's heads."""
     spans = {field.name: getattr(detection, field.name) for field in fields(Detection)}
     who = head_message(head) if head is not None else None
     return pb.Welcome(
@@ -52,7 +53,7 @@ def read_addresses(message: pb.Welcome) -> list[str]:
 
 
 def keepalive_options(detection: Detection) -> tuple[tuple[str, int], ...]:
-    """For either end of a channel."""
+    """Return the keepalive options for either end of a channel."""
     return (
         ("grpc.keepalive_time_ms", int(1000 * detection.ping_every_s)),
         ("grpc.keepalive_timeout_ms", int(1000 * detection.ping_timeout_s)),

@@ -1,4 +1,4 @@
-"""What a doctor is asked and answers, and what is found, as messages and back."""
+"""Conversion of a doctor's orders, answers and findings to messages and back."""
 
 import msgspec
 

@@ -1,9 +1,9 @@
-"""gRPC's health service (grpc.health.v1), for what asks whether a daemon is well: a kubelet, a load
-balancer, `grpc_health_probe`.
+"""Health service of gRPC (grpc.health.v1), for programs that ask whether a daemon is well: a
+kubelet, a load balancer, `grpc_health_probe`.
 
 Kubelets cannot show a certificate, so a daemon also serves it on a port of its own, in the clear.
-That is another server with this one method: nothing else of the daemon is reached from there. Must
-not know daemons.
+That is another server with this one method: nothing else of the daemon can be reached from there.
+Must not know daemons.
 """
 
 import logging
@@ -43,7 +43,8 @@ _BOUNDS = (
 
 
 def health_handler(probes: Probes) -> "grpc.GenericRpcHandler[Any, Any]":
-    """For a server. Watch is not there: a stranger's would stay open, and it is optional."""
+    """Return the health service for a server. It has no Watch, which is optional: a stranger's
+    watch would stay open."""
 
     async def check(request: HealthCheckRequest, context: Any) -> HealthCheckResponse:
         if (probe := probes.get(request.service)) is None:
@@ -63,11 +64,11 @@ def health_handler(probes: Probes) -> "grpc.GenericRpcHandler[Any, Any]":
 
 
 class HealthPort:
-    """HOST:PORT where anybody may ask, in the clear."""
+    """Health service at HOST:PORT that anybody may ask, in the clear."""
 
     def __init__(self, flag: str, address: str, probes: Probes) -> None:
-        """Binds it; port 0 takes a free one. Raises ValueError with the flag and the fix. Within a
-        running event loop."""
+        """Bind the port, within a running event loop; port 0 takes a free one. Raises ValueError
+        with the flag and the fix."""
         bind(flag, address).close()  # gRPC says only in its own words why it cannot
         self._server = grpc.aio.server(options=_BOUNDS)
         self._server.add_generic_rpc_handlers((health_handler(probes),))

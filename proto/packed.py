@@ -26,8 +26,8 @@ def pack(value: object) -> bytes:
 
 
 def unpack(kind: type[T], data: bytes) -> T:
-    """Raises ValueError where the data are no `kind`, or break a bound. A text that is far larger
-    than honest data of that size hold is not looked at."""
+    """Decode packed data. Raises ValueError if they are no `kind`, or break a bound. A text that is
+    far larger than honest data of that size is refused undecoded."""
     most = min(MOST_BYTES, _SMALL + _MOST_RATIO * len(data))
     unpacking = zlib.decompressobj()
     try:

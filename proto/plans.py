@@ -1,4 +1,5 @@
-"""Plans as operators are told of them, and what plans are made of."""
+"""Conversion of plans, as operators see them, and of the inputs of planning, to messages and
+back."""
 
 from functools import lru_cache
 from typing import cast, get_args
@@ -31,7 +32,8 @@ def _stage_message(of: Hop | Hold) -> pb.Stage:
 
 @lru_cache(maxsize=4)
 def plan_message(plan: Plan) -> pb.Plan:
-    """To be copied: of many nodes it takes milliseconds, and it is asked for often."""
+    """Return the plan as a message, to be copied by the caller. It is cached, since it takes
+    milliseconds for many nodes and is needed often."""
     message = pb.Plan(
         generation=plan.generation,
         pipelines=[
@@ -108,8 +110,8 @@ def read_planning(message: pb.PlanningReply) -> Planning:
 
 
 def read_plan(message: pb.Plan) -> Plan:
-    """The plan that `plan_message` was given, without its listing and the rates of workers, which
-    operators are not told. Raises ValueError."""
+    """Return the plan that `plan_message` was given, without its listing and the rates of workers,
+    which operators do not get. Raises ValueError."""
     if message.schedule not in get_args(Schedule):
         raise ValueError(f"schedule: {message.schedule!r} is of another release")
     schedule, generation = cast(Schedule, message.schedule), Generation(message.generation)

@@ -1,8 +1,8 @@
-"""Which versions of the protocol this release speaks, and which one two ends speak together.
+"""Versions of the protocol that this release speaks, and the choice of one for two ends.
 
-The number is of what agent and master say to each other: `control.proto`, and the Structs that it
-carries packed. Both ends tell a range, and both take the newest that is in both. What a version
-added is said to an end that speaks it, and to no other; docs/contributing.md has the rules.
+The number covers all that agent and master exchange: `control.proto`, and the Structs that it
+carries packed. Each end sends a range, and both take the newest version that is in both. An
+addition is sent only to an end whose version has it; docs/contributing.md has the rules.
 """
 
 #: 4: agents tell a range, and their engine, and look at their hosts for a master. The oldest, which
@@ -16,18 +16,20 @@ EXAMINES = 4
 
 
 def common(oldest: int, newest: int) -> int | None:
-    """The newest that this release and an end with that range speak; None: there is none."""
+    """Return the newest version that this release and an end with that range speak; None: there is
+    none."""
     shared = min(newest, NEWEST)
     return shared if shared >= max(oldest, OLDEST) else None
 
 
 def span(oldest: int, newest: int) -> str:
-    """In words: `protocol 3`, `protocols 3 to 4`."""
+    """Format a range of versions: `protocol 3`, `protocols 3 to 4`."""
     return f"protocol {oldest}" if oldest == newest else f"protocols {oldest} to {newest}"
 
 
 def refusal(node: str, oldest: int, newest: int) -> str:
-    """Why an agent of that range, with nothing in `common`, cannot take part; what to upgrade."""
+    """Return why an agent of that range, with nothing in `common`, cannot take part, and what to
+    upgrade."""
     behind = "the master" if oldest > NEWEST else f"Oobleck on {node}"
     return (
         f"the agent speaks {span(oldest, newest)} and this master {span(OLDEST, NEWEST)}: upgrade "

@@ -1,4 +1,4 @@
-"""What committed steps leave behind, as messages and back: records and lines of output."""
+"""Conversion of records and lines of output to messages and back."""
 
 from collections.abc import Sequence
 
@@ -41,7 +41,7 @@ def dropped_line(count: int) -> str:
 
 
 def read_output(message: pb.LogLines) -> tuple[JobId, int, tuple[str, ...]]:
-    """Job, slot and lines of a worker's output; a gap is told in a line of its own."""
+    """Read job, slot and lines of a worker's output; a gap is reported in a line of its own."""
     with in_field("log"):
         lines = tuple(message.lines)
         if message.dropped:

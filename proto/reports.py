@@ -1,4 +1,4 @@
-"""What happens to workers, as JSON text and back. Most are too short to be compressed."""
+"""Conversion of workers' reports to JSON text and back. Most are too short to be compressed."""
 
 from typing import Any
 

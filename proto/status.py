@@ -1,4 +1,4 @@
-"""What an agent says of its node, as messages and back: registration and status."""
+"""Conversion of an agent's registration and status to messages and back."""
 
 from oobleck.host.versions import FIRST_ENGINE, Versions
 from oobleck.planner.ids import check_name
@@ -44,7 +44,7 @@ def _read_worker_status(message: pb.WorkerStatus) -> WorkerStatus:
 
 
 def read_status(message: pb.NodeStatus) -> NodeStatus:
-    """Raises ValueError that names the field, as all readers do."""
+    """Convert a node's status from its message. Raises ValueError that names the field."""
     with in_field("status"):
         workers = tuple(
             sorted((_read_worker_status(w) for w in message.workers), key=lambda w: w.slot)
@@ -110,7 +110,7 @@ def _read_facts(message: pb.Register, incarnation: str) -> NodeFacts:
 
 
 def read_register(message: pb.Register, incarnation: str) -> Registration:
-    """`incarnation`: of the envelope, an AgentMessage."""
+    """Convert a registration from its message. `incarnation`: of the envelope, an AgentMessage."""
     newest = message.newest_protocol or message.protocol
     spoken = common(message.protocol, newest)
     with in_field("register"):

@@ -1,4 +1,4 @@
-"""What an agent tells the master and what the master tells it, as domain types.
+"""Domain types of what agent and master tell each other.
 
 The other modules of this package turn them into messages and back. Must not know protobuf.
 """
@@ -13,7 +13,7 @@ from oobleck.proto.protocol import OLDEST
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """A master at one moment: the identity of its journal, and how far the journal goes.
+    """State of a master at one moment: the identity of its journal, and how far the journal goes.
 
     Each journal has a random id, its history, which compaction and a restore keep. A history has
     terms: a journal that was restored, copied or moved goes on in a higher one, so two masters
@@ -41,12 +41,12 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def __str__(self) -> str:
-        """Name it for operators."""
+        """Describe the head for operators."""
         return f"term {self.term} (begun by {self.begun_by[:8]}) of history {self.history[:8]}"
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What does not change during one start of an agent."""
+    """Facts of a node that do not change during one start of its agent."""
 
     node: NodeName
     incarnation: Incarnation
@@ -64,7 +64,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker process as its agent sees it."""
+    """Status of one worker process as its agent sees it."""
 
     slot: int
     incarnation: Incarnation
@@ -97,7 +97,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """All that an agent observes at one moment."""
+    """Observations of an agent at one moment."""
 
     #: None: no job.
     job_id: JobId | None = None
@@ -127,7 +127,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message of a session."""
+    """First message of a session."""
 
     #: The oldest that the agent speaks.
     protocol: int
@@ -154,7 +154,7 @@ class WorkerExited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
 
 
 class Hung(msgspec.Struct, frozen=True, kw_only=True, tag="hung"):
-    """Its agent has killed it, because it did not get on."""
+    """Report that the agent has killed the worker because it made no progress."""
 
     reason: str
     #: For how long.
@@ -166,7 +166,7 @@ Happening = WorkerExited | Hung | Report
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened to the process `incarnation`, which has or had that slot of the agent."""
+    """Report on the process `incarnation`, which has or had that slot of the agent."""
 
     job_id: JobId
     slot: int
@@ -175,7 +175,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole desired state of a node; newer ones replace older ones."""
+    """Desired state of a whole node; newer ones replace older ones."""
 
     version: int
     #: None: no job.
@@ -197,5 +197,5 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def generation(self) -> Generation:
-        """Of the generation to enter; 0: none."""
+        """Generation to enter; 0: none."""
         return self.assign.plan.generation if self.assign is not None else Generation(0)
