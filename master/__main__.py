@@ -132,7 +132,7 @@ def _fill(config: MasterConfig, backups: Sequence[Path]) -> None:
 
 
 def _read(flag: str, read: Callable[[str], T], value: str) -> T:
-    """What `read` makes of the flag's value. Raises ValueError with the flag and the fix."""
+    """Return the flag's value as `read` parses it. Raises ValueError with the flag and the fix."""
     try:
         return read(value)
     except ValueError as error:

@@ -8,7 +8,8 @@ from oobleck.host.storage.backup import Summary
 
 
 class Unusable(Exception):
-    """What the settings name cannot be used; the text is one line with the flag and the fix."""
+    """Error in a setting: it names something that cannot be used. The text is one line with the
+    flag and the fix."""
 
 
 #: A job that waits for nodes gives way after so many seconds.
@@ -19,7 +20,7 @@ _LEAST_NODE_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """How long the past is known; what is on disk of a job stays."""
+    """Retention of lost nodes and ended jobs in the state; a job's files on disk are kept."""
 
     #: A node that is lost for so long is forgotten, seconds.
     node_s: float = 86_400.0
@@ -84,7 +85,7 @@ class MasterConfig:
 
     @property
     def viewer(self) -> Path:
-        """What the processes show that write these."""
+        """Folder of the credentials that the processes behind `tracking` present to the master."""
         return self.state_dir / "viewer"
 
     def job_directory(self, job_id: str) -> Path:

@@ -17,7 +17,7 @@ _WHOLE_S = 600.0
 
 
 def give_back() -> None:
-    """What is free goes back to the kernel. Does nothing where the C library cannot."""
+    """Return free heap memory to the kernel. Does nothing where the C library cannot."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""How other tasks reach the owner of the state: handlers that it calls in order of arrival.
+"""Inbox of the loop that owns the state: handlers of other tasks, called in order of arrival.
 
 `ask` answers only when the iteration that computed the answer is on disk.
 """
@@ -55,7 +55,7 @@ class Inbox:
             self._of_operators.discard(future)
 
     def close(self) -> None:
-        """Whoever still waits for an answer gets none."""
+        """Fail every request that still waits for an answer with MasterEnded."""
         for future in self._open:
             if not future.done():
                 future.set_exception(MasterEnded)
@@ -69,7 +69,7 @@ class Inbox:
     # ---- the owner's side
 
     async def wait(self, timeout_s: float) -> None:
-        """Until something is there, or for `timeout_s`."""
+        """Wait until a handler arrives, for at most `timeout_s` seconds."""
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
                 await self._arrived.wait()
@@ -78,7 +78,7 @@ class Inbox:
 
     @property
     def waiting(self) -> int:
-        """How many handlers are to be called."""
+        """Number of handlers in the queue."""
         return len(self._handlers)
 
     def handle(self, most: int | None) -> None:
@@ -92,7 +92,7 @@ class Inbox:
             self._arrived.set()
 
     def answer_all(self) -> None:
-        """What has been handled is on disk."""
+        """Deliver the answers of handled requests; called once their events are on disk."""
         answers, self._answers = self._answers, []
         for answer in answers:
             answer()

@@ -95,7 +95,7 @@ class Master:
 
     @property
     def problem(self) -> str:
-        """For operators: what keeps the master from storing; empty: nothing."""
+        """Storage problem, as text for operators; empty: none."""
         return self._ledger.problem
 
     @property
@@ -105,7 +105,7 @@ class Master:
 
     @property
     def commits(self) -> Distribution:
-        """How long writes of events to the disk took."""
+        """Distribution of the seconds that commits of events to the disk took."""
         return self._ledger.commits.read()
 
     def committed(self) -> int:
@@ -183,7 +183,8 @@ class Master:
         self._ledger.stuck = False
 
     def _excuse(self, now: float, late_s: float) -> None:
-        """Nobody is to blame for what did not come while this process had no processor."""
+        """Extend leases by `late_s` where the loop itself was late: it had no processor, so silence
+        in that time is no evidence against any node."""
         timing = self.config.timing
         if self._is_late(late_s):
             log.warning("the master was late; leases last as much longer", extra={"late_s": late_s})
@@ -215,7 +216,7 @@ class Master:
         raise RuntimeError(f"decisions do not end; the last: {decision.reason}")
 
     def _planned(self) -> None:
-        """What the last decision waits for may be there."""
+        """Wake the loop: the planner may have the reply that the last decision waits for."""
 
         def handle(arrived_at: float) -> None:
             self._wake_at = arrived_at

@@ -165,7 +165,7 @@ def _taken(listen: str) -> Iterator[None]:
 
 
 def _open_page(address: str | None) -> socket.socket | None:
-    """None: no metrics are served. Raises Unusable."""
+    """Bind the port for metrics; None: no metrics are served. Raises Unusable."""
     try:
         return bind("--metrics-listen", address) if address is not None else None
     except ValueError as error:
@@ -173,7 +173,7 @@ def _open_page(address: str | None) -> socket.socket | None:
 
 
 def _open_health(address: str | None, probes: Probes) -> HealthPort | None:
-    """None: nobody is answered without a certificate. Raises Unusable."""
+    """Open the health port; None: health is not served without a certificate. Raises Unusable."""
     try:
         return HealthPort("--health-listen", address, probes) if address is not None else None
     except ValueError as error:
@@ -181,7 +181,8 @@ def _open_health(address: str | None, probes: Probes) -> HealthPort | None:
 
 
 def _read_authority(config: MasterConfig) -> "AuthorityFolder | None":
-    """None: the service is in the clear. Raises Unusable."""
+    """Read the certificate authority's folder; None: the service runs without TLS. Raises
+    Unusable."""
     if config.pki is None:
         return None
     from oobleck.master.api.authority import AuthorityFolder

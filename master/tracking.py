@@ -100,7 +100,7 @@ class Tracking:
                 await _end(writer)
 
     async def _write(self, copy: Copy, address: str) -> None:
-        """Until the copy is whole or given up."""
+        """Copy the job, restarting failed attempts, until the copy is whole or given up."""
         job_id, name = copy
         loop, failures = asyncio.get_running_loop(), 0
         while True:
@@ -125,7 +125,7 @@ class Tracking:
         self._finished.add(copy)
 
     async def _process(self, copy: Copy, address: str) -> int:
-        """Its exit code. Raises OSError."""
+        """Run one copying process to its end and return its exit code. Raises OSError."""
         job_id, name = copy
         folder = self._master.config.tracking
         arguments = [job_id, "--to", name, "--directory", str(folder), "--master", address]
@@ -162,7 +162,8 @@ class Tracking:
 
 
 def last_line(path: Path) -> str:
-    """Of a file of any size. Raises OSError."""
+    """Return the last line of a file, reading only its end; empty: it has no lines. Raises
+    OSError."""
     with path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         lines = file.read().decode("utf-8", "replace").splitlines()

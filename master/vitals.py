@@ -1,4 +1,4 @@
-"""How the master's loop does, counted as it goes. Must not know who looks at it."""
+"""Counters of how well the master's loop keeps up. Must not know who looks at it."""
 
 from dataclasses import dataclass, field
 

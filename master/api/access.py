@@ -1,7 +1,7 @@
-"""Who may call what: a table of every RPC, and the check before each call.
+"""Access control: a table of who may call which RPC, and the check before each call.
 
-The certificate of the connection says who calls. A method that is not in the table is denied to
-all. A service without certificates listens on this host alone, and there everybody may call
+The certificate of the connection identifies the caller. A method that is not in the table is denied
+to all. A service without certificates listens on this host alone, and there everybody may call
 everything in the table. Must not know what the calls do.
 """
 
@@ -76,7 +76,7 @@ def _identity_of(pem: bytes) -> "Identity":
 
 
 def caller(context: Context) -> "Identity | None":
-    """Who calls; None: somebody on this host, in the clear. Raises Denied."""
+    """Return the caller's identity; None: a caller on this host, without TLS. Raises Denied."""
     certificate = next(iter(context.auth_context().get("x509_pem_cert", ())), None)
     if certificate is None:
         return None

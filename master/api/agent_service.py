@@ -103,7 +103,7 @@ class ControlService(rpc.ControlServicer):
     async def _serve(
         self, session: AgentSession, requests: AsyncIterator[pb.AgentMessage], context: Context
     ) -> None:
-        """Until the agent or the master ends the session."""
+        """Serve the session until the agent or the master ends it."""
         reading = asyncio.create_task(self._read(session, requests))
         writing = asyncio.create_task(_write(session, context))
         try:
@@ -151,8 +151,8 @@ class ControlService(rpc.ControlServicer):
                 await self._master.sessions.receive(session, incoming)
 
     def _known(self, session: AgentSession, message: pb.AgentMessage) -> list[Incoming]:
-        """What of the message this master knows: a later release may say more. Raises ValueError
-        where it is malformed."""
+        """Return the parts of the message that this master knows; an agent of a later release may
+        send more. Raises ValueError where the message is malformed."""
         try:
             return _incoming(message)
         except ValueError:

@@ -1,4 +1,5 @@
-"""How many calls there are, how they end, and how long they take. Must not know what they do."""
+"""Counters of gRPC calls: how many there are, how they end, and how long they take. Must not know
+what they do."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable

@@ -66,8 +66,9 @@ _TELL_S = 600.0
 
 
 def share(waiting: Iterable[int], of_source: int, in_all: int) -> int:
-    """How many connections of one source may wait, where the sources have so many: the most with
-    which they have `in_all` together, but at least one and at most `of_source`."""
+    """Return how many connections one source may have waiting, given how many each source has. It
+    is the highest limit that keeps all of them to `in_all` together, but at least one and at most
+    `of_source`."""
     level, left = 0, in_all
     counts = sorted(waiting)
     for position, count in enumerate(counts):
@@ -97,14 +98,16 @@ def name_of(source: bytes) -> str:
 
 
 class Refusals:
-    """Which sources are refused, by what was seen at the times that are given. Pure."""
+    """State of the refusals: the sources that are refused for a while after they had too many
+    connections. Pure: the caller passes the time."""
 
     def __init__(self) -> None:
         #: By source, when it last had too many; those who had them last are at the end.
         self._over_at: dict[bytes, float] = {}
 
     def look(self, waiting: Mapping[bytes, int], now: float) -> frozenset[bytes]:
-        """Whom to refuse from now on. `waiting`: by source, how many connections wait."""
+        """Return the sources to refuse from now on. `waiting`: number of waiting connections by
+        source."""
         most = share(waiting.values(), MOST_OF_SOURCE, MOST_WAITING)
         over = sorted((count, source) for source, count in waiting.items() if count > most)
         kept = {one: at for one, at in self._over_at.items() if now < at + REFUSED_S}
@@ -132,8 +135,7 @@ class Connections:
 
     @property
     def proven(self) -> int:
-        """How many connections had an allowed call, and had not ended when that was last looked
-        at."""
+        """Number of connections that had an allowed call and were still open at the last look."""
         return len(self._known)
 
     def allowed(self, peer: str, who: "Identity | None") -> None:
@@ -184,7 +186,7 @@ class Connections:
                     await asyncio.to_thread(give_back)
 
     def waiting(self, there: Port) -> Counter[bytes]:
-        """How many connections wait, by source. Raises OSError."""
+        """Count the waiting connections by source. Raises OSError."""
         known = list(self._known.items())  # of later ones the kernel's answer says nothing
         waiting = set(there.peers())
         of_holder: Counter[str] = Counter()

@@ -214,7 +214,8 @@ async def _in_time(limit_s: float, context: Any, answer: Callable[[], Awaitable[
 
 
 async def _write(context: Any, reply: Any) -> None:
-    """To a caller that has left, the library fails to write before it has cancelled the call."""
+    """Write a reply. Raises CancelledError where the caller has left: gRPC fails the write before
+    it cancels the call."""
     try:
         await context.write(reply)
     except grpc.aio.InternalError as error:

@@ -1,4 +1,4 @@
-"""What one caller may take of the master: bytes, streams, connections, pings, time.
+"""Limits on what one caller may use of the master: bytes, streams, connections, pings, time.
 
 Numbers far above what a cluster of some thousand nodes does, so that only a caller that is broken
 or means harm ever meets them. Must not know the calls' contents.

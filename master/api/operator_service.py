@@ -227,7 +227,8 @@ class OperatorService(rpc.OperatorServicer):
         return await self._node_info(node, context)
 
     async def _fate_of(self, name: NodeName) -> None:
-        """Until it is known whether the node's work can move off it, or that takes long."""
+        """Wait until it is decided whether the node's work can move off it, for at most
+        `_FATE_S`."""
         nodes = self._master.state.nodes
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FATE_S):
@@ -363,7 +364,8 @@ class OperatorService(rpc.OperatorServicer):
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """Those that begin as `name` does come first: a cluster has more than fit into an answer."""
+    """List the known names, those that share the longest prefix with `name` first. Only some are
+    listed, since a cluster has more than fit into an answer."""
 
     def alike(one: str) -> int:
         return sum(

@@ -133,7 +133,7 @@ def _tell_redo(message: pb.JobStatus, job: Job) -> None:
 
 
 def _memory(state: ClusterState, job: Job) -> Iterator[pb.WorkerMemory]:
-    """Of the plan's workers on the nodes that it still has."""
+    """Yield predicted and measured memory of the plan's workers on the nodes that it still has."""
     members = [state.nodes[name] for name in job.current.members]
     measured = {
         WorkerId(node.facts.node, worker.slot): worker
@@ -149,7 +149,7 @@ def _memory(state: ClusterState, job: Job) -> Iterator[pb.WorkerMemory]:
 
 
 def is_moving(job: Job, now: float) -> bool:
-    """Whether the last step is so recent that the next one is not overdue."""
+    """Return whether the last step is recent enough that the next one is not overdue."""
     recent, age_s = job.seen.steps.recent, step_age_s(job.seen, now)
     if age_s is None or not recent:
         return False
@@ -158,8 +158,8 @@ def is_moving(job: Job, now: float) -> bool:
 
 
 def step_age_s(seen: JobSeen, now: float) -> float | None:
-    """Of the last recorded step, by the calendar where a master before this one recorded it; None:
-    there is none."""
+    """Return the age of the last recorded step, seconds; None: there is none. A step that an
+    earlier master recorded is dated by its Unix time."""
     if seen.steps.recorded_at is None:
         return None
     if seen.steps.recent and seen.steps.recent[-1].time < seen.since_unix:
@@ -179,8 +179,8 @@ def tokens_per_s(recent: Sequence[StepRecord]) -> float:
 
 
 def mfu(state: ClusterState, job: Job, speed: float) -> float | None:
-    """What part of the peak of its plan's GPUs a job of so many tokens per second reaches; None: it
-    is not known."""
+    """Return the job's model FLOPs utilization at `speed` tokens per second, as a part of the peak
+    of its plan's GPUs; None: not known."""
     if not speed or job.current.made is None or job.state in ENDED:
         return None
     workers = job.current.made.plan.workers
@@ -353,7 +353,7 @@ def node_state(node: Node) -> str:
 
 
 def _unwell(node: Node) -> str:
-    """What is wrong with its GPUs beside why it is drained."""
+    """Describe GPU troubles of the node that are not already given as the reason of its drain."""
     if not node.connected:
         return ""
     status, drain = node.seen.status, node.drain

@@ -110,7 +110,7 @@ class Examinations:
         self._busy = False
 
     def take(self, node: NodeName, number: int, answer: Answer) -> None:
-        """What an agent has answered."""
+        """Pass an agent's answer to the examination that awaits it, if any."""
         awaited = self._awaited.pop((node, number), None)
         if awaited is not None and not awaited.done():
             awaited.set_result(answer)
@@ -143,7 +143,8 @@ class Examinations:
         )
 
     def _tell(self, node: NodeName, order: Order) -> int:
-        """Whatever comes of it; the order's number, or 0 where there is nobody to tell."""
+        """Send an order without awaiting its answer. Returns its number; 0: the node has no
+        session."""
         session = self._session(node)
         if session is None:
             return 0
@@ -177,7 +178,7 @@ class Examinations:
 
 
 class _Examination:
-    """One, from its first finding to its last."""
+    """State of one examination, from its first finding to its last."""
 
     def __init__(
         self,
@@ -230,7 +231,7 @@ class _Examination:
                 yield finding
 
     def end(self) -> None:
-        """Whatever is left of it on nodes goes, as far as they are there."""
+        """Stop listening and remove marks, on the nodes that are still connected."""
         for name in self._listening:
             self._tell(name, Hush())
         self._remove_marks()
@@ -253,8 +254,8 @@ class _Examination:
             yield finding
 
     async def _clock(self, name: NodeName) -> float | str:
-        """How far it is ahead of this one's, by the quickest of some readings; or why it is not
-        known."""
+        """Return how far the node's clock is ahead of this host's, seconds, by the quickest of some
+        readings. Returns the reason as text where it is not known."""
         best = (float("inf"), 0.0)
         for _ in range(_CLOCK_READINGS):
             asked = self._now()
@@ -314,8 +315,8 @@ class _Examination:
         )
 
     def _places(self) -> tuple[tuple[Place, ...], int]:
-        """What nodes are to have alike, each once; and how many there are beyond as many as are
-        looked at."""
+        """Return the distinct paths that nodes must have alike, at most `_MOST_PLACES`, and the
+        number of those left out."""
         found = [Place(path=path, use="data") for path in self._wish.data]
         found += [Place(path=path, use="checkpoints") for path in self._wish.checkpoints]
         for job in self._state.jobs.values():
@@ -325,7 +326,7 @@ class _Examination:
         return unique[:_MOST_PLACES], len(unique[_MOST_PLACES:])
 
     async def _shared(self) -> AsyncIterator[Finding]:
-        """Whether what one node writes is there for the others."""
+        """Check that files written by one node are visible to the others."""
         folders = sorted({folder for each in self._marked.values() for folder in each})
         marked = [name for name, each in self._marked.items() if each]
         if not folders:
@@ -418,7 +419,7 @@ class _Examination:
 
 
 def places_of(spec: JobSpec) -> Iterator[Place]:
-    """What a job's nodes read and write."""
+    """Yield the paths that a job's nodes read and write."""
     for path in (*spec.data.text, spec.data.tokens, spec.data.tokenizer):
         if path is not None:
             yield Place(path=path, use="data")
@@ -446,7 +447,7 @@ def _of_head(finding: Finding) -> Finding:
 
 
 def _of_state(node: Node) -> Iterator[Finding]:
-    """What the master knows of the node without a look."""
+    """Yield findings on the node that the master can tell from its own state."""
 
     def finding(level: Level, what: str, fix: str) -> Finding:
         return Finding(check="agent", level=level, what=what, fix=fix)

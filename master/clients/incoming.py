@@ -1,4 +1,4 @@
-"""What agents send in a running session."""
+"""Types of messages that agents send in a running session."""
 
 import msgspec
 

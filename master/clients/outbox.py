@@ -1,8 +1,8 @@
-"""One session of an agent: what it is to be told, and when records are acknowledged.
+"""Outbox of one agent's session: messages to send, and when records are acknowledged.
 
 An outbox holds at most one message of each kind, besides operators' questions: a newer assignment
-replaces an older one, a higher acknowledgement a lower one. So nothing piles up for an agent that
-reads slowly, and nobody waits for it.
+replaces an older one, a higher acknowledgement a lower one. So the queue of a slow agent stays
+bounded, and no other task waits for it.
 """
 
 import asyncio
@@ -116,13 +116,13 @@ class Rounds:
 
     @property
     def due_at(self) -> float | None:
-        """When `take` gives something; None: nothing is to be told."""
+        """Time at which `take` returns something; None: nothing to send."""
         if self._left:
             return self._free_at
         return self._next_round_at if self._noted else None
 
     def take(self, now: float, sessions: Iterable[int]) -> tuple[list[JobId], list[int]]:
-        """What is to be told now, and to whom of all `sessions`."""
+        """Return the jobs to acknowledge now, and which of `sessions` to tell."""
         if (due_at := self.due_at) is None or now < due_at:
             return [], []
         if not self._left:

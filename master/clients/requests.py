@@ -1,4 +1,4 @@
-"""What operators ask for: jobs, checkpoints, drains, and who may speak to the master.
+"""Requests of operators: jobs, checkpoints, drains, and credentials.
 
 Each request becomes one event. A request that is repeated with the same id gets the first answer
 again. The answer comes when the event is on disk. The caller must still be trusted in the iteration
@@ -68,7 +68,7 @@ class Requests:
         return Requests(self._config, self._ledger, self._inbox, self._sessions, caller)
 
     def check(self) -> None:
-        """Whether the caller is still trusted. Raises Denied."""
+        """Check that the caller is still trusted. Raises Denied."""
         if self._caller is not None:
             check_caller(self._ledger.state.trust, self._caller, self._ledger.unix())
 
@@ -145,7 +145,8 @@ class Requests:
         return await self._ask(answer)
 
     def _new_job_id(self, spec: JobSpec) -> JobId:
-        """One that no folder of an earlier job has either, whatever became of its journal."""
+        """Return a job id that neither the state nor any folder of an earlier job has. Folders
+        count too, since the journal that knew their jobs may be lost."""
         jobs = {*self._ledger.state.jobs, *self._ledger.state.held}
         number = self._ledger.state.submissions + 1
         while True:
@@ -209,7 +210,8 @@ class Requests:
         await self._ask(answer)
 
     async def change_trust(self, decide: Decide[T]) -> T:
-        """What `decide` answers, once what it wants journaled is. Raises what it raises."""
+        """Journal the event that `decide` asks for, and return its answer once that is on disk.
+        Raises what `decide` raises."""
 
         def answer(_: float) -> T:
             event, value = decide(self._ledger.state.trust, self._ledger.unix())
@@ -225,7 +227,8 @@ class Requests:
         return await self._ask(answer)
 
     async def _ask(self, answer: Callable[[float], T]) -> T:
-        """What `answer` gives in the iteration, if the caller is trusted then."""
+        """Run `answer` in the loop's next iteration and return its result. Raises Denied where the
+        caller is no longer trusted by then, StorageFailed where nothing can be journaled."""
         if self._ledger.stuck:
             raise StorageFailed(self._ledger.problem)
 

@@ -113,7 +113,7 @@ class Sessions:
         return iter(list(self._open.values()))
 
     def of(self, node: NodeName) -> AgentSession | None:
-        """Its newest one; None: none is open."""
+        """Return the node's newest open session; None: none is open."""
         known = self._ledger.state.nodes.get(node)
         if known is None or known.seen.session is None:
             return None
@@ -121,12 +121,12 @@ class Sessions:
 
     @property
     def count(self) -> int:
-        """How many are open."""
+        """Number of open sessions."""
         return len(self._open)
 
     @property
     def opened(self) -> int:
-        """How many there were in this master's life."""
+        """Number of sessions opened since this master started."""
         return self._last_number
 
     # ---- what agents tell
@@ -392,7 +392,7 @@ class Sessions:
 
     @property
     def acknowledges_at(self) -> float | None:
-        """When `acknowledge` has something to tell; None: it has not."""
+        """Time at which `acknowledge` has something to send; None: nothing to send."""
         due = (self._to_senders.due_at, self._to_all.due_at)
         return min((at for at in due if at is not None), default=None)
 
@@ -414,7 +414,9 @@ class Sessions:
                 session.acknowledge(job_id, *stored)
 
     def ask_again(self) -> None:
-        """There is room on the disk again: records that were left are sent once more."""
+        """Make agents resend records that were dropped while the disk was full, now that there is
+        room. Ends their sessions, so that they register and send again. Acknowledgements of all
+        jobs become due."""
         if self._ledger.archive.asks_again():
             again = Refusal(reason="to send again what the full disk did not take", temporary=True)
             for session in self:

@@ -40,12 +40,12 @@ _CHANGE_LOOKS = 30
 
 
 class NoTimeline(Exception):
-    """There is no timeline; the text says why."""
+    """Failure to record a timeline; the text says why."""
 
 
 @dataclass(slots=True, eq=False)
 class _Wish:
-    """One request for recordings."""
+    """Request for recordings of one job's workers, and the recordings received so far."""
 
     job_id: JobId
     workers: frozenset[WorkerId]
@@ -133,7 +133,8 @@ class Timelines:
     async def _recordings(
         self, job: Job, plan: Plan, steps: int, ahead_s: float
     ) -> Mapping[WorkerId, Recording] | None:
-        """What all workers of `plan` recorded; None: not all of them did in that generation."""
+        """Collect recordings of all workers of `plan`; None: not all of them recorded every step in
+        that generation. Raises NoTimeline."""
         first = _step_in(job, ahead_s)
         last = min(first + steps - 1, job.spec.training.steps)
         if first > last:

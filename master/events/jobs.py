@@ -53,7 +53,7 @@ class JobPutBack(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class MeasuringStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """These processes measure the job's model, and some of them the links."""
+    """Event: these processes begin to measure the job's model, and some of them the links."""
 
     job_id: JobId
     wish: Measure
@@ -117,7 +117,7 @@ class JobRestored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class JobCaughtUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All steps that were lost with the way back to a checkpoint are committed again."""
+    """Event: the steps that were lost by going back to a checkpoint are committed again."""
 
     job_id: JobId
     #: How far training is.
@@ -146,11 +146,12 @@ class RateChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def is_measured(self) -> bool:
-        """Of the same process as before."""
+        """Return whether the rate was measured, of the same process as before. If not, another
+        process took the worker's place."""
         return self.steps > 0 or self.alone
 
     def __str__(self) -> str:
-        """For operators, in half a sentence."""
+        """Describe the change for operators, in half a sentence."""
         if not self.is_measured:
             return f"{self.worker} is another process, and its pace is not known yet"
         if self.rate == 1:
@@ -173,7 +174,7 @@ class RecordsDiffer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RecordsLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Nobody has the records of these steps any more: metrics.jsonl goes on behind them."""
+    """Event: no agent has the records of these steps any more, so metrics.jsonl skips them."""
 
     job_id: JobId
     first: int

@@ -14,7 +14,8 @@ from oobleck.proto.types import NodeFacts, WorkerExited
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What somebody saw of a failure. The event that carries it says when, less `ago_s`."""
+    """Observation of a failure, and its observer. It was made `ago_s` before the event that carries
+    it."""
 
     #: agent: of a process that it started; peer: a worker, of another one; stream: the master, of
     #: an agent's session; worker: of itself.
@@ -171,7 +172,7 @@ class NodeReleased(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NodeUndrained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Nothing that is known against the node counts any more."""
+    """Event: an operator undrained the node, which clears all that was held against it."""
 
     node: NodeName
     request_id: str

@@ -43,7 +43,7 @@ Cause = Literal[
 
 
 class ReconfigurationStats(msgspec.Struct, frozen=True, kw_only=True):
-    """How the way into a generation went, as far as it went."""
+    """Statistics of the transition into a generation, as far as it went."""
 
     #: By `Phase`; they add up to `total_s`.
     phases: dict[str, float]
@@ -73,7 +73,7 @@ class StandByFor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Expected(msgspec.Struct, frozen=True, kw_only=True):
-    """What the planner expected of a plan, by the job's profile."""
+    """Expectation of a plan by the planner, computed from the job's profile."""
 
     step_s: float
     #: How long the state that moves takes.
@@ -123,12 +123,13 @@ class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
 
     @property
     def assign(self) -> Assign:
-        """What agents and workers are told."""
+        """Assignment as agents and workers receive it."""
         return Assign(**{name: getattr(self, name) for name in Assign.__struct_fields__})
 
     @property
     def is_base(self) -> bool:
-        """Whether later plans start from its pipelines, and not from those of a plan before."""
+        """Return whether later plans start from this plan's pipelines rather than from an earlier
+        plan's."""
         return self.policy == "templates" or self.rule in {"recut", *OF_OTHER_NODES}
 
 
@@ -155,8 +156,8 @@ class FirstStepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FollowUpDropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What was to follow behind the newest plan does not: nothing is worth a change, or
-    planning failed."""
+    """Event: no follow-up plan replaces the newest one, since no change is worth it or planning
+    failed."""
 
     job_id: JobId
     generation: Generation

@@ -41,7 +41,7 @@ class StatusReceived(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerReported(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened to a worker's process. A new session of its agent may tell of it again."""
+    """Report of a worker's process. A new session of its agent may repeat it."""
 
     worker: WorkerId
     job_id: JobId
@@ -50,7 +50,7 @@ class WorkerReported(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProfilesFound(msgspec.Struct, frozen=True, kw_only=True):
-    """All profiles that are stored, by key; of those that cannot be read, why."""
+    """Profiles in the store, by key, and the reasons why others cannot be read."""
 
     profiles: dict[str, Profile]
     unusable: dict[str, str] = {}
@@ -64,14 +64,16 @@ class RecordsReceived(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordsWait(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether records wait for those of steps before, and go on without them within some time."""
+    """Change of whether step records wait for records of earlier steps. After some time they are
+    written without those."""
 
     job_id: JobId
     waiting: bool
 
 
 class RestoreReceived(msgspec.Struct, frozen=True, kw_only=True):
-    """All workers of a generation go on from a checkpoint, by the word of those who could tell."""
+    """Report that all workers of a generation restored a checkpoint, confirmed by those that could
+    tell."""
 
     job_id: JobId
     restored: Restored

@@ -1,4 +1,4 @@
-"""What is journaled of who may speak to the master. Nothing secret is in it."""
+"""Journaled events of trust: tokens, certificates and revocations. Nothing secret is in them."""
 
 import msgspec
 

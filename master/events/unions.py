@@ -45,7 +45,7 @@ class JournalCut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TermBegan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """This master goes on in a term of its own, or names its journal for the first time."""
+    """Event: this master begins a term of its own, or names its journal for the first time."""
 
     cluster: str
     #: Id of the journal.

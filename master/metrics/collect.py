@@ -1,7 +1,7 @@
-"""All metrics of a master: their families, and one reading of them.
+"""Registry of the master's metrics: all families, and one reading of them.
 
-Read between two iterations of the loop, in the event loop, so that nothing changes meanwhile: what
-it takes grows with nodes and jobs alone. Reads, never writes.
+Read between two iterations of the loop, in the event loop, so that nothing changes meanwhile. The
+cost of a reading grows with nodes and jobs alone. Reads, never writes.
 """
 
 from collections.abc import Iterator

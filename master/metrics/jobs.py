@@ -213,7 +213,8 @@ def _counted(counted: JobTally) -> Mapping[Family, float]:
 
 
 def _goodput(job: Job, counted: JobTally, unix: float) -> float | None:
-    """None: no step was counted. Calendars of hosts differ, so it may be a little above 1."""
+    """Return the part of the time since the first counted step that was spent training; None: no
+    step was counted. Calendars of hosts differ, so the quotient is cut at 1."""
     if counted.since is None:
         return None
     span_s = (job.finished_at or unix) - counted.since

@@ -98,7 +98,7 @@ SHUT_OUT = Family(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What tells of the master's process."""
+    """Components of the master's process that its own metrics are read from."""
 
     master: Master
     planner: PlanningProcess
@@ -148,7 +148,8 @@ def _storage(master: Master, journal: Journal, tally: Tally) -> Iterator[Reading
 
 
 def _disk(directory: Path) -> Iterator[Reading]:
-    """Nothing where it cannot be looked at, which the master tells as a problem of its storage."""
+    """Yield free and total bytes of the disk. Yields nothing where it cannot be read, which the
+    master reports as a storage problem."""
     try:
         found = os.statvfs(directory)
     except OSError:

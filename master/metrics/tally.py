@@ -1,7 +1,7 @@
-"""What has happened in this master's life, counted from the events as they come.
+"""Counts of what happened since this master started, taken from the events as they come.
 
-Counts begin with the process, as readers of Prometheus' counters expect; what the state knows of
-the time before is not counted again. What is about a job goes with the job. Must not know how it is
+Counts begin with the process, as readers of Prometheus' counters expect; the state's history from
+before is not counted again. A job's counts are dropped with the job. Must not know how they are
 shown.
 """
 
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class JobTally:
-    """Of one job."""
+    """Counts of one job."""
 
     #: Steps whose records came, each once, with their tokens and the seconds that they took.
     steps: int = 0
@@ -84,8 +84,8 @@ class Tally:
         self._failed = False
 
     def note(self, state: ClusterState, event: Event) -> None:
-        """Before `event` changes `state`. Raises nothing: a master that counts wrong is better than
-        one that ends."""
+        """Count `event`; called before it changes `state`. Raises nothing: a master whose metrics
+        are wrong is better than one that ends."""
         try:
             self._note(state, event)
         except Exception:

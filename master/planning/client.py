@@ -1,4 +1,4 @@
-"""Which plan is next: the planner's functions, asked with what the state holds.
+"""Client of the planner: builds planning requests from the state, and reads the replies.
 
 Owns the requests to the planner (`oobleck.master.planning.requests`). Pure. Must not know when a
 plan is due, nor how one is made.
@@ -63,14 +63,14 @@ def check_enough(job: Job, nodes: Sequence[Node]) -> None:
 
 
 def needs_shadows(job: Job, nodes: Sequence[Node]) -> bool:
-    """Whether `nodes` are fewer than a first plan of templates alone takes. Raises PlanInfeasible
-    where the job cannot start on them."""
+    """Return whether `nodes` are fewer than a first plan needs that is made of templates alone.
+    Raises PlanInfeasible where the job cannot start on them."""
     smallest = template_sizes(job.spec, Machines.of(job, nodes), len(nodes)).start
     return len(nodes) < (job.spec.fault_tolerance + 1) * smallest
 
 
 def never_fits(job: Job, nodes: Sequence[Node]) -> bool:
-    """Whether no number of nodes like the largest of `nodes` could hold the job's model."""
+    """Return whether the job's model fits no number of nodes like the largest of `nodes`."""
     if not nodes:
         return False
     largest = max(nodes, key=lambda node: node.facts.memory_per_worker_bytes)
@@ -100,7 +100,7 @@ def first_plan(planner: Planner, job: Job, nodes: Sequence[Node], generation: Ge
 
 
 def idle_slots(plan: Plan, worker_slots: int) -> str:
-    """How many of each node's slots have no part in `plan`, and why; empty: none."""
+    """Describe how many slots per node `plan` leaves idle, and why; empty: none."""
     used = max(worker.slot for worker in plan.workers) + 1
     if used >= worker_slots:
         return ""
@@ -113,10 +113,11 @@ def idle_slots(plan: Plan, worker_slots: int) -> str:
 def next_plan(
     planner: Planner, job: Job, live: Sequence[Node], generation: Generation, wanted: PlanWanted
 ) -> Answer:
-    """What becomes of `job`'s newest plan on `live`. Raises StillPlanning, PlanInfeasible.
+    """Ask for the plan that replaces `job`'s newest one on `live`. Raises StillPlanning,
+    PlanInfeasible.
 
-    Where that fails by an error of ours, plain templates answer a change that must be made. Raises
-    PlanningFailed where they do not either, and where nobody has to change anything.
+    Where planning fails by an error of ours, plain templates answer a change that must be made.
+    Raises PlanningFailed where they fail too, or where no change has to be made.
     """
     made = job.current.made
     if made is None:
@@ -144,7 +145,8 @@ def next_plan(
 
 
 def planning(job: Job, nodes: Sequence[Node]) -> Planning:
-    """What `next_plan` makes plans of, and those that `nodes` leave it. Raises PlanInfeasible."""
+    """Return the inputs of `next_plan` for the job's newest plan on `nodes`. Raises
+    PlanInfeasible."""
     made = job.current.made
     if made is None:
         raise PlanInfeasible(f"job {job.id} has no plan")

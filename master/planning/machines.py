@@ -1,4 +1,4 @@
-"""What planning has to know of the nodes that it may use, and what follows at once from that.
+"""Machines as planning sees them, and the quick answers that follow from them.
 
 Pure and remembered. Must not know plans, nor how long it takes to make them.
 """
@@ -20,7 +20,7 @@ from oobleck.planner.search.specification import node_specification, on_usable_g
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machines:
-    """What planning has to know of the nodes that it may use."""
+    """Properties of the nodes that a plan may use."""
 
     worker_slots: int
     memory_bytes: int

@@ -71,7 +71,7 @@ class PlanningProcess:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the process is at a plan."""
+        """Return whether the process works at a plan."""
         return self._at_work is not None
 
     def prepare(self) -> None:
@@ -87,8 +87,8 @@ class PlanningProcess:
         self._tell = tell
 
     def want(self, request: PlanRequest | None) -> None:
-        """What the newest decision waits for; None: nothing. What is being worked at is finished
-        first."""
+        """Set the request that the newest decision waits for; None: it waits for no plan. The plan
+        being worked at is finished first."""
         self._replies.forget_unused()
         self._wanted = request
         if request is not None:

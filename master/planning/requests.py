@@ -1,10 +1,10 @@
-"""What plans are asked for, and the replies: data that can go to another process and back.
+"""Requests for plans and their replies: plain data that can go to another process and back.
 
-A first plan of a large cluster takes seconds, and the loop that hears a thousand nodes has none to
-spare. So rules ask a `Planner`, which either has the reply or is told after the decision what is
-wanted; the loop goes on, and the rules ask again when the reply is there. By then the request may
-be another one. Owns what is asked and what is remembered; must not know how a plan is made, nor
-where.
+A first plan of a large cluster takes seconds, which the loop that hears a thousand nodes cannot
+spare. So rules ask a `Planner`, which either has the reply or is told after the decision which one
+is wanted. The loop goes on, and the rules ask again when the reply is there. By then the request
+may be another one. Owns the requests and the remembered replies; must not know how a plan is made,
+nor where.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,8 @@ class FirstPlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NextPlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What becomes of `plan` on `nodes`. `most_nodes`: so many did any plan of the job have."""
+    """Request for the plan that replaces `plan` on `nodes`. `most_nodes`: the largest number of
+    nodes that any plan of the job had."""
 
     spec: JobSpec
     machines: Machines
@@ -72,7 +73,7 @@ class NextPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Infeasible(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """There is none; see `PlanInfeasible`."""
+    """Reply: no plan is possible; see `PlanInfeasible`."""
 
     causes: tuple[str, ...]
 
@@ -84,7 +85,7 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class PlanningFailed(PlanInfeasible):
-    """There is no plan because of an error of ours. Who can go on as before does."""
+    """Failure to plan because of an error of ours. A job that can go on as before does."""
 
     def __init__(self, wanted: PlanWanted, broken: Broken) -> None:
         super().__init__(
@@ -105,27 +106,27 @@ class StillPlanning(Exception):
 
 
 class Planner(Protocol):
-    """Whom the rules ask, and who is told what they wait for."""
+    """Interface to the planner: the rules ask it, and it is told which plan they wait for."""
 
     def reply(self, request: PlanRequest) -> PlanReply:
         """Raises StillPlanning."""
 
     def prepare(self) -> None:
-        """There is a job: plans will be wanted."""
+        """Prepare for plans: there is a job that will need them."""
 
     def want(self, request: PlanRequest | None) -> None:
-        """What the newest decision waits for; None: nothing."""
+        """Set the request that the newest decision waits for; None: it waits for no plan."""
 
     def foresee(self, requests: tuple[PlanRequest, ...]) -> None:
-        """What may be asked for next: to be worked out while nothing is waited for. Those of before
-        that are not among them never will be."""
+        """Set the requests that may come next, to work on while no decision waits. Earlier ones
+        that are not among them are dropped."""
 
     def listen(self, tell: Callable[[], None]) -> None:
         """Call `tell` with each reply that comes."""
 
 
 class Replies:
-    """Those that are there, as many as the decisions of now need."""
+    """Cache of the planner's replies, bounded by what current decisions need."""
 
     def __init__(self) -> None:
         #: Those asked for last come last; to compare requests costs milliseconds where plans are
@@ -152,7 +153,7 @@ class Replies:
         self._known[request] = reply
 
     def add_ahead(self, request: PlanRequest, reply: PlanReply) -> None:
-        """One that nobody has asked for yet."""
+        """Store the reply to a request that nobody has made yet."""
         self._ahead[request] = reply
 
     def forget_ahead(self) -> None:

@@ -1,8 +1,8 @@
-"""How a plan that is asked for is made and proven, with templates at hand.
+"""Construction and proof of the requested plans, with templates at hand.
 
-Every plan is proven before it is answered, as for `oobleck plan`: nobody waits for ever in its
-programs. Pure, and remembered: what one request has led to serves the next ones. A first plan of a
-thousand nodes takes a second or two. Must not know who asks, or why.
+Every plan is proven before it is returned, as for `oobleck plan`: its programs cannot deadlock.
+Pure, and remembered: the results of one request serve the next ones. A first plan of a thousand
+nodes takes a second or two. Must not know who asks, or why.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,16 +54,16 @@ class AtOnce:
         return _remembered(request)
 
     def prepare(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing: plans are made when asked for."""
 
     def want(self, request: PlanRequest | None) -> None:
         assert request is None, "nothing is ever waited for"
 
     def foresee(self, requests: tuple[PlanRequest, ...]) -> None:
-        """Nothing is made ahead."""
+        """Do nothing: plans are not made ahead."""
 
     def listen(self, tell: Callable[[], None]) -> None:
-        """Nothing comes later."""
+        """Do nothing: each reply is there at once."""
 
 
 _remembered = lru_cache(maxsize=32)(work_out)
@@ -136,8 +136,8 @@ def forget() -> None:
 
 
 def rehearse(request: PlanRequest, reply: PlanReply) -> Iterator[None]:
-    """After a first plan, plan for the loss of a node of each size of pipeline, one by one, for
-    the judge to have seen what it will be asked about when that happens."""
+    """Plan for the loss of one node of each pipeline size, one at a time, after a first plan. This
+    prepares the judge for what it will be asked when a node is lost."""
     if not isinstance(request, FirstPlanRequest) or not isinstance(reply, FirstPlanReply):
         return
     plan = reply.plan

@@ -24,10 +24,10 @@ _IDLE_S = 1.0
 
 
 def reply(request: PlanRequest) -> PlanReply:
-    """As `work_out`; an error of ours is a reply too.
+    """Return the reply of `work_out`, or `Broken` after an error of ours.
 
-    Whatever it is, the same request would fail again, also of the next process: only the master
-    knows what can be done without it (`oobleck.master.planning.client`).
+    The same request would fail again, also in the next process. Only the master knows what can be
+    done without it (`oobleck.master.planning.client`).
     """
     try:
         return work_out(request)

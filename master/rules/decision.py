@@ -1,4 +1,5 @@
-"""What a rule of `oobleck.master.rules.reconcile` looks at, and what it answers."""
+"""Interface of a rule of `oobleck.master.rules.reconcile`: the context it reads and the decision it
+returns."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,8 @@ class Decision:
 
 
 def decide(events: Sequence[Journaled], reason: str = "") -> Decision | None:
-    """To have `events` journaled; None: there are none. `reason`: else what they say of nodes."""
+    """Return the decision to journal `events`; None: there are none. `reason`: text of the
+    decision; by default the reasons of events of nodes."""
     told = (f"{e.node}: {e.reason}" for e in events if isinstance(e, _OF_A_NODE))
     return Decision(actions=tuple(events), reason=reason or "; ".join(told)) if events else None
 

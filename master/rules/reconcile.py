@@ -1,4 +1,4 @@
-"""What to do next: the decisions of the master, as a pure function over its state.
+"""Decisions of the master: the next thing to do, as a pure function over its state.
 
 `reconcile` looks at the level of things, not at the event that came last: each rule compares what
 is with what should be, and the first rule with something to decide wins. What it decides are
@@ -31,7 +31,7 @@ def reconcile(
     retain: Retention = _RETENTION,
     gives_way_s: float = GIVES_WAY_S,
 ) -> Decision:
-    """What to do next, when to look again, and why. Pure: no clock, no I/O, no randomness.
+    """Return what to do next, when to look again, and why. Pure: no clock, no I/O, no randomness.
 
     `planner` gives the plans; None: they are made on the way.
     """

@@ -1,4 +1,4 @@
-"""What the master knows: nodes, jobs, who may speak to it, and what follows from them together.
+"""State of the cluster: nodes, jobs, credentials, and what follows from them together.
 
 `ClusterState` has one owner, the loop, which changes it through
 `oobleck.master.state.reducer.apply` alone. Everything in it follows from journaled events, except
@@ -30,7 +30,8 @@ def version_pairs(found: Differences) -> list[str]:
 
 
 def _most_common(values: Iterable[str]) -> str:
-    """Of those that are not empty; of equally many, the first one."""
+    """Return the most common of the values that are not empty; on a tie, the first one; empty:
+    none."""
     counts = Counter(value for value in values if value)
     return counts.most_common(1)[0][0] if counts else ""
 
@@ -70,12 +71,12 @@ class ClusterState:
 
     @property
     def head(self) -> Head | None:
-        """This master, as agents are told; None: before its first term."""
+        """Identity of this master as agents receive it; None: before its first term."""
         return self.history.head(self.sequence)
 
     @property
     def held(self) -> dict[JobId, list[Node]]:
-        """By job that this master does not know: the nodes that train it, by name."""
+        """Nodes that train jobs which this master does not know: by job, sorted by name."""
         found: dict[JobId, list[Node]] = {}
         for _, node in sorted(self.nodes.items()):
             if node.held is not None:
@@ -119,8 +120,8 @@ class ClusterState:
         return Build(torch=torch, engine=engine)
 
     def required_build(self, job: Job) -> Build:
-        """What a node must have to get work of the job. Before the first plan, which chooses, nodes
-        of all builds get ready."""
+        """Return the build that a node needs to get work of the job. Before the first plan, which
+        chooses one, any build will do."""
         return self.common_build(job) if job.current.made is not None else Build()
 
     def candidates(self, job: Job) -> list[Node]:
@@ -135,20 +136,20 @@ class ClusterState:
         return [node for node in nodes if self._is_fit(node, job, slots)]
 
     def alike(self, job: Job) -> tuple[list[Node], list[tuple[Node, str]]]:
-        """Of the nodes that could take part in the job, those whose build lets them be beside each
-        other, and the others with the reason."""
+        """Return the nodes that fit the job and have compatible builds, and the others with the
+        reason."""
         wanted = self.common_build(job)
         found = [(node, node.why_not_with(wanted)) for node in self.fit(job)]
         return [node for node, why in found if not why], [(n, why) for n, why in found if why]
 
     def versions_of(self, nodes: Iterable[NodeName]) -> Differences:
-        """What the nodes have of the same packages, where it differs."""
+        """Return the versions of packages that differ between the nodes."""
         known = (self.nodes[name] for name in nodes if name in self.nodes)
         return differences((node.facts.node, node.facts.versions) for node in known)
 
     def is_candidate(self, node: Node, job: Job, slots: int | None, wanted: Build) -> bool:
-        """Whether the node may get work of the job, which has `slots` workers per node and that
-        build."""
+        """Return whether the node may get work of the job, which has `slots` workers per node and
+        needs the `wanted` build."""
         return self._is_fit(node, job, slots) and node.goes_with(wanted)
 
     def _is_fit(self, node: Node, job: Job, slots: int | None) -> bool:
@@ -161,9 +162,10 @@ class ClusterState:
         )
 
     def is_ready(self, node: Node, job: Job) -> bool:
-        """Whether a worker of the job is up in every slot of the node.
+        """Return whether a worker of the job is up in every slot of the node.
 
-        The last status may be older than the report of an exit, and still list the dead.
+        Workers known to have exited do not count: the last status may be older than the report of
+        an exit.
         """
         status = node.seen.status
         up = [w for w in status.workers if w.card and not job.seen.is_gone(w.incarnation)]
@@ -171,8 +173,8 @@ class ClusterState:
         return here and len(up) == node.facts.worker_slots
 
     def lacks(self, running: Assignment | None) -> bool:
-        """Whether the journal may have lost the plan that an agent tells of: its job goes on, and
-        neither this master has made a plan of it nor the journal one that is newer."""
+        """Return whether the journal may lack the plan that an agent reports: its job goes on, and
+        the plan is newer than all that this master made or the journal has."""
         if running is None or running.assign is None or running.job_id not in self.jobs:
             return False
         job = self.jobs[running.job_id]
@@ -188,7 +190,7 @@ class ClusterState:
         return ", ".join(sorted({worker.data for worker in node.seen.status.workers} - {""}))
 
     def assignment(self, node: Node) -> Assignment:
-        """What `node` is to be told."""
+        """Return the assignment that `node` should have now."""
         desired = node.desired
         if desired.job_id is None:
             return Assignment(version=desired.version, drained=desired.drained, head=self.head)

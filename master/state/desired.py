@@ -1,7 +1,7 @@
-"""What is desired of every node, as it follows from the jobs and the nodes.
+"""Desired state of every node, as it follows from the jobs and the nodes.
 
-The only writer of `Node.desired`. What is desired of one node hangs on the active job and on that
-node alone, so an event that changes nothing of the job is followed for its own node only. Must not
+The only writer of `Node.desired`. The desired state of one node depends on the active job and on
+that node alone. So an event that changes nothing of the job updates its own node only. Must not
 know how it gets to the agents.
 """
 
@@ -71,7 +71,7 @@ def _set(state: ClusterState, node: Node, member: bool, now: float, unix: float)
 
 
 def _wanted(state: ClusterState, node: Node, member: bool) -> Desired:
-    """What the node shall do now, under the version that it has."""
+    """Return the node's desired state, under its present version."""
     job = state.job
     works, generation, attempt, save, alone = False, None, 0, 0, False
     if job is not None:
@@ -96,13 +96,13 @@ def _wanted(state: ClusterState, node: Node, member: bool) -> Desired:
 
 
 def _may_be_asked(node: Node, job: Job) -> bool:
-    """Whether the job may yet need what the node's workers hold."""
+    """Return whether the job may still need what the node's workers hold."""
     return any(node.facts.node in plan.nodes for plan in job.lineage.plans.values())
 
 
 def _keeps_state(node: Node, job: Job) -> bool:
-    """Whether the node is in quarantine, and what its workers hold may yet be asked for: until a
-    step is committed without it."""
+    """Return whether a node in quarantine keeps its workers, since what they hold may be asked for
+    until a step is committed without it."""
     name = node.facts.node
     return (
         node.registered

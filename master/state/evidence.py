@@ -1,8 +1,9 @@
-"""What agents, peers and streams tell of failures, kept until an event carries it to the journal.
+"""Evidence of failures from agents, peers and streams, kept until an event carries it to the
+journal.
 
-Kept beside the rules' own evidence, since a rule wants to know that something failed and an
-operator afterwards wants to know who saw what when. Bounded, and old ones go: a stream that closed
-and came back, or a peer's report without a loss, is of no incident.
+Kept beside the rules' own evidence: a rule needs to know that something failed, an operator later
+who saw what and when. Bounded, and the oldest entries are dropped: a stream that closed and came
+back, or a peer's report without a loss, belongs to no incident.
 """
 
 import msgspec
@@ -52,13 +53,13 @@ def _of_plan(job: Job, event: WorkerReported) -> bool:
 
 
 def _is_missed(job: Job, worker: WorkerId) -> bool:
-    """Whether its process was found gone, and nobody has told how it ended."""
+    """Return whether the worker's process was found gone and its exit is not yet known."""
     setbacks = job.incident.setbacks if job.incident is not None else ()
     return any(s.kind == "worker died" and s.worker == worker and s.pid is None for s in setbacks)
 
 
 def forget_stream(job: Job, node: str) -> None:
-    """Its agent is back."""
+    """Forget that the node's stream closed, since its agent is back."""
     job.seen.evidence = [
         (at, s) for at, s in job.seen.evidence if not (s.by == "stream" and s.about == node)
     ]
@@ -72,7 +73,8 @@ def forget_node(job: Job, node: str) -> None:
 
 
 def carried(job: Job, now: float) -> tuple[Evidence, ...]:
-    """For an event that is decided on now; applying it to an open incident clears them."""
+    """Return the evidence to put into an event that is decided on now. Applying the event to an
+    open incident clears it."""
     return tuple(
         msgspec.structs.replace(evidence, ago_s=now - at)
         for at, evidence in job.seen.evidence
@@ -135,7 +137,7 @@ def _short(exited: WorkerExited) -> WorkerExited:
 
 
 def describe_exit(exited: WorkerExited) -> str:
-    """How a process ended, in words."""
+    """Describe how a process ended."""
     if exited.out_of_memory:
         return (
             f"pid {exited.pid} was killed by the kernel, since its host is out of memory: lower "

@@ -1,4 +1,4 @@
-"""What the master knows of one job: what was asked for, its plans, losses and checkpoints.
+"""State of one job: its request, plans, losses and checkpoints.
 
 All of it follows from journaled events, except what stands under `seen`
 (`oobleck.master.state.job_observed`). Only `oobleck.master.state.reducer.apply` and what it calls
@@ -113,7 +113,7 @@ class Lost:
 
 @dataclass(slots=True, kw_only=True)
 class Profiling:
-    """How the job's profile is found."""
+    """Profiling of a job: attempts at measuring, and the profile chosen."""
 
     #: The attempt at measuring; of all and only jobs that are `profiling`.
     under_way: MeasuringStarted | None = None
@@ -222,7 +222,8 @@ class CurrentPlan:
 
     @property
     def put_back(self) -> bool:
-        """Whether another job had the turn since the newest plan: none of its workers is left."""
+        """Return whether another job had the turn since the newest plan, so that none of its
+        workers is left."""
         return any(isinstance(loss, NodeYielded) for loss in self.losses)
 
     @property
@@ -230,17 +231,17 @@ class CurrentPlan:
         return frozenset(loss.worker for loss in self.losses if isinstance(loss, WorkerLost))
 
     def counts_on(self, process: Incarnation) -> bool:
-        """Whether the job stands and falls with the process: before the first plan with every
-        one, then with those of the newest plan. Once steps are committed only processes that
-        have had a part in them count; others are about to join, and only their node is at stake."""
+        """Return whether the end of the process is a loss to the job. Before the first plan every
+        process counts, then those of the newest plan. Once steps are committed, only processes that
+        had a part in them count. The others are about to join, and only their node is at stake."""
         if self.made is None:
             return True
         trained = self.trained is None or process in self.trained.incarnations
         return trained and process in self.made.incarnations
 
     def goes_back(self, process: Incarnation) -> bool:
-        """Whether the process is to go on from a checkpoint, as all others of the newest plan are:
-        what is wrong may be wrong for all of them, though it has had no part in a step."""
+        """Return whether the newest plan has the process restore a checkpoint. All its processes
+        then do, so an error may affect all of them, even one with no part in a step."""
         made = self.made
         return made is not None and made.restore and process in made.incarnations
 
@@ -262,7 +263,7 @@ class CurrentPlan:
         return self._processes
 
     def leaving_processes(self) -> dict[WorkerId, Incarnation]:
-        """Those that the newest plan takes out, until it has committed a step."""
+        """Return the processes that the newest plan takes out, until it has committed a step."""
         if self.made is None or not self.on_the_way:
             return {}
         return dict(zip(self.made.leaving, self.made.leaving_incarnations, strict=True))
@@ -270,7 +271,7 @@ class CurrentPlan:
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """One job: what the journal tells of it, in groups, and under `seen` what was observed."""
+    """State of one job: journaled facts in groups, and observations under `seen`."""
 
     id: JobId
     request_id: str
@@ -328,9 +329,10 @@ class Job:
 
     @property
     def unentered(self) -> bool:
-        """Whether the newest plan is for a step boundary and nobody has entered it, as far as is
-        known: workers hold what the plan says that is trained in. So they do, too, where some have
-        entered it and their agents have not told: until a step is committed in it, which tells."""
+        """Return whether the newest plan is for a step boundary and, as far as is known, no worker
+        has entered it. Workers then hold what the plan in `trained` says. They do so, too, if some
+        have entered it and their agents have not reported that. A step committed in the plan ends
+        this, and is reported."""
         current = self.current
         return (
             current.made is not None
@@ -343,32 +345,33 @@ class Job:
 
     @property
     def astray(self) -> bool:
-        """Whether agents have told of a newer plan than the one that the job goes by."""
+        """Return whether agents reported a newer plan than the one that the job goes by."""
         return self.newest_known > self.current.generation
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether there is a checkpoint, as far as is known, that the job can go back to."""
+        """Return whether a checkpoint is known that the job can go back to."""
         begun_with = self.rollback.restored is not None and self.rollback.restored.path != ""
         return self.saves.checkpoint is not None or begun_with
 
     @property
     def may_have_checkpoint(self) -> bool:
-        """Whether workers may have saved one that this master was not told of: it was away, and
-        those who could tell may have ended meanwhile. Then the plan that is on its way looks."""
+        """Return whether workers may have saved a checkpoint that was not reported: this master was
+        away, and the workers that could report it may have ended. Then the next plan looks for
+        one."""
         made = self.current.made
         looks = made is not None and made.restore and self.current.on_the_way
         return self.spec.checkpoint is not None and (self.seen.inherited or looks)
 
     def is_replaced(self, worker: WorkerId, process: Incarnation) -> bool:
-        """Whether the newest plan counts on another process in the place of this one. A late report
-        may come from a process that has already been replaced."""
+        """Return whether the newest plan has another process in the worker's place. A late report
+        may come from a process that was already replaced."""
         return process in self.lineage.replaced and worker in self.current.processes()
 
     @property
     def rates(self) -> Mapping[WorkerId, float]:
-        """How fast slow workers compute, as a part of the others' pace; all that are not in here
-        are as fast as the others, as far as is known."""
+        """Rates of slow workers, as a part of the others' pace. Workers that are not listed are as
+        fast as the others, as far as is known."""
         return {worker: told.rate for worker, told in self.slow.items()}
 
     @property
@@ -379,7 +382,7 @@ class Job:
         return frozenset(w.node for w in self.slow if not self.current.has_member(w.node))
 
     def set_stand_bys(self, found: Mapping[WorkerId, StandBy], now: float, unix: float) -> None:
-        """With the times of those that are new, or that a new master finds."""
+        """Set the stand-by records. Those that are new, or new to this master, get their times."""
         before, times = self.stand_bys, self.seen.stand_by_times
         for worker, one in found.items():
             if worker not in times or before.get(worker) is not one:
@@ -393,8 +396,8 @@ class Job:
         return max(until, self.seen.steps.committed_step) if until else 0
 
     def knows(self, report: SaveReport) -> bool:
-        """Whether the report only repeats what is known. A restore is known when any worker has
-        told of it, and when a later generation has committed a step."""
+        """Return whether the report only repeats what is known. A restore is known once any worker
+        has reported it, or a later generation has committed a step."""
         if isinstance(report, Restored):
             newest = (
                 self.rollback.restored.generation
@@ -428,7 +431,8 @@ class Job:
         return tuple(worker for worker in self.current.made.plan.workers if worker not in left)
 
     def has_finished(self, process: Incarnation) -> bool:
-        """All steps are done and the process's share of the newest plan's output is saved."""
+        """Return whether all steps are done and the process has saved its share of the newest
+        plan's output."""
         return self.seen.processes.finished.get(process) == self.current.generation
 
     def all_finished(self) -> bool:

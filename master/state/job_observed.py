@@ -1,5 +1,5 @@
-"""What this master process has observed of one job: the way into its newest generation, its
-steps, how its processes ended, what they said.
+"""Observations of one job by this master process: the transition into its newest generation, its
+steps, exits and reports of its processes.
 
 A restarted master begins with none of it and is told again. Only
 `oobleck.master.state.reducer.apply` and what it calls change it. Must not know what is decided by
@@ -107,7 +107,7 @@ class RecoveryTimeline:
 
 @dataclass(frozen=True, slots=True)
 class LossSeen:
-    """Of the losses that no plan has answered yet."""
+    """Times of the losses that no plan has answered yet."""
 
     #: First evidence and last declaration.
     evidence_at: float
@@ -116,7 +116,7 @@ class LossSeen:
 
 @dataclass(slots=True, kw_only=True)
 class StepsSeen:
-    """How far training is, as records and statuses tell."""
+    """Progress of training, from step records and statuses."""
 
     #: The newest recorded step.
     committed_step: int = 0
@@ -142,7 +142,7 @@ class StepsSeen:
 
 @dataclass(slots=True, kw_only=True)
 class SinceStep:
-    """What has kept the job from the next step; all of it is forgotten with a step's record."""
+    """Obstacles since the last step; forgotten with the next step's record."""
 
     #: How often a generation was given up on because it did not get on.
     stalls: int = 0
@@ -181,7 +181,7 @@ class ProcessesSeen:
 
 @dataclass(slots=True, kw_only=True)
 class ProfilingSeen:
-    """Of the newest attempt at measuring."""
+    """Results of the newest attempt at measuring."""
 
     #: Since when it is under way.
     measuring_since: float | None = None
@@ -191,7 +191,7 @@ class ProfilingSeen:
 
 @dataclass(slots=True, kw_only=True)
 class FaultsSeen:
-    """Who or what is at fault, by the word of workers."""
+    """Reports by workers of what is at fault: the job or nodes."""
 
     #: The job itself, by the newest word of workers on these nodes, and when that was told.
     accused: dict[NodeName, tuple[float, str]] = field(default_factory=dict)
@@ -242,9 +242,9 @@ class JobSeen:
 
     @property
     def waits_since(self) -> float:
-        """Of a job that waits for nodes: since when, in this master's life."""
+        """Time since when the job waits for nodes, in this master's life."""
         return self.since if self.waiting_since is None else self.waiting_since
 
     def is_gone(self, process: Incarnation) -> bool:
-        """Whether it has ended, or is about to."""
+        """Return whether the process has ended, or hangs and is about to be ended."""
         return process in self.processes.exits or process in self.processes.hung

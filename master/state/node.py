@@ -1,4 +1,4 @@
-"""What the master knows of one node: its facts, what is desired of it, whether it may get work.
+"""State of one node: its facts, its desired state, and whether it may get work.
 
 What stands under `seen` is observed and lives as long as this master process; all else follows from
 journaled events. Only `oobleck.master.state.reducer.apply` and what it calls change it. Must not
@@ -16,7 +16,8 @@ from oobleck.proto.types import Assignment, NodeFacts, NodeStatus
 
 
 class Build(NamedTuple):
-    """What workers of one job have alike, and what is wanted of a node. Empty: any will do."""
+    """Versions that workers of one job must share; also what is wanted of a node. Empty: any will
+    do."""
 
     #: The series of torch.
     torch: str = ""
@@ -67,7 +68,7 @@ class NodeSeen:
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node shall do, by reference; `version` grows with every change."""
+    """Desired state of a node, by reference; `version` grows with every change."""
 
     version: int = 0
     job_id: JobId | None = None
@@ -108,7 +109,7 @@ WINDOW_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failures:
-    """Of one node, over all starts of its agent."""
+    """Failures of one node, over all starts of its agent."""
 
     #: Unix times of those close together up to the last one.
     times: tuple[float, ...] = ()
@@ -118,7 +119,7 @@ class Failures:
     quarantined_until: float = 0.0
 
     def recent(self, unix: float) -> int:
-        """How many were less than WINDOW_S ago."""
+        """Count the failures less than WINDOW_S ago."""
         return sum(at > unix - WINDOW_S for at in self.times)
 
 
@@ -152,13 +153,13 @@ class Node:
 
     @property
     def build(self) -> Build:
-        """Its own; without a torch where its agent does not tell."""
+        """Build of the node; without a torch version where its agent does not report one."""
         versions = self.facts.versions
         return Build(torch=series(versions.torch), engine=versions.engine)
 
     def goes_with(self, wanted: Build) -> bool:
-        """Whether it can be beside nodes with that build. An agent that does not tell its torch is
-        taken for one that has the same."""
+        """Return whether the node can work beside nodes with that build. An agent that does not
+        report its torch version is assumed to have the same."""
         return not self.why_not_with(wanted)
 
     def why_not_with(self, wanted: Build) -> str:
@@ -180,7 +181,7 @@ class Node:
 
     @property
     def is_clear(self) -> bool:
-        """Whether all workers on it, if any, are there by this master's word."""
+        """Return whether all workers on the node, if any, are there on this master's orders."""
         return not self.stale_workers and self.held is None
 
     @property
@@ -193,13 +194,14 @@ class Node:
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """Of its GPUs, as far as it is heard of and they count."""
+        """Troubles of the node's GPUs that are not excused; empty while the node is not
+        connected."""
         told = self.seen.status.troubles if self.connected else ()
         return tuple(trouble for trouble in told if trouble not in self.excused)
 
     @property
     def moves_off(self) -> bool:
-        """Whether it goes on with its part of a plan until that has moved off it."""
+        """Return whether the node keeps its part of a plan until that has moved off it."""
         drain = self.drain
         return drain is not None and not drain.done and self.registered and self.is_clear
 

@@ -1,7 +1,7 @@
-"""Whose pace is known once an event has come: what is known of a process is forgotten with it.
+"""Rates of slow workers after an event: what is known of a process is forgotten with it.
 
-Pure, and asked before the event changes the state, so that an incident of slow workers and its line
-in events.jsonl can tell the end from the event alone. Must not know how a worker is found slow.
+Pure. Called before the event changes the state, so that an incident of slow workers and its line in
+events.jsonl can tell the end from the event alone. Must not know how a worker is found slow.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def slow_after(state: ClusterState, job: Job, event: Journaled) -> dict[WorkerId
 
 
 def forget(state: ClusterState, event: Journaled) -> None:
-    """What is known of processes that are gone with `event`."""
+    """Forget rates and stand-by records of the processes that are gone with `event`."""
     job = concerned(state, event)
     if job is None or not (job.slow or job.stand_bys):
         return

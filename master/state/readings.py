@@ -1,4 +1,5 @@
-"""How long workers compute, as their heartbeats tell: counts that grow, read for all at a time.
+"""Readings of how long workers compute, from heartbeats: growing counts, sampled for all workers at
+a time.
 
 A round is what all had told at one moment, and between two rounds each has trained a step or more.
 So what comes of them costs the same however often a node is heard of. Observed, and kept for one
@@ -19,7 +20,8 @@ MOST_ROUNDS = 24
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Of one process in one generation: whole steps, and the seconds it has computed in them."""
+    """Reading of one process in one generation: whole steps, and the seconds it computed in
+    them."""
 
     process: Incarnation
     steps: int
@@ -28,7 +30,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
-    """What workers had told at one moment. One that is not in it has told nothing."""
+    """Readings of all workers at one moment. A worker that is missing has reported none."""
 
     at: float
     readings: Mapping[WorkerId, Reading]
@@ -36,8 +38,8 @@ class Round:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Alone:
-    """What a process that stands by has measured: seconds of a micro-batch in a layer of each kind;
-    and the others' first round and their last one by then."""
+    """Measurement by a process that stands by: seconds of a micro-batch in a layer of each kind. It
+    includes the others' first round, and their last one by then."""
 
     process: Incarnation
     attempt: int
@@ -48,7 +50,7 @@ class Alone:
 
 @dataclass(slots=True, kw_only=True)
 class PaceSeen:
-    """How fast the workers of one generation compute."""
+    """Observed pace of the workers of one generation."""
 
     generation: Generation = _NO_GENERATION
     #: The newest word of each worker.
@@ -63,7 +65,7 @@ class PaceSeen:
     alone: dict[WorkerId, Alone] = field(default_factory=dict)
 
     def enter(self, generation: Generation) -> None:
-        """Nothing of another generation counts."""
+        """Enter a generation, dropping the readings of any other."""
         if generation != self.generation:
             self.generation, self.rounds = generation, ()
             self.newest.clear()

@@ -1,4 +1,4 @@
-"""What is known of workers that were put to stand by because they were slow.
+"""Stand-by records of workers that were put aside because they were slow.
 
 Follows from journaled events, so that a restarted master knows it too. It is of one process, and
 forgotten with it. Must not know how long anyone must stand by
@@ -30,7 +30,7 @@ class StandBy:
 
 @dataclass(frozen=True, slots=True)
 class StandByTimes:
-    """Of a `StandBy`, by this master's clock."""
+    """Times of a `StandBy`, by this master's clock."""
 
     until: float
     #: None: its rate is no better.
@@ -49,8 +49,8 @@ def after_plan(
     before: Mapping[WorkerId, Incarnation],
     unix: float,
 ) -> dict[WorkerId, StandBy]:
-    """What is known once `event` has followed the plan that had the processes `before`. None of the
-    known processes is one that it replaces."""
+    """Return the stand-by records after `event`, whose plan follows one with the processes
+    `before`. No known record is of a process that the event replaces."""
     workers = frozenset(event.plan.workers)
     found: dict[WorkerId, StandBy] = {}
     for worker, one in known.items():

@@ -1,4 +1,4 @@
-"""Who may speak to the master: tokens that were made, certificates given out and taken back.
+"""Trust: tokens that were made, certificates given out and revoked.
 
 Part of the journaled state, and the rules about it. Times are Unix times, since certificates say
 theirs that way. Nothing secret is kept: of a token there is the SHA-256 of its certificate. Pure.
@@ -110,7 +110,7 @@ def apply(trust: Trust, event: TrustChanged, unix: float) -> None:
 
 
 def _ends_with(token: Token, holder: Holder) -> bool:
-    """Whether the token is good no more when the holder is revoked."""
+    """Return whether revoking the holder voids the token."""
     if token.key:
         return (token.role, token.joined) == holder
     return holder in (token.maker, (token.role, token.name))
@@ -123,9 +123,10 @@ def check_new_token(trust: Trust, unix: float) -> None:
 
 
 def check_caller(trust: Trust, who: "Identity", unix: float) -> None:
-    """Whether what the caller shows is still good; of tokens joining says so. Raises Denied.
+    """Check that the caller's certificate is neither revoked nor expired. Revoked tokens are found
+    on joining. Raises Denied.
 
-    Asked when a call comes, and again in the iteration that decides on it: the caller may be
+    Called when a call comes, and again in the iteration that decides on it, since the caller may be
     revoked between the two.
     """
     if was_revoked(trust, who):
@@ -135,7 +136,7 @@ def check_caller(trust: Trust, who: "Identity", unix: float) -> None:
 
 
 def was_revoked(trust: Trust, who: "Identity") -> bool:
-    """Whether the certificate that a caller shows was taken back; tokens are no matter of this."""
+    """Return whether the caller's certificate was revoked; always False for tokens."""
     return not who.token and who.issued_at <= trust.revoked.get((who.role, who.name), -1.0)
 
 
@@ -178,20 +179,21 @@ def check_join(trust: Trust, fingerprint: str, key: str, name: str, unix: float)
 
 
 def joined_by(trust: Trust, fingerprint: str, unix: float) -> Given | None:
-    """What was given out for the token, if it is still good."""
+    """Return the certificate given out for the token, if it is still good; None: there is none."""
     token = trust.tokens[fingerprint]
     given = trust.given.get((token.role, token.joined)) if token.key else None
     return given if given is not None and given.expires_at > unix else None
 
 
 def is_held(trust: Trust, holder: Holder, unix: float) -> bool:
-    """Whether a certificate of `holder` that was given out may be good."""
+    """Return whether a certificate given to `holder` may still be good."""
     given = trust.given.get(holder)
     return given is not None and given.expires_at > unix and not is_revoked(trust, holder)
 
 
 def is_revoked(trust: Trust, holder: Holder) -> bool:
-    """Whether all that the holder was given are void, by the master or by the authority's key."""
+    """Return whether all certificates of the holder are void, revoked by the master or with the
+    authority's key."""
     given = trust.given.get(holder)
     return holder in trust.revoked and (given is None or given.at <= trust.revoked[holder])
 

@@ -1,4 +1,4 @@
-"""What always holds of the master's state, each sentence beside its check.
+"""Invariants of the master's state, each sentence beside its check.
 
 A state that breaks one of them follows from no history that the rules allow: whatever would be
 decided on it is wrong, so `oobleck-master --validate` ends rather than go on. Pure; looks at
@@ -40,7 +40,7 @@ def validate(state: ClusterState, known: Collection[str] = ()) -> None:
 
 
 def violations(state: ClusterState) -> Iterator[InvariantViolation]:
-    """Of every sentence that does not hold."""
+    """Yield a violation for each invariant that does not hold."""
     yield from _broken(OF_THE_CLUSTER, state, "the cluster", state)
     for job in state.jobs.values():
         yield from _broken(OF_A_JOB, state, f"job {job.id}", job)

@@ -51,7 +51,7 @@ class Archive:
     def take_records(
         self, job_id: JobId, records: tuple[StepRecord, ...]
     ) -> tuple[StepRecord, ...]:
-        """Those that are new, in step order."""
+        """Take records and return those that are new, in step order."""
         metrics = self.metrics(job_id)
         self._unwritten[metrics] = None
         new = metrics.append(records)
@@ -60,8 +60,8 @@ class Archive:
         return new
 
     def has_waiting(self, job_id: JobId) -> bool:
-        """Whether records wait for others, and are written without them if these do not come; for
-        that the disk must have room."""
+        """Return whether records wait for others, and will be written without them after a time.
+        Writing them needs room on the disk."""
         return job_id in self._gaps and not self.storage.problem and self.metrics(job_id).waits
 
     def held_up(self) -> list[JobId]:
@@ -93,7 +93,7 @@ class Archive:
         self.metrics(job_id).lose(steps)
 
     def take_evaluation(self, job_id: JobId, record: EvaluationRecord) -> bool:
-        """Whether it is a new one."""
+        """Take an evaluation and return whether it is new."""
         evaluations = self.evaluations(job_id)
         self._unwritten[evaluations] = None
         return evaluations.append(record)
@@ -129,7 +129,7 @@ class Archive:
             self.storage.failed(failed)
 
     def asks_again(self) -> bool:
-        """Whether records were left while the disk was full; asked once."""
+        """Return whether records were dropped while the disk was full, and clear that note."""
         left = [metrics for metrics in self._metrics.values() if metrics.left_some]
         for metrics in left:
             metrics.left_some = False

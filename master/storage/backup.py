@@ -33,7 +33,7 @@ _OUTPUT = "jobs/*/logs/*.log"
 
 
 class Part(NamedTuple):
-    """Some bytes of a file."""
+    """Part of a file in a backup."""
 
     #: Where the file lies in the backup, in its first part; empty in the others.
     path: str

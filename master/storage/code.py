@@ -26,7 +26,8 @@ class CodeFolder:
         self._path = path
 
     def has(self, digest: str) -> bool:
-        """If so, it stays for a while longer: a job that names it is about to come."""
+        """Return whether the wheel is stored. If so, keep it for a while longer, since a job that
+        names it is about to come."""
         try:
             os.utime(self._path / f"{digest}.whl")
         except FileNotFoundError:
@@ -34,7 +35,7 @@ class CodeFolder:
         return True
 
     def open(self, digest: str) -> BinaryIO | None:
-        """None: it is not there."""
+        """Open the wheel; None: it is not stored."""
         try:
             return open_regular(self._path / f"{digest}.whl")
         except FileNotFoundError:
@@ -102,7 +103,8 @@ class Receiving:
         return self._hash.hexdigest()
 
     def keep(self) -> str:
-        """Its hash. It is there after a power failure too. Raises StorageFailed."""
+        """Store the wheel durably, so that it survives a power failure, and return its hash. Raises
+        StorageFailed."""
         digest = self.digest
         with storing(self._folder):
             self._file.flush()

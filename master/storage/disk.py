@@ -1,4 +1,4 @@
-"""What a disk that no longer takes anything means: who may still write, and until when.
+"""Policy for a full disk: who may still write, and until when.
 
 Decisions need the journal first, so a part of the disk is held back for it, in a file. When the
 disk is full that file goes: the journal has room for the decisions on jobs that run, all other
@@ -63,7 +63,8 @@ def append(descriptor: int, data: bytes, *, torn: str, sync: bool) -> None:
 
 
 class Storage:
-    """Whether the state directory takes what is written, and the file that is held back."""
+    """State of the state directory's disk: whether it takes writes, and the file that reserves
+    space."""
 
     def __init__(self, state_dir: Path) -> None:
         self._directory = state_dir

@@ -54,13 +54,13 @@ class JournalUnusable(Exception):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What the events before it have led to, in a form that only its maker reads."""
+    """Snapshot of the state after all earlier events, in a form that only its maker reads."""
 
     content: str
 
 
 class Cut(NamedTuple):
-    """What was found at the end of the file and is no whole event."""
+    """Incomplete end of the journal file, cut off on opening it."""
 
     bytes: int
     #: Sequence of the last whole event.
@@ -131,7 +131,8 @@ class Journal:
         os.fdatasync(self._descriptor)
 
     def _format_of(self, head: bytes) -> int:
-        """Of a file that begins so, maybe with a part of the header alone."""
+        """Return the format of a journal file that begins with `head`, maybe with a part of the
+        header alone. Raises JournalUnusable."""
         if _HEADER.startswith(head):
             return FORMAT
         found = _NUMBER.fullmatch(head)
@@ -152,7 +153,8 @@ class Journal:
             os.fdatasync(file.fileno())
 
     def _scan(self, file: IO[bytes]) -> tuple[int, bool]:
-        """Where the whole lines end, and whether a commit begins behind the first bad one."""
+        """Return where the whole lines end, and whether a commit begins behind the first bad
+        line."""
         end = file.tell()
         if end < len(_HEADER):
             return 0, False
@@ -168,7 +170,7 @@ class Journal:
         return end, False
 
     def _follows(self, payload: bytes) -> bool:
-        """Whether it is the next entry; takes note of it."""
+        """Return whether the payload is the next entry, and if so count it."""
         sequence = int(payload[1 : payload.index(b",")])
         is_snapshot = self._last == 0 and sequence > 0 and _is_snapshot(payload)
         if sequence != self._last + 1 and not is_snapshot:
@@ -235,7 +237,7 @@ class Journal:
     # ---- reading
 
     def replay(self) -> Iterator[tuple[float, Journaled | Snapshot]]:
-        """All entries with their Unix times, oldest first; a snapshot is the first one.
+        """Yield all entries with their Unix times, oldest first; a snapshot comes first.
 
         Raises JournalUnusable.
         """
@@ -274,7 +276,7 @@ class Journal:
 
     @property
     def waits(self) -> bool:
-        """Whether anything is to be committed."""
+        """Return whether any entry is still to be committed."""
         return bool(self._batch)
 
     @property
@@ -337,7 +339,7 @@ def _line(mark: bytes, payload: bytes) -> bytes:
 
 
 def _payload(line: bytes) -> bytes | None:
-    """What a whole line carries; None: it is not whole."""
+    """Return the payload of a whole line; None: the line is not whole."""
     if len(line) <= _PREFIX or not line.endswith(b"\n"):
         return None
     body = line[9:-1]

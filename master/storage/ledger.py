@@ -62,7 +62,7 @@ class Ledger:
 
     @property
     def problem(self) -> str:
-        """For operators: what keeps the master from storing; empty: nothing."""
+        """Storage problem, as text for operators; empty: none."""
         return self.archive.storage.problem
 
     @property

@@ -78,8 +78,8 @@ class LogStore:
             self._followers.discard(follower)
 
     def snapshot(self, job_id: JobId, wanted: Wanted, since: str = "") -> Iterator[Line]:
-        """All lines so far from the time `since` on, by time. The files are opened now, and read
-        as the result is."""
+        """Return the lines so far from the time `since` on, sorted by time. Files are opened now,
+        and read as the result is consumed."""
         opened: list[tuple[WorkerId, BufferedReader, int]] = []
         for path in sorted((self._jobs / job_id / "logs").glob("*.log*")):
             match = _NAME.fullmatch(path.name)

@@ -17,7 +17,7 @@ MOST_BYTES = 16 << 20
 
 
 def read_profiles(folder: Path) -> ProfilesFound:
-    """All that are there; of those that cannot be read the log tells too."""
+    """Read all stored profiles. Those that cannot be read are logged as well as returned."""
     found: dict[str, Profile] = {}
     unusable: dict[str, str] = {}
     for path in sorted(folder.glob("*.json")):

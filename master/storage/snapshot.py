@@ -91,7 +91,7 @@ def take(state: ClusterState, lines: Mapping[JobId, int]) -> str:
 
 
 def restore(content: str, now: float) -> tuple[ClusterState, dict[JobId, int]]:
-    """What `take` was given, with nothing observed yet. Raises ValueError."""
+    """Restore what `take` was given, with no observations yet. Raises ValueError."""
     try:
         packed = zlib.decompress(base64.b64decode(content))
         text = msgspec.msgpack.decode(packed, type=_Text)

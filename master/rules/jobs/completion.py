@@ -1,4 +1,4 @@
-"""How far a job is: a generation's first step, steps committed again, checkpoints, the end.
+"""Progress of a job: a generation's first step, repeated steps, checkpoints, and the end.
 
 Workers take checkpoints by themselves, and go back to one by themselves where a part of the model
 is with nobody. The master notes each of their words on it once, and tells operators.
@@ -30,7 +30,8 @@ from oobleck.planner.units import head
 
 
 def reconfiguration_stats(context: Context, job: Job) -> ReconfigurationStats | None:
-    """How far the way into the newest generation has come; None: it is not on the way."""
+    """Return statistics of the transition into the newest generation so far; None: none is under
+    way."""
     if job.current.made is None or not job.current.on_the_way:
         return None
     stats = _observed_stats(context, job, job.current.made.detect_s)
@@ -38,8 +39,8 @@ def reconfiguration_stats(context: Context, job: Job) -> ReconfigurationStats | 
 
 
 def _stall_s(job: Job) -> float | None:
-    """For how long no step was committed before the newest generation's first one, less one step of
-    before; None: there is none, or none of before is known."""
+    """Return the seconds without a committed step before the newest generation's first one, less
+    one usual step; None: it has no step yet, or no earlier one is known."""
     recent, generation = job.seen.steps.recent, job.current.generation
     before = [record for record in recent if record.generation < generation]
     if not before and job.seen.steps.last_before is not None:
@@ -104,8 +105,8 @@ def first_step(context: Context, job: Job) -> Decision | None:
 
 
 def _told_by(context: Context, job: Job) -> float:
-    """Until when to wait for what all have to tell of the way into the newest generation, which
-    agents send with its first step. 0: for nothing."""
+    """Return the time until which to wait for all workers' reports on the transition, which agents
+    send with the newest generation's first step. 0: do not wait."""
     made, timeline = job.current.made, job.seen.timeline
     if made is None or timeline is None or timeline.first_step_at is None:
         return 0.0

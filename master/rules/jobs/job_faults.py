@@ -57,7 +57,7 @@ def _jobs_fault(context: Context, job: Job) -> str | None:
 
 
 def _told(said: dict[NodeName, str]) -> str:
-    """What most nodes say, and which; the first one where several are said equally often."""
+    """Describe the error that most nodes report, and which nodes; on a tie, the first one."""
     words = Counter(said.values()).most_common(1)[0][0]
     same = {name for name in said if said[name] == words}
     others = said.keys() - same
@@ -144,7 +144,8 @@ def _others(context: Context, job: Job, suspects: Collection[NodeName]) -> list[
 
 
 def _wait_until(context: Context, job: Job, suspects: dict[NodeName, str]) -> float | None:
-    """Until when others may still say the same; None: no longer."""
+    """Return the time until which to wait for other nodes to report the same error; None: do not
+    wait."""
     told = job.seen.faults.ailing | job.seen.faults.accused
     since = [at for name, (at, _) in told.items() if name not in job.left_out]
     if job.current.made is not None:

@@ -48,7 +48,7 @@ def give_way(context: Context, job: Job) -> Decision | None:
 
 
 def _gives_way_at(context: Context, job: Job) -> float | None:
-    """None: it keeps its turn."""
+    """Return the time at which a waiting job gives up its turn; None: it keeps its turn."""
     if _has_nothing_to_lose(context, job):
         return context.now
     return job.seen.waits_since + context.gives_way_s if job.has_checkpoint else None
@@ -63,8 +63,8 @@ def _has_nothing_to_lose(context: Context, job: Job) -> bool:
 
 
 def outlook(state: ClusterState, job: Job, gives_way_s: float, now: float) -> str:
-    """For the operator: what becomes of the turn of a job that waits; empty: nobody else wants it,
-    or it has given way already."""
+    """Describe for operators whether and when a waiting job gives up its turn; empty: no other job
+    wants the turn, or it was given up already."""
     other = _next_that_fits(state)
     if job.state != "waiting for nodes" or state.active != job.id or other is None:
         return ""
@@ -83,7 +83,7 @@ def _next_that_fits(state: ClusterState) -> Job | None:
 
 
 def _fits(state: ClusterState, job: Job) -> bool:
-    """Whether it could start on the nodes that are there, as far as is known."""
+    """Return whether the job could start on the connected nodes, as far as is known."""
     nodes = [node for node in state.alike(job)[0] if node.connected]
     try:
         client.check_enough(job, nodes)

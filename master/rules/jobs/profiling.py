@@ -28,7 +28,7 @@ _MOST_NAMES = 8
 
 
 def before_plan(context: Context, job: Job, ready: Sequence[Node]) -> Decision | None:
-    """What stands between the `ready` nodes and the first plan; None: nothing."""
+    """Decide what must happen on the `ready` nodes before the first plan; None: nothing."""
     if job.profiling.chosen is None and job.spec.profile == "measure":
         return _choose(context, job, ready)
     if not job.profile_only:
@@ -121,7 +121,7 @@ def _passed_over(state: ClusterState, job: Job, ready: Sequence[Node], key: str)
 def _gone(
     state: ClusterState, measuring: MeasuringStarted, ready: Sequence[Node]
 ) -> frozenset[WorkerId]:
-    """Those that were asked and are not there any more, or not the same process."""
+    """Return the measuring workers that are gone or are another process now."""
     names = {node.facts.node for node in ready}
 
     def here(worker: WorkerId, process: Incarnation) -> bool:
@@ -225,7 +225,8 @@ def _conclude(
 
 
 def _unmeasured(job: Job, ready: Sequence[Node]) -> list[str]:
-    """Which workers of `ready` nodes were asked and have not measured, and why."""
+    """List the workers of `ready` nodes that were asked to measure and did not, with the
+    reasons."""
     assert job.profiling.under_way is not None, "this is asked at the end of a measurement"
     names = {node.facts.node for node in ready}
     found: dict[str, list[str]] = {}
@@ -238,7 +239,7 @@ def _unmeasured(job: Job, ready: Sequence[Node]) -> list[str]:
 
 
 def _unlinked(job: Job) -> list[str]:
-    """Which links were to be measured and have not been."""
+    """List the links that were to be measured and were not, with the reasons."""
     assert job.profiling.under_way is not None, "this is asked at the end of a measurement"
     found = []
     for pair in job.profiling.under_way.wish.meetings:

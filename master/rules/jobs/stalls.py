@@ -46,8 +46,8 @@ _MOST_DOUBLINGS = 20
 
 
 def first_peer_lost(job: Job) -> tuple[float, WorkerId, PeerLost] | None:
-    """When the newest generation first lost touch, and who said what of it. A worker that has left
-    the others is why they lost it, whoever is heard first."""
+    """Return when workers of the newest generation first lost a peer, with a worker's report of it.
+    A worker that has left the others caused the loss, so its report counts before earlier ones."""
     lost = job.seen.peers_lost
     if not lost:
         return None
@@ -56,7 +56,8 @@ def first_peer_lost(job: Job) -> tuple[float, WorkerId, PeerLost] | None:
 
 
 def interval_s(job: Job, timing: Detection) -> float:
-    """How long after they lost each other the workers meet again."""
+    """Return the seconds from the loss of a peer to the workers' next rendezvous. It doubles with
+    each rendezvous that led to no step, up to a limit."""
     if job.current.newcomers:  # which are left out where a rendezvous with them has failed
         return timing.regroup_s
     longest = max(timing.regroup_s, timing.longest_regroup_s)
@@ -65,7 +66,7 @@ def interval_s(job: Job, timing: Detection) -> float:
 
 
 def next_rendezvous(job: Job, timing: Detection, now: float) -> str:
-    """For the operator: that and when the workers meet again; empty: not to be expected."""
+    """Describe for operators why and when the workers meet again; empty: no rendezvous is due."""
     if job.current.made is None or job.current.losses or (first := first_peer_lost(job)) is None:
         return ""
     at, worker, lost = first
@@ -143,7 +144,7 @@ def rouse(context: Context, job: Job) -> Decision | None:
 
 
 def _patience_s(context: Context, job: Job) -> float:
-    """For how long the newest generation may stay where it is."""
+    """Return how long the newest generation may go without progress, seconds."""
     timing, seen = context.timing, job.seen
     known = len(seen.steps.recent) >= _KNOWN_STEPS
     usual_s = max(record.step_seconds for record in seen.steps.recent) if known else 0.0
@@ -165,7 +166,7 @@ def _patience_s(context: Context, job: Job) -> float:
 
 
 def _busy(context: Context, job: Job) -> bool:
-    """Whether a worker of the plan is at something of its own."""
+    """Return whether a worker of the plan is busy with work of its own, and waits for no other."""
     for worker in job.current.processes():
         status = context.state.nodes[worker.node].seen.status.worker(worker.slot)
         if status is not None and status.doing and not status.waiting:
@@ -174,7 +175,7 @@ def _busy(context: Context, job: Job) -> bool:
 
 
 def _evaluation_steps(job: Job) -> float:
-    """At most so many steps' time goes into an evaluation that may be under way."""
+    """Return an upper bound on the time of an evaluation that may be under way, in steps."""
     evaluation, training = job.spec.evaluation, job.spec.training
     if evaluation is None or not evaluation.due(job.seen.steps.furthest_step, training.steps):
         return 0.0
@@ -186,7 +187,7 @@ def _evaluation_steps(job: Job) -> float:
 
 @lru_cache(maxsize=32)
 def _moving_s(spec: JobSpec, plan: Plan, worker_slots: int) -> float:
-    """For how long the layers of any one worker may be on their way to it, or to a disk."""
+    """Return how long the layers of any one worker may take to reach it, or a disk, seconds."""
     profile = estimate_profile(spec, gpus_per_node=worker_slots, memory_per_worker_bytes=1)
     sizes = [layer.travelling_bytes for layer in profile.layers]
     most = max(sum(sizes[layer] for layer in layers) for layers in plan.held.values())
@@ -194,8 +195,8 @@ def _moving_s(spec: JobSpec, plan: Plan, worker_slots: int) -> float:
 
 
 def _absent(job: Job) -> tuple[WorkerId, ...]:
-    """Who has not come where others have, at the rendezvous of the newest generation; none where
-    nobody can be told from the others."""
+    """Return the workers missing at the newest generation's rendezvous where others have arrived;
+    empty where all are missing or none is."""
     made, timeline = job.current.made, job.seen.timeline
     if made is None or made.boundary or timeline is None:
         return ()
@@ -226,12 +227,12 @@ def _give_up(
 
 
 def can_spare(context: Context, job: Job, nodes: Set[NodeName]) -> bool:
-    """Whether the others can go on without these nodes and what only they hold."""
+    """Return whether the job can go on without these nodes and the layers that only they hold."""
     return nodes <= set(job.current.newcomers) or plan_without(context, job, nodes) is not None
 
 
 def plan_without(context: Context, job: Job, nodes: Set[NodeName]) -> Plan | None:
-    """What the others would go on by; None: they cannot."""
+    """Return the plan for the other ready nodes; None: they cannot go on alone."""
     state = context.state
     rest = [
         node

@@ -1,4 +1,4 @@
-"""Who may be part of the cluster: the answer to an agent that registers. Pure.
+"""Admission of nodes to the cluster: the answer to an agent that registers. Pure.
 
 Agents outlive a master's disk, so an agent may know more than this master: a later term, later
 events, or a job. A master takes no node away from another head, and ends no worker of a job that
@@ -157,7 +157,8 @@ def _hold(known: Node | None, registration: Registration, job_id: JobId) -> tupl
 
 
 def _holds_state(job: Job, registration: Registration) -> bool:
-    """Whether workers of the node may hold layers by a plan that no committed step has outdated."""
+    """Return whether the node's workers may hold layers by a plan that no committed step has
+    outdated."""
     node, status = registration.facts.node, registration.status
     return status.job_id == job.id and any(
         worker.generation in job.lineage.plans
@@ -167,9 +168,9 @@ def _holds_state(job: Job, registration: Registration) -> bool:
 
 
 def _both_live(known: Node, newer: Incarnation, timing: Detection) -> bool:
-    """Whether the known agent has spoken since the newer one came. An agent that was started anew
-    may come before its end is seen: the network or this master may have been away meanwhile. What
-    the old one sent before its end may arrive some time after."""
+    """Return whether the known agent was heard after the newer one registered. A restarted agent
+    may register before the end of the old one is seen, since the network or this master was away.
+    Messages that the old one sent before its end may arrive some time later."""
     rival = known.seen.rival
     since = rival[1] if rival is not None and rival[0] == newer else None
     return since is not None and known.seen.last_heard > since + 2 * timing.heartbeat_s

@@ -96,7 +96,7 @@ def on_the_move(state: ClusterState, job: Job) -> list[Node]:
 
 
 def is_undecided(state: ClusterState, node: Node) -> bool:
-    """Whether it will soon be known if the node's work can move off it: the planner is asked."""
+    """Return whether the planner is still asked if the node's work can move off it."""
     job, drain = state.job, node.drain
     if job is None or drain is None or job.state != "running":
         return False

@@ -1,17 +1,17 @@
-"""Which nodes the data network has cut off from the others, though all agents are heard.
+"""Detection of nodes that the data network has cut off, though all agents are heard.
 
-Workers that lose each other say to whom there is no way: peers whose hosts are silent in the middle
-of training, and in a rendezvous its host or a member. The two nodes cannot both take part. The
-nodes to go on without are the fewest that leave no such pair; where either way round will do, as of
-two nodes that do not reach each other, those whose loss costs less.
+Workers that lose each other report which peers they cannot reach: peers whose hosts are silent in
+the middle of training, and in a rendezvous its host or a member. Two such nodes cannot both take
+part. The nodes to go on without are the fewest that leave no such pair. On a tie, as between two
+nodes that do not reach each other, those whose loss costs less are chosen.
 
-Where all others have told, and of peers rather than of the host of a rendezvous, that is proof
-enough: they go on at once. One node's word against another's is none. And not without half of the
-nodes or more, since a network that is gone as a whole often comes back. Else two rendezvous at
-different nodes must say the same: with one alone, whoever hosts it looks cut off in any partition.
-A node that is given up is put aside as any that fails again and again, each time for longer, and
-joins again when its time is over. Where the others cannot go on without, all meet again, as they do
-where nobody knows who is to blame. Pure; what workers have told is in
+Reports of all others, about peers rather than the host of a rendezvous, are proof enough: the
+others go on at once. One node's report against another's proves nothing. Several nodes are given up
+only if they are fewer than half, since a network that is gone as a whole often comes back. Without
+reports of all others, two rendezvous at different nodes must agree: with one alone, its host looks
+cut off in any partition. A node that is given up is put aside like any that fails repeatedly, each
+time for longer. It joins again when its time is over. Where the others cannot go on without it, all
+meet again, as they do where the fault cannot be attributed. Pure; the workers' reports are in
 `oobleck.master.state.reducer.worker_reports`.
 """
 
@@ -90,7 +90,7 @@ def give_up(context: Context, job: Job) -> Decision | None:
 
 
 class _Cost(NamedTuple):
-    """Of going on without some nodes; what counts most comes first."""
+    """Cost of going on without some nodes, compared field by field in this order."""
 
     state_lost: bool
     guarantees_lost: int
@@ -108,7 +108,7 @@ def _cheapest(
 
 
 def _cost(context: Context, job: Job, nodes: Nodes) -> _Cost | None:
-    """None: the others cannot go on without."""
+    """Return the cost of going on without `nodes`; None: the others cannot."""
     assert job.current.made is not None, "only asked of a job with a plan"
     if nodes <= set(job.current.newcomers):
         return _Cost(state_lost=False, guarantees_lost=0, layers_moved=0)

@@ -1,20 +1,20 @@
-"""Which nodes are lost, on what evidence, and when they are forgotten.
+"""Loss of nodes: which are lost, on what evidence, and when they are forgotten.
 
 A node is lost when its agent's stream is closed and, close in time, another node's worker reports a
 lost peer (two witnesses). On the way into a generation workers have no connections that could tell
 of a death: there the other witness is that all others wait at the rendezvous. A node is also lost
 when nothing is heard of it for a lease.
 
-A master that came to itself late has extended all leases by as much (`Tick`), and gives everyone
-the time to come back that agents of a restarted master have, so its own pauses convict nobody.
-While more than half of a plan's nodes are cut off, it is the master that is cut off, and only
-leases count. Many streams that end at once were cut together, and come back together; where all
-nodes fall silent together, it is the head that has lost its network. Those nodes, too, have the
-time of a master's restart. Where so many come back that it takes longer, for the handshakes of all
-need processors, each has an answer's time after the last one that came.
+A master whose loop was late has extended all leases by as much (`Tick`). It also gives every node
+the time to come back that agents of a restarted master have, so its own pauses convict no node.
+While more than half of a plan's nodes are cut off, the master itself is taken to be cut off, and
+only leases count. Many streams that end at once were cut together, and come back together. Where
+all nodes fall silent together, the head has lost its network. Those nodes, too, have the time of a
+master's restart. Reconnecting takes longer where many come back, since each handshake needs a
+processor. Then each has an answer's time after the last one that came.
 
-A cluster whose machines come and go under other names would have a state that grows for ever, so
-nodes that were lost long ago are forgotten. Pure.
+Nodes that were lost long ago are forgotten. Otherwise the state of a cluster whose machines come
+and go under other names would grow for ever. Pure.
 """
 
 from bisect import bisect_left, bisect_right
@@ -74,8 +74,8 @@ def clear_nodes(context: Context) -> Decision | None:
 
 
 def last_sign(state: ClusterState, node: Node) -> float:
-    """When the node was last known to live. One that this master has not heard of was there when
-    the plan was made that it is in, and had a part in the last step that there is a record of."""
+    """Return when the node was last known to live. A member of the plan that this master has not
+    heard from counts as alive when the plan was made, and at the last recorded step."""
     job, seen = state.job, node.seen
     if seen.heard_at is not None or job is None or not job.current.has_member(node.facts.node):
         return seen.last_heard
@@ -86,7 +86,8 @@ def last_sign(state: ClusterState, node: Node) -> float:
 
 
 def _cut_off(state: ClusterState) -> bool:
-    """Whether it is the master that is cut off, since most of the plan's nodes are."""
+    """Return whether the master is cut off rather than the nodes: most nodes of the plan are
+    away."""
     members = state.job.current.members if state.job is not None else ()
     return 2 * len(_away(state)) > len(members)
 
@@ -117,7 +118,7 @@ def _away(state: ClusterState) -> list[NodeName]:
 
 
 class _Leases:
-    """For how long nodes may be silent, by what is seen of all of them."""
+    """Leases of all nodes: how long each may be silent, given what is seen of the others."""
 
     def __init__(self, state: ClusterState, now: float, timing: Detection) -> None:
         self._timing, self._silent_s = timing, _SILENT * timing.heartbeat_s
@@ -144,7 +145,7 @@ class _Leases:
             )
 
     def of(self, node: Node) -> tuple[float, str]:
-        """Until when the node may be silent, and how long that is, in words."""
+        """Return the end of the node's lease, and a text that gives its length."""
         timing, heard_at = self._timing, node.seen.last_heard
         if node.seen.awaited:
             why = "once the master was away"
@@ -167,7 +168,8 @@ class _Leases:
         return _between(self._cuts, at - window_s, at + window_s) >= _MANY
 
     def _silent_with_all(self, node: Node) -> bool:
-        """Whether all that have been heard of since are back from the same silence."""
+        """Return whether all nodes heard from since the node's last sign came back from the same
+        silence."""
         if len(self._heard) < 2 or not self._fell_silent(node):
             return False
         first, last = node.seen.last_heard - self._silent_s, node.seen.last_heard + self._silent_s
@@ -181,19 +183,21 @@ class _Leases:
 
 
 def _between(times: Sequence[float], first: float, last: float) -> int:
-    """How many of `times`, which are in order."""
+    """Count the `times`, which are sorted, from `first` to `last`, both included."""
     return bisect_right(times, last) - bisect_left(times, first)
 
 
 def reconnect_s(state: ClusterState, node: Node, now: float, timing: Detection) -> float:
-    """How long the node still has to come back, unless something proves its loss."""
+    """Return the seconds left for the node to reconnect, unless something proves its loss
+    earlier."""
     end, _ = _Leases(state, now, timing).of(node)
     return end - now
 
 
 def _missed_at(state: ClusterState, name: NodeName, timing: Detection) -> float | None:
-    """From when on the node, whose agent's stream is closed, is missed: all that are there have
-    left the generation before for long enough, and have not met. None: that is not so."""
+    """Return the time at which a node whose agent's stream is closed counts as missing from the
+    rendezvous. By then all connected workers have long left the generation before, and none has
+    joined the next one. None: it is not missed."""
     job, closed_at = state.job, state.nodes[name].seen.closed_at
     if job is None or job.current.made is None or job.current.losses or closed_at is None:
         return None
@@ -211,7 +215,8 @@ def _missed_at(state: ClusterState, name: NodeName, timing: Detection) -> float 
 def _proof(
     state: ClusterState, node: Node, now: float, timing: Detection
 ) -> tuple[float, str] | None:
-    """When the first of two witnesses came, and what they say, while most others are here."""
+    """Return when the first of two witnesses of the node's loss reported, and their words; None:
+    there are not two. Called only while most of the plan's nodes are connected."""
     job = state.job
     closed_at = node.seen.closed_at
     name = node.facts.node

@@ -56,7 +56,8 @@ def _reason(state: ClusterState, job: Job, node: Node) -> str:
 
 
 def ends_early(job: Job, node: NodeName) -> str:
-    """How the node's processes end that plans count on; empty: not often enough to say."""
+    """Describe how the node's workers end before they take part in a step; empty: too few such
+    ends."""
     ends = job.seen.faults.stillborn.get(node, [])
     if len(ends) < _MOST_STILLBORN:
         return ""
@@ -67,8 +68,8 @@ def ends_early(job: Job, node: NodeName) -> str:
 
 
 def like_data(state: ClusterState, ready: Sequence[Node]) -> tuple[list[Node], list[Node]]:
-    """Those that read what most of `ready` read (of equally many, what the first one reads), and
-    the others."""
+    """Split the `ready` nodes into those that read the most common data and the others. On a tie,
+    the first node's data counts."""
     counts = Counter(state.data_of(node) for node in ready)
     most = counts.most_common(1)[0][0] if counts else ""
     like = [node for node in ready if state.data_of(node) == most]
@@ -101,12 +102,13 @@ def _quarantines(state: ClusterState, first_s: float) -> Iterator[NodeQuarantine
 
 
 def quarantine_s(node: Node, first_s: float) -> float:
-    """How long the node's next quarantine lasts, where a first one lasts `first_s`."""
+    """Return the length of the node's next quarantine, seconds; the first one lasts `first_s`."""
     return min(LONGEST_S, first_s * 2.0**node.failures.quarantines)
 
 
 def _all_flap(state: ClusterState, node: Node) -> bool:
-    """Whether it is no worse than others: the network or the job is at fault then."""
+    """Return whether at least half of the other nodes fail about as often: then the network or the
+    job is at fault, not the node."""
     others = [other for other in state.nodes.values() if other is not node]
     bad = [other for other in others if len(other.failures.times) >= MOST_FAILURES - 1]
     return 2 * len(bad) >= len(others)

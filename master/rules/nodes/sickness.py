@@ -58,8 +58,8 @@ def take_back(context: Context) -> Decision | None:
 
 
 def falls_short(job: Job) -> bool:
-    """Whether the job's newest plan, and the one that is to follow it, can lose fewer nodes than
-    the job wants."""
+    """Return whether the job's newest plan tolerates fewer lost nodes than the job asks for, with
+    no follow-up plan due that could mend it."""
     made = job.current.made
     if made is None or made.then:
         return False
@@ -67,13 +67,14 @@ def falls_short(job: Job) -> bool:
 
 
 def _most_are_sick(state: ClusterState) -> bool:
-    """Whether that holds of at least half of the others, for each sick one. Nodes that are not
-    heard of now count as well."""
+    """Return whether at least half of the other nodes are sick, for each sick node. Registered
+    nodes that are not connected count as well."""
     registered = [node for node in state.nodes.values() if node.registered]
     sick = [node for node in registered if node.troubles]
     return bool(sick) and 2 * (len(sick) - 1) >= len(registered) - 1
 
 
 def is_too_much(job: Job, node: Node, left: int) -> bool:
-    """Whether a job that can lose `left` nodes without this one needs it, since it is only sick."""
+    """Return whether the job needs this node, which is out only as sick: without it the job could
+    lose `left` nodes, fewer than it asks for."""
     return node.is_out_as_sick and left < job.spec.fault_tolerance

@@ -64,17 +64,18 @@ def _lost_workers(state: ClusterState, job: Job, now: float) -> Iterator[WorkerL
 def _evidence(
     job: Job, worker: WorkerId, now: float, exited: WorkerExited | None, hung: Hung | None
 ) -> Evidence | None:
-    """Its agent's word; None: there is none."""
+    """Return the agent's evidence of the worker's end or hang; None: there is none."""
     if hung is not None:
         return of_hang(worker, hung)
     return of_exit(job, worker, exited, now) if exited else None
 
 
 def coming(state: ClusterState, job: Job, nodes: Sequence[Node]) -> list[Node]:
-    """Those of `nodes`, members that are not ready, of which all that is missing is on the way.
+    """Return those of `nodes`, members that are not ready, whose missing workers are all on the
+    way.
 
-    None where no worker is up of those that the next plan may count on: nobody waits then, nor is
-    there anybody to meet at.
+    Returns none where no worker is up that the next plan may count on: nobody waits then, and there
+    is nobody to meet.
     """
     if not any(_is_up(job, node) for node in state.candidates(job)):
         return []
@@ -94,7 +95,7 @@ def coming(state: ClusterState, job: Job, nodes: Sequence[Node]) -> list[Node]:
 
 
 def _is_up(job: Job, node: Node) -> bool:
-    """Whether a worker of the newest plan is up there."""
+    """Return whether a worker of the newest plan is up on the node."""
     mine = set(job.current.processes().values())
     return node.connected and any(
         worker.card and worker.incarnation in mine and not job.seen.is_gone(worker.incarnation)
@@ -103,8 +104,9 @@ def _is_up(job: Job, node: Node) -> bool:
 
 
 def takes_longer(job: Job, node: Node) -> bool:
-    """Whether the place of a lost process will not be taken soon: the one in it is late already, or
-    there is none by its agent's last word, which forks one as soon as it may."""
+    """Return whether the replacement of a lost process on the node will take long. Either the
+    replacement is late already, or the agent's last status lists none, though it forks one as soon
+    as it may."""
     status = node.seen.status
     late = any(
         isinstance(loss, WorkerLost) and loss.late and loss.worker.node == node.facts.node
@@ -137,7 +139,7 @@ def give_up_late(context: Context, job: Job) -> Decision | None:
 
 
 def _grace_s(context: Context, job: Job) -> float:
-    """Of those that are being started the longest."""
+    """Return the longest grace period of the nodes whose workers are starting, seconds."""
     assert job.current.made is not None
     nodes = [context.state.nodes[worker.node] for worker in job.current.made.starting]
     return max(context.timing.grace_s(node.facts.device) for node in nodes)

@@ -157,7 +157,8 @@ def _adopted(
     told: Mapping[NodeName, Assignment],
     reason: str,
 ) -> PlanMade | None:
-    """None: not every worker has a process of its own, by the word of its node."""
+    """Return the adopted plan; None: by the nodes' statuses, not every worker has a process of its
+    own."""
     state, plan, before = context.state, newest.plan, set(job.current.members)
     slots = state.nodes[plan.nodes[0]].facts.worker_slots
     incarnations = tuple(_processes(plan.workers, told))
@@ -189,7 +190,7 @@ def _adopted(
 
 
 def _then(spec: JobSpec, plan: Plan) -> Next | Literal[""]:
-    """What follows behind the plan, which the journal cannot say."""
+    """Return the follow-up of an adopted plan, worked out anew since the journal lacks it."""
     if listed_routes(plan):
         return "templates" if spec.recovery.policy == "auto" else ""
     wanted = spec.recovery.shadows == "auto" and can_lose(plan) < spec.fault_tolerance
@@ -199,7 +200,7 @@ def _then(spec: JobSpec, plan: Plan) -> Next | Literal[""]:
 def _processes(
     workers: Iterable[WorkerId], told: Mapping[NodeName, Assignment]
 ) -> Iterable[Incarnation]:
-    """As its node names it; empty: it does not."""
+    """Yield each worker's process as its node names it; empty: the node names none."""
     for worker in workers:
         named = told[worker.node].worker_incarnations
         yield named[worker.slot] if worker.slot < len(named) else Incarnation("")

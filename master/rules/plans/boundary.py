@@ -1,4 +1,4 @@
-"""When a plan that nothing waits for may come, at a step boundary."""
+"""Condition for plans that nothing waits for: they come at a step boundary."""
 
 from oobleck.master.rules.nodes import draining
 from oobleck.master.state.cluster import ClusterState
@@ -6,7 +6,7 @@ from oobleck.master.state.job import Job
 
 
 def undisturbed(state: ClusterState, job: Job) -> bool:
-    """Whether the job trains, has steps to go, and nobody is lost, away or being moved."""
+    """Return whether the job trains with steps left, and no node is lost, away or being moved."""
     return (
         job.state == "running"
         and not job.seen.peers_lost

@@ -65,7 +65,8 @@ def start(context: Context, job: Job) -> Decision | None:
 
 
 def shortfall(state: ClusterState, job: Job) -> str:
-    """What the cluster lacks for a job that has no plan yet; empty: nothing that is known."""
+    """Describe the nodes that the cluster lacks for a job without a plan; empty: none, as far as is
+    known."""
     if job.current.made is not None or job.state in ENDED:
         return ""
     nodes = state.candidates(job)
@@ -78,8 +79,8 @@ def shortfall(state: ClusterState, job: Job) -> str:
 
 
 def get_ready(context: Context, job: Job) -> Decision | None:
-    """Of a job that is about to go on after another one: which nodes it waits for; None: for none
-    any more."""
+    """Return the decision to wait for nodes that get ready for a job about to go on after another
+    one; None: no node is worth waiting for."""
     pending = [
         node
         for node in context.state.candidates(job)
@@ -100,7 +101,7 @@ def _getting_ready(context: Context, job: Job, pending: list[Node]) -> Decision:
 def _still_starting(
     context: Context, job: Job, nodes: list[Node], late: list[Node]
 ) -> Decision | None:
-    """Where slow nodes are needed, and do get on, they are waited for."""
+    """Wait for slow nodes that are needed and make progress; None: there is no reason to wait."""
     coming = [node for node in late if node.connected and _has_all(job, node)]
     if not coming or not _enough(job, [*nodes, *coming]):
         return None
@@ -110,21 +111,21 @@ def _still_starting(
 
 
 def _has_all(job: Job, node: Node) -> bool:
-    """Whether a process of the job is in every slot, up or not. The last status may still list one
-    that has ended since."""
+    """Return whether every slot has a process of the job, up or not. Processes known to have ended
+    do not count, though the last status may still list them."""
     status = node.seen.status
     here = [worker for worker in status.workers if not job.seen.is_gone(worker.incarnation)]
     return status.job_id == job.id and len(here) == node.facts.worker_slots
 
 
 def _start_deadline(context: Context, node: Node) -> float:
-    """Until when the first plan waits for the node."""
+    """Return the time until which the first plan waits for the node."""
     since = context.now if node.seen.assigned_at is None else node.seen.assigned_at
     return since + context.timing.start_timeout_s
 
 
 def _look_again(context: Context, node: Node) -> float:
-    """When waiting for the node may come to an end."""
+    """Return when to check again whether the node is still worth waiting for."""
     closed_at = node.seen.closed_at
     if closed_at is None or _is_away(context, node):
         return _start_deadline(context, node)
@@ -132,7 +133,8 @@ def _look_again(context: Context, node: Node) -> float:
 
 
 def _is_away(context: Context, node: Node) -> bool:
-    """Whether its agent's stream has ended for so long that the others need not wait for it."""
+    """Return whether the agent's stream has been closed for so long that the others do not wait for
+    it."""
     closed_at = node.seen.closed_at
     return closed_at is not None and context.now >= closed_at + context.timing.away_s
 
@@ -152,8 +154,9 @@ def _check_shadows(context: Context, job: Job, nodes: list[Node]) -> None:
 
 
 def _settled_at(context: Context, job: Job, ready: list[Node]) -> float | None:
-    """Until when a start on fewer nodes than templates need waits for others that come up just
-    now, as all of a cluster do when it is switched on; None: it has enough."""
+    """Return the time until which a start on fewer nodes than templates need waits for others. When
+    a cluster is switched on, all of its nodes come up at about the same time. None: there are
+    enough."""
     if job.profile_only or not client.needs_shadows(job, ready):
         return None
     return max(node.seen.ready_at or context.now for node in ready) + context.timing.join_settle_s

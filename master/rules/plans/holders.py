@@ -1,7 +1,7 @@
-"""Who holds what of a model's state, and who may still bring it back.
+"""Holders of a model's state: who holds which layers, and who may still bring them back.
 
-By the plans that live workers have entered (`Lineage.plans`) and by what their agents tell. Pure.
-Must not know what is decided by it.
+Derived from the plans that live workers have entered (`Lineage.plans`) and from their agents'
+reports. Pure. Must not know what is decided by it.
 """
 
 import math
@@ -47,8 +47,9 @@ def gone_for_good(context: Context, job: Job) -> LayerLost | None:
 
 
 def may_be_untold(state: ClusterState, job: Job) -> bool:
-    """Whether some of the state is with nobody who is here, as far as is known, and all of it is
-    with somebody if all who are here have entered the newest plan."""
+    """Return whether agents may hold back a report that explains the missing state. That is so
+    where some state has no known holder, but all of it would have one if all connected workers had
+    entered the newest plan."""
     if not was_trained(state, job) or job.current.made is None:
         return False
     here = _here(state, job)
@@ -72,7 +73,7 @@ def _is_whole(held: Mapping[WorkerId, frozenset[Shard]], layer_count: int) -> bo
 
 
 def _here(state: ClusterState, job: Job) -> list[WorkerId]:
-    """All workers of the job that are connected, in the plan or not."""
+    """Return all connected workers of the job, in the plan or not."""
     return [
         WorkerId(name, worker.slot)
         for name, node in sorted(state.nodes.items())
@@ -91,7 +92,7 @@ def may_bring_back(context: Context, job: Job, layers: Iterable[int]) -> frozens
 
 
 def _held_away(context: Context, job: Job) -> dict[WorkerId, frozenset[Shard]]:
-    """What workers on nodes that are away may hold, by any plan since the last step."""
+    """Return what workers on nodes that are away may hold, by any plan since the last step."""
     held: dict[WorkerId, frozenset[Shard]] = {}
     dead = job.current.lost_workers  # and no plan counts on others in their places yet
     for plan in job.lineage.plans.values():
@@ -102,15 +103,16 @@ def _held_away(context: Context, job: Job) -> dict[WorkerId, frozenset[Shard]]:
 
 
 def given_up_at(context: Context, job: Job) -> float | None:
-    """When the next node that is away is not expected back any more; None: none of them."""
+    """Return when the next node that is away stops being expected back; None: no node is
+    expected."""
     names = {name for plan in job.lineage.plans.values() for name in plan.nodes}
     ends = (_may_return_until(context, job, name) for name in names)
     return min((end for end in ends if context.now < end < math.inf), default=None)
 
 
 def _may_return_until(context: Context, job: Job, name: NodeName) -> float:
-    """Until when the node, which is away, may come back with the workers that it had. It cannot
-    while the master is away, so that time does not count. One that the journal has lost may."""
+    """Return the time until which a node that is away may come back with its workers. Time while
+    the master was away does not count. A node that the journal has lost may come back too."""
     node = context.state.nodes.get(name)
     if name in job.lineage.emptied or (node is not None and node.connected):
         return -math.inf
@@ -138,9 +140,9 @@ def departing(state: ClusterState, job: Job, plan: Plan) -> tuple[WorkerId, ...]
 
 
 def was_trained(state: ClusterState, job: Job) -> bool:
-    """Whether there is a state to lose. After a restart of the master the step may be unknown, and
-    whoever has told of one may be gone. One node's word does not count while others of the plan are
-    there and know of no step."""
+    """Return whether the model was trained, so that there is state to lose. After a restart of the
+    master the step may be unknown, and the nodes that reported it may be gone. One node's report
+    does not count while others of the plan are connected and know of no step."""
     steps, processes = job.seen.steps, job.current.processes()
     if job.current.stepped > NO_GENERATION or max(steps.committed_step, steps.furthest_step) > 0:
         return True
@@ -159,17 +161,17 @@ def was_trained(state: ClusterState, job: Job) -> bool:
 
 
 def _is_behind(worker: WorkerId, generation: Generation, stepped: Plan) -> bool:
-    """Whether a step that some of the others have committed, in `stepped`, has made what the worker
-    holds since `generation` worthless. Whoever has a part in that plan has entered it."""
+    """Return whether a step committed in `stepped` has outdated what the worker holds since
+    `generation`. A worker that has a part in that plan has entered it."""
     return generation < stepped.generation and worker not in stepped.workers
 
 
 def _held_layers(
     state: ClusterState, job: Job, workers: Iterable[WorkerId]
 ) -> dict[WorkerId, frozenset[Shard]]:
-    """What each worker holds: by the newest plan that it has entered, and by every one since the
-    last plan with a committed step. Until the next step is committed, a worker keeps the layers
-    that a newer plan takes away, and those that it has received on the way into one."""
+    """Return the shards that each worker holds: by the newest plan that it has entered, and by
+    every one since the last plan with a committed step. Until the next step is committed, a worker
+    keeps layers that a newer plan takes away, and those received on the way into one."""
     shards: dict[Generation, ShardTable] = {}
 
     def planned(generation: Generation, worker: WorkerId) -> frozenset[Shard]:

@@ -1,8 +1,8 @@
-"""What follows from the planner's answer: the fact that the next plan was made, with its processes,
-rendezvous and what it answers; or what the job waits for, where no plan is possible.
+"""Decision on the planner's answer: journal the next plan with its processes, rendezvous and
+causes, or say what the job waits for where no plan is possible.
 
-A plan that would lose state for good is not made, and where the state is gone for good nothing is
-worth the wait: the job fails.
+A plan that would lose state for good is not made. Where the state is gone for good, waiting cannot
+help: the job fails.
 """
 
 from collections.abc import Iterable, Sequence
@@ -139,7 +139,7 @@ def _outrun(count: int) -> str:
 
 
 def _needs_handover(state: ClusterState, job: Job, plan: Plan) -> bool:
-    """Whether layers of `plan` are with those alone that leave."""
+    """Return whether only leaving workers hold some layers of `plan`."""
     if holders.lost_layers(state, job, plan, handed_over=False) is None:
         return False
     return holders.lost_layers(state, job, plan) is None
@@ -171,7 +171,7 @@ def _torch(state: ClusterState, plan: Plan) -> str:
 
 
 def is_up(state: ClusterState, worker: WorkerId) -> bool:
-    """Whether others can call the worker's process."""
+    """Return whether other workers can call the worker's process."""
     status = state.nodes[worker.node].seen.status.worker(worker.slot)
     return status is not None and status.card != ""
 
@@ -185,9 +185,9 @@ def _process(state: ClusterState, worker: WorkerId) -> Incarnation:
 
 
 def _rendezvous(context: Context, job: Job, plan: Plan) -> Rendezvous:
-    """At a survivor if there is one (its address has proven itself), lowest name first.
-
-    Where rendezvous have led to no step, at the next one's: it may be the host that fails.
+    """Return the rendezvous of `plan`. Its host is a survivor if there is one (its address is
+    proven), lowest name first. After a rendezvous that led to no step, the next candidate hosts it,
+    since the host may be at fault.
     """
     old = job.current.processes()
     up = [worker for worker in plan.workers if is_up(context.state, worker)]
@@ -210,13 +210,16 @@ def next_plan(
     generation: Generation,
     wanted: PlanWanted | None = None,
 ) -> Answer:
-    """What becomes of `job`'s newest plan on `live`, by the `wanted` policy; None: as after a loss.
-    Nodes that stand by get a part where only that makes a plan, or one that can lose as many nodes
-    as the job wants.
+    """Return the plan that replaces `job`'s newest one on `live`, by the `wanted` policy; None: the
+    policy after a loss.
 
-    Raises StillPlanning, and PlanInfeasible, also where a layer of a model that has been trained
-    has no holder in the new plan, and there is no checkpoint, unless it is gone for good and the
-    job wants to begin anew then."""
+    Nodes that stand by get a part only if without them no plan is possible, or only plans that can
+    lose fewer nodes than the job wants.
+
+    Raises StillPlanning and PlanInfeasible. A plan is also infeasible if it leaves a layer of a
+    trained model without a holder and there is no checkpoint. The exception is a layer that is gone
+    for good, in a job that wants to begin anew then.
+    """
     wanted = wanted or _for_losses(job)
     at_work = [node for node in live if node.facts.node not in job.standing_by]
     if wanted == "uneven" or len(at_work) == len(live):

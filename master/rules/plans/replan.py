@@ -108,7 +108,7 @@ def replan(context: Context, job: Job) -> Decision | None:
 
 
 def _for_replacements(context: Context, job: Job, missing: list[Node]) -> Decision | None:
-    """For as long as processes may still come up on nodes that lack them."""
+    """Wait while replacement processes may still come up on `missing` nodes; None: do not wait."""
     if not missing or job.seen.loss is None:
         return None
     due = job.seen.loss.declared_at + context.timing.replacement_grace_s
@@ -118,8 +118,8 @@ def _for_replacements(context: Context, job: Job, missing: list[Node]) -> Decisi
 
 
 def _for_words(context: Context, job: Job) -> Decision | None:
-    """For as long as agents may hold back that their workers have entered the newest plan, where
-    without that some of the state is with nobody."""
+    """Wait while agents may still report that their workers have entered the newest plan, if
+    without such reports some state has no holder; None: do not wait."""
     seen = job.seen
     since = [at for at, _ in seen.peers_lost.values()]
     since += [seen.loss.declared_at] if seen.loss is not None else []
@@ -246,7 +246,7 @@ def join(context: Context, job: Job) -> Decision | None:
 
 
 def _stood_by(state: ClusterState, job: Job, plan: Plan) -> bool:
-    """Whether all that `plan` takes in stood by, so that they are well now."""
+    """Return whether all nodes that `plan` takes in stood by before, and so are well now."""
     if job.current.made is None:
         return False
     before = {slow.worker for slow in job.current.made.standing_by}
@@ -258,14 +258,13 @@ def _stood_by(state: ClusterState, job: Job, plan: Plan) -> bool:
 
 
 def _has_trained(state: ClusterState, job: Job, name: NodeName) -> bool:
-    """Whether its processes have had a part in a plan."""
+    """Return whether all processes of the node have had a part in a plan."""
     workers = state.nodes[name].seen.status.workers
     return all(worker.incarnation in job.lineage.replaced for worker in workers)
 
 
 def _settled_at(context: Context, job: Job, ready: Sequence[Node]) -> float | None:
-    """When those of the `ready` nodes that have no part in the plan are taken in together; None:
-    there are none."""
+    """Return when `ready` nodes outside the plan are taken in together; None: there are none."""
     members = job.current.has_member
     since = [n.seen.ready_at or context.now for n in ready if not members(n.facts.node)]
     settle = context.timing.join_settle_s
@@ -273,11 +272,14 @@ def _settled_at(context: Context, job: Job, ready: Sequence[Node]) -> float | No
 
 
 def follow_up(context: Context, job: Job) -> Decision | None:
-    """Behind a plan that moved no state, so that training went on at once, goes one of templates or
-    one with a stage moved, and behind one that leaves layers with few nodes its shadows: at a step
-    boundary. Where no stage is worth moving, and no shadow can be added, none follows: to search
-    again takes seconds; nor where planning failed, as it would again. Nodes that come may well make
-    templates possible."""
+    """Make the follow-up plan at a step boundary; None: none is due.
+
+    A plan that moved no state, so that training went on at once, is followed by one of templates or
+    one with a stage moved. A plan that leaves layers with few nodes is followed by its shadows. The
+    follow-up is dropped if no stage is worth moving, no shadow can be added or planning failed: a
+    new search takes seconds and would end the same. Templates are tried again, since nodes that
+    come may make them possible.
+    """
     state, made = context.state, job.current.made
     if made is None or not made.then or not undisturbed(state, job):
         return None

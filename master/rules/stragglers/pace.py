@@ -52,7 +52,7 @@ _STEP = 0.05
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """What workers did between two rounds."""
+    """Sample of the workers' computation between two rounds."""
 
     seconds: float
     steps: Mapping[WorkerId, int]
@@ -85,7 +85,7 @@ def watch(context: Context, job: Job) -> Decision:
 
 
 def _replaced(context: Context, job: Job) -> Iterator[RateChanged]:
-    """Of slow workers that are in no plan, another process may take the place."""
+    """Yield a rate of 1 for slow workers outside the plan whose process was replaced."""
     for worker, told in job.slow.items():
         node = context.state.nodes[worker.node]
         status = node.seen.status.worker(worker.slot) if node.connected else None
@@ -125,13 +125,13 @@ def _changed(context: Context, job: Job) -> Iterator[RateChanged]:
 
 
 def _hindrance(context: Context, worker: WorkerId) -> str:
-    """What its agent sees that may make it slow."""
+    """Return what the worker's agent sees that may slow it down; empty: nothing."""
     status = context.state.nodes[worker.node].seen.status.worker(worker.slot)
     return status.hindrance if status is not None else ""
 
 
 def _alone(context: Context, job: Job) -> Iterator[RateChanged]:
-    """Of slow workers that stand by, and what they have measured meanwhile."""
+    """Yield new rates of slow workers that stand by, from what they have measured alone."""
     made, pace = job.current.made, job.seen.pace
     if made is None or job.state != "running" or pace.generation != job.current.generation:
         return
@@ -188,8 +188,9 @@ def _compare(plan: Plan, profile: Profile, order: Sequence[int], alone: Alone) -
 def _other_steps(
     plan: Plan, profile: Profile, order: Sequence[int], alone: Alone
 ) -> Sequence[tuple[float, float]]:
-    """What the others' shares of a step would take the worker that stands by, and take themselves.
-    Neither goes by the profile's times, which may be wrong. `order`: of each layer its kind."""
+    """Return, for each other worker, the seconds per step that its share would take the worker that
+    stands by, and that it takes itself. Neither uses the profile's times, which may be wrong.
+    `order`: each layer's kind."""
     usual_s = _sample(plan, profile, alone.first, alone.last).step_s
     try:
         own = computing_by_layer_s(plan, _as_measured(profile, order, alone.seconds))
@@ -200,8 +201,8 @@ def _other_steps(
 
 
 def _as_measured(profile: Profile, order: Sequence[int], seconds: Sequence[float]) -> Profile:
-    """With other times; a layer's worker among several has the part that the profile tells. Raises
-    ValueError where a kind of layer has none."""
+    """Return the profile with measured times per kind of layer. Workers that share a layer keep the
+    parts that the profile gives them. Raises ValueError where a kind of layer has no time."""
     if len(seconds) != 1 + max(order):
         raise ValueError(f"{len(seconds)} times for {1 + max(order)} kinds of layers")
     times = [seconds[kind] for kind in order]
@@ -228,8 +229,8 @@ def _slowness(run: Sequence[_Sample], worker: WorkerId) -> float:
 
 
 def _differs(rate: float, slowness: float) -> Callable[[float], bool]:
-    """Whether a sample shows another pace than `rate`, as one of `slowness` does. Who may be about
-    to be well has none until then."""
+    """Return a test of whether a sample differs from `rate` in the direction of `slowness`. A
+    sample below WELL does not count as faster, since the worker may be about to recover."""
     if slowness * rate > 1:
         return lambda sample: sample * rate > 1 + _CHANGE
     return lambda sample: sample >= WELL and sample * rate < 1 - _CHANGE
@@ -259,7 +260,7 @@ def _run(
 
 
 def _rate(run: Sequence[_Sample], worker: WorkerId) -> float:
-    """Of a slow worker."""
+    """Return the rate of a slow worker, from the median of its samples."""
     return _rate_of(median(sample.slowness[worker] for sample in run))
 
 
@@ -321,7 +322,8 @@ def _sample(plan: Plan, profile: Profile, before: Round, after: Round) -> _Sampl
 
 @lru_cache(maxsize=4)
 def _profiled_s(plan: Plan, profile: Profile) -> Mapping[WorkerId, Mapping[int, float]]:
-    """By layer; nothing where the profile does not have what the plan does."""
+    """Return each worker's profiled seconds by layer; empty where the profile does not fit the
+    plan."""
     try:
         return computing_by_layer_s(plan, profile)
     except ValueError:  # of a plan that another master made, by another profile
@@ -331,8 +333,8 @@ def _profiled_s(plan: Plan, profile: Profile) -> Mapping[WorkerId, Mapping[int, 
 def slowness_of(
     step_s: Mapping[WorkerId, float], profiled_s: Mapping[WorkerId, Mapping[int, float]]
 ) -> Mapping[WorkerId, float]:
-    """What each worker's time per step is a multiple of, by the layers that it computes: of the
-    time at the others' pace. Who computes nothing is not in it."""
+    """Return each worker's time per step as a multiple of the time at the others' pace, for the
+    layers that it computes. Workers that compute nothing are left out."""
     ratios = {
         worker: seconds / whole
         for worker, seconds in step_s.items()

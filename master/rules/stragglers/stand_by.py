@@ -1,8 +1,8 @@
-"""How long a slow worker must stand by before it may be called better.
+"""Stand-by times: how long a slow worker must stand by before it may be called better.
 
-At first as long as it takes until it is measured. What it measures alone may say that it is well
-when it is slow in training: a process that is put to stand by again, within an hour after its rate
-got better, must do so for twice as long as before. Must not know how a worker is found slow.
+The first stand-by lasts until the worker is measured. Measured alone, it may look well though it is
+slow in training. So a process that is put to stand by again, within an hour after its rate got
+better, must do so for twice as long as before. Must not know how a worker is found slow.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def _seconds(context: Context, job: Job, worker: WorkerId) -> float:
 
 
 def until(job: Job, worker: WorkerId) -> float:
-    """By this master's clock; 0: it is free to be called better."""
+    """Return when the worker may be called better, by this master's clock; 0: at any time."""
     last, told = job.stand_bys.get(worker), job.slow.get(worker)
     if last is None or told is None or last.process != told.incarnation:
         return 0.0
@@ -52,6 +52,7 @@ def until(job: Job, worker: WorkerId) -> float:
 
 
 def next_until(context: Context, job: Job) -> float | None:
-    """When the next one that stands by may be called better; None: all may, or nobody does."""
+    """Return when the next stand-by worker may be called better; None: all may, or none stands
+    by."""
     due = (until(job, worker) for worker in job.slow if not job.current.has_member(worker.node))
     return min((at for at in due if at > context.now), default=None)

@@ -78,7 +78,7 @@ def _standing_by(state: ClusterState, job: Job) -> list[Node]:
 
 
 def _as_slow(job: Job, made: PlanMade) -> bool:
-    """Whether those that stand by are as slow as when the plan was made."""
+    """Return whether the workers that stand by are as slow as when the plan was made."""
     before = {slow.worker: slow.rate for slow in made.standing_by}
     here = (worker for worker in job.rates if worker.node in job.standing_by)
     return all(job.rates[worker] == before.get(worker) for worker in here)
@@ -93,7 +93,7 @@ def what_follows(due: Next | Literal[""], answer: Answer) -> Next | Literal[""]:
 
 
 def _all_better(rates: Iterable[WorkerRate], planned: Iterable[WorkerRate]) -> bool:
-    """Whether nobody is slower than planned: that waits for nothing, and cannot come again before
-    somebody is slow, which does."""
+    """Return whether no worker is slower than planned. Such a change need not rest REST_S: it
+    cannot recur before some worker turns slow, and that change rests."""
     before = {one.worker: one.rate for one in planned}
     return all(one.rate >= before.get(one.worker, 1.0) for one in rates)

@@ -1,4 +1,4 @@
-"""What an incident is: a failure with all that came of it, until training goes on or the job ends.
+"""Incidents: a failure with all its consequences, until training goes on or the job ends.
 
 Plain data that follows from journaled events (`oobleck.master.state.incidents.incidents` makes it,
 `oobleck.master.storage.records.incident_line` tells it). One incident has any number of setbacks,
@@ -51,7 +51,7 @@ MOST_EVIDENCE = 64
 
 
 class Setback(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that failed."""
+    """Failure of one thing: a process, a node, the network or the job."""
 
     kind: Kind
     #: Empty: of no node in particular.
@@ -80,7 +80,7 @@ class Setback(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def followed_others(self) -> bool:
-        """Whether the process may have ended just because it lost a peer."""
+        """Return whether the process may have ended only because it lost a peer."""
         if self.kind != "worker died" or self.signal is not None:
             return False
         words = self.exception or "\n".join(self.log_tail[-3:])
@@ -95,7 +95,7 @@ class DatedEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation that answered the incident, and how far it came."""
+    """Attempt at recovery: one generation that answered the incident, and how far it came."""
 
     generation: Generation
     cause: Cause
@@ -138,9 +138,9 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def root_cause(self) -> Setback:
-        """What began it: the job's own error before all else, then the first that was not a
-        consequence of another, and want of progress only where nothing tells more. Where the head
-        was cut off, that is no setback of its own."""
+        """Setback that began the incident. The job's own error goes before all others, then the
+        first setback that is no consequence of another. Lack of progress counts only where nothing
+        says more. A cut-off head has no recorded setback, so one is made for it."""
         first = min(self.setbacks, key=self._order)
         return self._cut_off() if first in self.silenced and self.head_is_cut_off else first
 
@@ -156,8 +156,9 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def head_is_cut_off(self) -> bool | None:
-        """Whether it was the head that those who fell silent together could not reach, since most
-        of them are back with the agents of before; None: nobody is back yet."""
+        """Return whether the head was cut off, rather than the nodes that fell silent together. It
+        was if most of them are back and none of their agents is a new one. None: no node is back
+        yet."""
         back = [s.back for s in self.silenced]
         if "another agent" in back:
             return False
@@ -185,7 +186,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
         return rank, setback.evidence_at
 
     def is_consequence(self, setback: Setback) -> bool:
-        """Whether another setback explains this one."""
+        """Return whether another setback explains this one."""
         if setback in self.silenced and self.head_is_cut_off:
             return True
         others = [other for other in self.setbacks if other is not setback]
@@ -202,7 +203,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LastIncident(msgspec.Struct, frozen=True, kw_only=True):
-    """What `oobleck status` says of the newest incident."""
+    """Summary of the newest incident, as `oobleck status` shows it."""
 
     number: int
     #: Unix time of its end.

@@ -31,12 +31,12 @@ def outcome(event: Journaled) -> str:
 
 
 def summary_of(incident: Incident, event: Journaled, unix: float) -> str:
-    """One line: the root cause and how it ended."""
+    """Summarize the incident in one line: the root cause and how it ended."""
     return f"{headline_of(incident)}; {_how_it_ended(incident, event, unix)}"
 
 
 def headline_of(incident: Incident) -> str:
-    """What failed, in half a sentence: the root cause, and all that failed beside it."""
+    """Describe in half a sentence what failed: the root cause, and all that failed beside it."""
     root = incident.root_cause
     if root in incident.silenced and incident.head_is_cut_off is None:
         names = comma_separated({setback.node for setback in incident.silenced})
@@ -57,7 +57,7 @@ def _subject(setback: Setback) -> str:
 
 
 def headline(setback: Setback) -> str:
-    """What failed, in half a sentence."""
+    """Describe in half a sentence what failed."""
     match setback.kind:
         case "worker died":
             return f"worker {_who(setback)} {_end_of(setback)}"
@@ -134,7 +134,8 @@ def slowdown_outcome(event: Journaled) -> str:
 
 
 def slowdown_summary(slowdown: Slowdown, event: Journaled, unix: float) -> str:
-    """One line: who was slow, what was done about it, and how it ended."""
+    """Summarize the slowdown in one line: the slow workers, what was done about them, and how it
+    ended."""
     rules = ", ".join(dict.fromkeys(answer.rule for answer in slowdown.answers))
     ended = slowdown_outcome(event)
     after_s = f"after {unix - slowdown.opened_at:.1f} s"
@@ -147,7 +148,7 @@ def slowdown_summary(slowdown: Slowdown, event: Journaled, unix: float) -> str:
 
 
 def slowdown_headline(slowdown: Slowdown) -> str:
-    """Who is slow, or was, in half a sentence."""
+    """Name the workers that are or were slow, in half a sentence."""
     first, *others = slowdown.workers
     more = comma_separated({str(one.worker) for one in others})
     told = headline(first.setback)

@@ -103,7 +103,7 @@ def _after(state: ClusterState, job: Job, event: Journaled, unix: float) -> Inci
 
 
 def closes(job: Job, event: Journaled) -> bool:
-    """Whether an incident of `job`, as the event finds it, is over with the event."""
+    """Return whether `event` ends the incident of `job`. `job` is as before the event."""
     if isinstance(event, FirstStepCommitted):
         return not job.current.losses and event.step >= job.rollback.redo_until
     if isinstance(event, JobCaughtUp):
@@ -179,7 +179,8 @@ def _worker_lost(job: Job, event: WorkerLost, unix: float) -> Setback:
 
 
 def _reset(job: Job, event: NodeReset, unix: float) -> Setback:
-    """It began with the first doubt about the job's progress."""
+    """Return the setback of a reset node. Its evidence dates from the first doubt about the job's
+    progress."""
     doubts = job.incident.setbacks if job.incident is not None else ()
     vague = ("no progress", "peers disconnected") if event.cut_off else ("no progress",)
     since = min(
@@ -240,7 +241,8 @@ def _at_end(
 
 
 def _job_error(job: Job, event: JobFailed, unix: float) -> Setback:
-    """Who said what the job failed of; where nobody did, it is the master's verdict."""
+    """Return the setback of a job that failed, attributed to the worker that reported the error.
+    Without such a report it is the master's verdict."""
     words = next((s for s in event.evidence if s.by == "worker" and s.saw in event.reason), None)
     if words is None:
         return _setback(job, "job failed", "", event.reason, unix)
@@ -264,7 +266,8 @@ def _job_error(job: Job, event: JobFailed, unix: float) -> Setback:
 def with_stats(
     job: Job, attempts: tuple[A, ...], stats: ReconfigurationStats | None, unix: float
 ) -> tuple[A, ...]:
-    """With how the newest generation went, if it is one of them."""
+    """Return the attempts, with `stats` added to that of the newest generation if it is among
+    them."""
     last = attempts[-1] if attempts else None
     if stats is None or last is None or last.generation != job.current.generation:
         return attempts
@@ -308,7 +311,8 @@ def _key(evidence: Evidence) -> tuple[str, str, str, str]:
 
 
 def ranks_of(job: Job, node: str, worker: WorkerId | None = None) -> tuple[int, ...]:
-    """In the newest plan, whose workers stand in order, those of a node side by side."""
+    """Return the ranks of the node's workers, or of `worker` alone, in the newest plan. Its workers
+    are sorted, those of one node side by side."""
     workers = job.current.made.plan.workers if job.current.made is not None else ()
     first = bisect_left(workers, node, key=lambda other: other.node)
     end = bisect_right(workers, node, key=lambda other: other.node)

@@ -1,5 +1,5 @@
-"""What a slowdown is: an incident of the kind `slow worker`, which lasts as long as any worker
-computes more slowly than the others.
+"""Slowdowns: incidents of the kind `slow worker`, which last as long as any worker computes more
+slowly than the others.
 
 Plain data that follows from journaled events (`oobleck.master.state.incidents.slowdowns` makes it,
 `oobleck.master.storage.records.slowdown_line` tells it). Nothing fails in it and nothing waits for
@@ -18,7 +18,8 @@ MOST_KEPT = 64
 
 
 class SlowWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker of a slowdown; the same one if it is slow again before the slowdown is over."""
+    """Slow worker of a slowdown. A worker that is slow again before the slowdown ends keeps its
+    entry."""
 
     worker: WorkerId
     #: In the plan in which it was found slow.

@@ -1,1 +1,1 @@
-"""How events change the state."""
+"""Reducer: the functions by which events change the state."""

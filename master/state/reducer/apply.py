@@ -1,7 +1,7 @@
-"""How each event changes the state: the only way to write to a `ClusterState`.
+"""Application of events to the state: the only way to write to a `ClusterState`.
 
-Owns which part of an event's meaning is whose: incidents and the ends of slow processes first,
-while the state is as it was before; then the event itself, by what it is about; then what follows
+Owns the order of an event's effects. Incidents and the ends of slow processes come first, while the
+state is as it was before. Then comes the event itself, by its subject, and then the consequences
 for the nodes.
 """
 

@@ -1,4 +1,4 @@
-"""How events of jobs change the state: what is asked for, turns, measuring, checkpoints, the end.
+"""Application of events of jobs: requests, turns, measuring, checkpoints, and the end.
 
 Their plans are `oobleck.master.state.reducer.apply_plans`'s, and what they lose
 `oobleck.master.state.reducer.apply_nodes`'s.
@@ -152,8 +152,8 @@ def _note_save(
 
 
 def _is_newest(job: Job, step: int) -> bool:
-    """Whether a checkpoint after `step` takes the place of the newest one, which does not count
-    where the job has gone back behind it."""
+    """Return whether a checkpoint after `step` replaces the newest one. That is also so where the
+    job has gone back to a step before the newest one's."""
     newest, restored = job.saves.checkpoint, job.rollback.restored
     if newest is None or step >= newest.step:
         return True

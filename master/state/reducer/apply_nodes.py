@@ -1,5 +1,5 @@
-"""How events of nodes change the state: who is part of the cluster, what a job loses with them, and
-what keeps a node out of plans though nothing is wrong with it.
+"""Application of events of nodes: membership in the cluster, what a job loses with a node, and what
+keeps a healthy node out of plans.
 
 A drained node stays connected and idle until an operator undrains it, over restarts of its agent
 and of the master. A drain that is the agent's own wish, because it was told to end, ends with it.
@@ -199,7 +199,7 @@ def _drain(state: ClusterState, event: DrainEvent, now: float, unix: float) -> N
 
 
 def _forgive(job: Job, node: NodeName) -> None:
-    """What the job holds against the node counts no more."""
+    """Clear all that the job holds against the node."""
     job.left_out.pop(node, None)
     job.seen.faults.unfit.pop(node, None)
     job.seen.faults.stillborn.pop(node, None)
@@ -251,7 +251,8 @@ def _wished(before: Drain | None, event: NodeDrainRequested) -> Drain:
 
 
 def _kept_by(known: Node, facts: NodeFacts) -> Drain | None:
-    """What of the node's drain counts for the agent that registers now."""
+    """Return the node's drain if it still holds for the agent that registers now; None: it does
+    not."""
     drain = known.drain
     if (
         drain is None

@@ -1,4 +1,4 @@
-"""How events of plans change the state: a job gets a new generation, and comes to a step in it.
+"""Application of events of plans: a job's new generation, and its first step.
 
 Must not know how plans are made, nor what losses they answer.
 """
@@ -134,7 +134,7 @@ def _step(state: ClusterState, job: Job, event: FirstStepCommitted, unix: float)
 
 
 def _forget_processes(state: ClusterState, job: Job) -> None:
-    """Of processes that neither the plan nor any agent knows, nothing is asked any more."""
+    """Forget observations of processes that neither the plan nor any agent knows."""
     known = set(job.current.processes().values())
     known |= {w.incarnation for node in state.nodes.values() for w in node.seen.status.workers}
     seen = job.seen.processes

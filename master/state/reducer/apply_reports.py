@@ -1,5 +1,5 @@
-"""How observed events change the `seen` part of the state: streams, time, and how far nodes and
-jobs get on by statuses and records. Nothing here outlives the process.
+"""Application of observed events to the `seen` part of the state: streams, time, and progress of
+nodes and jobs by statuses and records. Nothing here outlives the process.
 
 What workers say besides is `oobleck.master.state.reducer.worker_reports`'s. Must not know what want
 of progress leads to (`oobleck.master.rules.jobs.stalls`).
@@ -123,7 +123,8 @@ def _note_rival(state: ClusterState, event: AgentRefused, now: float) -> None:
 
 
 def _postpone(state: ClusterState, event: Tick, now: float) -> None:
-    """What came meanwhile may still stand in the queue: that time counts for nobody."""
+    """Extend the leases of nodes and the deadlines of the job by the time that the loop was late.
+    Messages of that time may still be in the queue."""
     for node in state.nodes.values():
         node.seen.last_heard = min(node.seen.last_heard + event.late_s, now)
         node.seen.awaited |= event.cut
@@ -205,7 +206,7 @@ def _take_pace(job: Job, node: NodeName, status: WorkerStatus, now: float) -> bo
 
 
 def _take_beats(job: Job, before: WorkerStatus, worker: WorkerStatus, now: float) -> None:
-    """In a step that takes long, its instructions show that it gets on."""
+    """Note progress by completed instructions, which shows that a long step gets on."""
     if worker.beats != before.beats:
         note_progress(job, worker.generation, now)
 

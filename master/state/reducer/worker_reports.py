@@ -1,5 +1,5 @@
-"""What workers say, by way of their agents: ends, hangs, losses, failures, phases, checkpoints,
-measurements.
+"""Application of workers' reports, sent by their agents: exits, hangs, losses, failures, phases,
+checkpoints, measurements.
 
 Writes to what is `seen` of the job. What a process says that another one has replaced changes
 nothing. Must not know what is decided by it.
@@ -154,9 +154,9 @@ def _take_measurement(job: Job, event: WorkerReported, found: Measured | LinkMea
 
 
 def _is_stale(job: Job, event: WorkerReported) -> bool:
-    """Whether the report is of a process that was replaced, and changes nothing. From such a
-    process a checkpoint that is newer than all known ones still counts, and so does the first
-    answer to a wish for one."""
+    """Return whether the report comes from a replaced process and changes nothing. A checkpoint
+    from such a process still counts if it is newer than all known ones. So does the first answer to
+    a request for one."""
     if not job.is_replaced(event.worker, event.incarnation):
         return False
     if isinstance(event.what, CheckpointSaved | SaveFailed):
@@ -196,8 +196,8 @@ def rendezvous_host(state: ClusterState, job: Job) -> NodeName | None:
 
 
 def note_entered(job: Job, process: Incarnation, generation: Generation) -> None:
-    """What the process has entered, by its report or by its node's status: a master that has just
-    started did not get the report."""
+    """Note that the process has entered the generation, by its own report or its node's status. A
+    master that has just started did not get the report."""
     before = job.seen.processes.entered.get(process, frozenset())
     # Where a plan is not known any more a step has been committed in a newer one.
     if generation in job.lineage.plans and generation not in before:
@@ -248,7 +248,8 @@ def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -
 
 
 def note_progress(job: Job, generation: Generation, now: float) -> None:
-    """What older generations still do is no way forward for a newer one that waits for them."""
+    """Note progress of the job, unless it is of an older generation. The newest one waits for that,
+    and does not get on by it."""
     if generation >= job.current.generation:
         # A report may have waited for a session; what came meanwhile counts.
         job.seen.progressed_at = max(now, job.seen.progressed_at or now)

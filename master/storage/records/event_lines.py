@@ -84,7 +84,7 @@ def lines_of(state: ClusterState, event: Journaled, unix: float) -> list[tuple[J
 def _incidents(
     state: ClusterState, event: Journaled, unix: float
 ) -> Iterator[tuple[JobId, EventLine]]:
-    """Of those that are over with `event`."""
+    """Yield a line for each incident or slowdown that ends with `event`."""
     found = incident_after(state, event, unix)
     if found is not None and closes(found[0], event):
         yield found[0].id, incident_line(*found, event, unix)

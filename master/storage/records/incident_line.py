@@ -22,7 +22,8 @@ REDO = "redo"
 
 
 def incident_line(job: Job, incident: Incident, event: Journaled, unix: float) -> dict[str, object]:
-    """All about `incident`, which `event` closes at `unix`; `job` as the event finds it."""
+    """Build the line of `incident`, which `event` closes at `unix`. `job` is as before the
+    event."""
     root = incident.root_cause
     others = [s for s in incident.setbacks if s is not root]
     witnesses = _witnesses(incident)
@@ -77,7 +78,7 @@ def setback_line(setback: Setback) -> dict[str, object]:
 
 
 def _witnesses(incident: Incident) -> list[Mapping[str, object]]:
-    """By time: what agents, peers and streams told, and what the master found out by itself."""
+    """List by time what agents, peers and streams reported, and what the master found by itself."""
     told = [
         (seen.at, seen.what.by, seen.what.observer, seen.what.about, seen.what.saw)
         for seen in incident.evidence
@@ -99,7 +100,8 @@ def _last_generation(job: Job, incident: Incident) -> Generation:
 
 
 def _salvaged(incident: Incident) -> int:
-    """Of the step that was done again last; what was salvaged before counts in it again."""
+    """Return the salvaged micro-batches of the last repeated step. They include those salvaged in
+    earlier attempts."""
     redone = [s for s in all_stats(incident) if s.redo_step is not None]
     return redone[-1].salvaged_microbatches if redone else 0
 

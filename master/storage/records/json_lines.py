@@ -20,7 +20,7 @@ _READ_BYTES = 1 << 20
 
 
 class JsonLines:
-    """One file, and its lines that are not in it yet."""
+    """File of JSON lines, with the lines that are not yet written to it."""
 
     def __init__(self, path: Path, torn: str, *, sync: bool = True) -> None:
         """`torn`: the point at which a test may have the process die in the middle of a write.
@@ -30,10 +30,10 @@ class JsonLines:
         self._unwritten: list[bytes] = []
 
     def recover(self, read: Callable[[bytes], T], most: int) -> tuple[T, ...]:
-        """What `read` makes of the last lines, at most `most` of them, oldest first; none where
-        there is no file.
+        """Return the last lines as `read` parses them, at most `most` of them, oldest first; none
+        where there is no file.
 
-        An end of the file that is no whole line is cut off first: one without its newline, or that
+        An incomplete end of the file is cut off first: a line without its newline, or one that
         `read` raises ValueError for. Raises StorageFailed.
         """
         with storing(self.path):
@@ -63,7 +63,7 @@ class JsonLines:
 
 
 def whole_lines(file: BinaryIO) -> bytes:
-    """Some whole lines from where the file stands; none only where there is none."""
+    """Read some whole lines from the file's position on; empty: no whole line is left."""
     text = file.read(_READ_BYTES)
     while text and b"\n" not in text and (more := file.read(_READ_BYTES)):
         text += more

@@ -32,7 +32,8 @@ def plan_lines(state: ClusterState, event: PlanMade) -> list[EventLine]:
 
 
 def _versions(state: ClusterState, job: Job, event: PlanMade) -> list[EventLine]:
-    """How the versions on the plan's nodes differ, where that was not told."""
+    """Return a line on the versions that differ on the plan's nodes, unless that was reported
+    before."""
     found = state.versions_of(event.plan.nodes)
     if set(version_pairs(found)) <= {*job.lineage.mixed}:
         return []
@@ -60,7 +61,7 @@ def end_lines(
 def _reconfigured(
     job: Job, stats: ReconfigurationStats | None, superseded_by: Generation | None = None
 ) -> list[EventLine]:
-    """How the newest generation of `job` came about; nothing for the first one."""
+    """Return a line on the transition into `job`'s newest generation; none for the first one."""
     made, before = job.current.made, job.lineage.before
     if stats is None or made is None or before is None:
         return []

@@ -16,7 +16,8 @@ from oobleck.master.storage.records.plan_lines import EventLine
 
 
 def slowdown_line(job: Job, slowdown: Slowdown, event: Journaled, unix: float) -> EventLine:
-    """All about `slowdown`, which is over with `event` at `unix`; `job` as the event finds it."""
+    """Build the line of `slowdown`, which ends with `event` at `unix`. `job` is as before the
+    event."""
     made, ended, answers = job.current.made, slowdown_outcome(event), slowdown.answers
     known = [answer.transition for answer in answers if answer.transition is not None]
     return {

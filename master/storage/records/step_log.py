@@ -47,7 +47,7 @@ class MetricsLog:
 
     @property
     def is_stored(self) -> bool:
-        """Whether all that was taken is on disk, but for what waits for others."""
+        """Return whether all taken records are on disk, except those that wait for others."""
         return not self._lines.unwritten
 
     def start_after(self, step: int) -> None:
@@ -96,7 +96,7 @@ class MetricsLog:
 
     @property
     def waits(self) -> bool:
-        """Whether records wait for those of steps before."""
+        """Return whether records wait for those of earlier steps."""
         return bool(self._waiting)
 
     @property
@@ -135,7 +135,7 @@ class EvaluationLog:
 
     @property
     def is_stored(self) -> bool:
-        """Whether all that was taken is on disk."""
+        """Return whether all taken records are on disk."""
         return not self._lines.unwritten
 
     def append(self, record: EvaluationRecord) -> bool:
@@ -181,7 +181,7 @@ def read_steps(path: Path, first: int) -> tuple[list[str], int]:
 
 
 def _find(file: BinaryIO, step: int) -> int:
-    """Where the first line of `step` or a later one begins, or would."""
+    """Return the offset of the first line of `step` or a later one; the end of the file if none."""
 
     def skip_line_before(offset: int) -> None:
         file.seek(max(0, offset - 1))
@@ -189,7 +189,7 @@ def _find(file: BinaryIO, step: int) -> int:
             file.readline()
 
     def step_behind(offset: int) -> int:
-        """Of the first line that begins at `offset` or behind it; `step` at the end."""
+        """Return the step of the first line that begins at `offset` or later; `step` at the end."""
         skip_line_before(offset)
         line = file.readline()
         return decode(_Step, line).step if line.endswith(b"\n") else step
@@ -199,7 +199,7 @@ def _find(file: BinaryIO, step: int) -> int:
 
 
 def perplexity(loss: float | None) -> float | None:
-    """None: not finite."""
+    """Return the perplexity of a loss; None: there is no loss, or the result is not finite."""
     try:
         return None if loss is None else math.exp(loss)
     except OverflowError:
