@@ -1,4 +1,4 @@
-"""The supervisor on every GPU host: one session with the master, one process per worker."""
+"""Supervisor on every GPU host: one session with the master, one process per worker."""
 
 from oobleck.host.ipc import tls
 

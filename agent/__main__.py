@@ -119,7 +119,8 @@ async def _run(
     examiner: Examiner,
     listening: socket.socket | None,
 ) -> str | None:
-    """Until a signal, or the master's refusal, which is returned."""
+    """Run the agent until a signal (None), or until the master refuses it, and return the
+    refusal."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, supervisor.leave)
     for signum in end_signals():
@@ -153,7 +154,8 @@ async def _run(
 
 @asynccontextmanager
 async def _answering_health(address: str | None, supervisor: Supervisor) -> AsyncIterator[None]:
-    """Before the agent has joined too, which may take as long as the master is away."""
+    """Answer health probes at `address`, even before the agent has joined, which may take as long
+    as the master is away. None: answer none."""
     if address is None:
         yield
         return
@@ -184,12 +186,12 @@ async def _join(
 
 
 def default_name(hostname: str) -> str:
-    """The host's name with whatever a node name may not contain replaced."""
+    """Return the host's name, with characters replaced that a node name may not contain."""
     return nearest_name(hostname) or "node"
 
 
 def check_master(text: str) -> None:
-    """Raises ValueError unless `text` is the addresses of heads, with commas between them."""
+    """Raise ValueError unless `text` is the addresses of heads, with commas between them."""
     try:
         heads = split_addresses(text)
     except ValueError as error:
@@ -425,8 +427,8 @@ def agent(
 def read_code(
     allowed: Sequence[str], accepted: bool | None, *, any_by_default: bool
 ) -> tuple[tuple[str, ...], bool]:
-    """What --allow-code names, directories as absolute paths, and whether jobs may bring code of
-    their own. Raises ValueError."""
+    """Return the prefixes that --allow-code names, directories as absolute paths, and whether jobs
+    may bring code of their own. Raises ValueError."""
     by_default = ("*",) if any_by_default else ()
     prefixes = tuple(map(_read_prefix, allowed)) or by_default
     return prefixes, any_by_default if accepted is None else accepted

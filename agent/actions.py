@@ -1,4 +1,4 @@
-"""What can be done to the processes of a node. Must not know when, nor how.
+"""Actions on the processes of a node. Must not know when they are taken, nor how.
 
 An action that is done is an event too: the state notes it as it was decided.
 """
@@ -17,14 +17,14 @@ class StartWarm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillWarm:
-    """By SIGKILL; `WarmExited` is still to come."""
+    """Action to kill the warm process by SIGKILL; `WarmExited` follows."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkWorker:
-    """Fork a process for the slot and send it Launch as its first message."""
+    """Action to fork a process for the slot and send it Launch as its first message."""
 
     slot: int
     job_id: JobId
@@ -55,7 +55,7 @@ class SendMeasure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendSave:
-    """Hand it the number of the newest wish for a checkpoint."""
+    """Action to send a worker the number of the newest wish for a checkpoint."""
 
     incarnation: Incarnation
     number: int
@@ -63,7 +63,7 @@ class SendSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendAcknowledged:
-    """Tell it which records the master has on its disk."""
+    """Action to tell a worker which records the master has on its disk."""
 
     incarnation: Incarnation
     acknowledged: Acknowledged
@@ -77,7 +77,7 @@ class StopWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillWorker:
-    """By SIGKILL; its exit is still to come."""
+    """Action to kill a worker by SIGKILL; its exit follows."""
 
     incarnation: Incarnation
     reason: str
@@ -85,14 +85,15 @@ class KillWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """The agent was told to end, and the time for it has come."""
+    """Action to end the agent: it was told to, and the time for it has come."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskWorker:
-    """For a sign of life; `look`: the last question has no answer, so see what the kernel says."""
+    """Action to ask a worker for a heartbeat. `look`: the last question has no answer, so read the
+    process's state from the kernel too."""
 
     incarnation: Incarnation
     look: bool
@@ -100,7 +101,7 @@ class AskWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskStacks:
-    """Have it write where its threads are, before it is given up on."""
+    """Action to have a worker write its threads' stacks, before it is given up on."""
 
     incarnation: Incarnation
     since: float
@@ -108,7 +109,7 @@ class AskStacks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUpWorker:
-    """It hangs, since `since`: kill it, and tell the master."""
+    """Action to kill a worker that has hung since `since`, and to report it to the master."""
 
     incarnation: Incarnation
     since: float

@@ -1,4 +1,4 @@
-"""When a process that keeps ending may be started again. Pure: the time is an argument."""
+"""Back-off before a process that keeps ending is started again. Pure: the time is an argument."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,8 @@ LONGEST_S = 30.0
 
 @dataclass(slots=True)
 class StartBudget:
-    """The first starts are free; then the wait doubles from one second to half a minute."""
+    """Back-off of one process: the first starts are free, then the wait doubles from one second to
+    half a minute."""
 
     quick_ends: int = 0
     not_before: float = 0.0

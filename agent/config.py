@@ -1,4 +1,4 @@
-"""What one agent was told at its start; built once in `__main__` and passed down."""
+"""Configuration of one agent, built once in `__main__` and passed down."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -76,6 +76,6 @@ class AgentConfig:
         return device_kind(self.gpus, self.worker_slots, self.environment)
 
     def gpu_of(self, slot: int) -> Gpu | None:
-        """What the worker of `slot` computes on, which sees no other; None: on CPUs. More slots
-        than GPUs share them."""
+        """Return the GPU of the worker of `slot`, which sees no other; None: it computes on CPUs.
+        If there are more slots than GPUs, slots share them."""
         return self.gpus[slot % len(self.gpus)] if self.gpus else None

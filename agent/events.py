@@ -1,5 +1,5 @@
-"""Everything that changes what an agent knows: the master's word, what was seen of the processes,
-and what was done to them (an action that is done is an event).
+"""Events that change what an agent knows: the master's messages, observations of the processes, and
+the actions done to them (an action that is done is an event).
 
 Only `Assigned`, `Leave` and `ShutDown` change what is desired. Must not know what an event changes.
 """
@@ -27,14 +27,14 @@ from oobleck.proto import types
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assigned:
-    """The master's word."""
+    """Event: the master has sent an assignment."""
 
     desired: types.Assignment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordsStored:
-    """Records of the job's steps, and its evaluations, that the master has on its disk."""
+    """Event: the master has these records of the job's steps, and its evaluations, on its disk."""
 
     job_id: JobId
     acknowledged: Acknowledged
@@ -42,52 +42,53 @@ class RecordsStored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotUnderstood:
-    """The master's word cannot be read: what was desired before still is."""
+    """Event: the master's assignment cannot be read, so the one before stays in force."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """The agent is to end as soon as the node is drained, at the latest after the time."""
+    """Event: the agent is to end as soon as the node is drained, at the latest after the time."""
 
     grace_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionBegan:
-    """A master hears this agent."""
+    """Event: a session with a master has begun."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOver:
-    """No master hears it, until the next session begins."""
+    """Event: the session has ended; no master hears the agent until the next one begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectionTold:
-    """The time-outs that the master goes by."""
+    """Event: the master has sent its time-outs."""
 
     detection: Detection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpusRead:
-    """What NVML says of the host's GPUs."""
+    """Event: NVML has been read for the host's GPUs."""
 
     sample: Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paused:
-    """This agent did not run for so long: nobody is to blame for what did not come meanwhile."""
+    """Event: this agent did not run for `seconds`, so no process is blamed for its silence
+    meanwhile."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShutDown:
-    """The agent is to end: all workers are stopped."""
+    """Event: the agent is to end, and all workers are stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,8 @@ class WarmReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmExited:
-    """The warm process is gone, and its workers with it (their own exits come separately)."""
+    """Event: the warm process is gone, and its workers with it (their own exits come
+    separately)."""
 
     #: Its end, and its last words.
     how: str = ""
@@ -119,15 +121,14 @@ class WorkerForked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeFetched:
-    """The worker has got what it starts with, the job's code too, or the reason why there is
-    none."""
+    """Event: the worker has its launch, with the job's code or the reason why there is none."""
 
     incarnation: Incarnation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Whether it is alive; `kernel`: the state that the kernel says it is in."""
+    """Event: a worker was asked for a heartbeat. `kernel`: its state according to the kernel."""
 
     incarnation: Incarnation
     kernel: str
@@ -141,7 +142,7 @@ class WorkerSaid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelClosed:
-    """The worker's end is closed, or what came on it made no sense."""
+    """Event: the worker's end is closed, or sent something that makes no sense."""
 
     incarnation: Incarnation
 

@@ -1,8 +1,8 @@
-"""The agent's part in `oobleck doctor`: passes on the master's orders to a process that looks at
-the host, and what it answers back.
+"""Agent's part in `oobleck doctor`: forwards the master's orders to a process that examines the
+host, and its answers back.
 
-The process does all that may hang or take time; the clock alone is read here, at once. Must not
-know what is looked at, nor streams.
+The process does all that may hang or take time; only the clock is read here, at once. Must not know
+what is examined, nor streams.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ class Examiner:
             self._answer(message.number, Unable(reason="too many orders wait there"))
 
     async def run(self) -> None:
-        """Never returns; ends by cancellation."""
+        """Serve until cancelled."""
         try:
             while True:
                 number, order = await self._orders.get()

@@ -1,4 +1,4 @@
-"""The GPUs of this node when its agent starts: those that its workers get, and what goes with them.
+"""GPUs of this node when its agent starts: those that its workers get, with their CPUs and memory.
 
 Must not know what becomes of them later.
 """
@@ -29,8 +29,8 @@ _CPUS_PER_WORKER = 2
 def find(
     environment: Mapping[str, str], option: str | None, workers: int | None, *, shared: bool
 ) -> GpuReport:
-    """The GPUs that this node's workers use. `option`: --gpus; `workers`: how many there are to be,
-    None: as many as --gpus names, or one; `shared`: others may compute on them. Raises
+    """Find the GPUs that this node's workers use. `option`: --gpus; `workers`: how many there are
+    to be, None: as many as --gpus names, or one; `shared`: others may compute on them. Raises
     ValueError."""
     report = find_gpus(environment, chosen_gpus(option, environment))
     check_distinct(report.gpus, option)
@@ -45,8 +45,8 @@ def find(
 
 
 def with_room(gpus: Sequence[Gpu], workers: int, allowed: Collection[int]) -> tuple[Gpu, ...]:
-    """With the CPUs that the agent may use; with none where these are too few for all the workers
-    that would share them, which run where they may then."""
+    """Return the GPUs with only those CPUs that the agent may use. A GPU whose CPUs are too few for
+    all the workers that would share them gets none: its workers run on any CPU."""
     near = [{*gpu.cpus} & {*allowed} for gpu in gpus]
     told = []
     for gpu, cpus in zip(gpus, near, strict=True):
@@ -57,7 +57,7 @@ def with_room(gpus: Sequence[Gpu], workers: int, allowed: Collection[int]) -> tu
 
 
 def versions(report: GpuReport) -> Versions:
-    """Of what the node's workers compute with."""
+    """Return the versions of the software that the node's workers compute with."""
     if not report.gpus:
         return installed()
     return msgspec.structs.replace(
@@ -66,8 +66,8 @@ def versions(report: GpuReport) -> Versions:
 
 
 def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
-    """Bytes for each of `workers` where they share the host's RAM, or what is left of the smallest
-    GPU beside what CUDA and NCCL take."""
+    """Return the bytes for each of `workers`: a share of the host's RAM, or what is left of the
+    smallest GPU beside what CUDA and NCCL take."""
     if not gpus:
         return total_memory() // max(1, workers)
     share = min(gpu.memory_bytes for gpu in gpus) // max(1, -(-workers // len(gpus)))

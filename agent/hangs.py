@@ -1,19 +1,18 @@
-"""Which workers hang: processes that do not answer, and training threads that do not get on.
+"""Detection of hung workers: processes that do not answer, training threads without progress.
 
-The agent asks every worker for a sign of life; a thread of the worker's own answers and tells what
-the training thread is at (`Alive`). A worker that waits for others is not to blame, whoever it is
-that they wait for: its own agent finds that one out. So without any word from elsewhere each hang
-is told where it is:
+The agent asks every worker for a heartbeat; a thread of the worker's own answers with what the
+training thread is doing (`Alive`). A worker that waits for others is not blamed: the agent of the
+worker that hangs finds that one. So each hang is found on its own node, without word from others:
 
 1. A process that does not answer is stopped, or all of it hangs.
-2. A training thread that is at the same thing for long, and does not wait for another process,
-   hangs. How long is long follows from the steps that this node has seen. Longer may take what
-   reads and writes files, and a process's first step, in which libraries compile.
-3. A worker that was told to leave its generation waits for nobody any more.
+2. A training thread that is busy with one thing for too long, and does not wait for another
+   process, hangs. The limit follows from the steps that this node has seen. It is longer for
+   reading and writing files, and for a process's first step, in which libraries compile.
+3. A worker that was told to leave its generation has no reason to wait for another one.
 
-What hangs is killed, and is a lost worker like any other. Only where it alone has a part of the
-model, it is given as long as the job has: a process that was stopped may go on. Pure: times are
-arguments; an agent that was paused itself has moved all of them on (`Paused`).
+A worker that hangs is killed, and counts as lost like any other. Only if it alone has a part of the
+model, its limit is at least the job's own (`fruitless_s`): a stopped process may go on. Pure: times
+are arguments; an agent that was paused itself has moved all of them on (`Paused`).
 """
 
 from collections.abc import Iterator
@@ -34,7 +33,7 @@ STOPPED, TRACED, IN_KERNEL = "T", "t", "D"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doubt:
-    """A worker hangs, if nothing changes until `due`."""
+    """Suspicion that a worker hangs, which holds if nothing changes until `due`."""
 
     since: float
     due: float
@@ -42,12 +41,12 @@ class Doubt:
 
     @property
     def stacks_due(self) -> float:
-        """When what its threads are at is to be written down."""
+        """Time at which the stacks of its threads are to be written down."""
         return self.since + 0.75 * (self.due - self.since)
 
 
 def worst_doubt(state: NodeState, worker: WorkerState) -> Doubt | None:
-    """What speaks against the worker, and is or would be due first."""
+    """Return the doubt about the worker that is due first; None if there is none."""
     return min(_doubts(state, worker), key=lambda doubt: doubt.due, default=None)
 
 
@@ -82,7 +81,8 @@ def _silence(worker: WorkerState) -> str:
 
 
 def _is_irreplaceable(state: NodeState, worker: WorkerState) -> bool:
-    """Whether the training would end with it: it alone has a part of the model, on disk too."""
+    """Return whether training would end with this worker: no other has its part of the model, nor
+    does the disk."""
     desired = state.desired
     if worker.entered == NO_GENERATION:
         return False  # it has nothing yet
@@ -102,7 +102,7 @@ def _alone_has(plan: Plan, worker: WorkerId) -> bool:
 
 
 def _limit_s(detection: Detection, worker: WorkerState, usual_s: float) -> float:
-    """How long the training thread may be at one thing."""
+    """Return how long the training thread may be busy with one thing."""
     assert worker.alive is not None, "asked once it has said what that is"
     limit_s = patience_s(detection.hang_s, usual_s)
     if worker.alive.files:

@@ -1,4 +1,4 @@
-"""What the agent knows of the health of the GPUs that its workers use, from samples of NVML.
+"""State of the GPUs that the agent's workers use, from samples of NVML.
 
 Must not know where the samples are from, nor when they were taken.
 """
@@ -52,20 +52,21 @@ class GpuHealth:
 
     @property
     def watched(self) -> bool:
-        """Whether samples come."""
+        """True while samples arrive."""
         return bool(self.places) and not self._problem
 
     def newest(self) -> Mapping[str, GpuSample]:
-        """What was last said of each GPU, by its place."""
+        """Return the newest sample of each GPU, by its place."""
         return {bus: samples[-1] for bus, samples in self._samples.items()}
 
     def sick_places(self) -> set[str]:
-        """Of the GPUs that nothing should be trained on."""
+        """Return the places of the GPUs on which nothing should be trained."""
         found = troubles(self.newest().values(), self._xids)
         return {trouble.bus for trouble in found if trouble.sick}
 
     def told(self) -> tuple[str, str]:
-        """Why nothing should be trained here, and what else is wrong; empty: nothing is."""
+        """Return the reasons against training here, and the lesser troubles; empty if there are
+        none."""
         found = troubles(self.newest().values(), self._xids)
         sick = [str(trouble) for trouble in found if trouble.sick]
         rest = [str(trouble) for trouble in found if not trouble.sick]
@@ -74,8 +75,8 @@ class GpuHealth:
         return _as_lines(sick), "; ".join(rest)[:_MOST]
 
     def hindrance(self, slot: int, own: Collection[int]) -> str:
-        """What holds the worker of that slot back; empty: nothing that is seen. `own`: processes
-        of this node's workers."""
+        """Return what slows the worker of that slot; empty if nothing shows. `own`: processes of
+        this node's workers."""
         if not self.places:
             return ""
         samples = self._samples.get(self.places[slot % len(self.places)], ())
@@ -83,6 +84,6 @@ class GpuHealth:
 
 
 def _as_lines(troubles: Sequence[str]) -> str:
-    """As many as there is room for, whole, since the master compares them."""
+    """Join as many troubles as fit, each whole, since the master compares them."""
     text = "\n".join(troubles)[: _MOST + 1]
     return text if len(text) <= _MOST else text[: text.rindex("\n")]

@@ -1,4 +1,4 @@
-"""What to do about the difference between what is desired and what is observed.
+"""Decision on the difference between the desired and the observed state.
 
 Pure and level-triggered: the same state gives the same actions, however it came about, and an
 action whose effect has been noted (as an event) is not decided again.
@@ -49,7 +49,7 @@ COMPILED_TIMEOUT_S = 1800.0
 
 @dataclass(slots=True)
 class Agenda:
-    """What is to be done now, and when to look again."""
+    """Actions to take now, and when to decide again."""
 
     now: float
     actions: list[Action] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Agenda:
     done: bool = False
 
     def add(self, action: Action, due: float | None = None) -> None:
-        """None: it is due."""
+        """Add an action, or set the wake-up for it if it is due later; None: it is due now."""
         if due is None or due <= self.now:
             self.actions.append(action)
         elif self.wake_at is None or due < self.wake_at:
@@ -67,7 +67,7 @@ class Agenda:
 
 
 def decide(state: NodeState, now: float) -> Agenda:
-    """The actions that are due, and when the next one will be."""
+    """Return the actions that are due, and when the next one will be."""
     agenda = Agenda(now)
     if not state.shutting_down:
         _leave(state, agenda)
@@ -81,7 +81,7 @@ def decide(state: NodeState, now: float) -> Agenda:
 
 
 def _fork(state: NodeState, agenda: Agenda) -> None:
-    """A worker of the job for every slot that is empty and has none that failed for good."""
+    """Fork a worker for every slot that is empty and has none that failed for good."""
     desired = state.desired
     if desired.job_id is None or desired.job is None:
         return
@@ -101,7 +101,8 @@ def _fork(state: NodeState, agenda: Agenda) -> None:
 
 
 def _leave(state: NodeState, agenda: Agenda) -> None:
-    """Once told to, end when the work has moved off, or when nobody can have it moved."""
+    """End the agent, once told to: when the work has moved off, the drain's time is over, or no
+    master can move the work."""
     if state.leave_at is None or state.leave_by is None:
         return
     alone_since = state.alone_since
@@ -206,9 +207,11 @@ def _why_stop(state: NodeState, worker: WorkerState) -> str | None:
 
 
 def _counts_on(state: NodeState, assign: Assign, worker: WorkerState) -> bool:
-    """Whether the plan is for exactly this process and it does not have it (or a newer) yet.
+    """Return whether the plan is for exactly this process, and has not been sent to it (nor a newer
+    one).
 
-    One that reads other data would have all fail in their meeting; the master leaves it out.
+    A process that reads other data would make all fail in their rendezvous; the master leaves it
+    out.
     """
     incarnations = state.desired.worker_incarnations
     return (
@@ -223,7 +226,8 @@ def _counts_on(state: NodeState, assign: Assign, worker: WorkerState) -> bool:
 
 
 def _measure_alone(state: NodeState, wish: Measure, worker: WorkerState, agenda: Agenda) -> None:
-    """Now and then, one after the other. Not at once: it was measured in training until now."""
+    """Ask a stand-by worker to measure now and then. The first time is not at once: it was measured
+    in training until now."""
     since, asked_at = state.standing_by_since, worker.measure_sent_at
     if since is None or worker.closed_at is not None or not worker.card:
         return
@@ -237,7 +241,8 @@ def _measure_alone(state: NodeState, wish: Measure, worker: WorkerState, agenda:
 
 
 def _can_measure(wish: Measure, worker: WorkerState) -> bool:
-    """Whether the worker is up, has no plan yet, and was not asked this (or anything newer)."""
+    """Return whether the worker is up, has no plan yet, and has not been asked for this or a newer
+    attempt."""
     return (
         worker.closed_at is None
         and worker.card != ""

@@ -1,9 +1,9 @@
-"""What the agent observes of its processes and what the master wants of it, and how events
-change that.
+"""State of a node: the agent's processes as observed, the master's wishes, and how events change
+both.
 
-`NodeState` has one owner, the supervisor, which applies events to it in the order they come.
-`oobleck.agent.reconcile` decides from it. Must not know sockets, processes, gRPC or the clock:
-the time comes with each event.
+`NodeState` has one owner, the supervisor, which applies events to it in the order they arrive.
+`oobleck.agent.reconcile` decides from it. Must not know sockets, processes, gRPC or the clock: the
+time is in each event.
 """
 
 from collections import deque
@@ -49,7 +49,7 @@ KNOWN_STEPS = 100
 
 @dataclass(slots=True)
 class Slot:
-    """What outlives the worker processes of one slot, for the current job."""
+    """State of one slot that outlives its worker processes, for the current job."""
 
     #: The last processes that ended by themselves, and how. Emptied when one of the slot commits a
     #: step: by then a plan has answered their ends.
@@ -73,7 +73,7 @@ class Slot:
 
 @dataclass(slots=True)
 class WarmState:
-    """The process that workers are forked from."""
+    """State of the process that workers are forked from."""
 
     started_at: float | None = None
     ready: bool = False
@@ -120,11 +120,11 @@ class NodeState:
         self.slots = [Slot() for _ in range(self.slot_count)]
 
     def current(self, slot: int) -> WorkerState | None:
-        """The process that fills `slot`, whichever job it belongs to."""
+        """Return the process that fills `slot`, whichever job it belongs to."""
         return next((w for w in self.workers.values() if w.slot == slot), None)
 
     def trouble(self) -> str:
-        """Why no worker can be started here; empty: one can."""
+        """Return why no worker can be started here; empty: one can."""
         if self.not_understood:
             return f"what the master wants is not understood: {self.not_understood}"
         if self.warm.failed_starts:
@@ -137,13 +137,14 @@ class NodeState:
         return next(failures, "")
 
     def has_heirs(self) -> bool:
-        """Whether other nodes train with the workers here, and could take over their part."""
+        """Return whether other nodes train with the workers here, and could take over their
+        part."""
         assign = self.desired.assign
         others = {*assign.plan.nodes} - {self.node} if assign is not None else set()
         return bool(self.workers) and bool(others)
 
     def serving(self) -> list[WorkerState]:
-        """The workers of the desired job that are not on their way out, by slot."""
+        """Return the workers of the desired job that are not ending, by slot."""
         if self.shutting_down:
             return []
         everyone = self.workers.values()
@@ -151,9 +152,9 @@ class NodeState:
         return sorted(here, key=lambda worker: worker.slot)
 
     def faults_for(self, slot: int) -> tuple[FaultRule, ...]:
-        """The scripted faults that the next worker of `slot` shall have.
+        """Return the scripted faults for the next worker of `slot`.
 
-        A replacement gets none: it does the step of its predecessor's end again, and the fault
+        A replacement gets none: it repeats the step at which its predecessor ended, and the fault
         that caused that end must not strike it too.
         """
         if self.slots[slot].launches:

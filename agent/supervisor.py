@@ -1,8 +1,8 @@
-"""The thin shell around the agent's state: events in, decisions carried out.
+"""Thin shell around the agent's state: events in, decisions carried out.
 
 Everything happens in the event loop without waiting: an event is applied, the decision's actions
-are done at once, and what they did is applied too, until nothing is left to do. Hears what the
-processes of its pool tell, and tells the outbox; must not know streams.
+are done at once, and their effects are applied too, until nothing is left to do. Receives the
+events of its pool's processes and fills the outbox; must not know streams.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ def _how(returncode: int | None) -> str:
 
 
 class Supervisor:
-    """Keeps the processes of one node as the master wants them."""
+    """Supervisor of one node's processes, which keeps them as the master wants them."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Supervisor:
         self._done = asyncio.Event()
 
     async def run(self) -> None:
-        """Until a shutdown has ended every process."""
+        """Run until a shutdown has ended every process."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 self._settle()
@@ -143,50 +143,51 @@ class Supervisor:
 
     @property
     def is_ready(self) -> bool:
-        """A master hears it, and nobody has told it to end."""
+        """True if a session with a master is open and the agent was not told to end."""
         state = self._state
         return state.alone_since is None and state.leave_at is None and not state.shutting_down
 
     def metrics(self) -> Iterator[Reading]:
-        """Of this agent, its workers and their GPUs."""
+        """Read the metrics of this agent, its workers and their GPUs."""
         yield from workers.read(self._state, self._config.name, self._config.versions.oobleck)
         yield from gpus.read(self._state.health)
 
     # ---- from the session
 
     def reached_from(self, address: str) -> None:
-        """The address that this node's workers are reached by."""
+        """Note the address by which others reach this node's workers."""
         self._pool.address = address
 
     def heard(self, by_master: bool) -> None:
-        """Whether a session with a master is open."""
+        """Note whether a session with a master is open."""
         self._handle(SessionBegan() if by_master else SessionOver())
 
     def detect(self, detection: Detection) -> None:
-        """What the master goes by."""
+        """Adopt the master's time-outs."""
         self._handle(DetectionTold(detection=detection))
 
     def assigned(self, desired: types.Assignment) -> None:
-        """The master's word on what this node shall do."""
+        """Handle an assignment from the master."""
         if desired != msgspec.structs.replace(self._state.desired, version=desired.version):
             fields = {"job": desired.job_id, "generation": desired.generation or None}
             logger.info("assigned", extra=fields)
         self._handle(Assigned(desired=desired))
 
     def not_understood(self, reason: str) -> None:
-        """The master's word cannot be read."""
+        """Handle an assignment that cannot be read."""
         logger.error("assignment not understood", extra={"reason": reason})
         self._handle(NotUnderstood(reason=reason))
 
     def record(self, job_id: JobId, wish: Record) -> None:
-        """Have the workers of that job record; what they do not hear of is asked for again."""
+        """Have the workers of that job record; the master asks again for recordings that do not
+        arrive."""
         for incarnation, worker in self._state.workers.items():
             if worker.job_id == job_id and incarnation in self._pool.processes:
                 self._pool.processes[incarnation].send(wish)
 
     @property
     def has_workers(self) -> bool:
-        """Whether a worker process is here."""
+        """True if there is a worker process here."""
         return bool(self._state.workers)
 
     def return_code(self, digest: str) -> None:
@@ -201,7 +202,7 @@ class Supervisor:
             logger.warning("the job's code is not given back", extra={"reason": error})
 
     def acknowledged(self, job_id: JobId, step: int, evaluation: int) -> None:
-        """Know which records of the job's the master has on its disk."""
+        """Note which of the job's records the master has on its disk."""
         told = Acknowledged(step=step, evaluation=evaluation)
         self._handle(RecordsStored(job_id=job_id, acknowledged=told))
 
@@ -219,11 +220,11 @@ class Supervisor:
         self._handle(ShutDown())
 
     def standing_reports(self) -> list[types.WorkerReport]:
-        """What a new session must hear again."""
+        """Return the reports to repeat in a new session."""
         return standing_reports(self._state)
 
     def gpus_read(self, sample: Sample) -> None:
-        """What NVML says of this host's GPUs."""
+        """Handle a sample of this host's GPUs, and log a change of their health."""
         before = self._state.health.told()
         self._handle(GpusRead(sample=sample))
         if (told := self._state.health.told()) != before:
@@ -253,7 +254,8 @@ class Supervisor:
             self._handle(WorkerForked(incarnation=incarnation, pid=pid))
 
     def fork_failed(self, incarnation: Incarnation, reason: str) -> None:
-        """No process came of it, so no exit is reported; the slot's budget spaces the retries."""
+        """Handle a failed fork. There is no process, so no exit is reported; the slot's budget
+        spaces the retries."""
         process = self._pool.processes.get(incarnation)
         if process is None or process.buried:
             return
@@ -323,8 +325,8 @@ class Supervisor:
     async def _gone(
         self, process: WorkerProcess, exit_code: int | None, signum: int | None, wait_s: float
     ) -> None:
-        """The process has ended, or is about to; hear what it last said, then report it and forget
-        it."""
+        """Process the last messages of a worker that has ended or is about to, then report it and
+        forget it."""
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await process.silent.wait()
@@ -356,7 +358,7 @@ class Supervisor:
             logger.warning("worker keeps ending, waiting before the next start", extra=extra)
 
     def _memory_ran_out(self) -> bool:
-        """Whether the kernel has ended a process for want of memory since this was asked last."""
+        """Return whether the kernel has killed a process for lack of memory since the last call."""
         before, self._kernel_kills = self._kernel_kills, kernel_kills()
         return self._kernel_kills > before
 

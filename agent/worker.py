@@ -1,4 +1,4 @@
-"""One worker process as seen from outside, and how what it says changes that.
+"""State of one worker process as seen from outside, and how its messages change it.
 
 A worker process goes through: fork asked of the warm process -> its channel is open and Launch
 is sent -> Forked (it has a pid) -> Ready (others can call it) -> plans, one per generation ->
@@ -58,7 +58,7 @@ KEPT_EVALUATIONS = 256
 
 @dataclass(slots=True, kw_only=True)
 class WorkerState:
-    """One worker process as seen from outside."""
+    """Worker process as seen from outside."""
 
     slot: int
     incarnation: Incarnation
@@ -196,7 +196,7 @@ class WorkerState:
                 pass  # for the master; nothing changes here
 
     def excuse(self, seconds: float, now: float) -> None:
-        """Nothing could be heard of it for so long."""
+        """Move its times on by `seconds` in which it could not be heard."""
         if self.heard_at is not None:
             self.heard_at = min(now, self.heard_at + seconds)
         if self.moved_at is not None:

@@ -1,4 +1,4 @@
-"""By which address of this host others reach its workers."""
+"""Choice of the address by which other hosts reach this host's workers."""
 
 import socket
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def _source(master: str) -> str:
 
 
 def check_own_address(address: str) -> None:
-    """Raises ValueError if workers could not serve on `address`, or others not reach them there."""
+    """Raise ValueError if workers could not serve on `address`, or others not reach them there."""
     fix = "give an address of this host that other nodes reach, or leave the flag out"
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[

@@ -1,4 +1,4 @@
-"""Fetches wheels of jobs from the master, and gives them back to one that has lost them."""
+"""Transfer of jobs' wheels: fetched from the master, and returned to one that has lost them."""
 
 import asyncio
 import logging
@@ -32,8 +32,8 @@ _FINAL = (
 
 
 async def fetch(endpoint: Callable[[], Endpoint], digest: str) -> bytes:
-    """The wheel with that hash; tries until the master answers. Raises NoCode. `endpoint`: of the
-    master, with the newest certificate."""
+    """Fetch the wheel with that hash, retrying until the master answers. Raises NoCode. `endpoint`:
+    of the master, with the newest certificate."""
     told = ""
     while True:
         try:

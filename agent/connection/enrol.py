@@ -1,4 +1,4 @@
-"""The node's certificate: got by a join token, kept in a folder, renewed before it ends.
+"""Certificate of the node: issued for a join token, kept in a folder, renewed before it ends.
 
 An agent uses no credentials but its node's, so it looks at the folder before it looks at a token.
 The key is made before the token is used, and never leaves the folder: a join that was cut off is
@@ -61,20 +61,20 @@ _ENDED = "the join token has ended (or the clock is wrong); make another with 'o
 
 
 class Denied(Exception):
-    """The master gives no certificate; the text is its reason."""
+    """Refusal by the master to give a certificate; the text is its reason."""
 
 
 def read_join_token(path: Path | None) -> Credentials | None:
-    """The token in the file, else that of the environment, which is taken out of there so that no
-    worker inherits it; None: there is neither. Raises ValueError."""
+    """Read the token from the file, else from the environment, from which it is removed so that no
+    worker inherits it. None: there is neither. Raises ValueError."""
     return shown_token(path, os.environ.pop(TOKEN_VARIABLE, ""))
 
 
 def choose_way(
     master: str, name: str, folder: Path | None, token: Credentials | None, *, insecure: bool
 ) -> "Holder":
-    """How the agent shows who it is; without credentials in it, the holder is to join by `token`.
-    Where the master is of the agent's own user, that user's authority signs for the agent.
+    """Choose the agent's credentials; if the folder has none yet, the holder is to join by `token`.
+    If the master belongs to the agent's own user, that user's authority signs for the agent.
     `master`: addresses of heads, with commas between them. Raises ValueError with the flag and the
     fix."""
     heads = split_addresses(master)
@@ -114,7 +114,7 @@ def choose_way(
 
 
 def _sign_for(folder: Path, authority: Path, name: str) -> None:
-    """Raises ValueError with the fix."""
+    """Sign a certificate for the agent with the authority's key. Raises ValueError with the fix."""
     fix = "give another one a token of 'oobleck pki token' by --token-file"
     try:
         have_issued(authority, folder, "agent", name)
@@ -134,8 +134,8 @@ def _is_newer(token: Credentials, credentials: Credentials) -> bool:
 
 
 def _stored(folder: Path, name: str) -> Credentials | None:
-    """The node's credentials in the folder; None: it has none, or they have ended. Raises
-    ValueError with the fix, also where they are somebody else's."""
+    """Read the node's credentials from the folder; None if it has none, or they have expired.
+    Raises ValueError with the fix, also if they are another holder's."""
     if not (folder / CERTIFICATE).exists():
         return None
     try:
@@ -147,7 +147,7 @@ def _stored(folder: Path, name: str) -> Credentials | None:
 
 
 def _check_token(folder: Path, token: Credentials, name: str) -> None:
-    """Raises ValueError where what the token gives could not be kept in the folder."""
+    """Raise ValueError if the certificate that the token gives could not be kept in the folder."""
     if (role := pki.identity_of(token.certificate).role) != "agent":
         raise ValueError(
             f"the join token is for the role {role}; make an agent's with 'oobleck pki token'"
@@ -171,7 +171,7 @@ async def join(heads: Heads, folder: Path, token: Credentials, name: str) -> Cre
 async def _until_answered(
     heads: Heads, token: Credentials, request: pb.JoinRequest
 ) -> pb.CertificateReply:
-    """Raises Denied."""
+    """Send the request to heads in turn until one answers. Raises Denied."""
     told = ""
     failed = False
     while True:
@@ -205,7 +205,7 @@ async def _call(
 
 @dataclass(slots=True)
 class Holder:
-    """What the agent shows to the master now."""
+    """Credentials that the agent shows to the master now."""
 
     #: HOST:PORT of the heads, with commas between them.
     master: str
@@ -243,13 +243,14 @@ class Holder:
 
 
 def _left_s(certificate: bytes, now: float) -> float:
-    """Until the renewal is due."""
+    """Return the seconds until the certificate's renewal is due."""
     end = pki.expiry(certificate)
     return end - _RENEW_PART * (end - pki.begin(certificate)) - now
 
 
 def _wait_s(certificate: bytes, now: float) -> float:
-    """When to look again: clocks may jump, so not only when it is due."""
+    """Return the seconds until the next look at the certificate. They are bounded, since clocks may
+    jump."""
     left_s = _left_s(certificate, now)
     if left_s <= 0:  # the last try failed
         left_s = _RETRY_PART * (pki.expiry(certificate) - pki.begin(certificate))

@@ -1,9 +1,9 @@
-"""The addresses at which the cluster's heads may be, and which of them to call.
+"""Addresses at which the cluster's heads may be, and the choice of the one to call.
 
-Those of --master come first, then those that a head has told and that were stored beside the
-credentials. Every head shows a certificate of the one authority, so a wrong address costs time and
-nothing else. Without credentials nothing is learned: a call in the clear may not leave the host.
-Must not know what is said to a head.
+Those of --master come first, then those that a head has sent and that were stored beside the
+credentials. Every head shows a certificate of the one authority, so a wrong address costs only
+time. Without credentials no addresses are learned: a call in the clear may not leave the host. Must
+not know what is said to a head.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class Heads:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """All that are known, in the order in which they are tried."""
+        """Known addresses, in the order in which they are tried."""
         return tuple(dict.fromkeys((*self._given, *self._told)))[:MOST_ADDRESSES]
 
     def learn(self, told: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""What waits to be sent to the master: filled by the supervisor, emptied by the session.
+"""Queues of messages to the master: filled by the supervisor, emptied by the session.
 
 The status is a level (only the newest counts), records wait for acknowledgement in their buffer,
 reports and log lines are events in bounded queues. Must not know processes or streams.
@@ -41,7 +41,7 @@ GATHER_LINES_S = 0.2
 
 
 class Outbox:
-    """Whoever fills it never waits; whoever empties it waits for `wake`."""
+    """Messages that are still to be sent. Adding never blocks; the session waits for `wake`."""
 
     def __init__(self, incarnation: Incarnation) -> None:
         #: Of this agent; every message has it.
@@ -74,13 +74,13 @@ class Outbox:
         return self._status
 
     def take_status(self) -> NodeStatus:
-        """For a registration: what changes after it is due again."""
+        """Return the status for a registration; only later changes are sent again."""
         self._status_due = False
         return self._status
 
     def status(self, status: NodeStatus, now: float, *, hold_s: float) -> None:
-        """The newest status; sent soon where the plan in it has changed, and at once where more
-        than that and the progress has."""
+        """Set the newest status. It is sent soon if its plan has changed, and at once if more than
+        the plan and the progress has."""
         before, after = _without_progress(self._status), _without_progress(status)
         if before != after:
             alone = _without_plan(before) == _without_plan(after)
@@ -98,12 +98,12 @@ class Outbox:
             self._hold_then = status.generation if known is None else known[0], hold_s
 
     def want_status(self, now: float) -> None:
-        """Have the status sent though nothing in it has changed."""
+        """Send the status even if it has not changed."""
         self._status_due = True
         self._words_due(now)
 
     def report(self, report: WorkerReport, now: float) -> None:
-        """Send it once; where too many wait, the oldest goes."""
+        """Queue a report, to be sent once; if too many wait, drop the oldest."""
         if len(self._reports) >= REPORT_LIMIT:
             self._reports.popleft()
             logger.warning("report dropped, too many wait for the master")
@@ -147,7 +147,7 @@ class Outbox:
         self._records.acknowledge(job_id, through_step)
 
     def recorded(self, job_id: JobId, slot: int, recording: Recording) -> None:
-        """A worker's part of a timeline, for the operator who asked."""
+        """Queue a worker's part of a timeline, for the operator who asked."""
         text = msgspec.json.encode(recording).decode()
         starts = range(0, len(text), _PART_CHARACTERS)
         for part, start in enumerate(starts):
@@ -168,7 +168,7 @@ class Outbox:
         self.wake.set()
 
     def examined(self, number: int, answer: Answer) -> None:
-        """What was seen of this host, for an operator who asked."""
+        """Queue the result of an examination of this host, for the operator who asked."""
         message = examined_message(number, answer)
         self._answers.append(pb.AgentMessage(examined=message))
         self.wake.set()
@@ -190,7 +190,7 @@ class Outbox:
             self.hurry(now)
 
     def hurry(self, now: float) -> None:
-        """Have all that waits for others sent now."""
+        """Send all waiting reports, status and log lines now instead of gathering more."""
         if self._log_due_at is not None:
             self._log_due_at = now
             self.wake.set()
@@ -206,9 +206,9 @@ class Outbox:
         self._records.session_began(now)
 
     def take(self, now: float) -> list[pb.AgentMessage]:
-        """All that is due, in the order in which it shall be sent.
+        """Take all messages that are due, in the order in which to send them.
 
-        A phase comes before the steps that follow it, the last step before the news that the
+        A phase comes before the steps that follow it, and the last step before the report that the
         worker has finished.
         """
         found: list[pb.AgentMessage] = []
@@ -240,14 +240,15 @@ class Outbox:
         return found
 
     def next_due(self, now: float) -> float | None:
-        """When `take` will have something though nothing new comes."""
+        """Return when `take` will next have a message if none is added; None: never."""
         records_due_at = self._records.next_due(now, hold_s=self._hold_s)
         due = (self._words_due_at, records_due_at, self._log_due_at)
         return min((at for at in due if at is not None), default=None)
 
 
 def _text_of(report: WorkerReport) -> bytes | None:
-    """None: the master would refuse it, and end the session, and the next one for the same."""
+    """Encode a report; None if the master would refuse it, and end this session and the next for
+    it."""
     data = report_bytes(report)
     try:
         read_report(data)
@@ -261,7 +262,7 @@ def _text_of(report: WorkerReport) -> bytes | None:
 
 
 def _aged(report: WorkerReport, seconds: float) -> WorkerReport:
-    """As it is told so long after it was heard."""
+    """Return the report with its age set to the `seconds` since it was received."""
     if not isinstance(report.what, PhaseReached):
         return report
     what = msgspec.structs.replace(report.what, seconds_ago=max(0.0, seconds))

@@ -29,7 +29,7 @@ _MADE_HERE = Generation(0)
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A record that the master has not acknowledged."""
+    """Record that the master has not acknowledged."""
 
     record: StepRecord
     since: float
@@ -38,7 +38,7 @@ class _Waiting:
 
 
 class RecordBuffer:
-    """The unacknowledged records of one job."""
+    """Buffer of the unacknowledged records of one job."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
@@ -84,8 +84,8 @@ class RecordBuffer:
             del self._kept[step]
 
     def session_began(self, now: float) -> None:
-        """What an earlier session sent may not have arrived: all are to be sent again. Another
-        master may be there, which has not what the one before acknowledged."""
+        """Queue all kept records again. An earlier session's may not have arrived, and another
+        master may lack those that the one before acknowledged."""
         self._through = 0
         self._waiting = deque(replace(self._kept[step], since=now) for step in sorted(self._kept))
 
@@ -101,7 +101,7 @@ class RecordBuffer:
         return [one.record for one in found], restored_in
 
     def next_due(self, now: float, *, hold_s: float) -> float | None:
-        """When `due` will have something; None: nothing waits."""
+        """Return when `due` will next have a record; None if none is waiting."""
         while self._waiting and self._waiting[0].record.step not in self._kept:
             self._waiting.popleft()
         if not self._waiting:

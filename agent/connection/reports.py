@@ -1,6 +1,6 @@
-"""What the master is told of the state: the status of the node, and reports of its workers.
+"""Views of the state for the master: the status of the node, and reports of its workers.
 
-Pure. Must not know when it is told, nor how it gets there.
+Pure. Must not know when they are sent, nor how.
 """
 
 import msgspec
@@ -20,9 +20,10 @@ def report_of(worker: WorkerState, what: types.Happening) -> types.WorkerReport:
 
 
 def standing_reports(state: NodeState) -> list[types.WorkerReport]:
-    """What a new session must hear again, since the one before may have lost it: ends that no plan
-    has answered yet, failures (also why a slot stays empty), losses and measurements, what has been
-    received on the way into a plan, and the last words on checkpoints and evaluations."""
+    """Return the reports to repeat in a new session, since the one before may have lost them. These
+    are exits that no plan has answered yet, failures (also why a slot stays empty), losses and
+    measurements. They also include transfers received on the way into a plan, and the last reports
+    on checkpoints and evaluations."""
     failed = [
         slot.failed
         for slot in state.slots
@@ -97,8 +98,8 @@ def _worker_status(state: NodeState, worker: WorkerState) -> types.WorkerStatus:
 
 
 def newest_plan(known: types.Assignment | None, told: types.Assignment) -> types.Assignment | None:
-    """What this agent says that it runs, after the master has `told` something: a master whose
-    journal lost its end may tell of an older plan than the workers have."""
+    """Return the plan that the agent reports as its own, after the master has sent `told`. A master
+    whose journal lost its end may send an older plan than the workers have. None: there is none."""
     if told.job_id is None:
         return None
     if known is not None and known.job_id != told.job_id:

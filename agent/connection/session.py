@@ -1,7 +1,7 @@
-"""The agent's conversation with the master: one stream at a time, and a new one when it ends.
+"""Conversation of the agent with the master: one stream at a time, and a new one when it ends.
 
 Owns the channel, the registration, heartbeats and reconnects. Training goes on while there is no
-session; what the master must learn waits in the outbox. Must not know processes.
+session; messages to the master wait in the outbox. Must not know processes.
 """
 
 import asyncio
@@ -46,24 +46,25 @@ _CHANNEL_OPTIONS = (
 
 
 def channel_options(detection: Detection) -> tuple[tuple[str, int], ...]:
-    """A connection may take as long as an answer: where a thousand agents come back at once, their
-    handshakes take a master seconds, and those that are given up are done for nothing and anew."""
+    """Return the channel's options. Connecting may take as long as an answer: if a thousand agents
+    return at once, their handshakes take a master seconds, and one that is given up must be done
+    again."""
     attempt = ("grpc.min_reconnect_backoff_ms", int(1000 * detection.answer_s))
     return (*_CHANNEL_OPTIONS, attempt, *keepalive_options(detection))
 
 
 def next_retry_s(retry_s: float, detection: Detection) -> float:
-    """The longest wait after one of at most `retry_s`; a random part of it is waited, so that all
-    agents of a master that comes back do not come at the same moment."""
+    """Return the longest wait after one of at most `retry_s`. Agents wait a random part of it, so
+    that they do not all return at the same moment after a master's restart."""
     return min(detection.longest_retry_s, 2 * retry_s)
 
 
 class _OtherTimeOuts(Exception):
-    """The channel was opened with time-outs that are not the master's."""
+    """Notice that the channel was opened with time-outs other than the master's."""
 
 
 class Node(Protocol):
-    """What the session is of: who acts on the master's word, and knows what to tell."""
+    """Node that the session serves: it acts on the master's messages and knows what to report."""
 
     @property
     def has_workers(self) -> bool: ...
@@ -79,14 +80,14 @@ class Node(Protocol):
 
 
 class Examiner(Protocol):
-    """Who looks at the host for the master."""
+    """Examiner of the host, on the master's behalf."""
 
     def reached_from(self, address: str) -> None: ...
     def take(self, message: pb.Examine) -> None: ...
 
 
 class Session:
-    """The agent's part in one session after the other, with whichever master is there."""
+    """Agent's side of its sessions, one after the other, with whichever master there is."""
 
     def __init__(
         self,
@@ -137,7 +138,8 @@ class Session:
         self._running_as_told = pb.Assignment()
 
     async def run(self) -> str | None:
-        """Until the master refuses for good (the reason) or `close` was called (None)."""
+        """Hold sessions until the master refuses for good (returns the reason) or `close` is called
+        (None)."""
         while not self._is_over():
             endpoint = self._endpoint()
             options = channel_options(self._detection)
@@ -148,8 +150,8 @@ class Session:
         return None
 
     async def converse(self, stub: ControlStub) -> str | None:
-        """`run` over a channel that is there, until its time-outs must change, there is a newer
-        certificate, or it has had its share of sessions."""
+        """Hold sessions as `run` does, over an open channel. It ends when the time-outs must
+        change, there is a newer certificate, or the channel has had its share of sessions."""
         endpoint, keepalive = self._endpoint(), keepalive_options(self._detection)
         left = SESSIONS_PER_CHANNEL
         while (
@@ -184,8 +186,8 @@ class Session:
         self._outbox.wake.set()
 
     def _is_over(self) -> bool:
-        """Whether no other session is to begin: an agent that ends says its last words in the one
-        that is open, or not at all."""
+        """Return whether no further session may begin. An agent that ends sends its last messages
+        in the open session, or not at all."""
         return self._closing or self._outbox.current_status.ending
 
     def _trouble(self, reason: str) -> None:
@@ -204,7 +206,7 @@ class Session:
             raise SessionEnded(f"nothing answers at any of {self._heads}")
 
     async def _one(self, stub: ControlStub) -> None:
-        """One session, from the registration to the end of its stream."""
+        """Hold one session, from the registration to the end of its stream."""
         self._in_vain = True
         with opened(stub.Session(), self._detection.answer_s) as stream:
             await self._talk(stream)
@@ -366,7 +368,8 @@ class Session:
         self._outbox.job_told(question.number, text if job_id == question.job_id else "")
 
     def _assigned(self, assignment: pb.Assignment) -> None:
-        """Streams keep the order and sessions follow each other: the last word is the newest."""
+        """Apply an assignment. Streams keep the order and sessions follow each other, so the last
+        one is the newest."""
         try:
             desired = read_assignment(assignment)
         except ValueError as error:

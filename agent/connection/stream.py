@@ -1,4 +1,4 @@
-"""One stream to the master: how a message gets through it, and what its end means.
+"""Stream to the master: sending and receiving a message on it, and the meaning of its end.
 
 Turns whatever gRPC raises into `SessionEnded` or `Refused`. Must not know what the messages say,
 except a refusal's answer to the first one.
@@ -24,11 +24,11 @@ _FINAL = (
 
 
 class SessionEnded(Exception):
-    """The stream is over; the text says why."""
+    """End of the stream; the text says why."""
 
 
 class Refused(Exception):
-    """The master's refusal; the text says why."""
+    """Refusal by the master; the text says why."""
 
     def __init__(self, reason: str, *, temporary: bool, denied: bool = False) -> None:
         """`temporary`: another try may do. `denied`: the agent's certificate is not good."""
@@ -47,7 +47,8 @@ class Stream:
         self._call = call
 
     async def register(self, message: pb.AgentMessage) -> pb.MasterMessage:
-        """The master's answer. What it cannot accept now it never will: that is a refusal."""
+        """Register, and return the master's answer. Raises Refused, since a registration that the
+        master cannot accept now it never will, and SessionEnded."""
         try:
             await self.send(message)
             async with asyncio.timeout(self.answer_s):
@@ -67,11 +68,11 @@ class Stream:
             await self._call.write(message)
 
     async def close(self) -> None:
-        """Nothing more is sent; the master ends the stream."""
+        """End sending; the master then ends the stream."""
         await self._call.done_writing()
 
     async def receive(self) -> pb.MasterMessage:
-        """What the master says next. Raises SessionEnded."""
+        """Return the master's next message. Raises SessionEnded."""
         message: pb.MasterMessage = await self._call.read()
         if message is _EOF:
             raise await self._end()
@@ -87,7 +88,7 @@ class Stream:
 
 @contextmanager
 def opened(call: Any, answer_s: float) -> Iterator[Stream]:
-    """The stream of a call, which is over afterwards. Raises SessionEnded."""
+    """Yield the stream of a call, and end it afterwards. Raises SessionEnded."""
     try:
         yield Stream(call, answer_s)
     except grpc.aio.AioRpcError as error:
@@ -99,5 +100,5 @@ def opened(call: Any, answer_s: float) -> Iterator[Stream]:
 
 
 def _explain(code: grpc.StatusCode, details: str | None) -> str:
-    """Without gRPC's list of everything that it tried on the way."""
+    """Return gRPC's explanation without its list of everything that it tried on the way."""
     return f"{code.name}: {(details or '').rpartition('last error: ')[2]}"

@@ -1,7 +1,7 @@
-"""All metrics of an agent: their families, and where they are read.
+"""Metrics of an agent: their families, and where they are read.
 
-What is asked of the host itself is in `read_slowly`, since a disk or a driver may take its time;
-of GPUs the agent keeps what NVML said last (`oobleck.agent.health`).
+`read_slowly` reads those of the host itself, since a disk or a driver may take its time; for GPUs
+the agent keeps the newest samples of NVML (`oobleck.agent.health`).
 """
 
 from collections.abc import Iterator
@@ -13,5 +13,5 @@ FAMILIES = families_of(workers, gpus, host)
 
 
 def read_slowly() -> Iterator[Reading]:
-    """What the event loop does not wait for."""
+    """Read the metrics for which the event loop does not wait."""
     yield from host.read()

@@ -82,7 +82,7 @@ _NUMBERS: tuple[tuple[Family, Callable[[GpuSample], float | None]], ...] = (
 
 
 def read(health: GpuHealth) -> Iterator[Reading]:
-    """What a board or its driver does not tell has no series; without GPUs nothing has."""
+    """Read the metrics of GPUs. A number that a board or its driver does not give has no series."""
     boards = health.newest()
     known = {bus: board for bus, board in boards.items() if not board.error}
     yield Reading(INFO, {(bus, one.uuid, one.name, health.driver): 1 for bus, one in known.items()})

@@ -63,7 +63,8 @@ _MODES = ("user", "system", "iowait", "steal", "idle")
 
 
 def read() -> Iterator[Reading]:
-    """What this kernel does not tell, or a container may not see, is left out alone."""
+    """Read the metrics of the host, leaving out groups that the kernel or a container does not
+    show."""
     for group in (_processors, _memory, _swap, _file_systems, _disks, _network):
         with contextlib.suppress(OSError, RuntimeError, ValueError):
             yield from group()
@@ -120,6 +121,6 @@ def _disks() -> Iterator[Reading]:
 
 
 def _is_whole(disk: str) -> bool:
-    """Whether it is hardware, and no partition, loop, memory or what is made of other disks: their
-    bytes would count twice."""
+    """Return whether it is a hardware disk. Partitions, loop and memory devices, and devices made
+    of other disks are not: their bytes would count twice."""
     return os.path.exists(f"/sys/block/{disk.replace('/', '!')}/device")

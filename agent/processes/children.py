@@ -1,7 +1,7 @@
-"""The processes under an agent: the warm process and the workers forked from it.
+"""Processes under an agent: the warm process and the workers forked from it.
 
-Owns descriptors and signals; decides nothing. What happens is told to a `Listener`. Must not
-know the master.
+Owns descriptors and signals; decides nothing. Reports events to a `Listener`. Must not know the
+master.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ def _thread_id(stat: Path) -> int:
 
 
 class Listener(Protocol):
-    """Who is told what the processes do; called in the event loop."""
+    """Receiver of the processes' events; called in the event loop."""
 
     def warm_ready(self) -> None: ...
     def warm_exited(self, returncode: int | None, last_line: str) -> None: ...
@@ -66,7 +66,7 @@ class Listener(Protocol):
 
 
 class WorkerProcess:
-    """The agent's ends of one worker: its channel, its output and a handle to kill it by."""
+    """Agent's ends of one worker: its channel, its output and a handle to kill it by."""
 
     def __init__(self, slot: int, incarnation: Incarnation, listener: Listener) -> None:
         self.slot = slot
@@ -90,11 +90,12 @@ class WorkerProcess:
         asyncio.get_running_loop().add_reader(self._output, self._on_output)
 
     def hand_over(self) -> tuple[int, int, int]:
-        """The worker's ends, to be passed on with the fork."""
+        """Return the worker's ends, to be passed on with the fork."""
         return self._their_socket.fileno(), self._their_output, self.marker.fd
 
     def close_theirs(self) -> None:
-        """Once they are passed on, so that the worker's end alone keeps the channel open."""
+        """Close the worker's ends once they are passed on, so that the worker alone keeps the
+        channel open."""
         self._their_socket.close()
         os.close(self._their_output)
 
@@ -128,7 +129,7 @@ class WorkerProcess:
         self._listener.channel_closed(self.incarnation)
 
     async def _complete(self, launch: Launch, complete: Complete) -> None:
-        """However long that takes, the worker has as long as others from then on."""
+        """Complete the launch and send it. The worker's time to get ready begins only then."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -146,7 +147,8 @@ class WorkerProcess:
         self._listener.code_fetched(self.incarnation)
 
     def send(self, message: ToWorker) -> None:
-        """Without waiting; a worker that is gone or does not read is found out elsewhere."""
+        """Send a message without waiting. A worker that is gone is detected elsewhere; one that
+        does not read is killed."""
         if self._writer is None or self._writer.is_closing():
             return
         self._writer.write(frame(message))
@@ -155,14 +157,14 @@ class WorkerProcess:
             self.kill()
 
     def kill(self) -> None:
-        """SIGKILL through a handle of the process, so that a reused pid is never hit."""
+        """Kill the process by SIGKILL, through a handle, so that a reused pid is never hit."""
         if self._handle is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
     def kernel(self) -> str:
-        """The kernel's letter for its state: D where any of its threads waits for a disk or file
-        server, else that of its first one; empty: it is gone."""
+        """Return the kernel's letter for its state: D if any of its threads waits for a disk or
+        file server, else that of its first one; empty: it is gone."""
         threads = sorted(Path(f"/proc/{self.pid}/task").glob("*/stat"), key=_thread_id)
         try:
             states = [stat.read_text().rpartition(") ")[2][:1] for stat in threads]
@@ -177,7 +179,8 @@ class WorkerProcess:
                 signal.pidfd_send_signal(self._handle, signal.SIGUSR1)
 
     def gone(self) -> None:
-        """The process has ended, or is about to: take its last output and let go of everything."""
+        """Take the last output of a process that has ended or is about to, and release all its
+        resources."""
         if self._watch is not None:
             self._watch.stop()
         while self._output_open and self._on_output():
@@ -210,7 +213,8 @@ class WorkerProcess:
 
 
 class WarmProcess:
-    """One start of the process that has the libraries loaded and forks the workers."""
+    """Process that has the libraries loaded and forks the workers; an instance is one start of
+    it."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
@@ -263,7 +267,7 @@ class WarmProcess:
         self._listener.warm_exited(returncode, self.tail.last_line())
 
     def _pass_on(self, output: int) -> bool:
-        """What there is of its output; whether there was something."""
+        """Pass on the available output; return whether there was any."""
         data, closed = read_available(output)
         if closed:
             asyncio.get_running_loop().remove_reader(output)

@@ -1,8 +1,8 @@
 """Code that comes with jobs: wheels of pure Python, unpacked in a folder of this node by their
 hash, never installed.
 
-What the master sends is believed only where its hash is the job's. A folder appears when it is
-whole, and is for this user alone. Must not know where wheels are from.
+A wheel from the master is used only if its hash is the job's. A folder appears when it is whole,
+and is for this user alone. Must not know where wheels are from.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _NOT_ACCEPTED = (
 
 
 class NoCode(Exception):
-    """The job's code cannot be had here; the text is one line with the fix."""
+    """Error: the job's code is not available here; the text is one line with the fix."""
 
 
 #: The wheel with that hash, however long it takes; raises NoCode.
@@ -51,8 +51,8 @@ class CodeCache:
         self._alone = asyncio.Lock()
 
     async def complete(self, launch: Launch) -> Launch:
-        """With the job's code in a folder from which it may be loaded, or with the reason why there
-        is none."""
+        """Return the launch with the folder of the job's unpacked code, or with the reason why it
+        has none."""
         digest = digest_of(launch.job.code)
         try:
             if self._fetch is None or digest is None:
@@ -84,7 +84,7 @@ class CodeCache:
             raise NoCode(f"code: {error.filename}: {error.strerror}") from error
 
     async def _unpacked(self, digest: str, fetch: Fetch) -> Path:
-        """Raises NoCode, OSError."""
+        """Return the folder of the unpacked code, fetching it if needed. Raises NoCode, OSError."""
         cache = self._folder or _default()
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_own(cache)
@@ -122,12 +122,12 @@ def _default() -> Path:
 
 
 def _by_use(folder: Path) -> list[Path]:
-    """What is in it, the newest used first."""
+    """Return the folder's entries, the most recently used first."""
     return sorted(folder.iterdir(), key=lambda path: path.lstat().st_mtime, reverse=True)
 
 
 def _check_own(folder: Path) -> None:
-    """Raises NoCode where others could put code there."""
+    """Raise NoCode if others could put code there."""
     found = folder.lstat()
     others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or others:

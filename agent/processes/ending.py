@@ -1,10 +1,10 @@
-"""That a process ends, before it has ended.
+"""Early detection that a process is ending, before it has ended.
 
 The kernel closes a process's sockets, and lets its parent wait for it, once its memory is freed: a
 tenth of a second for each gigabyte on a host, seconds where a GPU's driver has something to free.
-But its first thread is on its way out by then, and how is known, since all threads of a process end
-together. Nothing tells that (a pidfd is of the whole process), so it is looked at again and again,
-which takes some microseconds. Must not know what the process is for.
+But its first thread is exiting by then, and its exit status is known, since all threads of a
+process end together. The kernel sends no notice of that (a pidfd is of the whole process), so this
+polls, at some microseconds each. Must not know what the process is for.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ How = tuple[int | None, int | None]
 
 
 class EndWatch:
-    """Of one process, in the event loop."""
+    """Watch of one process's end, in the event loop."""
 
     def __init__(self, pid: int, tell: Callable[[How], None]) -> None:
         """`tell`: called once, if it can be told how the process ends before it has ended."""
@@ -58,8 +58,9 @@ class EndWatch:
 
 
 def how_it_ends(said: str) -> How | None:
-    """None: it does not, or the kernel does not tell how, as of one that ends well. A process whose
-    first thread alone has ended with an error looks as if it ended. `said`: /proc/PID/stat."""
+    """Return how the process is ending; None if it is not, or if the kernel does not show how, as
+    for a successful exit. A process whose first thread alone has ended with an error looks as if it
+    ended. `said`: /proc/PID/stat."""
     fields = said.rpartition(") ")[2].split()
     flags, status = int(fields[6]), int(fields[-1])
     if not flags & _EXITING or not status:

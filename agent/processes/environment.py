@@ -1,7 +1,6 @@
-"""What of the agent's environment reaches its workers: what they are known to need, and what the
-operator names.
+"""Environment of the workers: the variables they are known to need, and those the operator names.
 
-Jobs run code and print what they like, so a secret that happens to stand in the environment of an
+Jobs run code and print what they like, so a secret that happens to be in the environment of an
 agent, such as one of another program's, must not reach them. Must not know where the values are
 from.
 """
@@ -35,7 +34,7 @@ _PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
 
 
 def read_patterns(texts: Iterable[str]) -> tuple[str, ...]:
-    """The names in texts like `NAME,PREFIX_*`. Raises ValueError."""
+    """Read the names in texts like `NAME,PREFIX_*`. Raises ValueError."""
     patterns = [part.strip() for text in texts for part in text.split(",")]
     for pattern in patterns:
         if not _PATTERN.fullmatch(pattern):
@@ -47,7 +46,8 @@ def read_patterns(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def passed_on(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
-    """The part of `environment` that workers get. `more`: patterns beside those of all agents."""
+    """Return the part of `environment` that workers get. `more`: patterns beside those of all
+    agents."""
     patterns = (*PASSED, *more)
     names = {pattern for pattern in patterns if not pattern.endswith("*")}
     beginnings = tuple(pattern[:-1] for pattern in patterns if pattern.endswith("*"))

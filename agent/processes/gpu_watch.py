@@ -1,4 +1,4 @@
-"""The process that reads NVML for an agent (`oobleck.host.gpu.nvml`), started again where it ends.
+"""Process that reads NVML for an agent (`oobleck.host.gpu.nvml`), restarted when it ends.
 
 A sick driver may hold it for ever; the agent goes on, and says so. Must not know what samples mean.
 """

@@ -1,4 +1,4 @@
-"""What workers print: the last lines for the report of an exit, all lines for the master.
+"""Output of workers: the last lines for the report of an exit, all lines for the master.
 
 Bounded at both ends: a line is cut, and lines that come faster than the session takes them are
 dropped and counted. Must not know gRPC.
@@ -15,14 +15,14 @@ _READ_BYTES = 65_536
 
 
 class Tail:
-    """Splits one worker's output into lines and remembers the last ones."""
+    """Splitter of one worker's output into lines, which remembers the last ones."""
 
     def __init__(self) -> None:
         self._partial = b""
         self._last: deque[str] = deque(maxlen=TAIL_LINES)
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that `data` completes; a line that is too long is cut in pieces."""
+        """Return the lines that `data` completes; a line that is too long is cut in pieces."""
         *whole, self._partial = (self._partial + data).split(b"\n")
         lines = [text(piece) for line in whole for piece in _pieces(line)]
         while len(self._partial) >= LINE_BYTES:
@@ -32,11 +32,12 @@ class Tail:
         return lines
 
     def finish(self) -> list[str]:
-        """The last line, where the output ended without a newline."""
+        """Return the last line, if the output ended without a newline."""
         return self.feed(b"\n") if self._partial else []
 
     def last_line(self) -> str:
-        """The last one that says something; of a Python error that is its name and text."""
+        """Return the last line that says something; for a Python error that is its name and
+        text."""
         return next((line for line in reversed(self._last) if line.strip()), "")
 
     def last_lines(self) -> str:
@@ -52,7 +53,8 @@ def _pieces(line: bytes) -> list[bytes]:
 
 
 def read_available(descriptor: int) -> tuple[bytes, bool]:
-    """What a non-blocking pipe holds now, up to a bound, and whether its other end is closed."""
+    """Read what is in a non-blocking pipe, up to a bound, and return whether its other end is
+    closed."""
     try:
         data = os.read(descriptor, _READ_BYTES)
     except BlockingIOError:
@@ -61,7 +63,7 @@ def read_available(descriptor: int) -> tuple[bytes, bool]:
 
 
 class LogQueue:
-    """Lines that wait for the session, in the order they came."""
+    """Queue of lines for the session, in the order in which they arrived."""
 
     def __init__(self, limit: int = WAITING_LINES) -> None:
         self._limit = limit
@@ -69,7 +71,7 @@ class LogQueue:
         self._dropped: dict[int, int] = {}
 
     def add(self, slot: int, lines: list[str]) -> None:
-        """The oldest lines go first when too many wait."""
+        """Add lines; if too many wait, drop the oldest."""
         waiting = self._waiting.setdefault(slot, deque())
         waiting.extend(lines)
         while len(waiting) > self._limit:
@@ -77,7 +79,7 @@ class LogQueue:
             self._dropped[slot] = self._dropped.get(slot, 0) + 1
 
     def take(self, count: int) -> tuple[int, list[str], int] | None:
-        """Up to `count` lines of one slot and how many were dropped before them."""
+        """Take up to `count` lines of one slot, with the number of lines dropped before them."""
         for slot, waiting in self._waiting.items():
             if waiting:
                 lines = [waiting.popleft() for _ in range(min(count, len(waiting)))]

@@ -1,4 +1,4 @@
-"""The processes of one node, and how an action is done to them.
+"""Processes of one node, and how an action is done to them.
 
 It decides nothing. Every action is done at once. Must not know the master.
 """
@@ -44,12 +44,12 @@ StartWorker = Callable[[int, Incarnation, Listener], WorkerProcess]
 
 
 def new_incarnation(environment: Environment) -> Incarnation:
-    """Never used before."""
+    """Return an id that was never used before."""
     return Incarnation(environment.token(8))
 
 
 class ProcessPool:
-    """The warm process and the workers that were forked from it."""
+    """Warm process of a node, and the workers that were forked from it."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class ProcessPool:
         return next((p for p in self.processes.values() if p.pid == pid), None)
 
     def is_ending(self, process: WorkerProcess) -> None:
-        """Its memory is still being freed."""
+        """Note that the process ends, while its memory is still being freed."""
         self._freeing[process.slot] = process.pid, asyncio.Event()
 
     def has_ended(self, pid: int) -> None:
@@ -92,21 +92,21 @@ class ProcessPool:
                 del self._freeing[slot]
 
     def warm_has_ended(self) -> None:
-        """Nobody is left to tell what ends."""
+        """Stop waiting for memory to be freed: no process is left to report exits."""
         self.warm = None
         for _, freed in self._freeing.values():
             freed.set()
         self._freeing.clear()
 
     def kill_all(self) -> None:
-        """SIGKILL, without waiting for their ends."""
+        """Kill all processes by SIGKILL, without waiting for their ends."""
         for process in self.processes.values():
             process.kill()
         if self.warm is not None:
             self.warm.kill()
 
     def perform(self, action: Action, tasks: asyncio.TaskGroup) -> Event:
-        """Do it; the event that says so. What it starts runs in `tasks`."""
+        """Do the action and return its event. Work that goes on runs in `tasks`."""
         match action:
             case StartWarm():
                 self.warm = self._start_warm(self._listener)
@@ -185,7 +185,8 @@ class ProcessPool:
         return ForkAsked(slot=slot, incarnation=process.incarnation, fetches=later)
 
     async def _complete(self, freed: asyncio.Event | None, launch: Launch) -> Launch:
-        """What the worker gets, once the GPU's memory is `freed`, and its code is there."""
+        """Return the complete launch, once the GPU's memory is `freed` and the job's code is
+        there."""
         if freed is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(FREED_S):
