@@ -1,4 +1,4 @@
-"""What a worker process has from its launch to its end; all of its parts share it."""
+"""Context of a worker process, from its launch to its end; all of its parts share it."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from oobleck.worker.transport.links.hub import Links
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
-    """One worker of one job, in all generations."""
+    """Context of one worker of one job, in all generations."""
 
     worker: WorkerId
     job: JobSpec

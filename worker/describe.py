@@ -46,7 +46,7 @@ _LARGE = 1_000_000_000
 
 @dataclass(kw_only=True)
 class Found:
-    """What is known of a job's model, data and optimizer so far."""
+    """Findings so far about a job's model, data and optimizer."""
 
     descriptions: dict[str, Json] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -54,7 +54,8 @@ class Found:
 
 
 def look_at(job: JobSpec, *, always: bool) -> Found:
-    """All that can be found out; `always`: by a real run too, however large the model is."""
+    """Find out all that can be known of `job`; `always`: by a real run too, however large the model
+    is."""
     found = Found()
     try:
         if isinstance(job.model, OwnModelSpec):
@@ -95,8 +96,9 @@ def _look_at(job: JobSpec, spec: OwnModelSpec, found: Found, always: bool) -> No
 
 
 def _evaluated(job: JobSpec, model: OwnModelSpec, form: str) -> list[Problem]:
-    """What is wrong with the data of an evaluation, where it has its own; `form`: of the samples
-    that are trained on, if these are the user's. Raises DataError, JobError, NodeError."""
+    """Return the problems of an evaluation's own data; none where it has no data of its own.
+    `form`: of the samples that are trained on, if these are the user's. Raises DataError, JobError,
+    NodeError."""
     spec, key = job.evaluation.data if job.evaluation else None, "evaluation.data"
     if spec is None or spec.code is None:
         return []

@@ -118,7 +118,7 @@ def _names_of(assign: Assign) -> Mapping[bytes, str]:
 
 
 class Membership:
-    """What connects this worker to the others of a generation, until it leaves."""
+    """Connection of this worker to the others of a generation, until it leaves."""
 
     def __init__(
         self,
@@ -204,8 +204,8 @@ class Membership:
         return connector.equip(host, devices, wiring, found)
 
     def _cards_of_all(self, assign: Assign) -> Mapping[int, Card] | None:
-        """By rank, as far as the master knew them; None: they are not needed, or others than the
-        plan's workers meet."""
+        """Return the cards by rank, as far as the master knew them. None: they are not needed, or
+        the members are not the plan's workers."""
         if len(self._members) <= HANDS or tuple(self._members) != assign.plan.workers:
             return None
         cards = enumerate(assign.rendezvous.cards)
@@ -221,7 +221,7 @@ class Membership:
         return [member for member in self._members if member != self._context.worker]
 
     def is_lost(self, within_s: float) -> bool:
-        """Whether a peer is, by then."""
+        """Wait for the loss of a peer, at most `within_s` seconds; return whether one is lost."""
         return self._lost.wait(within_s)
 
     def silent(self) -> Sequence[WorkerId]:
@@ -243,7 +243,7 @@ class Membership:
 
     @property
     def host(self) -> LinkTransport:
-        """By way of the links."""
+        """Transport by way of the links."""
         return self._host
 
     def stand_down(self) -> None:

@@ -55,7 +55,7 @@ def run(launch: Launch, control: Control, pid: int) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """One line; for want of memory, the one that says what to do."""
+    """Return one line that describes `error`; if memory is short, one that says what to do."""
     line = str(error).partition("\n")[0]
     if for_want_of_memory(error):
         return (

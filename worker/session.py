@@ -76,7 +76,7 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """One worker process, from its launch to its stop."""
+    """Session of one worker process, from its launch to its stop."""
 
     def __init__(self, launch: Launch, control: Control) -> None:
         """Raises DataError or NodeError where this node lacks the data or device, JobError where
@@ -168,7 +168,7 @@ class Session:
             raise
 
     def _measure(self, wish: Measure) -> Assign | Measure:
-        """In no generation; return what follows."""
+        """Measure as `wish` says, in no generation; return the instruction that follows."""
         self._context.connector.release()
         self._measuring.run(wish, self._entered)
         heap.give_back()  # else it would count as what was there before the layers
@@ -344,7 +344,8 @@ class Session:
 def _open_data(
     job: JobSpec, loaders: Mapping[str, Loaders]
 ) -> tuple[Dataset | OwnDataset, HeldOut | None]:
-    """What is trained on, and what is evaluated, if anything. Raises DataError, JobError."""
+    """Open the data set that is trained on, and the rows that are evaluated, None if there are
+    none. Raises DataError, JobError."""
     evaluation = job.evaluation
     share = (evaluation.fraction or 0.0) if evaluation else 0.0
     dataset = open_dataset(job, job.data, loaders, held_out=share)
@@ -352,5 +353,6 @@ def _open_data(
 
 
 def _inputs(data: bytes, weights: bytes) -> bytes:
-    """One fingerprint, 32 bytes, for the data and the initial weights, if these are files."""
+    """Return one fingerprint, 32 bytes, for the data and the initial weights, if these are
+    files."""
     return hashlib.sha256(data + weights).digest() if weights else data

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 def keep_pages() -> None:
-    """What is imported by now stays: keep the collector from touching, and so copying, it."""
+    """Keep what is imported by now: stop the collector from touching, and so copying, its pages."""
     gc.collect()
     gc.freeze()
 
@@ -112,7 +112,7 @@ class ForkServer:
         self._agent: Channel[ToWarm] = Channel(agent, ToWarm)
 
     def serve(self) -> None:
-        """Until the agent closes its end."""
+        """Serve the agent until it closes its end."""
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)

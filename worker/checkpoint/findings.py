@@ -1,5 +1,4 @@
-"""What workers find wrong with a checkpoint or its place, as they tell each other, and whose fault
-it is.
+"""Findings of workers on a checkpoint or its place, as they tell each other, and whose fault it is.
 
 Pure. Must not know how anything is read or written.
 """
@@ -18,7 +17,7 @@ Kind = Literal["fine", "unseen", "unreadable", "damaged", "unfit"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Of one worker."""
+    """Finding of one worker."""
 
     worker: WorkerId
     kind: Kind = "fine"
@@ -50,8 +49,8 @@ def at_fault(found: Sequence[Finding]) -> frozenset[NodeName]:
 
 
 def second_readers(found: Sequence[Finding]) -> dict[int, WorkerId]:
-    """By layer whose file a worker finds damaged: the first worker on another node, who reads it
-    too, since the first reader's node may be at fault."""
+    """Map each layer whose file a worker finds damaged to the first worker on another node. That
+    one reads the file too, since the first reader's node may be at fault."""
     finders: dict[int, NodeName] = {}
     for finding in found:
         if finding.layer is not None:

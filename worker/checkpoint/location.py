@@ -40,7 +40,7 @@ Candidates = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What one worker sees at the place."""
+    """View that one worker has of the place."""
 
     candidates: Candidates
     #: Whether there are damaged ones.
@@ -59,7 +59,7 @@ def check_place(spec: CheckpointSpec) -> None:
 
 
 class CheckpointLocation:
-    """What the workers of one generation see at the job's `checkpoint.path`."""
+    """View that the workers of one generation have of the job's `checkpoint.path`."""
 
     def __init__(
         self, context: WorkerContext, spec: CheckpointSpec, assign: Assign, transport: Transport
@@ -79,8 +79,8 @@ class CheckpointLocation:
         self._transport = transport
 
     def candidates_to_begin(self) -> Candidates:
-        """What a job that has not trained yet may begin with, by its `checkpoint.resume`. All
-        workers must be able to write, rather than fail at the first checkpoint.
+        """Return what a job that has not trained yet may begin with, by its `checkpoint.resume`.
+        Check that all workers can write, rather than fail at the first checkpoint.
 
         Raises JobError where the job must not begin so, and where nodes cannot use the place as
         `error_for` says.
@@ -108,8 +108,8 @@ class CheckpointLocation:
         return candidates
 
     def candidates_to_go_on(self, *, needed: bool) -> Candidates:
-        """What a job that has trained may go on from. Raises JobError where there are only damaged
-        ones, or none though one is `needed`, and what `error_for` makes."""
+        """Return what a job that has trained may go on from. Raises JobError where there are only
+        damaged ones, or none though one is `needed`, and what `error_for` makes."""
         self._require_all(self._list_patiently())
         candidates, damaged = self._agree_on_candidates(self._usable())
         if not candidates and (needed or damaged):
@@ -122,19 +122,20 @@ class CheckpointLocation:
         return candidates
 
     def newer_damaged(self, step: int) -> list[str]:
-        """What was known to be damaged and would have come before the checkpoint of `step`."""
+        """Return why each damaged checkpoint newer than that of `step` cannot be used."""
         return [why for name, why in self._damaged.items() if (step_of(name) or 0) > step]
 
     def share_findings(self, own: Finding) -> list[Finding]:
-        """What all workers find, in rank order."""
+        """Share `own` with all workers; return the findings of all, in rank order."""
         some = replace(own, reason=inline(own.reason)[:_MOST_REASON])
         return tell_all(self._transport, some, Finding)
 
     def error_for(
         self, fault: frozenset[NodeName], what: str, fix: str
     ) -> JobError | NodeError | TransportError:
-        """What this worker raises. `fault`: the nodes that the next generation does without; empty:
-        the job is at fault."""
+        """Return the error that this worker raises. `fault`: the nodes that the next generation
+        does without; NodeError on these, TransportError on the others. Empty: the job is at fault;
+        JobError."""
         if not fault:
             return JobError(f"checkpoint.path: {what}; {fix}")
         if self._worker.node not in fault:
@@ -164,7 +165,8 @@ class CheckpointLocation:
         return ""
 
     def _check_shared(self, theirs: str, own: str) -> Finding:
-        """Whether what the first worker has written appears here, and this node can write too."""
+        """Check that the file `theirs` of the first worker appears here, and that this node can
+        write `own`."""
         url = self.folder.url
         try:
             seen = self.folder.exists(theirs)
@@ -181,8 +183,8 @@ class CheckpointLocation:
         return Finding(worker=self._worker, kind="unreadable", reason=reason)
 
     def _list_patiently(self) -> Finding:
-        """After some attempts, because a storage that fails for a moment must not end a
-        training."""
+        """List the checkpoints, in several attempts, because a storage that fails for a moment must
+        not end a training."""
         reason = ""
         for attempt in range(_PATIENCE):
             if attempt:
@@ -207,7 +209,8 @@ class CheckpointLocation:
         return [item for item in known if not misfit(item.manifest, job, data, base)]
 
     def _usable_to_begin(self) -> list[StoredCheckpoint]:
-        """What the job may begin with; raises JobError where it may not begin."""
+        """Return the checkpoints that the job may begin with; raises JobError where it may not
+        begin."""
         newest = next(((found.name, found.manifest) for found in self.known.values()), None)
         damaged = tuple(self._damaged.values())
         refusal = why_not_begin(
@@ -218,7 +221,8 @@ class CheckpointLocation:
         return self._usable()
 
     def _agree_on_candidates(self, own: Sequence[StoredCheckpoint]) -> tuple[Candidates, bool]:
-        """What the first worker has that has any; and whether anybody knows of damaged ones."""
+        """Return the candidates of the first worker that has any; and whether any worker knows of
+        damaged ones."""
         some = [(item.manifest.step, item.identity) for item in own[:_MOST_TRIED]]
         seen = _Seen(some, bool(self._damaged))
         told = tell_all(self._transport, seen, _Seen)

@@ -46,7 +46,7 @@ _RETRY_S, _LONGEST_S = 5.0, 60.0
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What an output directory holds."""
+    """Manifest of an output directory."""
 
     format: int = 1
     job: str
@@ -163,7 +163,7 @@ def read_manifest(directory: str | Path) -> Manifest:
 
 
 def read_output(directory: str | Path) -> dict[str, NDArray[np.floating]]:
-    """All weights of an output, by `<layer>.<parameter>`, such as `3.qkv.weight`."""
+    """Read all weights of an output, by `<layer>.<parameter>`, such as `3.qkv.weight`."""
     weights: dict[str, NDArray[np.floating]] = {}
     for layer, name in enumerate(read_manifest(directory).files):
         path = Path(directory) / name

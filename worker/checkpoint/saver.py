@@ -1,4 +1,5 @@
-"""When a checkpoint is taken, and by whom: the workers agree in the votes of their steps.
+"""Timing of checkpoints: when one is taken, and by whom, as the workers agree in their steps'
+votes.
 
 One is due every so many steps, when the plan holds too few copies of a layer, and when an operator
 wishes it. All begin it after the same step, and none before the last one has ended everywhere.
@@ -42,7 +43,7 @@ def _wait(snapshots: Snapshots) -> None:
 
 
 class Saver:
-    """One worker's part in the checkpoints of its job."""
+    """Share of one worker in the checkpoints of its job."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -84,12 +85,12 @@ class Saver:
 
     @staticmethod
     def _goes_on(saving: CheckpointWriter, assign: Assign) -> bool:
-        """Whether all of its writers are there to the end."""
+        """Return whether all writers of `saving` are there to its end."""
         writers = {worker for worker, _ in saving.order.writers}
         return assign.boundary and writers <= set(assign.plan.workers)
 
     def intent(self, step: int) -> vote.SaveVote:
-        """This worker's share in the vote on `step`."""
+        """Return this worker's share in the vote on `step`."""
         if self._spec is None:
             return vote.SaveVote()
         wish = self._control.save_wish
@@ -101,7 +102,8 @@ class Saver:
         )
 
     def _vote(self) -> vote.SaveVote:
-        """What has become of the last one."""
+        """Return the state of the last checkpoint: whether it is still being written, and whether
+        it failed."""
         last = self._last
         if last is None:
             return vote.SaveVote()
@@ -176,7 +178,7 @@ class Saver:
         self._open, self._overdue = True, False
 
     def _snapshots(self, chosen: Mapping[WorkerId, tuple[int, ...]]) -> Snapshots:
-        """Of the layers that this worker writes. Raises TransportError."""
+        """Return snapshots of the layers that this worker writes. Raises TransportError."""
         assert self._assign is not None, "steps are run in a generation"
         assert self._transport is not None, "it comes with the assignment"
         state, plan, transport = self._context.state, self._assign.plan, self._transport

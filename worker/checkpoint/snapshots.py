@@ -51,7 +51,7 @@ class Ring:
         return len(self._slots)
 
     def mark(self) -> torch.cuda.Event | None:
-        """What is queued on the device by now."""
+        """Return an event behind all that is queued on the device by now; None without CUDA."""
         if not self._cuda:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
@@ -71,7 +71,7 @@ class Ring:
 
     @contextmanager
     def _beside(self, after: torch.cuda.Event | None) -> Iterator[None]:
-        """What is queued within is so on the own stream, behind `after`."""
+        """Queue the block's work on the ring's own stream, behind `after`."""
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self._stream is not None and after is not None:
                 self._stream.wait_event(after)
@@ -99,7 +99,7 @@ def _take(slot: Tensor, place: Tensor, come: torch.cuda.Event | None) -> None:
 
 
 class Snapshots:
-    """Of the layers that a worker writes, as they are when they are added."""
+    """Snapshots of the layers that a worker writes, as they are when they are added."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
@@ -109,7 +109,8 @@ class Snapshots:
         self._read = threading.Event()
 
     def add(self, layer: int, state: Tensor) -> None:
-        """To be copied by `make`: (1 + moments, n), which nobody changes until it was read."""
+        """Add `state`, (1 + moments, n), to be copied by `make`; nobody changes it until it was
+        read."""
         self._sources[layer] = state
 
     def add_copy(self, layer: int, copy: Tensor) -> None:
@@ -128,7 +129,7 @@ class Snapshots:
             self._read.set()
 
     def wait(self) -> None:
-        """Until everything was read."""
+        """Wait until everything was read."""
         self._read.wait()
 
     def take(self, layer: int) -> Tensor:

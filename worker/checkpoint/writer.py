@@ -56,7 +56,7 @@ _LINGER_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What to save: the same on all workers of a generation, but for `rank`."""
+    """Order to save: the same on all workers of a generation, but for `rank`."""
 
     job: JobSpec
     job_id: str
@@ -79,7 +79,7 @@ class Order:
 
     @property
     def publishes(self) -> bool:
-        """Whether this worker writes the manifest."""
+        """True for the worker that writes the manifest."""
         return self.rank == 0
 
     @property
@@ -98,7 +98,7 @@ class _Part:
 
 
 class _Abandoned(Exception):
-    """Nothing comes of this checkpoint, and why was said already."""
+    """Abandonment of this checkpoint, whose reason was reported already."""
 
 
 class CheckpointWriter:
@@ -138,11 +138,11 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether the thread has something to do still."""
+        """True while the thread still has something to do."""
         return self._thread.is_alive()
 
     def others_are_done(self) -> None:
-        """All other workers have written their part, or have given up."""
+        """Note that all other workers have written their part, or have given up."""
         if self._others_done_at is None:
             self._others_done_at = time.monotonic()
             self._changed.set()
@@ -298,7 +298,7 @@ class CheckpointWriter:
             raise _Abandoned
 
     def _is_late(self) -> bool:
-        """Whether what all have written would have come to be seen here by now."""
+        """Return whether what all have written should have become visible here by now."""
         done_at = self._others_done_at
         return done_at is not None and time.monotonic() > done_at + self._seen_after_s
 
@@ -360,7 +360,8 @@ def _describe(error: Exception) -> str:
 
 
 def _told(model: AnyModel) -> AnyModel:
-    """As a manifest may say it."""
+    """Return `model` as a manifest may state it: without the secrets in the address of its
+    weights."""
     if isinstance(model, ModelSpec | OwnModelSpec) and model.weights is not None:
         return replace(model, weights=redact(model.weights))
     return model

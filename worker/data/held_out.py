@@ -44,11 +44,11 @@ class HeldOut:
             self.fingerprint = hashlib.sha256(both).digest()
 
     def due(self, step: int) -> bool:
-        """Whether the state after `step` is evaluated."""
+        """Return whether the state after `step` is evaluated."""
         return self._spec.due(step, self._steps)
 
     def positions(self, microbatch: int) -> range:
-        """Which of the held-out rows are those of `microbatch`."""
+        """Return the numbers of the held-out rows that are those of `microbatch`."""
         start = microbatch * self._microbatch
         return range(start, min(start + self._microbatch, self.samples))
 

@@ -41,7 +41,7 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """What each process reads from."""
+    """Source that each process reads from."""
 
     code: Code
     wide: bool
@@ -49,10 +49,11 @@ class _Source:
 
 
 class Loaders:
-    """So many processes for one data set."""
+    """Loader processes for one data set."""
 
     def __init__(self, code: Code, *, wide: bool, key: str, processes: int) -> None:
-        """From the thread that lives as long as this process: they end with it."""
+        """Fork the processes. The calling thread must live as long as this process: they end with
+        it."""
         self._key = key
         source = _Source(code=code, wide=wide, key=key)
         self._children = [_forked(source) for _ in range(processes)]
@@ -64,8 +65,8 @@ class Loaders:
         self._threads = ThreadPoolExecutor(processes)
 
     def stacked(self, numbers: Sequence[int], form: str) -> Samples:
-        """Those samples, in this order, which must look like `form`. From any thread. Raises
-        DataError, JobError, HelperLost."""
+        """Return the samples `numbers`, in this order, which must look like `form`. From any
+        thread. Raises DataError, JobError, HelperLost."""
         count = min(len(self._children), len(numbers))
         cuts = [len(numbers) * part // count for part in range(count + 1)]
         loads = [
@@ -75,7 +76,7 @@ class Loaders:
         return joined([_unpacked(load.result()) for load in loads])
 
     def _load(self, numbers: Sequence[int], form: str) -> "_Packed":
-        """In a thread."""
+        """Have an idle process load samples, and wait for them; runs in a thread of the pool."""
         child = self._idle.get()
         try:
             child.pipe.send((numbers, form))
@@ -133,7 +134,7 @@ def _forked(source: _Source) -> _Child:
 
 
 def _serve(parent_pid: int, source: _Source, pipe: "Connection[Any, Any]", marker: Marker) -> None:
-    """In the process."""
+    """Serve requests for samples, in the loader process."""
     die_with_parent(parent_pid)
     mark_in(marker)
     leave_ending_to_agent()
@@ -153,7 +154,7 @@ def _serve(parent_pid: int, source: _Source, pipe: "Connection[Any, Any]", marke
 
 @dataclass(frozen=True, slots=True)
 class _Raised:
-    """What a sample raised."""
+    """Exception that a sample raised, with its traceback as text."""
 
     error: Exception
     traceback: str

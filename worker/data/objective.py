@@ -1,4 +1,4 @@
-"""What is learned from token rows: inputs and targets as a function of (seed, step, position).
+"""Objectives of training on token rows: inputs and targets as a function of (seed, step, position).
 
 Causal: each token from those before it. Masked (BERT, Devlin et al. 2019 §3.1): 15% of a row's
 tokens from all the others. Owns the choice of tokens and the loss; a row gives the same on any

@@ -1,4 +1,4 @@
-"""Which samples a step uses.
+"""Choice of the samples that a step uses.
 
 Every epoch goes through all of them in an order that is a stateless permutation of (seed, epoch),
 so any worker finds any sample of any step by itself. Must not know what a sample is.
@@ -18,7 +18,7 @@ _SPLIT = -1
 
 
 def permute(values: NDArray[np.uint64], size: int, *, seed: int, epoch: int) -> NDArray[np.uint64]:
-    """Where a shuffle of range(`size`) that (seed, epoch) names puts each of `values`.
+    """Return where a shuffle of range(`size`), named by (seed, epoch), puts each of `values`.
 
     A Feistel network permutes the next power of four; values that fall outside of `size` walk on
     through it until they are inside (Black and Rogaway 2002), less than four rounds on average.
@@ -46,7 +46,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Which of a job's samples a step uses: of so many, the last `held_out` of a fixed shuffle are
+    """Order in which a job's steps use its `samples`. The last `held_out` of a fixed shuffle are
     not trained on; every epoch shuffles the others anew."""
 
     samples: int
@@ -54,7 +54,7 @@ class Order:
 
     @staticmethod
     def of(samples: int, share: float) -> "Order":
-        """With that share of the samples held out, one at least where it is more than nothing."""
+        """Hold out `share` of the samples; at least one if the share is more than 0."""
         return Order(samples=samples, held_out=max(1, round(share * samples)) if share else 0)
 
     @property

@@ -25,7 +25,7 @@ _READING = threading.Lock()
 
 
 class OwnDataset:
-    """What the job's function returned, as every worker sees it."""
+    """Data set that the job's function returned, as every worker sees it."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class OwnDataset:
 
     @property
     def form(self) -> str:
-        """What its samples look like, as people read it."""
+        """Form of its samples, as people read it."""
         return self._reader.form
 
     def sample(self, number: int) -> tuple[Any, Any]:
@@ -62,12 +62,12 @@ class OwnDataset:
         return self._reader.read(number)
 
     def rows(self, seed: int, step: int, positions: Sequence[int], global_batch: int) -> Samples:
-        """Those of step `step` (from 1) at `positions` of its batch, from any thread if there are
-        processes. Raises DataError, JobError, NodeError."""
+        """Return the samples of step `step` (from 1) at `positions` of its batch. From any thread
+        if there are processes. Raises DataError, JobError, NodeError."""
         return self._stacked(self.order.of_step(seed, step, positions, global_batch))
 
     def held_out_rows(self, positions: Sequence[int]) -> Samples:
-        """Those at `positions` of the ones held out."""
+        """Return the held-out samples at `positions` among those held out."""
         return self._stacked(self.order.of_held_out(positions))
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from oobleck.worker.runtime import pulse
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """One micro-batch."""
+    """Micro-batch that has been loaded."""
 
     #: Positions in the global batch, one per row.
     positions: range

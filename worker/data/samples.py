@@ -53,7 +53,7 @@ def joined(parts: Sequence[Samples]) -> Samples:
 
 
 def _over(join: Any, trees: Sequence[Any]) -> Any:
-    """One tree, of what `join` makes of the tensors that `trees` have at each place."""
+    """Return one tree of the tensors that `join` makes of those at the same place in `trees`."""
     columns = zip(*map(flatten, trees), strict=True)
     return unflatten(structure(trees[0]), [join(column) for column in columns])
 
@@ -210,7 +210,7 @@ def _why_no_data_set(items: Any) -> str:
 
 
 class Reader:
-    """What the job's function returned, in this process."""
+    """Reader of the data set that the job's function returned, in this process."""
 
     def __init__(self, source: Code, *, wide: bool, key: str) -> None:
         """`wide`: floats become float64, as the weights are; `key`: of the job file. Raises
@@ -269,7 +269,7 @@ class Reader:
         return inputs, targets
 
     def stacked(self, numbers: Sequence[int]) -> Samples:
-        """Those samples, in this order. Raises DataError, JobError."""
+        """Read the samples `numbers` and stack them, in this order. Raises DataError, JobError."""
         samples = [self.read(number) for number in numbers]
         inputs, targets = (
             _over(self._stack, [sample[side] for sample in samples]) for side in (0, 1)

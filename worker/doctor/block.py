@@ -1,5 +1,5 @@
-"""What a block of a large model costs on each device, measured as for a job without a profile: its
-share of the peak, its update, its way to the host; and what of the device's memory is counted."""
+"""Costs of a block of a large model on each device, measured as for a job without a profile: its
+share of the peak, its update, its way to the host. Also what of the device's memory is counted."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ def job_of(place: torch.device) -> JobSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Of a block."""
+    """Rates of a block."""
 
     flops_per_s: float
     #: Of its whole state, by an update.
@@ -54,7 +54,8 @@ class Rates:
 
 
 def block(devices: Sequence[str]) -> Iterator[Finding]:
-    """Its rates, which kernel attention gets, and what memory is taken beside what is counted."""
+    """Report a block's rates, which kernel attention gets, and what memory is taken beside what is
+    counted."""
     for device in devices:
         place = torch.device(device)
         on_gpu = place.type == "cuda"
@@ -122,7 +123,7 @@ def of_rates(device: str, name: str, found: Rates) -> Finding:
 
 
 def kernel(place: torch.device, *, grouped: bool) -> SDPBackend:
-    """What torch computes attention with, of heads as a large model has them."""
+    """Return the kernel that torch computes attention with, for heads as a large model has them."""
     draws = {"dtype": torch.bfloat16, "device": place}
     query = torch.zeros(1, 8, 256, 128, **draws)  # type: ignore[call-overload]  # of two types
     shared = query[:, :2] if grouped else query

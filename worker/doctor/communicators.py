@@ -1,6 +1,6 @@
-"""What two workers' communicators do, made and ended by a worker's own code: how fast messages are,
-what a receive that waits costs, how six operations are given up when the peer goes, and what is
-left behind after many recoveries.
+"""Trials of two workers' communicators, made and ended by a worker's own code: how fast messages
+are, what a receive that waits costs, how six operations are given up when the peer goes, and what
+is left behind after many recoveries.
 
 Each function is one member's part. Must not know processes: a board carries what members tell each
 other.
@@ -59,7 +59,7 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One of two processes."""
+    """Member of a pair of processes."""
 
     rank: int
     place: torch.device
@@ -162,7 +162,7 @@ def measure(member: Member, *, size: int, width: int) -> Speeds:
 
 
 def _product_s(place: torch.device, width: int) -> float:
-    """Of the fastest of some: others may compute too."""
+    """Return the seconds of the fastest of some products: others may compute too."""
     one = torch.ones(width, width, device=place, dtype=torch.bfloat16)
     taken = []
     for _ in range(6):
@@ -216,7 +216,7 @@ def _end(member: Member, own: list[Own]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Left:
-    """Behind many recoveries, beyond what the first one has left."""
+    """Memory and threads left behind many recoveries, beyond what the first one has left."""
 
     bytes: int
     threads: int

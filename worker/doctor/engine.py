@@ -28,7 +28,8 @@ _ROWS = 8
 
 
 def job_of(place: torch.device, recompute: Recompute = "none") -> JobSpec:
-    """What is tried: large enough for a GPU to use the kernels that a real model gets."""
+    """Return the job that is tried: large enough for a GPU to use the kernels that a real model
+    gets."""
     large = place.type == "cuda"
     return JobSpec(
         name="doctor",
@@ -84,8 +85,8 @@ class _Whole:
 
 
 def backwards(devices: Sequence[str]) -> Iterator[Finding]:
-    """That a backward in two parts, or of layers that are computed again, makes the gradients of
-    one that is neither."""
+    """Check that a plain backward has the same gradients as one in two parts, and as one of layers
+    that are computed again."""
     for device in devices:
         place = torch.device(device)
         once, again, split = _Whole(place), _Whole(place), _Whole(place)
@@ -115,7 +116,8 @@ def apart(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
 
 
 def of_backwards(device: str, *, again: float, split: float, recomputed: float) -> Finding:
-    """How far each is from one that is neither; `again`: the same once more."""
+    """Judge how far the gradients of each backward are from a plain one's; `again`: of a second
+    plain one."""
     others = {"in two parts": split, "of layers that are computed again": recomputed}
     wrong = {way: far for way, far in others.items() if not far <= _ROUNDING}
     if wrong or not again <= _ROUNDING:
@@ -142,7 +144,7 @@ def of_backwards(device: str, *, again: float, split: float, recomputed: float) 
 
 
 def syncs(devices: Sequence[str]) -> Iterator[Finding]:
-    """Whether the host waits for the GPU within a micro-batch."""
+    """Check that the host does not wait for the GPU within a micro-batch."""
     place = torch.device(devices[0])
     model = _Whole(place)
     model.train()  # what is done once is done
@@ -193,8 +195,8 @@ def _place(error: BaseException) -> str:
 
 
 def errors(devices: Sequence[str]) -> Iterator[Finding]:
-    """What want of memory and a failed assertion of a kernel are taken for. The latter spoils this
-    process's GPU, and so comes last."""
+    """Check how want of memory and a failed assertion of a kernel are classified. The latter spoils
+    this process's GPU, and so comes last."""
     place = torch.device(devices[0])
     yield of_want_of_memory(raised_by(lambda: torch.empty(_TOO_MUCH, device=place)), _sum(place))
     if place.type == "cuda":

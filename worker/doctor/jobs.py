@@ -170,7 +170,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _visible(device: str) -> str:
-    """What CUDA_VISIBLE_DEVICES calls it."""
+    """Return the name that CUDA_VISIBLE_DEVICES has for `device`."""
     number = int(device.removeprefix("cuda:"))
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     return shown.split(",")[number] if shown else str(number)
@@ -183,7 +183,7 @@ def _halves(devices: Sequence[str]) -> list[Sequence[str]]:
 
 
 def kills(devices: Sequence[str]) -> Iterator[Finding]:
-    """That a job in float64 has the losses of a CPU, whose workers are killed as they go."""
+    """Check that a float64 job has the losses of a CPU though its workers are killed as they go."""
     job = {
         "name": "unharmed",
         "model": {"layers": 4, "hidden": 64, "heads": 4, "sequence_length": 64, "dropout": 0.1},

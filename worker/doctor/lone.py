@@ -24,7 +24,7 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Used:
-    """What groups took, and what is still there behind their end."""
+    """Time and memory that groups took, and what is still there after their end."""
 
     connect_s: float
     abort_s: float
@@ -36,7 +36,8 @@ class Used:
 
 
 def lone(devices: Sequence[str]) -> Iterator[Finding]:
-    """That many groups connect, sum, are aborted at once, and leave nothing."""
+    """Check that many groups of this process alone connect, sum, are aborted at once, and leave
+    nothing."""
     place = torch.device(devices[0])
     torch.cuda.set_device(place)
     if not nccl_version():

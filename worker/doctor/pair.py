@@ -61,7 +61,7 @@ def pair(what: str, devices: Sequence[str]) -> tuple[str, list[int | None]]:
 
 
 def member(arguments: Sequence[str], tasks: Mapping[str, Task]) -> None:
-    """One of the two."""
+    """Run one of the two members, as `arguments` say: task, rank, device, folder."""
     what, rank, device, folder = arguments
     place = torch.device(device)
     on_gpu = place.type == "cuda"

@@ -46,8 +46,8 @@ _POLL_S = 0.001
 
 
 def messages(devices: Sequence[str]) -> Iterator[Finding]:
-    """How long a small message takes and how fast a large one is; what a receive that waits costs
-    computation."""
+    """Measure how long a small message takes, how fast a large one is, and how far a receive that
+    waits slows computation."""
     words, codes = pair("messages", devices)
     if codes != [0, 0]:
         yield _failed("messages", f"two communicators do not work: {words or 'they hang'}")
@@ -77,7 +77,7 @@ def of_messages(name: str, found: Speeds) -> Finding:
 
 
 def ends(devices: Sequence[str]) -> Iterator[Finding]:
-    """That six operations at once are given up in whichever way their peer goes."""
+    """Check that six operations at once are given up in whichever way their peer goes."""
     for way in WAYS:
         words, codes = pair(f"ends-{way}", devices)
         yield of_end(way, words, ended=codes[0] == 0)
@@ -100,7 +100,7 @@ def of_end(way: Way, words: str, *, ended: bool) -> Finding:
 
 
 def recoveries(devices: Sequence[str]) -> Iterator[Finding]:
-    """That recoveries leave nothing behind."""
+    """Check that recoveries leave nothing behind."""
     words, codes = pair("recoveries", devices)
     if codes != [0, 0]:
         yield _failed("recoveries", f"{RECOVERIES} recoveries fail: {words or 'they hang'}")
@@ -154,7 +154,7 @@ def _until_gone(told: Mapping[str, bytes]) -> None:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether it does nothing any more: it has ended, or is stopped."""
+    """Return whether process `pid` does nothing any more: it has ended, or is stopped."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
     except OSError:

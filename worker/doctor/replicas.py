@@ -36,7 +36,8 @@ _CONNECT_S = 15.0
 
 
 def groups(devices: Sequence[str]) -> Iterator[Finding]:
-    """That two connect many groups at once, what these take, and that all of it comes back."""
+    """Check that two processes connect many groups at once, what these take, and that all of it
+    comes back."""
     words, codes = pair("groups", devices)
     if codes != [0, 0]:
         what = f"{_GROUPS} groups of two cannot be used beside each other: {words or 'they hang'}"
@@ -99,7 +100,7 @@ def connect_many(place: torch.device, rank: int, folder: Path, connect_s: float)
 
 
 def _options() -> object:
-    """As workers make their groups, but that torch connects them."""
+    """Return the options that workers make their groups with, except that torch connects them."""
     from torch._C._distributed_c10d import ProcessGroupNCCL  # builds of torch for CPUs lack it
 
     options = ProcessGroupNCCL.Options()
@@ -127,7 +128,8 @@ def _free(place: torch.device) -> int:
 
 
 def replicas(devices: Sequence[str]) -> Iterator[Finding]:
-    """That two replicas, each with samples of its own, have the same bits after some steps."""
+    """Check that two replicas, each with samples of its own, have the same bits after some
+    steps."""
     words, codes = pair("replicas", devices)
     yield of_replicas(words, codes == [0, 0])
 
@@ -232,7 +234,7 @@ def _tokens(job: JobSpec, rows: torch.Generator) -> Tensor:
 
 
 def job_of(place: torch.device) -> JobSpec:
-    """What both train: large enough for a GPU to have something to do."""
+    """Return the job that both train: large enough for a GPU to have something to do."""
     large = place.type == "cuda"
     return JobSpec(
         name="doctor",

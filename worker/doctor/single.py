@@ -31,8 +31,8 @@ _DRIVER = "/dev/nvidia"
 
 
 def forks(devices: Sequence[str]) -> Iterator[Finding]:
-    """That workers can be forked: what they are forked from has one thread and no driver open, and
-    each child computes soon."""
+    """Check that workers can be forked: what they are forked from has one thread and no driver
+    open, and each child computes soon."""
     import oobleck.worker.warm  # noqa: F401  # as the warm process does
 
     threads = len(os.listdir("/proc/self/task"))
@@ -64,7 +64,8 @@ def of_forks(spent_s: float, *, on_gpu: bool) -> Finding:
 
 
 def _target(descriptor: Path) -> str:
-    """Of the driver; empty: it is another one's."""
+    """Return the file that `descriptor` has open if it is the driver's; empty: it is another
+    one's."""
     try:
         target = os.readlink(descriptor)
     except OSError:  # closed meanwhile
@@ -84,7 +85,7 @@ def _forked(device: str) -> int:
 
 
 def memory(devices: Sequence[str]) -> Iterator[Finding]:
-    """That memory can be taken, holds what is written, and comes back."""
+    """Check that memory can be taken, holds what is written, and comes back."""
     for device in devices:
         free, total = torch.cuda.mem_get_info(device)
         taken = int(free * _TAKEN)
@@ -108,7 +109,7 @@ def of_memory(device: str, free: int, total: int, *, right: bool) -> Finding:
 
 
 def killed(devices: Sequence[str]) -> Iterator[Finding]:
-    """How soon the memory of a killed process is free."""
+    """Measure how soon the memory of a killed process is free."""
     device = devices[0]
     code = (
         "import sys, torch; d = sys.argv[1]; n = int(torch.cuda.mem_get_info(d)[0] * 0.5); "
@@ -182,7 +183,7 @@ def _by_hand(check: str, devices: Sequence[str]) -> str:
 
 
 def products(devices: Sequence[str]) -> Iterator[Finding]:
-    """How many bf16 FLOP/s products reach, against what such a GPU should."""
+    """Measure how many bf16 FLOP/s products reach, against what such a GPU should."""
     for device in devices:
         on_gpu = device != "cpu"
         size = 8192 if on_gpu else 256
@@ -237,8 +238,9 @@ def copies(devices: Sequence[str]) -> Iterator[Finding]:
 
 
 def waits(devices: Sequence[str]) -> Iterator[Finding]:
-    """Which calls wait for another stream's kernel: these must not be made while a receive waits
-    for its peer. Told, not judged: the transport is made for GPUs on which all of them do."""
+    """Report which calls wait for another stream's kernel: these must not be made while a receive
+    waits for its peer. Nothing is judged: the transport is made for GPUs on which all of them
+    do."""
     device = torch.device(devices[0])
     torch.cuda.set_device(device)
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch does not say

@@ -25,7 +25,7 @@ _NETWORK = (
 
 
 def peers(devices: Sequence[str]) -> Iterator[Finding]:
-    """Whether GPUs reach each other's memory, and how fast."""
+    """Check whether GPUs reach each other's memory, and how fast."""
     numbers = [torch.device(device).index for device in devices]
     apart = [
         f"{a}-{b}"
@@ -71,7 +71,7 @@ def sums(devices: Sequence[str]) -> Iterator[Finding]:
 
 
 def aborts(devices: Sequence[str]) -> Iterator[Finding]:
-    """That a receive whose peer was killed can be given up, and its GPU goes on."""
+    """Check that a receive whose peer was killed can be given up, and its GPU goes on."""
     words, codes = pair("lost", devices)
     if codes[0] != 0:
         what = f"a receive from a killed peer cannot be given up: {words or 'it hangs'}"

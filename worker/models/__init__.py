@@ -36,7 +36,7 @@ __all__ = [
 
 
 def check_code(job: JobSpec) -> None:
-    """Whether the model's code, if it is the user's, is here what it was where the job was
+    """Check that the model's code, if it is the user's, is here what it was where the job was
     submitted. Raises NodeError, JobError."""
     if isinstance(job.model, OwnModelSpec):
         own.check_code(job)

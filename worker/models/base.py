@@ -1,4 +1,5 @@
-"""What all families share: what makes one, dropout by sample instead of by call, initial values.
+"""Parts that all families share: what makes one, dropout by sample instead of by call, initial
+values.
 
 Knows no family by name, and nothing of stages, flat state, devices of others or plans.
 """
@@ -51,7 +52,7 @@ class Layer(nn.Module):
         raise NotImplementedError
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Its parameters, by the names that an output has them under."""
+        """Yield its parameters, by the names that an output has them under."""
         yield from self.named_parameters()
 
     def row_losses(self, output: Tree, targets: Tree) -> RowLosses | None:
@@ -59,13 +60,13 @@ class Layer(nn.Module):
         return None
 
     def metric_sums(self, output: Tree, targets: Tree) -> dict[str, float]:
-        """In the last layer: what else is told of an evaluation, summed over rows."""
+        """Return further metrics of an evaluation, summed over rows; asked of the last layer."""
         return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How the models of one kind are built: what a family's module has as `FAMILY`."""
+    """Builders of the models of one kind; a family's module has them as `FAMILY`."""
 
     #: Each is called with the model's spec and the number of the layer.
     embedding: Callable[[ModelSpec, int], Layer]
@@ -101,7 +102,7 @@ def place_parameters(module: nn.Module, memory: Mapping[str, Tensor]) -> None:
 
 
 def drops(share: float) -> bool:
-    """Whether there is dropout of that share now; not where a model is evaluated."""
+    """Return whether there is dropout of that share now; not where a model is evaluated."""
     return share > 0.0 and _rows.get().training
 
 

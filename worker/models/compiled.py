@@ -44,7 +44,7 @@ class Prepared(nn.Module):
         return self.compute(self.prepare(x))
 
     def prepare(self, x: Any) -> Any:
-        """What `compute` takes, from the layer's input."""
+        """Return what `compute` takes, from the layer's input."""
         raise NotImplementedError
 
     def compute(self, prepared: Any) -> Any:
@@ -78,12 +78,13 @@ def _compiled() -> Call:
 
 
 def run_compiled(module: nn.Module, x: Tree) -> Tree:
-    """What `module` gives for `x`, by compiled code."""
+    """Run `module` on `x` by compiled code; return what it gives."""
     return _compiled()(module, x)
 
 
 def _in_order(tensor: Tensor) -> Tensor:
-    """With the strides of a new tensor, as what has travelled has: code is compiled for strides."""
+    """Return `tensor` with the strides of a new one, as received tensors have them: code is
+    compiled for strides."""
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != expected:
@@ -130,7 +131,7 @@ def compiling(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Of the processes of this host."""
+    """Hold the lock of `folder`: one process of this host at a time."""
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -149,8 +150,8 @@ def _check_compiler() -> None:
 
 
 def _folder() -> Path:
-    """Where torch keeps what it has compiled, which is made. Raises NodeError where others could
-    put code there."""
+    """Return the folder where torch keeps what it has compiled, and make it. Raises NodeError where
+    it cannot be made, and where others could put code there."""
     places: Any = importlib.import_module("torch._inductor.runtime.cache_dir_utils")
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     folder = Path(given or places.default_cache_dir())

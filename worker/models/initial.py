@@ -32,7 +32,7 @@ _FORMER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.b
 
 @cached(maxsize=2)
 def weight_files(directory: str) -> WeightFiles:
-    """As `open_weights`, once. Raises JobError."""
+    """Open the files by `open_weights`, once. Raises JobError."""
     try:
         return open_weights(directory)
     except WeightsError as error:
@@ -48,9 +48,11 @@ def check_as_begun(read: Iterable[StoredTensor]) -> None:
 
 
 def check_weights(spec: AnyModel) -> bytes:
-    """Whether the files have every parameter of the model in its shape; their fingerprint.
+    """Check that the files have every parameter of the model in its shape; return their
+    fingerprint.
 
-    Empty where the model has no files. Raises JobError with the tensor and the fix.
+    The fingerprint is empty where the model has no files. Raises JobError with the tensor and the
+    fix.
     """
     if spec.initial is None:
         return b""

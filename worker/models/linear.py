@@ -68,7 +68,7 @@ def deferring(deferred: DeferredGradients | None) -> Iterator[None]:
 
 
 class Deferring(nn.Module):
-    """What a linear layer, whose weight's gradient may be left for later, does."""
+    """Base of linear layers whose weight's gradient may be left for later."""
 
     weight: Tensor
     bias: Any
@@ -89,13 +89,14 @@ class Deferring(nn.Module):
         return gradient.t().mm(x)
 
     def offset(self) -> Tensor | None:
-        """What is added to the product; a subclass may cut parts of the bias from autograd."""
+        """Return what is added to the product; a subclass may cut parts of the bias from
+        autograd."""
         bias: Tensor | None = self.bias
         return bias
 
 
 class Linear(Deferring):
-    """With nothing in its weights."""
+    """Linear layer whose weights have no values yet."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -109,8 +110,8 @@ def is_hooked(parameter: Tensor) -> bool:
 
 
 def _computed_again() -> bool:
-    """Whether this forward may be run once more in the backward, as by torch.utils.checkpoint: it
-    must keep the same tensors then, where nothing is left for later."""
+    """Return whether this forward may be run once more in the backward, as by
+    torch.utils.checkpoint. It must keep the same tensors then, where nothing is left for later."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 

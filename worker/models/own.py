@@ -115,7 +115,7 @@ def user_model(spec: OwnModelSpec) -> Model:
 
 
 def sources(job: JobSpec) -> list[Code]:
-    """What is described, and must be the same on all nodes."""
+    """Return the code that is described, and must be the same on all nodes."""
     assert isinstance(job.model, OwnModelSpec)
     return [job.model.code, *([job.data.code] if job.data.code else [])]
 
@@ -131,7 +131,8 @@ def check_code(job: JobSpec) -> None:
 
 
 def builders(spec: OwnModelSpec) -> Sequence[Callable[[], nn.Module]]:
-    """What builds each layer, on the device of the context. Raises JobError, NodeError."""
+    """Return the builder of each layer, which builds on the device of the context. Raises JobError,
+    NodeError."""
     return list(user_model(spec).layers)
 
 
@@ -230,7 +231,8 @@ def build_layer(spec: OwnModelSpec, layer: int) -> OwnLayer:
 
 
 def empty_layer(spec: OwnModelSpec, seed: int, layer: int) -> OwnLayer:
-    """Its parameters have no memory yet, or are still to be replaced; all else is there."""
+    """Build a layer whose parameters have no memory yet, or are still to be replaced; all else is
+    there."""
     with _seeded(spec, seed, layer), torch.device("meta"), _Watch() as watch:
         module = build(spec, layer)
     kept = (
@@ -301,7 +303,8 @@ def _tensors(value: object, depth: int = 3) -> Iterator[Tensor]:
 
 
 def values(layer: OwnLayer) -> dict[str, Tensor]:
-    """What its trained parameters were built with; none where only their shapes were."""
+    """Return the values that its trained parameters were built with; none where only their shapes
+    were."""
     return {name: p.detach() for name, p in layer.trained()} if layer.drawn else {}
 
 
@@ -370,7 +373,7 @@ def in_precision(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def constant_bytes(module: nn.Module) -> int:
-    """Of its buffers and frozen parameters, each once."""
+    """Return the bytes of its buffers and frozen parameters, each once."""
     held = [*module.buffers(), *(p for p in module.parameters() if not p.requires_grad)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
 

@@ -1,4 +1,4 @@
-"""Which module builds which kind of model.
+"""Registry of the modules that build each kind of model.
 
 A family is a module in `families`, named by its kind, with a `FAMILY`. It is loaded when it is
 asked for, since transformers, which those of Hugging Face need, is optional and takes two seconds
@@ -33,7 +33,8 @@ def load(kind: str) -> bool:
 
 
 def family(spec: ModelSpec) -> Family:
-    """For the kind of `spec`; raises JobError where its module cannot be imported."""
+    """Return the family for the kind of `spec`; raises JobError where its module cannot be
+    imported."""
     try:
         found: Family = importlib.import_module(f"{_FAMILIES}.{spec.kind}").FAMILY
     except ImportError as error:

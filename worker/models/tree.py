@@ -1,4 +1,5 @@
-"""What passes between the layers of a model: one tensor, or a tuple, list or dict of such trees.
+"""Trees that pass between the layers of a model: one tensor, or a tuple, list or dict of such
+trees.
 
 A tree taken apart is its tensors in order, and its structure as JSON: `null` for a tensor,
 `["tuple", ...]` and `["list", ...]` for sequences, an object for a dict, whose keys keep their
@@ -29,7 +30,7 @@ def flatten(tree: Tree) -> list[Tensor]:
 
 
 def structure(tree: Tree) -> str:
-    """How `tree` is put together. Raises TypeError."""
+    """Describe how `tree` is put together, as JSON. Raises TypeError."""
     if isinstance(tree, Tensor):
         return TENSOR
     return json.dumps(_pattern(tree, ()), separators=(",", ":"))

@@ -1,8 +1,7 @@
-"""What goes from a source of state to a worker of a coming plan, ahead of the plan.
+"""Items that a source of state sends to a worker of a coming plan, ahead of the plan.
 
-A stream of items: a head, and for a piece of state or of a gradient its numbers behind it, cut into
-frames. Must not know where items come from, nor what becomes of them.
-"""
+They form a stream: each item has a head; one for a piece of state or of a gradient has its numbers
+behind it, cut into frames. Must not know where items come from, nor what becomes of them."""
 
 from collections.abc import Mapping
 from fractions import Fraction
@@ -23,7 +22,8 @@ REFUSED = Label(Kind.FED, 0, 1)
 
 
 class Offered(msgspec.Struct, frozen=True, kw_only=True, tag="offered"):
-    """The source has something to feed. A taker that has heard of the plan acknowledges step 0."""
+    """Offer of the source, which has something to feed. A taker that has heard of the plan
+    acknowledges step 0."""
 
 
 class Copied(msgspec.Struct, frozen=True, kw_only=True, tag="copied"):
@@ -44,8 +44,8 @@ class Copied(msgspec.Struct, frozen=True, kw_only=True, tag="copied"):
 
 
 class Reduced(msgspec.Struct, frozen=True, kw_only=True, tag="reduced"):
-    """What step `step` applies to a piece, before its scale; `count` numbers follow. The step is
-    committed once its `Applied` comes."""
+    """Gradient that step `step` applies to a piece, before its scale; `count` numbers follow. The
+    step is committed once its `Applied` comes."""
 
     piece: int
     step: int
@@ -53,7 +53,7 @@ class Reduced(msgspec.Struct, frozen=True, kw_only=True, tag="reduced"):
 
 
 class Applied(msgspec.Struct, frozen=True, kw_only=True, tag="applied"):
-    """The source has committed a step. All pieces that come before are at it then."""
+    """Commit of a step by the source. All pieces that come before are at that step then."""
 
     step: int
     #: Of the gradients; None: the step was skipped.
@@ -64,14 +64,14 @@ class Applied(msgspec.Struct, frozen=True, kw_only=True, tag="applied"):
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
-    """A piece is fed no more: it is to be fetched when the plan is entered."""
+    """End of a piece's feeding: the piece is to be fetched when the plan is entered."""
 
     piece: int
 
 
 class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
-    """The source has left the plan before: its pieces are as they were then. What it had not sent
-    by then it does not send any more."""
+    """End of the stream: the source has left the plan before, and its pieces are as they were then.
+    What it had not sent by then it does not send any more."""
 
     step: int
     lineage: int
@@ -90,6 +90,6 @@ decoder: "msgspec.json.Decoder[Item]" = msgspec.json.Decoder(Item)
 
 
 def frames_of(numbers: torch.Tensor) -> list[torch.Tensor]:
-    """Contiguous numbers in host memory, as one frame each."""
+    """Split contiguous numbers in host memory into one tensor per frame."""
     flat = numbers.reshape(-1)
     return list(torch.split(flat, FRAME_BYTES // flat.element_size()))

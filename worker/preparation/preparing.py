@@ -58,7 +58,7 @@ class _Answer(Incoming):
 
 
 class _Coming:
-    """One plan that is prepared."""
+    """Preparation of a single plan."""
 
     def __init__(self, context: WorkerContext, assign: Assign, present: Plan | None) -> None:
         """`present`: the plan that is left for it; None: this worker is in none."""
@@ -103,7 +103,7 @@ class _Coming:
             source.cut = True
 
     def work_out(self, compile_own: Compile) -> None:
-        """What takes the longer the more workers there are; in a thread of its own."""
+        """Do the work that grows with the number of workers; runs in a thread of its own."""
         sources: dict[bytes, Source] = {}
         try:
             if self._context.worker in self.plan.workers:
@@ -135,7 +135,8 @@ class _Coming:
         return sources
 
     def _connect(self) -> None:
-        """To those that the plan needs. Of two, the larger identity calls."""
+        """Connect to the peers that the plan needs. Of two peers, the one with the larger identity
+        calls."""
         context, workers = self._context, self.plan.workers
         tied = context.job.model.ties
         wiring = wiring_of(self.plan, context.worker, tied=tied, ordered=False)
@@ -166,7 +167,7 @@ class _Coming:
         return found
 
     def sources(self) -> Sequence[Source]:
-        """Of all that is known by now to be sent."""
+        """Return the sources of everything that is known by now to be sent."""
         return tuple((self._sources or {}).values())
 
     def is_ready(self, committed: int) -> bool:
@@ -175,7 +176,7 @@ class _Coming:
         )
 
     def leave(self) -> None:
-        """The plan before is left, after the newest committed step. May be repeated."""
+        """Leave the plan before, after the newest committed step. May be repeated."""
         if self._left or self._present is None:
             return
         self._left = True
@@ -188,7 +189,7 @@ class _Coming:
 
 
 class Preparing:
-    """What this worker has ready for the plan that comes next. Used by the training thread."""
+    """Everything that this worker has ready for the next plan. Used by the training thread."""
 
     def __init__(self, context: WorkerContext, compile_own: Compile) -> None:
         self._context = context
@@ -221,12 +222,13 @@ class Preparing:
         self._context.faults.reached(point, generation=generation, step=step)
 
     def reduced(self, step: int, layers: Container[int]) -> None:
-        """The reduced gradients of `layers` in `step` are there."""
+        """Feed the reduced gradients of `layers` in `step`, which are there."""
         for source in self._sources():
             source.reduced(step, layers)
 
     def committed(self, step: int, scale: float | None, step_s: float, omitted: Omissions) -> None:
-        """`step` is committed, with its gradients times `scale`; None: it was skipped."""
+        """Tell the sources that `step` is committed, with its gradients times `scale`; None: it was
+        skipped."""
         for source in self._sources():
             source.committed(step, scale, step_s, omitted)
             self._reached("feeding")
@@ -235,7 +237,8 @@ class Preparing:
         return self._coming.sources() if self._coming is not None else ()
 
     def ready_for(self, step: int) -> Generation | None:
-        """The generation that this worker is ready to switch to after `step`, if there is one."""
+        """Return the generation that this worker is ready to switch to after `step`, if there is
+        one."""
         coming = self._coming
         if coming is None or not coming.is_ready(step - 1):
             return None
@@ -243,8 +246,8 @@ class Preparing:
         return coming.plan.generation
 
     def enter(self, assign: Assign) -> None:
-        """The plan of `assign` is entered: nothing that is prepared for another is wanted. A worker
-        that is in none is fed from now on."""
+        """Enter the plan of `assign`: drop what is prepared for another. A worker that is in no
+        plan is fed from now on."""
         if self._coming is not None and self._is_for(assign):
             self._coming.leave()
             return
@@ -253,7 +256,7 @@ class Preparing:
             self._begin(assign, None)
 
     def own_program(self, plan: Plan) -> OwnProgram:
-        """This worker's part of `plan`."""
+        """Return this worker's part of `plan`, compiling it unless it was prepared."""
         coming = self._coming
         if coming is not None and coming.plan.generation == plan.generation:
             assert self._thread is not None, "it was begun"
@@ -294,15 +297,16 @@ class Preparing:
         return count
 
     def _learn_vote(self, words: Sequence[Over]) -> None:
-        """Of the step that this worker holds layers of from now on: they count only beside those of
-        whoever can follow to that step."""
+        """Learn the vote on the step of the layers that this worker holds from now on. These layers
+        count only beside those of workers that can follow to that step."""
         for word in words:
             if word.ballot:
                 ballot = torch.frombuffer(bytearray(word.ballot), dtype=torch.float64)
                 self._context.progress.learn(word.step, word.voted_generation, ballot)
 
     def _stands_at(self, word: Over) -> bool:
-        """Whether what this worker holds is of the same generation and step as what was fed."""
+        """Return whether this worker's layers are of the same generation and step as the layers
+        fed."""
         progress = self._context.progress
         # A step may yet be committed by who has its gradients, which a copy has not.
         return progress.reduced <= progress.committed and (
@@ -311,8 +315,9 @@ class Preparing:
         )
 
     def _may_count_beside(self, word: Over) -> bool:
-        """Whether the others might still need what this worker holds. Nobody goes back more than
-        one step behind the sources, nor behind a checkpoint that all went back to."""
+        """Return whether the others might still need the layers that this worker holds. No worker
+        goes back more than one step behind the sources, nor behind a checkpoint that all went back
+        to."""
         progress = self._context.progress
         return (
             bool(self._context.state.layers)
@@ -321,7 +326,7 @@ class Preparing:
         )
 
     def drop(self) -> None:
-        """Nothing is prepared."""
+        """Drop the plan under preparation, if there is one."""
         if self._coming is not None:
             self._coming.close()
             self._coming = None

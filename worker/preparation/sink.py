@@ -1,9 +1,8 @@
-"""What this worker takes of the layers that a coming plan gives it, ahead of the plan.
+"""Receives the layers that a coming plan gives to this worker, ahead of the plan.
 
 Each source feeds pieces of layers and the updates that follow; a thread replays these, so that the
-copies are equal to the sources' own to the last bit. They count for nobody until the plan is
-entered. Must not know plans.
-"""
+copies equal the sources' own to the last bit. The copies count for no worker until the plan is
+entered. Must not know plans."""
 
 import contextlib
 import logging
@@ -60,8 +59,8 @@ class _Piece:
 
 
 class _Stream:
-    """What comes from one source. Frames come in with the links' lock held, and items leave it for
-    the sink's thread."""
+    """Stream of frames and items from one source. Frames come in with the links' lock held, and
+    items leave it for the sink's thread."""
 
     def __init__(
         self,
@@ -171,7 +170,7 @@ class _Numbers(Incoming):
 
 
 class Sink:
-    """All that is fed to this worker for one coming plan."""
+    """Receiver of everything that is fed to this worker for one coming plan."""
 
     def __init__(
         self,
@@ -196,7 +195,8 @@ class Sink:
         self._thread: threading.Thread | None = None
 
     def frame(self, source: bytes, label: Label) -> Incoming | None:
-        """Where a frame of `source` goes. Called with the links' lock held."""
+        """Return the place that a frame of `source` is read into. Called with the links' lock
+        held."""
         stream = self._streams.get(source)
         if stream is None:
             refuse = partial(self._answer, source, REFUSED, _NOTHING)
@@ -208,25 +208,25 @@ class Sink:
         return stream.frame(label)
 
     def cut(self, source: bytes) -> None:
-        """What it sends from now on comes without what was lost. Called with the links' lock
-        held."""
+        """Mark the stream of `source` as broken: frames were lost, and later ones do not make up
+        for them. Called with the links' lock held."""
         if (stream := self._streams.get(source)) is not None:
             stream.broken = True
 
     @property
     def feeders(self) -> frozenset[bytes]:
-        """Those from whom something has come."""
+        """Identities of the sources that have sent something."""
         return frozenset(self._streams)
 
     def is_over(self) -> bool:
-        """Whether no source has more to say. Called with the links' lock held."""
+        """Return whether no source has more to send. Called with the links' lock held."""
         return all(
             stream.over is not None or stream.broken or not self._links.linked(stream.source)
             for stream in self._streams.values()
         )
 
     def last_words(self) -> list[Over]:
-        """Of the sources that had the time."""
+        """Return the last item (`Over`) of each source that had the time to send it."""
         return [stream.over for stream in self._known() if stream.over is not None]
 
     def _known(self) -> list[_Stream]:
@@ -234,8 +234,8 @@ class Sink:
             return list(self._streams.values())
 
     def whole_layers(self, step: int, *, anew: bool) -> list[LayerState]:
-        """What is there at `step`, where what this worker holds already makes up the rest; `anew`:
-        that is of no use."""
+        """Return the layers that are complete at `step`, with what this worker already holds as the
+        rest. With `anew`, ignore what this worker holds."""
         own = () if anew else (self._state.layers, self._state.former)
         fed: dict[int, list[tuple[Fraction, Fraction]]] = {}
         for stream in self._known():

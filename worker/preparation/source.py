@@ -1,9 +1,8 @@
-"""What this worker sends ahead of a coming plan to one worker that will hold some of its layers.
+"""Sends layers, ahead of a coming plan, to one worker that will hold them.
 
 A layer is copied at a step boundary and goes out in the background; the applied gradients of each
 later step follow, so that the taker replays the same updates. Used by the training thread. Must not
-know what becomes of it.
-"""
+know what becomes of it."""
 
 import logging
 import time
@@ -106,7 +105,7 @@ class Source:
 
     @property
     def pieces(self) -> int:
-        """How many are on their way or there."""
+        """Number of pieces that are on their way or have arrived."""
         return len(self._fed)
 
     def offer(self) -> None:
@@ -117,7 +116,7 @@ class Source:
             self._send(Offered())
 
     def reduced(self, step: int, layers: Container[int]) -> None:
-        """The gradients that `step` will apply to `layers` are there."""
+        """Send the gradients that `step` will apply to `layers`, which are there."""
         for piece in self._fed:
             transfer = piece.transfer
             if transfer.layer not in layers:
@@ -130,7 +129,7 @@ class Source:
     def committed(
         self, step: int, scale: float | None, step_s: float, omitted: Omissions = NO_OMISSIONS
     ) -> None:
-        """`step`, which took `step_s`, is committed: tell so, and copy what comes next."""
+        """Tell that `step`, which took `step_s`, is committed, and copy what comes next."""
         self._behind.append((step, self._gradient_bytes))
         self._gradient_bytes = 0
         self._check_there()
@@ -142,12 +141,12 @@ class Source:
             self._send(applied)
 
     def is_ready(self, committed: int) -> bool:
-        """Whether all that can be fed is there up to the step before the one under way."""
+        """Return whether all that can be fed has arrived, up to the step before the current one."""
         return not self._waiting and (not self._fed or self.acknowledged >= committed)
 
     def end(self, progress: TrainingProgress, generation: Generation) -> None:
-        """The plan is left after the newest committed step. What has not gone out would hold up
-        those who enter the next one: it does so only where what it completes is more."""
+        """Leave the plan after the newest committed step. What has not gone out would hold up those
+        who enter the next one: it is sent only where what it completes is more."""
         self._waiting.clear()
         if self._unsent_bytes() > sum(piece.size for piece in self._fed):
             self._withdraw()
@@ -185,12 +184,13 @@ class Source:
         self._withdraw()
 
     def _withdraw(self) -> None:
-        """Nobody wants what has not gone out yet."""
+        """Withdraw everything that has not gone out yet."""
         self._links.withdraw(self._feeding, self._taker)
         self._unsent.clear()
 
     def _leave_what_is_outrun(self, step: int) -> None:
-        """A taker that stays behind gets half; one that has said nothing since, nothing."""
+        """Halve what is fed to a taker that stays behind; stop feeding one that has acknowledged
+        nothing since."""
         if self.acknowledged >= step - 1:
             return
         patient = (
@@ -212,7 +212,7 @@ class Source:
             self._send(Left(piece=piece.number))
 
     def _is_far_behind(self) -> bool:
-        """Whether more waits for the taker than it should have to keep."""
+        """Return whether more waits for the taker than it should have to keep."""
         while self._behind and self._behind[0][0] <= self.acknowledged:
             self._behind.popleft()
         sizes = [size for _, size in self._behind]
@@ -220,7 +220,8 @@ class Source:
         return sum(sizes) > bound
 
     def _copy(self, step: int, step_s: float) -> None:
-        """The next pieces, where the taker has what it got before, as long as hardly counts."""
+        """Copy the next pieces, where the taker has what it got before, as long as hardly
+        counts."""
         if not self._waiting:
             return
         if self.acknowledged < 0 or not self._links.linked(self._taker):

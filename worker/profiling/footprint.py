@@ -1,9 +1,8 @@
-"""How much memory torch's operations take, tensor by tensor: the most at a time.
+"""Meter of the memory that torch's operations take, tensor by tensor: the most at a time.
 
 On a CPU every result with memory of its own counts until its last user releases it; small and large
 blocks apart, since the heap keeps what small ones took (`oobleck.planner.profile.memory`). On a GPU
-torch's allocator counts. Must not know what is run.
-"""
+torch's allocator counts. Must not know what is run."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +16,8 @@ from oobleck.planner.profile.memory import heap_and_mapped
 
 
 def peak_bytes(run: Callable[[], None], device: torch.device) -> tuple[int, int]:
-    """The most that `run` has at a time of what it makes on `device`, in the heap and mapped; a
-    GPU has no such difference, and the second is 0."""
+    """Return the peak bytes of what `run` makes on `device`, in the heap and mapped. A GPU has no
+    such difference, and the second is 0."""
     if device.type == "cuda":
         before: int = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -11,7 +11,7 @@ from oobleck.worker.models.tree import Tree, unflatten
 
 
 def samples(job: JobSpec, rows: int, source: torch.Generator) -> tuple[Tree, Tree]:
-    """Inputs and targets as the job's data has them."""
+    """Return inputs and targets as the job's data has them."""
     model = job.model
     if not isinstance(model, OwnModelSpec):
         assert isinstance(model, ModelSpec), "there are two kinds"
@@ -26,8 +26,8 @@ def samples(job: JobSpec, rows: int, source: torch.Generator) -> tuple[Tree, Tre
 
 
 def values(sketch: TensorSketch, rows: int, source: torch.Generator) -> Tensor:
-    """Numbers from 0 to 1, which may be shares or have a logarithm, but zeros of types without
-    fractions: these may be indices of anything."""
+    """Return numbers from 0 to 1, which may be shares or have a logarithm, but zeros of types
+    without fractions: these may be indices of anything."""
     shape, dtype = (rows, *sketch.shape), getattr(torch, sketch.dtype)
     if not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)

@@ -48,7 +48,7 @@ Check = Callable[[], None]
 
 @dataclass(slots=True)
 class _Seconds:
-    """Of every repeat."""
+    """Seconds that every repeat took, by what was measured."""
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
@@ -87,17 +87,17 @@ def measure_layers(
 
 
 def measure_alone(job: JobSpec, device: torch.device, check: Check) -> tuple[float, ...]:
-    """What a micro-batch's forward and backward take in a layer of each kind. Raises what `check`
-    raises."""
+    """Return the times of a micro-batch's forward and backward in a layer of each kind. Raises what
+    `check` raises."""
     return tuple(_alone_s(job, layer, device, check) for layer in job.model.examples)
 
 
 def pass_once(
     job: JobSpec, layer: int, device: torch.device, given: tuple[Tree, Tree] | None = None
 ) -> Tensor:
-    """A micro-batch through one layer, as in a step and, where the job has any, in an evaluation.
-    `given`: as `_Bench` takes it. Returns the layer's output as it travels, of the last one the
-    loss."""
+    """Pass a micro-batch through one layer, as in a step and, where the job has any, in an
+    evaluation. `given`: as `_Bench` takes it. Returns the layer's output as it travels, of the last
+    one the loss."""
     bench = _Bench(job, [layer], device, job.training.microbatch, given)
     output = bench.pass_one()
     bench.update()
@@ -107,8 +107,9 @@ def pass_once(
 
 
 def _alone_s(job: JobSpec, layer: int, device: torch.device, check: Check) -> float:
-    """The mean, since a worker with a quota has its processor in spells. It rests as long as it
-    computes, as workers wait for others in training: else its quota would be used up sooner."""
+    """Return the mean seconds, since a worker with a quota has its processor in spells. The worker
+    rests as long as it computes, as workers wait for others in training: else its quota would be
+    used up sooner."""
     pulse.beat("measure", layer)
     bench = _Bench(job, [layer], device, job.training.microbatch)
     bench.pass_through()  # to warm up
@@ -122,7 +123,7 @@ def _alone_s(job: JobSpec, layer: int, device: torch.device, check: Check) -> fl
 
 
 def _alike(job: JobSpec, order: Sequence[int], example: int, device: torch.device) -> list[int]:
-    """The layers of a kind that are measured together."""
+    """Return the layers of a kind that are measured together."""
     alike = [layer for layer, kind in enumerate(order) if kind == order[example]]
     if len(alike) == 1:
         return alike
@@ -139,7 +140,8 @@ def _alike(job: JobSpec, order: Sequence[int], example: int, device: torch.devic
 def _measure_shared(
     job: JobSpec, layers: list[int], device: torch.device, check: Check, sizes: Sequence[int]
 ) -> LayerProfile:
-    """The layers' profile with the times of one worker's rows, for each number of workers."""
+    """Return the layers' profile with the times of one worker's rows, for each number of
+    workers."""
     alone, *shared = (_measure(job, layers, device, check, size) for size in sizes)
     times = {1: (alone.forward_s[1], alone.backward_s[1], alone.backward_input_s[1])}
     before = times[1]
@@ -163,8 +165,8 @@ def _measure_shared(
 def _measure(
     job: JobSpec, layers: list[int], device: torch.device, check: Check, size: int
 ) -> LayerProfile:
-    """The median over repeats of the layers, which are of one kind, taken in turn, with the rows
-    that one of `size` workers has of a micro-batch."""
+    """Return the median over repeats of the layers, which are of one kind, taken in turn, with the
+    rows that one of `size` workers has of a micro-batch."""
     bench = _Bench(job, layers, device, job.training.microbatch // size)
     kept = bench.kept_blocks()
     working_bytes, mapped_bytes = bench.working_bytes(kept)
@@ -249,8 +251,8 @@ class _Bench:
         self._step = 0
 
     def kept_blocks(self) -> list[int]:
-        """Bytes of each block that one micro-batch keeps of one layer until its backward. The
-        layer's input counts; its output is the next layer's input."""
+        """Return the bytes of each block that one micro-batch keeps of one layer until its
+        backward. The layer's input counts; its output is the next layer's input."""
         kept: dict[int, Tensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -273,9 +275,9 @@ class _Bench:
         return [tensor.untyped_storage().nbytes() for tensor in kept.values()]
 
     def working_bytes(self, kept: Sequence[int]) -> tuple[int, int]:
-        """The most that one micro-batch takes at a moment beside the state and the blocks `kept`:
-        in the heap, with its holes, and mapped. The gradient that comes in counts, and the messages
-        of a stage that this layer ends on both sides, which are posted ahead."""
+        """Return the most that one micro-batch takes at a moment beside the state and the blocks
+        `kept`: in the heap, with its holes, and mapped. The gradient that comes in counts, and so
+        do the messages of a stage that this layer ends on both sides, which are posted ahead."""
         runner = self._runners[0]
         messages = [*(tensor.nbytes for tensor in flatten(self._input)), self.output_bytes]
 
@@ -296,7 +298,7 @@ class _Bench:
         return heap, mapped
 
     def _sorted(self, blocks: Sequence[int]) -> tuple[int, int]:
-        """As `peak_bytes` does."""
+        """Return the blocks' heap and mapped bytes, told apart as `peak_bytes` does."""
         return heap_and_mapped(blocks) if self._device.type == "cpu" else (sum(blocks), 0)
 
     def repeat(self) -> None:
@@ -340,7 +342,7 @@ class _Bench:
         return self._now() - started
 
     def _backward_input_s(self, runner: StageRunner) -> float:
-        """The first part of a backward that comes in two."""
+        """Return the seconds of the first part of a backward that comes in two."""
         runner.forward(0, self._input, self._rows, self._targets, split=True)
         started = self._now()
         runner.backward_input(0, self._gradient)
@@ -349,7 +351,7 @@ class _Bench:
         return taken_s
 
     def update(self) -> None:
-        """All that a step does to a layer's state once: norm, update, and clearing gradients."""
+        """Do once all that a step does to a layer's state: norm, update, and clearing gradients."""
         self._step += 1
         self.state.squared_norm(
             LayerPart(layer=layer, part=part)

@@ -31,8 +31,9 @@ _LEAST_S = 1e-9
 def measure_link(
     transport: Transport, scope: Scope, device: torch.device, check: Check
 ) -> LinkMeasurement | None:
-    """Both workers of the transport call this; None for the one that answers. `device`: where the
-    tensors lie that training sends. Raises TransportError, and what `check` raises."""
+    """Measure the link between the two workers of the transport; both call this. Return None for
+    the one that answers. `device`: where the tensors lie that training sends. Raises
+    TransportError, and what `check` raises."""
     if transport.rank != 0:
         _answer(transport, device, check)
         return None
@@ -65,7 +66,7 @@ def _announce(transport: Transport, size: int, rounds: int) -> None:
 def _round_trips(
     transport: Transport, device: torch.device, check: Check, size: int, rounds: int
 ) -> list[float]:
-    """Seconds of each of `rounds` messages of `size` bytes there and back."""
+    """Return the seconds of each of `rounds` messages of `size` bytes there and back."""
     _announce(transport, size, rounds)
     message, reply = torch.zeros(2, size, dtype=torch.uint8, device=device)
     seconds = []

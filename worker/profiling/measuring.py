@@ -1,8 +1,7 @@
-"""In no generation: carries out the agent's wish to measure, and reports the results.
+"""Carries out the agent's wish to measure, outside of any generation, and reports the results.
 
 Owns how two workers come to measure their link. A measurement that fails is reported and costs
-nothing else; an assignment or a newer wish calls it off at once.
-"""
+nothing else; an assignment or a newer wish calls it off at once."""
 
 import logging
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ _FIRST_MEETING = 2
 
 
 class Measuring:
-    """One worker's part in measuring the job's model and the links."""
+    """Measurements of the job's model and the links, as far as one worker takes part in them."""
 
     def __init__(self, context: WorkerContext, device_kind: str) -> None:
         """`device_kind`: what the measurement calls the device."""
@@ -44,8 +43,8 @@ class Measuring:
         self._generation = _BEFORE
 
     def run(self, wish: Measure, generation: Generation) -> None:
-        """Returns when all is reported, or called off by an assignment that is newer than
-        `generation`, or a newer wish."""
+        """Measure and report. Returns when all is reported, or when it is called off by an
+        assignment that is newer than `generation`, or by a newer wish."""
         self._generation = generation
         if not wish.alone:
             self._context.faults.reached("before:measure", generation=_BEFORE, step=0)

@@ -1,17 +1,16 @@
-"""What a worker tries before it is ready: a micro-batch through a layer of each kind, on its
-device, as training and evaluations run them.
+"""Tries the job's code before the worker is ready: runs a micro-batch through a layer of each kind,
+on the worker's device, as training and evaluations run them.
 
-Of a user's layers the rows are one of the data, the weights the initial ones. Layers of a kind take
-and give the same shapes, so what one gives is passed on where another one's output would be.
+A user's layers get a row of the data and the initial weights. Layers of a kind take and give the
+same shapes, so the output of one is passed on where another one's output would be.
 
-So what this node alone lacks for the user's code (a package, a file, room on its device) costs no
-step. That code was looked at where the job was submitted: what fails here is taken for the node's
-fault, and the master fails the job where most nodes say the same. What is to be compiled is by
-this. A plan may put any layer on any worker, so all kinds are, and no step waits for the compiler.
-Nor does it wait, where the layers are the project's own, for what a process spends on its first
-pass: a fork's pages are copied as they are touched, and torch sets up each operator at its first
-call. Must not know what compiling is.
-"""
+So whatever this node alone lacks for the user's code (a package, a file, room on its device) costs
+no step. That code was looked at where the job was submitted. A failure here is therefore taken for
+the node's fault, and the master fails the job where most nodes report the same. The run also
+compiles whatever is to be compiled. A plan may put any layer on any worker, so all kinds are
+compiled, and no step waits for the compiler. Where the layers are the project's own, no step waits
+either for what a process spends on its first pass: a fork's pages are copied as they are touched,
+and torch sets up each operator at its first call. Must not know what compiling is."""
 
 import faulthandler
 import logging
@@ -48,15 +47,17 @@ MARGIN_S = 10.0
 
 
 def has_own_code(job: JobSpec) -> bool:
-    """Whether the user's own code is tried: data have any only beside a model that does."""
+    """Return whether the job has code of the user's to try. Data have any only beside a model that
+    has."""
     return isinstance(job.model, OwnModelSpec) or job.training.optimizer.code is not None
 
 
 @contextmanager
 def on_this_node(job: JobSpec, control: Control, ready_by: float | None) -> Iterator[None]:
-    """Of a job with code of its user's: what is wrong with that within is this node's fault, and so
-    is code that has not ended `MARGIN_S` before `ready_by` (on the monotonic clock): the agent is
-    told so, and the process ends. Raises NodeError; Ended, as that is the job's fault."""
+    """Take errors within for this node's fault, if the job has code of its user's. Code that has
+    not ended `MARGIN_S` before `ready_by` (on the monotonic clock) is the node's fault, too: the
+    agent is told so, and the process ends. Raises NodeError; passes Ended on, as that is the job's
+    fault."""
     if not has_own_code(job):
         yield
         return
@@ -88,7 +89,8 @@ def _fix(cause: BaseException) -> str:
 
 
 def _give_up(control: Control, most_s: float) -> None:
-    """In a thread of its own."""
+    """Report that the job's code has not ended, and end the process. Runs in a thread of its
+    own."""
     faulthandler.dump_traceback()
     message = (
         f"the job's code has not ended on this node for {round(most_s, 1):g} s, before the first "
@@ -136,7 +138,7 @@ def _try_in_turn(
     workers: int,
     compiled: Container[int],
 ) -> int:
-    """How many layers were tried."""
+    """Try a layer of each kind in turn. Return the number of layers tried."""
     model, tried = job.model, 0
     inputs, targets = (_repeated(side, job) for side in first_row(job, dataset))
     #: By kind, in host memory.
@@ -159,7 +161,7 @@ def _takes_a_moment(job: JobSpec, layer: int) -> bool:
 
 
 def _repeated(rows: Tree, job: JobSpec) -> Tree:
-    """A micro-batch of one row (1, ...)."""
+    """Return a micro-batch made of one row (1, ...), repeated."""
     size = job.training.microbatch
     return map_tensors(lambda tensor: tensor.repeat(size, *[1] * (tensor.dim() - 1)), rows)
 
@@ -171,8 +173,8 @@ def _try(
     workers: int,
     given: tuple[Tree, Tree] | None,
 ) -> Tensor | None:
-    """What the layer gives, in host memory as if received; None: it has no room here alone, but
-    may be shared."""
+    """Return the layer's output, in host memory as if received. None: the layer has no room here
+    alone, but may be shared."""
     try:
         return pass_once(job, layer, device, given).cpu().contiguous()
     except JobError as error:

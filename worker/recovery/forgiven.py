@@ -40,7 +40,7 @@ _POLL_S = 0.05
 
 
 class Forgiven:
-    """Of one worker."""
+    """Record of the failures that one worker may get over without losing its place."""
 
     def __init__(
         self,
@@ -74,14 +74,16 @@ class Forgiven:
             self._lost_after = self._progress.committed
 
     def short_of_memory(self, error: Exception, *, training: bool) -> bool:
-        """Whether memory was short and what failed is tried once more, with the cache empty then
-        (`limit_allocator`). Then nothing that was computed of the step counts: a layer's gradient
-        may have a part of a micro-batch. Not in the update, which cannot be taken back, nor before
-        its record is told; and not where memory was short since the last committed step, or too
-        often. `training`: in a generation, not on the way into it; there it is the node's fault.
+        """Return whether memory was short and the failed work is to be tried once more, with the
+        cache empty (`limit_allocator`). Then nothing that was computed of the step counts: a
+        layer's gradient may have a part of a micro-batch.
 
-        Raises NodeError where the node is at fault, or torch.OutOfMemoryError that says how often.
-        """
+        Return False in the update, which cannot be taken back, and before its record is told. There
+        is no second try where memory was short since the last committed step, or too often.
+        `training`: in a generation, not on the way into it; there it is the node's fault.
+
+        Raises NodeError where the node is at fault, or torch.OutOfMemoryError that says how
+        often."""
         progress = self._progress
         in_update = progress.voted > progress.committed
         unrecorded = training and progress.committed > self.recorded
@@ -114,7 +116,7 @@ class Forgiven:
         return True
 
     def check_mapped(self, error: TransportError, assign: Assign) -> None:
-        """Raises NodeError where memory could not be mapped again, and none of the processes has
+        """Raise NodeError where memory could not be mapped again, and none of the processes has
         ended since."""
         if not isinstance(error, Unmapped):
             return

@@ -1,10 +1,9 @@
-"""How a worker comes to the agreed state once the members of a generation can talk.
+"""Brings a worker to the agreed state once the members of a generation can talk.
 
 All tell their recovery states as they meet, and draw the same agreement (`rejoin`). Then a worker
 applies a step that others have committed, finds out what counts of the step that was cut off, and
-fetches the layers that it lacks (`transfer`). Where a layer is with nobody, all go back to a
-checkpoint (`restore`). Must not know how training goes on after.
-"""
+fetches the layers that it lacks (`transfer`). Where no worker has a layer, all go back to a
+checkpoint (`restore`). Must not know how training goes on after."""
 
 import logging
 from collections import Counter
@@ -53,7 +52,8 @@ _HANDED_AT_ONCE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a worker tells the others when they meet, besides its `Attempt`. Many tell the same."""
+    """Inputs and recovery state that a worker tells the others when they meet, besides its
+    `Attempt`. Many workers tell the same."""
 
     #: Fingerprint of the data and the initial weights that it reads, hexadecimal.
     inputs: str
@@ -62,7 +62,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What all have told. Equal states are one object."""
+    """States and attempts that all members have told. Equal states are one object."""
 
     states: Mapping[WorkerId, RecoveryState]
     #: Texts of `Attempt`s.
@@ -70,7 +70,7 @@ class Told:
 
 
 class Recovery:
-    """One worker's part in every agreement on where training goes on."""
+    """Part that one worker takes in every agreement on where training goes on."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -81,7 +81,7 @@ class Recovery:
         self._control = context.control
 
     def standing(self, plan: Plan) -> bytes:
-        """What the others must know of this worker when they meet; nothing of it may change before
+        """Return what the others must know of this worker when they meet. It must not change before
         they have agreed."""
         self._state.drop_partial()
         inputs, state = self._context.inputs.hex(), self._recovery_state(plan.layer_count)
@@ -146,8 +146,8 @@ class Recovery:
         return salvage
 
     def moving(self, plan: Plan, standings: Sequence[bytes]) -> Moving:
-        """What moves once the plan's workers have met, as far as that follows from what all have
-        told; `run` raises what is wrong with that."""
+        """Return the state that moves once the plan's workers have met, as far as it follows from
+        what all have told. Where that is wrong no state moves, and `run` raises the error."""
         try:
             agreement = agree(read_standings(plan.workers, standings).states)
             transfers = transfers_to(self._job, agreement, plan) if agreement.step > 0 else ()
@@ -257,7 +257,7 @@ class Recovery:
         )
 
     def _attempt(self, plan: Plan) -> Attempt:
-        """What this worker has of a step that it has begun and not committed."""
+        """Return what this worker has of a step that it has begun and not committed."""
         progress = self._progress
         wanted = plan.shards.get(self._worker)
         if progress.begun <= progress.committed or wanted is None:
@@ -273,7 +273,8 @@ class Recovery:
         )
 
     def _salvage(self, plan: Plan, agreement: Agreement, told: Told) -> Salvage | None:
-        """What counts of the step that was cut off, if there is one; None where nothing does."""
+        """Return what counts of the step that was cut off; None if there is no such step, or
+        nothing of it counts."""
         if not agreement.begun:
             return None
         layers, microbatches = plan.layer_count, self._job.training.microbatches
@@ -340,8 +341,8 @@ def _handed(generation: Generation, records: Records) -> Iterator[Handed | Evalu
 
 
 def read_standings(members: Sequence[WorkerId], standings: Sequence[bytes]) -> Told:
-    """Of `members`, who are in rank order, as the standings are. Raises DataError where they read
-    different inputs, TransportError where one is no standing."""
+    """Decode the standings of `members`; both are in rank order. Raises DataError where members
+    read different inputs, TransportError where one is no standing."""
     known: dict[bytes, Standing] = {}
     states: dict[WorkerId, RecoveryState] = {}
     attempts: dict[WorkerId, bytes] = {}

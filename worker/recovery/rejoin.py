@@ -1,18 +1,17 @@
-"""What the workers of a new generation agree on before they train: where everyone stands.
+"""Agreement of a new generation's workers, before they train, on where each of them stands.
 
 Pure. Each worker tells its `RecoveryState`; from the same table every worker draws the same
-`Agreement`: the step from which training goes on, who must still apply that step, and whose
-layers count.
+`Agreement`: the step from which training goes on, the workers that must still apply that step, and
+the workers whose layers count.
 
-A step is committed once any worker holds the result of its vote: the vote completes for one only
-after every worker has put in its share, and it puts it in only with every reduced gradient in
-hand. So if anyone has committed step s, those behind hold the reduced gradients of s and roll
-forward; if no survivor has, nobody alive has changed a weight, and step s is done again.
+A step is committed once any worker holds the result of its vote. The vote completes for one only
+after every worker has put in its share, and it puts it in only with every reduced gradient in hand.
+So if any worker has committed step s, those behind hold the reduced gradients of s and roll
+forward. If no survivor has, no live worker has changed a weight, and step s is done again.
 
-One that was away meanwhile may come back and have committed s in a generation before. What the
-others agreed on without it holds, unless all of them can still roll forward, or they have lost a
-layer since and those with s have all.
-"""
+A worker that was away meanwhile may come back and have committed s in a generation before. The
+agreement that the others reached without it holds, except in two cases: all of them can still roll
+forward, or they have lost a layer since and those with s have all."""
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
@@ -36,7 +35,7 @@ class Held:
 
 @dataclass(slots=True, kw_only=True)
 class RecoveryState(Position):
-    """One worker's state as it arrives in a new generation."""
+    """State of one worker as it arrives in a new generation."""
 
     #: Of the whole model.
     layer_count: int
@@ -48,7 +47,7 @@ class RecoveryState(Position):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """What follows from everyone's state."""
+    """Conclusions that every worker draws from the states of all."""
 
     #: That of the workers whose state counts.
     lineage: int
@@ -125,8 +124,9 @@ def _agree(states: Mapping[WorkerId, RecoveryState]) -> Agreement:
 
 
 def _held(states: Mapping[WorkerId, RecoveryState]) -> dict[WorkerId, frozenset[Shard]]:
-    """What they hold at the newest step, those who must roll forward to it included. Whoever is not
-    in it was left behind by an older generation: its layers are worthless."""
+    """Return the shards that workers hold at the newest step, including those that must roll
+    forward to it. A worker that is missing was left behind by an older generation: its layers are
+    worthless."""
     step = _newest(states)
     votes = {s.voted_generation for s in states.values() if s.voted == step and step > 0}
     held: dict[WorkerId, frozenset[Shard]] = {}
@@ -143,7 +143,7 @@ def _held(states: Mapping[WorkerId, RecoveryState]) -> dict[WorkerId, frozenset[
 
 
 def is_whole(held: ShardTable, layer_count: int) -> bool:
-    """Whether somebody holds each layer of the model."""
+    """Return whether each layer of the model has a holder."""
     try:
         require_holders(held, layer_count)
     except LayerLost:
@@ -152,19 +152,20 @@ def is_whole(held: ShardTable, layer_count: int) -> bool:
 
 
 def _newest(states: Mapping[WorkerId, RecoveryState]) -> int:
-    """The newest committed step. Whoever has seen a vote counts as having committed it: it needs
-    nobody else to apply it."""
+    """Return the newest committed step. A worker that has seen a vote counts as having committed
+    it: it can apply it alone."""
     return max(max(s.committed, s.voted) for s in states.values())
 
 
 def _newest_vote(step: int, states: Iterable[RecoveryState]) -> int:
-    """The newest generation in which one of them voted on the step; 0: none."""
+    """Return the newest generation in which one of them voted on the step; 0 if none did."""
     return max((state.voted_generation for state in states if state.voted == step), default=0)
 
 
 def _outrun(states: Mapping[WorkerId, RecoveryState]) -> frozenset[WorkerId]:
-    """Workers that have committed the newest step, and without which others have begun it again
-    since: those lack the gradients to follow, or have committed it in another vote."""
+    """Return the workers that have committed the newest step, and without which others have begun
+    it again since. Those others lack the gradients to follow, or have committed it in another
+    vote."""
     step = _newest(states)
     ahead = {w: s for w, s in states.items() if max(s.committed, s.voted) == step}
     joined = max(s.joined for s in ahead.values())
@@ -177,7 +178,7 @@ def _outrun(states: Mapping[WorkerId, RecoveryState]) -> frozenset[WorkerId]:
 
 
 def _follows(state: RecoveryState, step: int, generation: int) -> bool:
-    """Whether it has applied the step that was voted on in `generation`, or can."""
+    """Return whether the worker has applied the step that was voted on in `generation`, or can."""
     return max(state.committed, state.voted) >= step or _rolls_forward(state, step, generation)
 
 
@@ -189,7 +190,8 @@ def _rolls_forward(state: RecoveryState, step: int, generation: int) -> bool:
 def _followers(
     states: Mapping[WorkerId, RecoveryState], outrun: Set[WorkerId]
 ) -> dict[WorkerId, RecoveryState]:
-    """Those in `outrun`, and who can roll forward to the newest step by their newest vote on it."""
+    """Return the workers in `outrun`, and those that can roll forward to the newest step by
+    `outrun`'s newest vote on it."""
     step = _newest(states)
     voted = _newest_vote(step, [states[worker] for worker in outrun])
     return {
@@ -203,7 +205,8 @@ def _followers(
 def _without_newest(
     states: Mapping[WorkerId, RecoveryState], outrun: Set[WorkerId]
 ) -> dict[WorkerId, RecoveryState]:
-    """As if those in `outrun` had not seen their last vote; who has applied it has nothing left."""
+    """Return the states without the last vote of the workers in `outrun`. Those of them that have
+    applied the newest step are left out: they have nothing left."""
     step = _newest(states)
     return {
         worker: replace(state, voted=0, voted_generation=Generation(0))

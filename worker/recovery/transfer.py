@@ -126,8 +126,8 @@ def carry_out(
 def chunks_of(
     transfers: Sequence[Transfer], state: ModelState, most_bytes: int
 ) -> Iterator[tuple[Transfer, Numbers]]:
-    """What each transfer moves, at most so many bytes at a time: the first chunks of all, then the
-    second."""
+    """Yield the numbers that each transfer moves, at most `most_bytes` at a time: the first chunks
+    of all, then the second."""
     most = max(1, most_bytes // state.bytes_per_number)
     shares = [state.share(each.layer, each.start, each.stop) for each in transfers]
     largest = max((sum(map(len, numbers)) for numbers in shares), default=0)
@@ -140,7 +140,7 @@ def chunks_of(
 
 
 def transfers_to(job: JobSpec, agreement: Agreement, plan: Plan) -> tuple[Transfer, ...]:
-    """What has to move for the plan. Raises LayersGone when nobody holds a layer."""
+    """Return the transfers that the plan needs. Raises LayersGone when no worker holds a layer."""
     try:
         return plan_transfers(
             agreement.held,

@@ -37,16 +37,16 @@ _allowed: tuple[str, ...] = ()
 
 
 def allow(prefixes: Sequence[str]) -> None:
-    """Functions of these packages, or below these directories, may be loaded by this process."""
+    """Allow this process to load functions of these packages, or below these directories."""
     global _allowed
     _allowed = tuple(prefixes)
     bound_waits()
 
 
 def call(code: Code, key: str, *given: Any, **more: Any) -> Any:
-    """What the function returns for its arguments and those `given`. `key`: of the job file, for
-    messages. Raises NodeError where this node lacks it or does not allow it, JobError where it
-    fails."""
+    """Call the function with its arguments and those `given`, and return its result. `key`: of the
+    job file, for messages. Raises NodeError where this node lacks the function or does not allow
+    it, JobError where it fails."""
     function = _function(code, key)
     what = f"{key}: {code.name}"
     try:
@@ -155,8 +155,8 @@ def end_process(status: int) -> NoReturn:
 
 
 def described(error: BaseException) -> str:
-    """One line for an exception of the user's code: what, and the last line of theirs that was
-    run."""
+    """Return one line for an exception of the user's code: the error, and the last line of theirs
+    that was run."""
     if isinstance(error, UserCodeError) and error.__cause__ is not None:
         error = error.__cause__
     places = [
@@ -193,7 +193,7 @@ def fingerprint(*sources: Code) -> str:
 
 
 def _sources(code: Code) -> dict[str, Path]:
-    """By the names that they have on every node."""
+    """Return the source files of the code, by the names that they have on every node."""
     name = code.module if code.group is None else _entry_point(code, "code").module
     file = getattr(sys.modules.get(name), "__file__", None)
     if file is None:
@@ -207,8 +207,8 @@ def _sources(code: Code) -> dict[str, Path]:
 
 
 def _with_imports(files: dict[str, Path], folder: Path) -> dict[str, Path]:
-    """`files`, and those below `folder` that they import anywhere, as their text says: what was
-    loaded by now differs from node to node."""
+    """Return `files`, and those below `folder` that they import anywhere, as their text says. What
+    was loaded by now differs from node to node."""
     found, left = dict(files), list(files.items())
     while left:
         name, path = left.pop()
@@ -222,8 +222,8 @@ def _with_imports(files: dict[str, Path], folder: Path) -> dict[str, Path]:
 
 
 def _imported(name: str, path: Path) -> set[str]:
-    """The modules that a file may import, with the packages that they are in; what is a function of
-    one of them is in too."""
+    """Return the modules that a file may import, with the packages that they are in. A name
+    imported from one of them, such as a function, is in too."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):  # what is not loaded need not be right
@@ -243,7 +243,7 @@ def _imported(name: str, path: Path) -> set[str]:
 
 
 def _root_of(name: str, file: Path) -> Path:
-    """The folder of the package at the top, or the module's file."""
+    """Return the folder of the package at the top, or the module's file."""
     depth = name.count(".") + (file.name == "__init__.py")
     for _ in range(depth):
         file = file.parent

@@ -1,9 +1,8 @@
-"""What the agent wants of this worker, kept up to date by a thread of its own.
+"""Wishes of the agent to this worker, kept up to date by a thread of its own.
 
 Owns the reading of the agent's channel, and which of several assignments counts. The main thread
 asks. The reading thread itself does what must not wait for the main thread: it releases a blocked
-transport and ends the process.
-"""
+transport and ends the process."""
 
 import contextlib
 import faulthandler
@@ -84,7 +83,7 @@ class Control:
         return True
 
     def answered(self) -> None:
-        """The worker has left its old generation."""
+        """Call off the dump of tracebacks: the worker has left its old generation."""
         faulthandler.cancel_dump_traceback_later()
 
     def report_recorded(self, recorded: Recorded) -> None:
@@ -130,14 +129,14 @@ class Control:
             raise Superseded(generation)
 
     def announced(self, generation: Generation) -> Assign | None:
-        """The newest boundary change after `generation`, if any."""
+        """Return the newest boundary change after `generation`, if any."""
         with self._changed:
             newest = max(self._boundaries, default=generation)
             return self._boundaries[newest] if newest > generation else None
 
     def boundary(self, generation: Generation) -> Assign:
-        """The boundary change that a vote chose; this worker has voted for it, so it has it. Raises
-        Superseded where an abrupt one has come since."""
+        """Return the boundary change that a vote chose; this worker has voted for it, so it has it.
+        Raises Superseded where an abrupt one has come since."""
         with self._changed:
             chosen = self._boundaries.get(generation)
             if chosen is None:

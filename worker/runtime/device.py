@@ -22,8 +22,8 @@ from oobleck.worker.runtime.errors import NodeError
 
 
 def take_place(launch: Launch) -> None:
-    """Before CUDA is used, and the threads that compute begin: see the worker's own GPU alone, and
-    run near it."""
+    """Make only the worker's own GPU visible, and run near it. Call it before CUDA is used and
+    before the computing threads begin."""
     if launch.visible:
         os.environ["CUDA_VISIBLE_DEVICES"] = launch.visible
     if cpus := os.sched_getaffinity(0).intersection(launch.cpus):
@@ -31,11 +31,10 @@ def take_place(launch: Launch) -> None:
 
 
 def open_device(name: str) -> tuple[torch.device, str]:
-    """The device and, of a GPU, the board that it is on, which no other host has (else an empty
-    text): the parts of a divided GPU (MIG) have the same.
+    """Return the device and, of a GPU, the board that it is on, which no other host has (else an
+    empty text): the parts of a divided GPU (MIG) have the same.
 
-    `name`: cpu, or cuda:N. Raises NodeError.
-    """
+    `name`: cpu, or cuda:N. Raises NodeError."""
     device = torch.device(name)
     if device.type == "cpu":
         return device, ""
@@ -51,7 +50,7 @@ def open_device(name: str) -> tuple[torch.device, str]:
 
 
 def nccl_version() -> str:
-    """Such as 2.29.7; empty where torch has none."""
+    """Return NCCL's version, such as 2.29.7; an empty string where torch has no NCCL."""
     if not torch.distributed.is_nccl_available():
         return ""
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # no types
@@ -69,7 +68,8 @@ def limit_allocator(device: torch.device, communicator_bytes: int) -> None:
 
 
 def held_by_others(device: torch.device, communicator_bytes: int) -> int:
-    """Of a GPU that this process has for itself, and communicators of so many bytes with it."""
+    """Return the bytes that others hold of a GPU. This process has the GPU for itself, and
+    communicators of `communicator_bytes` with it. 0 for a CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -81,12 +81,13 @@ def _board(device: torch.device) -> str:
 
 
 def _bus(found: Any) -> str:  # torch's stubs lack where it is
-    """As the kernel writes it; GPUs are the first function of their devices."""
+    """Return the PCI address as the kernel writes it; GPUs are the first function of their
+    devices."""
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 def find_gpus() -> GpuReport:
-    """The GPUs in torch's order. Makes a CUDA context."""
+    """Return the GPUs in torch's order. Makes a CUDA context."""
     report = GpuReport(cuda=torch.version.cuda or "", nccl=nccl_version())
     if torch.version.cuda is None:
         problem = f"torch {torch.__version__} is built without CUDA"
@@ -110,9 +111,9 @@ def find_gpus() -> GpuReport:
 
 
 def find_chosen(names: Sequence[str]) -> GpuReport:
-    """The GPUs of these names to CUDA, each looked at by a process of its own, which sees no other:
-    CUDA shows one part of a divided GPU to a process, and nothing behind a name that it does not
-    know."""
+    """Return the GPUs of these names to CUDA. Each is looked at by a process of its own, which sees
+    no other: CUDA shows one part of a divided GPU to a process, and nothing behind a name that it
+    does not know."""
     report = GpuReport()
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         for name in names:

@@ -28,19 +28,20 @@ class DeviceClock(Generic[Mark]):
         self._first_ns = 0
 
     def begin(self) -> None:
-        """Marks come from here on. Waits for what is queued."""
+        """Begin the clock: marks come from here on. Waits for what is queued."""
         self._first = self.mark()
         self._between(self._first, self._first)
         self._first_ns = self._now_ns()
 
     def at_ns(self, mark: Mark) -> int:
-        """On the host's monotonic clock. Waits until the mark is past."""
+        """Return the mark's time in ns on the host's monotonic clock. Waits until the mark is
+        past."""
         assert self._first is not None, "it has begun"
         return self._first_ns + round(1e9 * self._between(self._first, mark))
 
 
 def clock_of(device: torch.device) -> DeviceClock[torch.cuda.Event] | None:
-    """None: the device does what it is told at once."""
+    """Return the device's clock; None for a device that computes synchronously."""
     return DeviceClock(_event, _between) if device.type == "cuda" else None
 
 

@@ -15,7 +15,8 @@ _NEVER_TRIM = (1 << 31) - 1
 
 
 def keep_freed_memory() -> bool:
-    """For this process and its forks; False where the C library has no such setting."""
+    """Keep freed memory in this process and its forks. Return False where the C library has no such
+    setting."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
@@ -26,7 +27,7 @@ def keep_freed_memory() -> bool:
 
 
 def give_back() -> None:
-    """What is freed now goes back to the kernel, where the C library can do that."""
+    """Give free memory back to the kernel, where the C library can do that."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):

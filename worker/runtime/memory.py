@@ -19,15 +19,14 @@ _FIELD = re.compile(rb"^(VmHWM|RssAnon|RssFile|RssShmem):\s*(\d+) kB$", re.MULTI
 
 
 class MemoryMeter:
-    """Of one process."""
+    """Meter of one process's memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._base_bytes = 0
 
     def begin(self) -> None:
-        """The process holds no layer yet, and has all that it needs beside them: that is the
-        base."""
+        """Note the base: the process holds no layer yet, and has all that it needs beside them."""
         if self._device.type != "cuda":
             self._base_bytes = _fields()["RssAnon"]
 
@@ -42,7 +41,7 @@ class MemoryMeter:
             return
 
     def read(self) -> MemoryUse:
-        """The peak since the last restart, some ten microseconds' work."""
+        """Return the peak since the last restart; some ten microseconds' work."""
         if self._device.type == "cuda":
             return MemoryUse(peak_bytes=torch.cuda.max_memory_allocated(self._device), base_bytes=0)
         now = _fields()
@@ -52,6 +51,6 @@ class MemoryMeter:
 
 
 def _fields() -> dict[str, int]:
-    """Bytes by name."""
+    """Return the bytes of each field, by name."""
     found = _FIELD.findall(_STATUS.read_bytes())
     return {name.decode(): int(value) << 10 for name, value in found}

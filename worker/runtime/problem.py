@@ -1,4 +1,4 @@
-"""What is wrong with a model or a data set of the user's, as a record."""
+"""Records of what is wrong with a user's model or data set."""
 
 from dataclasses import dataclass
 
@@ -17,6 +17,6 @@ class Problem:
 
 
 def as_problem(error: Exception) -> Problem:
-    """Of an error whose text begins with where it is."""
+    """Return the record of an error whose text begins with its place."""
     where, _, sentence = str(error).partition(": ")
     return Problem(where=where, sentence=sentence)

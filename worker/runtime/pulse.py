@@ -1,9 +1,8 @@
-"""What the training thread is doing, so that another thread can tell that it hangs.
+"""Progress of the training thread, so that another thread can tell that it hangs.
 
 The training thread says what it begins (`beat`), and when it waits for another process (`WAITING`)
 or for files (`FILES`). The thread that listens to the agent reads it; the agent decides what is a
-hang. A process has one training thread, so it has one pulse.
-"""
+hang. A process has one training thread, so it has one pulse."""
 
 from types import TracebackType
 
@@ -51,12 +50,12 @@ def beat(name: str, detail: int | None = None) -> None:
 
 
 def called(name: str, detail: int | None) -> str:
-    """`name` with `detail` behind if there is any, such as a layer's number."""
+    """Return `name` with `detail` behind if there is any, such as a layer's number."""
     return name if detail is None else f"{name} {detail}"
 
 
 def read() -> Alive:
-    """From any thread."""
+    """Return the present pulse. Callable from any thread."""
     return Alive(
         beats=_beats,
         doing=called(*_doing),

@@ -17,13 +17,13 @@ Site = str
 
 
 def generator(*purpose: object) -> torch.Generator:
-    """A fresh CPU generator for what `purpose` names."""
+    """Return a fresh CPU generator for what `purpose` names."""
     return torch.Generator().manual_seed(derive(*purpose) >> 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowKeys:
-    """Which samples the rows of a micro-batch are: all that dropout may depend on."""
+    """Identity of the samples in a micro-batch's rows: all that dropout may depend on."""
 
     seed: int
     step: int

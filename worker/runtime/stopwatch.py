@@ -1,9 +1,8 @@
-"""How long a worker computes in a step, without what it waits for.
+"""Measures how long a worker computes in a step, without its waits.
 
-By the wall clock on a CPU, so that a core which is throttled or shared shows. On a GPU by events
-between what is queued there, which are read when the step is over; they also keep the host from
-queueing a whole step, whose progress nobody could tell. One thread uses it.
-"""
+On a CPU it uses the wall clock, so that a throttled or shared core shows. On a GPU it uses events
+between what is queued there, which are read when the step is over. They also keep the host from
+queueing a whole step, whose progress could not be seen. One thread uses it."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ AHEAD = 4
 
 
 class Stopwatch:
-    """Of one worker, step after step."""
+    """Stopwatch of one worker, step after step."""
 
     def __init__(
         self, mark: Callable[[], _Mark], wait: Callable[[_Mark], None] = lambda mark: None
@@ -44,7 +43,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """What is done inside of it is computation."""
+        """Count the time inside as computation."""
         self._began = self._mark()
         yield
         self._stop()
@@ -67,7 +66,7 @@ class Stopwatch:
             self._wait(self._spans[-AHEAD - 1][0])
 
     def seconds(self) -> float:
-        """Of the step, whose computation is over."""
+        """Return the seconds of the step, whose computation is over."""
         return sum(_between(began, ended) for began, ended in self._spans)
 
 

@@ -1,10 +1,9 @@
-"""Where a worker's time goes: spans of the steps that it was asked to record.
+"""Spans of a worker's time, in the steps that it was asked to record.
 
 While nothing is recorded a span costs two calls and a comparison; the pulse learns of it in any
-case. The phases of the last way into a generation are always kept. One thread makes all spans, so
-they lie side by side or one inside the other; sums go on beside them. What is queued on a GPU is
-done later: a span of computation is recorded a second time, as the GPU's.
-"""
+case. The phases of the last way into a generation are always kept. A single thread makes all spans,
+so they lie side by side or one inside the other; sums go on beside them. Work queued on a GPU is
+done later: a span of computation is recorded a second time, as the GPU's."""
 
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -89,7 +88,7 @@ class Timeline:
         self._spans: list[Span] | None = None
 
     def leave(self) -> None:
-        """The way from one generation to the next begins; an unfinished recording is dropped."""
+        """Begin the way from one generation to the next, and drop an unfinished recording."""
         self._spans = None
         if self._stepped:
             self._phases, self._stepped = [], False
@@ -98,12 +97,12 @@ class Timeline:
         self._generation = generation
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """A phase of the way into the generation."""
+        """Record a phase of the way into the generation."""
         pulse.beat(name)
         return OpenSpan(self._phases, name, "recovery")
 
     def first_step(self) -> AbstractContextManager[None]:
-        """What is done inside of it is a step; the first one of a generation is a phase as well."""
+        """Record the time inside as a step; the first step of a generation is a phase as well."""
         return _OFF if self._stepped else self.phase("first step")
 
     def begin_step(self, step: int, wanted: Record | None) -> None:
@@ -137,7 +136,7 @@ class Timeline:
         return Recorded(recording=recording)
 
     def _on_device(self) -> tuple[Span, ...]:
-        """Waits for what is queued."""
+        """Return the GPU's spans. Waits for what is queued."""
         if (clock := self._clock) is None:
             return ()
         found = [
@@ -146,14 +145,14 @@ class Timeline:
         return tuple(Span(name, "step", began, ended - began) for name, began, ended in found)
 
     def computing(self, name: str, detail: int | None = None) -> AbstractContextManager[None]:
-        """As `span`, of what a device computes."""
+        """Record a span, as `span` does, of computation on a device."""
         span = self.span(name, detail)
         if self._spans is None or self._clock is None:
             return span
         return _OnDevice(span, pulse.called(name, detail), self._clock, self._marked)
 
     def span(self, name: str, detail: int | None = None) -> AbstractContextManager[None]:
-        """What is done inside of it is called `name`, with `detail` behind."""
+        """Record the time inside under `name`, with `detail` behind."""
         pulse.beat(name, detail)
         if self._spans is None:
             return _OFF

@@ -1,10 +1,9 @@
-"""What an optimizer of the user's keeps from step to step, and whether it can be used: its class
+"""Finds out what a user's optimizer keeps from step to step, and whether it can be used. Its class
 takes a few steps on two small parameters, and so do flat pieces of them, as workers update layers.
 
 A class is refused, with the reason, where its update is not one of each number by itself (layers
-are cut over workers anywhere), or where it keeps anything but tensors of its parameters' shapes and
-single numbers that follow from the number of steps.
-"""
+are cut over workers anywhere). It is refused, too, where it keeps anything but tensors of its
+parameters' shapes and single numbers that follow from the number of steps."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -52,7 +51,7 @@ class _Run:
 
 
 def describe(training: TrainingSpec) -> Json:
-    """The sketch of the job's class. Raises JobError with the reason, NodeError."""
+    """Return the sketch of the job's class. Raises JobError with the reason, NodeError."""
     spec = training.optimizer
     assert spec.code is not None, "it is the job's own"
     #: The real schedule may end at 0, where nothing is seen.
@@ -91,7 +90,9 @@ class _Check:
             )
 
     def whole_run(self) -> _Run:
-        """Its steps; and what can be seen by taking them again, from the same and other numbers."""
+        """Take the optimizer's steps, and again from the same and from other numbers. Refuse the
+        class where its weights differ when it is run again, or its numbers depend on the
+        gradients."""
         run, again, other = (self._steps(source) for source in (0, 0, 1))
         if any(map(_differ, run.weights, again.weights)):
             self._refuse("gives other weights when it is run again: it may not draw random numbers")
@@ -105,7 +106,7 @@ class _Check:
         return run
 
     def rows(self, run: _Run) -> list[str]:
-        """The tensors of its parameters' shapes."""
+        """Return the names of the tensors of its parameters' shapes."""
         return [name for name, value in run.first[0].items() if _is_tensor(value)]
 
     def numbers(self, run: _Run) -> list[str]:
@@ -127,7 +128,8 @@ class _Check:
         return tuple(name for name in series if _differ(one[name], other[name]))
 
     def initial(self, name: str, rate: float) -> float:
-        """What such a tensor is before the first update: after one of nothing, on zeros."""
+        """Return the value of such a tensor before the first update, found by one update with
+        gradients of 0, on zeros."""
         parameter = nn.Parameter(torch.zeros(_SHAPES[0], dtype=torch.float64))
         optimizer = own_optimizer.make(self.spec, [parameter])
         optimizer.param_groups[0]["lr"] = rate
@@ -139,7 +141,8 @@ class _Check:
         return float(found)
 
     def pieces(self, run: _Run, training: TrainingSpec) -> None:
-        """The same steps on flat pieces, whole and cut."""
+        """Take the same steps on flat pieces, whole and cut, and refuse the class where they
+        differ."""
         if any(map(_differ, run.weights, self._flat_steps(training, cut=False))):
             self._refuse(
                 "updates a parameter otherwise when it is flat, or keeps more from step to step "
@@ -185,7 +188,7 @@ class _Check:
         return _Run(weights=[one.detach() for one in parameters], first=first, last=last)
 
     def _state(self, optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
-        """A copy of what it keeps of `parameter`; refused where that is of another kind."""
+        """Return a copy of what it keeps of `parameter`; refused where that is of another kind."""
         found = {}
         for name, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.dim():
@@ -206,7 +209,7 @@ class _Check:
         return found
 
     def _flat_steps(self, training: TrainingSpec, *, cut: bool) -> Iterator[Tensor]:
-        """The weights after the same steps, by parameter."""
+        """Yield the weights after the same steps, by parameter."""
         spec, shapes = training.optimizer, _SHAPES
         stored = []
         for weights in _drawn(0, 0):
@@ -252,7 +255,7 @@ def _slices(stored: Sequence[Tensor], gradients: Sequence[Tensor], *, cut: bool)
 
 
 def _drawn(source: int, step: int) -> list[Tensor]:
-    """Weights (step 0) or gradients of the two parameters."""
+    """Draw weights (step 0) or gradients of the two parameters."""
     draws = torch.Generator().manual_seed(1000 * source + step)
     return [torch.randn(shape, dtype=torch.float64, generator=draws) for shape in _SHAPES]
 

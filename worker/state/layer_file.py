@@ -1,8 +1,7 @@
-"""One layer's state as the bytes of a safetensors file, and back.
+"""Conversion of one layer's state to the bytes of a safetensors file, and back.
 
 Weights have the names of their parameters, moments `<parameter>.<moment>`. The flat state is in the
-order of the file's data, so writing copies nothing. Must not know where files are.
-"""
+order of the file's data, so writing copies nothing. Must not know where files are."""
 
 import json
 from collections.abc import Mapping
@@ -24,8 +23,8 @@ _ALIGNMENT = 8
 def pack(
     snapshot: torch.Tensor, flat: Layout, moments: tuple[str, ...], metadata: Mapping[str, str]
 ) -> list[Content]:
-    """The file of a layer's state (1 + moments, n), contiguous and in host memory; its data is a
-    view of `snapshot`, where the layout has no gap."""
+    """Return the file of a layer's state (1 + moments, n), contiguous and in host memory; its data
+    is a view of `snapshot`, where the layout has no gap."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     width = snapshot.element_size()
     end = 0
@@ -51,7 +50,7 @@ def pack(
 def unpack(
     content: bytes, flat: Layout, moments: tuple[str, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A layer's state (1 + moments, n) from its file. Raises InvalidCheckpoint."""
+    """Return a layer's state (1 + moments, n) from its file. Raises InvalidCheckpoint."""
     try:
         check_content(content, MOST_LAYER_HEADER_BYTES)
         tensors = load(content)

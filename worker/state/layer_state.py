@@ -19,7 +19,7 @@ from oobleck.worker.state.optimizer import Apart, Slice
 
 @dataclass(slots=True, kw_only=True)
 class LayerState:
-    """One layer on this worker, or the share of it that the worker keeps."""
+    """State of a layer on this worker, or of the share of it that the worker keeps."""
 
     shard: Shard
     layout: Layout
@@ -56,13 +56,13 @@ class LayerState:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of its memory."""
+        """Tensors that take up its memory."""
         narrow = () if self.narrow is None else (self.narrow,)
         return (self.storage, self.gradient, *narrow)
 
     def computed(self) -> Tensor:
-        """(n): the weights to compute with. Where they are a copy it is made anew once per version;
-        what is held is changed by updates alone."""
+        """Return the weights to compute with (n). Where they are a copy it is made anew once per
+        version; what is held is changed by updates alone."""
         if self.narrow is None:
             return self.storage[0]
         if self._narrowed != self.version:
@@ -91,8 +91,8 @@ class LayerState:
             yield told, self.storage[0, span.offset : span.end].view(span.shape)
 
     def columns(self, numbers: range) -> slice:
-        """Where those of `numbers`, all of one part, that are here stand in `storage` and
-        `gradient`."""
+        """Return the columns of `storage` and `gradient` that have the held ones of `numbers`,
+        which are all of one part."""
         tied, own = self.numbers
         for held, offset in ((tied, 0), (own, len(tied))):
             start, stop = max(held.start, numbers.start), min(held.stop, numbers.stop)
@@ -101,7 +101,8 @@ class LayerState:
         return slice(0, 0)
 
     def copy_to(self, numbers: Numbers, into: Tensor) -> None:
-        """What is here of `numbers` to where it stands in `into`, which has all of these."""
+        """Copy the held ones of `numbers` to their columns in `into`, which has all of
+        `numbers`."""
         offset = 0
         for wanted, held in zip(numbers, self.numbers, strict=True):
             both = range(max(wanted.start, held.start), min(wanted.stop, held.stop))
@@ -111,7 +112,8 @@ class LayerState:
             offset += len(wanted)
 
     def applied(self) -> Iterator[tuple[range, Tensor]]:
-        """Which numbers the update applies which gradient to, piece by piece."""
+        """Yield, piece by piece, a range of numbers and the gradient that the update applies to
+        it."""
         pieces = sorted(
             ((self.layout.part(part), reduced) for part, reduced in self.reduced.items()),
             key=lambda piece: piece[0].start,
@@ -143,7 +145,7 @@ class LayerState:
     def slices_of(
         self, numbers: range, gradient: Tensor, apart: Sequence[Apart] = ()
     ) -> Iterator[Slice]:
-        """The same for `numbers`, all of one part, to which `gradient` is applied."""
+        """Yield the same for `numbers`, all of one part, to which `gradient` is applied."""
         flat = self.layout
         for start, end, decayed in (
             (0, flat.tied_decayed, True),

@@ -34,7 +34,7 @@ Numbers = tuple[range, range]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRange:
-    """Where one parameter lies in the flat tensor."""
+    """Position of one parameter in the flat tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class Layout:
     tied_decayed: int
 
     def share(self, start: Fraction, stop: Fraction) -> Numbers:
-        """The numbers from `start` to `stop` of the tied part and of the own one."""
+        """Return the numbers from `start` to `stop` of the tied part and of the own one."""
         own = self.size - self.tied
         return (
             range(cut(start, self.tied), cut(stop, self.tied)),
@@ -76,8 +76,8 @@ class Layout:
 
 @lru_cache(maxsize=4096)
 def layout(spec: AnyModel, layer: int, no_decay: tuple[str, ...] = ()) -> Layout:
-    """The flat layout of `layer`: a function of the job alone, the same for all holders. What is
-    not decayed begins at a multiple of `CUT_NUMBERS`, as shares do; the gap before it stays
+    """Return the flat layout of `layer`: a function of the job alone, the same for all holders.
+    What is not decayed begins at a multiple of `CUT_NUMBERS`, as shares do; the gap before it stays
     zero. `no_decay`: the job's patterns; a tied parameter is spared by its name in any layer."""
     with torch.device("meta"):
         module = build_layer(spec, layer)
@@ -113,12 +113,14 @@ def layout(spec: AnyModel, layer: int, no_decay: tuple[str, ...] = ()) -> Layout
 
 
 def _whole_cuts(numbers: int, following: list[str]) -> int:
-    """Where `following` begins behind so many numbers; there is no gap before nothing."""
+    """Return where `following` begins after `numbers` numbers; with nothing following there is no
+    gap."""
     return numbers + -numbers % CUT_NUMBERS if following else numbers
 
 
 def _names(module: Layer) -> dict[str, str]:
-    """Of the parameters of a layer: what an output calls them, behind the layer's number."""
+    """Return the names that an output uses for a layer's parameters: the layer's number, then the
+    parameter's name."""
     told = {id(parameter): f"{module.layer}.{name}" for name, parameter in module.trained()}
     return {n: told[id(p)] for n, p in module.named_parameters() if id(p) in told}
 
@@ -128,7 +130,8 @@ def _matching(names: Mapping[str, str], patterns: tuple[str, ...]) -> set[str]:
 
 
 def _sharing(spec: AnyModel, layer: int) -> tuple[int, ...]:
-    """The layers that share parameters with `layer`, itself too; none: it shares nothing."""
+    """Return the layers that share parameters with `layer`, itself too; none if it shares
+    nothing."""
     return next((g for g in groups(spec.ties, spec.layer_count) if layer in g), ())
 
 
@@ -136,8 +139,8 @@ def _sharing(spec: AnyModel, layer: int) -> tuple[int, ...]:
 def _spared_ties(
     spec: AnyModel, sharing: tuple[int, ...], no_decay: tuple[str, ...]
 ) -> frozenset[int]:
-    """Which of the parameters that these layers share a pattern has, by its name in any of them:
-    places in `tied_parameters`."""
+    """Return which of the parameters that these layers share match a pattern, by a parameter's name
+    in any of the layers: places in `tied_parameters`."""
     spared: set[int] = set()
     for layer in sharing if no_decay else ():
         with torch.device("meta"):
@@ -148,7 +151,7 @@ def _spared_ties(
 
 
 def check_no_decay(spec: AnyModel, no_decay: tuple[str, ...]) -> None:
-    """Raises JobError with a pattern of the job that no parameter has."""
+    """Raise JobError with a pattern of the job that no parameter has."""
     if not no_decay:
         return
     with torch.device("meta"):
@@ -163,7 +166,7 @@ def check_no_decay(spec: AnyModel, no_decay: tuple[str, ...]) -> None:
 
 
 def layer_sizes(spec: AnyModel, no_decay: tuple[str, ...] = ()) -> list[int]:
-    """How many numbers each layer has."""
+    """Return the number of numbers of each layer."""
     return [layout(spec, layer, no_decay).size for layer in range(spec.layer_count)]
 
 

@@ -33,17 +33,16 @@ _NORM_PIECE = 1 << 18
 
 
 class StateError(InvariantViolation):
-    """A layer is not in the state that the caller relies on."""
+    """Use of a layer that is not in the state that the caller relies on."""
 
 
 def norms_of(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Norms in float64 of all pieces of `tensors`.
+    """Return the norms in float64 of all pieces of `tensors`.
 
     A GPU takes those of many tensors in a few kernels, which add in float64 what they read. On a
     CPU a norm in another type makes a copy of the whole tensor first, so it is taken piece by piece
     through one that stays in the cache. Pieces differ from one plan to the next on either, since
-    shares do: it is the vote that gives all workers the same norm.
-    """
+    shares do: it is the vote that gives all workers the same norm."""
     if device.type == "cuda":
         return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)) if tensors else []
     wide = torch.empty(_NORM_PIECE, dtype=torch.float64, device=device)
@@ -55,7 +54,7 @@ def norms_of(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 class ModelState:
-    """All layers of this worker, and their update."""
+    """Layers that this worker holds, and their update."""
 
     def __init__(self, job: JobSpec, device: torch.device) -> None:
         self.layers: dict[int, LayerState] = {}
@@ -141,7 +140,7 @@ class ModelState:
         return layout(self._job.model, layer, self._job.training.optimizer.no_decay)
 
     def _empty(self, layer: int) -> Layer:
-        """The module of `layer`, whose parameters are still to be pointed somewhere."""
+        """Return the module of `layer`, whose parameters are still to be pointed somewhere."""
         module = empty_layer(self._job.model, self._job.training.seed, layer)
         for part in module.modules():
             for name, value in part.named_buffers(recurse=False):
@@ -153,7 +152,7 @@ class ModelState:
         return module
 
     def _placed(self, constant: Tensor) -> Tensor:
-        """On the device, in the precision of the weights."""
+        """Return the constant on the device, in the precision of the weights."""
         dtype = self._dtype if constant.is_floating_point() else constant.dtype
         return constant.to(self._device, dtype)
 
@@ -165,8 +164,8 @@ class ModelState:
         self.complete(layer)
 
     def complete(self, layer: int) -> None:
-        """The `storage` of an allocated layer is there. Another share of the layer is kept as
-        `former` until the next commit: others may need it where a transfer breaks off."""
+        """Take the `storage` of an allocated layer as complete. Another share of the layer is kept
+        as `former` until the next commit: others may need it where a transfer breaks off."""
         state = self._partial.pop(layer)
         before = self.layers.get(layer)
         if before is not None and before.version == state.version:
@@ -181,11 +180,11 @@ class ModelState:
                 del held[layer]
 
     def snapshot(self, layer: int) -> Tensor:
-        """A copy in host memory of the whole state of `layer` (1 + moments, n)."""
+        """Return a copy in host memory of the whole state of `layer` (1 + moments, n)."""
         return self.layers[layer].storage.detach().to("cpu", copy=True)
 
     def read_until(self, done: Callable[[], object]) -> None:
-        """Somebody reads what is held until `done` returns: the next update waits for it."""
+        """Have the next update wait until `done` returns: what is held is read until then."""
         self._readers.append(done)
 
     def load(
@@ -201,16 +200,16 @@ class ModelState:
 
     @property
     def bytes_per_number(self) -> int:
-        """Of a layer's state: for a weight and its moments."""
+        """Bytes of a layer's state per number: for a weight and its moments."""
         return (1 + self._job.training.optimizer.moments) * self._dtype.itemsize
 
     def share(self, layer: int, start: Fraction, stop: Fraction) -> Numbers:
-        """The numbers of that share of `layer`."""
+        """Return the numbers of that share of `layer`."""
         return self._layout(layer).share(start, stop)
 
     def read(self, layer: int, numbers: Numbers) -> Tensor:
-        """The state (1 + moments, n) of those `numbers` of `layer`, of which all must be held, to
-        be sent: contiguous, and no copy where it is all that is held."""
+        """Return the state (1 + moments, n) of those `numbers` of `layer`, of which all must be
+        held, to be sent: contiguous, and no copy where it is all that is held."""
         sources = [held[layer] for held in (self.layers, self.former) if layer in held]
         for state in sources:
             if state.numbers == numbers:
@@ -221,7 +220,8 @@ class ModelState:
         return found
 
     def room(self, layer: int, numbers: Numbers) -> Tensor:
-        """What to receive those of an allocated layer into; then `write` them."""
+        """Return the tensor into which to receive `numbers` of an allocated layer; then `write`
+        them."""
         state = self._partial[layer]
         if state.numbers == numbers:
             return state.storage
@@ -245,15 +245,15 @@ class ModelState:
                 held[layer].copy_to(state.numbers, state.storage)
 
     def module(self, layer: int) -> Layer:
-        """The module of `layer`, which must be whole or gathered, to compute with."""
+        """Return the module of `layer`, which must be whole or gathered, to compute with."""
         state = self._held(layer)
         if state.narrow is not None:
             state.computed()
         return state.module
 
     def weights(self, layer: int) -> Iterator[tuple[str, Tensor]]:
-        """Those of `layer`, which must be whole, as they are trained, by the names that an output
-        has them under."""
+        """Yield the weights of `layer`, which must be whole, as they are trained, with the names
+        that an output uses."""
         return self._held(layer).weights()
 
     def _held(self, layer: int) -> LayerState:
@@ -308,8 +308,8 @@ class ModelState:
         return found
 
     def read_gradient(self, layer: int, start: Fraction, stop: Fraction) -> Tensor:
-        """A copy in host memory of what the update will apply to that share of `layer`, which is
-        held (n)."""
+        """Return a copy in host memory of what the update will apply to that share of `layer`,
+        which is held (n)."""
         held = self.layers[layer]
         numbers = held.layout.share(start, stop)
         found = held.gradient.new_empty(sum(map(len, numbers)))
@@ -317,12 +317,13 @@ class ModelState:
         return found.cpu()
 
     def gradient_part(self, part: LayerPart) -> Tensor:
-        """The slice of a layer's own gradient that is summed over one set of workers: a view."""
+        """Return the slice of a layer's own gradient that is summed over one set of workers: a
+        view."""
         state = self.layers[part.layer]
         return state.gradient[state.columns(state.layout.part(part))]
 
     def reduced_part(self, part: LayerPart) -> Tensor:
-        """What the update will apply of it."""
+        """Return what the update will apply of this part's gradient."""
         reduced = self.layers[part.layer].reduced.get(part)
         return self.gradient_part(part) if reduced is None else reduced
 

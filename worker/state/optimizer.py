@@ -22,12 +22,11 @@ from oobleck.worker.state import own_optimizer
 
 
 def learning_rate(schedule: ScheduleSpec, step: int, steps: int, base: float) -> float:
-    """The rate of step `step` (from 1) of `steps`.
+    """Return the rate of step `step` (from 1) of `steps`.
 
-    Linear warm-up that reaches `base` in the step after the last warm-up step; then constant, or
-    a line or half a cosine that would reach `min_lr` in the step after the last one. These are
-    torch.optim.lr_scheduler's LinearLR and CosineAnnealingLR.
-    """
+    Linear warm-up reaches `base` in the step after the last warm-up step. Then the rate is
+    constant, or a line or half a cosine that would reach `min_lr` in the step after the last one.
+    These are torch.optim.lr_scheduler's LinearLR and CosineAnnealingLR."""
     if step <= schedule.warmup:
         return base * step / (schedule.warmup + 1)
     if schedule.name == "constant":
@@ -39,7 +38,7 @@ def learning_rate(schedule: ScheduleSpec, step: int, steps: int, base: float) ->
 
 @lru_cache(maxsize=4)
 def rates_of(training: TrainingSpec) -> Callable[[int], float]:
-    """The job's learning rate as a function of the step."""
+    """Return the job's learning rate as a function of the step."""
     return lambda step: learning_rate(
         training.schedule, step, training.steps, training.optimizer.lr
     )

@@ -100,13 +100,14 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _store(value: Tensor, view: Tensor) -> None:
-    """A class may put another tensor into the place of the one that it found."""
+    """Copy `value` into the view, where the class has put another tensor into the place of the one
+    that it found."""
     if value.data_ptr() != view.data_ptr():
         view.copy_(value)
 
 
 def make(spec: OptimizerSpec, parameters: list[Any]) -> torch.optim.Optimizer:
-    """An object of the job's class for `parameters`, or groups of them. Raises JobError,
+    """Make an object of the job's class for `parameters`, or groups of them. Raises JobError,
     NodeError."""
     made = code.call(_code(spec), "optimizer", parameters, lr=spec.lr)
     if isinstance(made, torch.optim.Optimizer):
@@ -118,7 +119,7 @@ def make(spec: OptimizerSpec, parameters: list[Any]) -> torch.optim.Optimizer:
 
 
 def check(spec: OptimizerSpec) -> None:
-    """Whether this node has the class that was looked at where the job was submitted; loads it.
+    """Load the class, and check that it is the one that was looked at where the job was submitted.
     Raises NodeError, JobError."""
     if spec.code is None:
         return
@@ -138,7 +139,7 @@ def _code(spec: OptimizerSpec) -> Code:
 
 
 def _dummy(dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """A parameter of one number, whose gradient is 0."""
+    """Return a parameter of one number, whose gradient is 0."""
     parameter = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
     parameter.grad = torch.zeros_like(parameter)
     return parameter
@@ -168,8 +169,8 @@ class _Series:
         self._series = {name: array("d") for name in self._sketch.series}
 
     def before(self, step: int) -> dict[str, Any]:
-        """What a parameter's state has before `step`, rows too, whose values mean nothing; empty:
-        nothing yet."""
+        """Return the entries of a parameter's state before `step`, rows too, whose values mean
+        nothing; empty where there are none yet."""
         taken = step - 1
         with self._lock:
             while self._steps < (taken if self._series else min(taken, 1)):

@@ -1,12 +1,12 @@
-"""In which type a job's numbers are: what is trained, what layers compute with, what they pass on.
+"""Types of a job's numbers: of those trained, of those that layers compute with, and of those
+passed on.
 
-What is trained is in float32 at least. In a bf16 job the blocks and the head of a built-in model
-compute with a copy of their weights in bfloat16, made once per step, and pass bfloat16 on; norms,
+Trained numbers are in float32 at least. In a bf16 job the blocks and the head of a built-in model
+compute with a copy of their weights in bfloat16, made once per step, and pass bfloat16 on. Norms,
 softmax and the loss take their sums in float32. The embedding keeps float32: it looks rows up,
-which no type makes faster, and its gradient is a sum of many rows. A model of the user's runs under
-autocast instead, which rounds what each operation takes: nobody knows which of its weights bear to
-be rounded.
-"""
+which no type makes faster, and its gradient is a sum of many rows. A user's model runs under
+autocast instead, which rounds the inputs of each operation: it is not known which of its weights
+bear to be rounded."""
 
 import torch
 
@@ -16,17 +16,17 @@ from oobleck.worker.runtime.errors import NodeError
 
 
 def state_dtype(precision: Precision) -> torch.dtype:
-    """Of weights as they are trained, moments and gradients."""
+    """Return the type of weights as they are trained, and of moments and gradients."""
     return torch.float64 if precision == "fp64" else torch.float32
 
 
 def autocasts(job: JobSpec) -> bool:
-    """Whether layers run under autocast."""
+    """Return whether layers run under autocast."""
     return job.training.precision == "bf16" and not isinstance(job.model, ModelSpec)
 
 
 def check(job: JobSpec) -> None:
-    """Raises NodeError where this torch adds no gradient to a sum of another type."""
+    """Raise NodeError where this torch adds no gradient to a sum of another type."""
     if stream_dtype(job) == torch.bfloat16 and not hasattr(torch.Tensor, "grad_dtype"):
         raise NodeError(
             f"training.precision: bf16 of a built-in model needs a torch whose tensors have "
@@ -35,17 +35,17 @@ def check(job: JobSpec) -> None:
 
 
 def stream_dtype(job: JobSpec) -> torch.dtype:
-    """Of what passes between the layers of a built-in model."""
+    """Return the type of what passes between the layers of a built-in model."""
     narrow = job.training.precision == "bf16" and isinstance(job.model, ModelSpec)
     return torch.bfloat16 if narrow else state_dtype(job.training.precision)
 
 
 def sums_dtype(job: JobSpec) -> torch.dtype:
-    """Of gradients that travel to be summed."""
+    """Return the type of gradients that travel to be summed."""
     rounded = job.training.gradient_sums == "bf16"
     return torch.bfloat16 if rounded else state_dtype(job.training.precision)
 
 
 def weights_dtype(job: JobSpec, layer: int) -> torch.dtype:
-    """Of the weights that a layer computes with."""
+    """Return the type of the weights that a layer computes with."""
     return state_dtype(job.training.precision) if layer == 0 else stream_dtype(job)

@@ -1,4 +1,4 @@
-"""How far one worker's training is. Knows no layers, peers or programs."""
+"""Progress of one worker's training. Knows no layers, peers or programs."""
 
 import time
 from collections.abc import Container
@@ -14,7 +14,7 @@ _NO_GENERATION = Generation(0)
 
 @dataclass(slots=True, kw_only=True)
 class Position:
-    """How far training is on one worker, as the others are told. Steps count from 1; 0 is the
+    """Position of one worker in training, as the others are told. Steps count from 1; 0 is the
     start, or none."""
 
     #: Newest step whose update it has applied to all layers held.
@@ -43,7 +43,7 @@ class Position:
 
 @dataclass(slots=True, kw_only=True)
 class TrainingProgress(Position):
-    """How far this worker is, in all generations, with what only it needs to know of that."""
+    """Position of this worker in all generations, and what only it needs to know of that."""
 
     #: When `begun` was (monotonic seconds).
     begun_at: float = 0.0
@@ -66,7 +66,8 @@ class TrainingProgress(Position):
         return loss, weight
 
     def restart(self, step: int, lineage: int, missed: Missed, recorded_from: int) -> None:
-        """All layers held are those of a checkpoint: what is known of other steps is void."""
+        """Restart at a checkpoint's step: all layers held are the checkpoint's, and what is known
+        of other steps is void."""
         self.committed, self.begun, self.reduced, self.voted = step, 0, 0, 0
         self.reduced_generation = self.voted_generation = _NO_GENERATION
         self.ballot = None
@@ -89,11 +90,11 @@ class TrainingProgress(Position):
             self.voted, self.voted_generation, self.ballot = 0, _NO_GENERATION, None
 
     def learn(self, step: int, generation: Generation, ballot: torch.Tensor) -> None:
-        """The vote on `step` that was held in `generation` says `ballot`."""
+        """Learn the `ballot` of the vote on `step` that was held in `generation`."""
         self.voted, self.voted_generation, self.ballot = step, generation, ballot
 
     def discard(self) -> None:
-        """What this worker has computed of the step that it has begun counts for nothing."""
+        """Discard what this worker has computed of the step that it has begun."""
         self.begun = self.committed
 
     def begin(

@@ -61,7 +61,7 @@ def check_skipped(training: TrainingSpec, progress: TrainingProgress) -> None:
 def make_record(
     job: JobSpec, generation: Generation, progress: TrainingProgress, result: vote.Result
 ) -> StepRecord:
-    """The line of metrics.jsonl for the step that `progress` has committed."""
+    """Return the line of metrics.jsonl for the step that `progress` has committed."""
     return StepRecord(
         step=progress.committed,
         loss=result.loss if math.isfinite(result.loss) else None,

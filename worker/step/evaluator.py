@@ -66,7 +66,7 @@ def _number(told: float | None) -> float:
 
 
 class Evaluator:
-    """One worker's part in the evaluations of a job, over all generations."""
+    """Evaluations of a job, as far as one worker takes part in them, over all generations."""
 
     def __init__(self, context: WorkerContext, held_out: HeldOut) -> None:
         self._context = context
@@ -89,7 +89,8 @@ class Evaluator:
             self._context.control.report(Evaluated(record=known))
 
     def _known(self, step: int, transport: Transport) -> EvaluationRecord | None:
-        """The evaluation of `step` that some worker has from an earlier generation."""
+        """Return the evaluation of `step` that some worker has from an earlier generation, or
+        None."""
         own = self._newest
         some = (own,) if own is not None and own.step == step else ()
         told = tell_all(transport, some, tuple[EvaluationRecord, ...])

@@ -35,8 +35,8 @@ Added = tuple[int, Sequence[int]]
 
 
 class Exchange:
-    """What a stage does around the computation of a layer: nothing, where it is on one worker,
-    which has all of its layers."""
+    """Communication of a stage around the computation of a layer. This class does none: it is for a
+    stage on one worker, which has all of its layers."""
 
     #: Whether several workers share the stage.
     shared = False
@@ -55,9 +55,9 @@ class Exchange:
         """Have the layer's module take gradients, without weights."""
 
     def add(self, layer: int, microbatch: int) -> Sequence[Added]:
-        """The layer's gradients of `microbatch` are complete. Returns what the state has of them at
-        once; where that is nothing, `finish` has to be called before the next layer's are added,
-        and at the end of a pass."""
+        """Add the layer's gradients of `microbatch`, which are complete. Returns what the state has
+        of them at once. Where that is nothing, `finish` has to be called before the next layer's
+        are added, and at the end of a pass."""
         return ((layer, (microbatch,)),)
 
     def finish(self) -> Sequence[Added]:
@@ -74,7 +74,8 @@ class Exchange:
 
 
 class StageExchange(Exchange):
-    """Of a stage on several workers. All methods raise TransportError when one is lost."""
+    """Communication of a stage on several workers. All methods raise TransportError when a worker
+    is lost."""
 
     shared = True
 
@@ -161,7 +162,7 @@ class StageExchange(Exchange):
 
 
 class _SharedLayer:
-    """One layer: the whole's weights and gradients while they are there."""
+    """Layer that several workers share: the whole's weights and gradients while they are there."""
 
     def __init__(
         self, state: LayerState, transport: Transport, ranks: Sequence[int], sums: torch.dtype
@@ -263,7 +264,7 @@ class _SharedLayer:
         self._summands = []
 
     def _but_own(self, by_part: Sequence[Tensor]) -> list[Tensor]:
-        """The same with nothing for the own part."""
+        """Return the same with nothing for the own part."""
         return [each[:0] if part == self._part else each for part, each in enumerate(by_part)]
 
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor], kind: int) -> Pending:

@@ -1,8 +1,7 @@
-"""One training step on one worker, top to bottom (docs/architecture.md, "A step").
+"""Training step of one worker, top to bottom (docs/architecture.md, "A step").
 
 Owns the order of a step's effects, and what each leaves in the worker's progress. How a layer
-computes, a tensor travels or a ballot is counted is below.
-"""
+computes, a tensor travels or a ballot is counted is below."""
 
 import time
 from collections.abc import Collection, Mapping
@@ -42,8 +41,8 @@ class Redo:
 
 
 class StepPlan:
-    """What one worker does in a step: its program, and what of the step is there already, where the
-    step is the rest of one that was cut off."""
+    """Work of one worker in a step: its program, and, for the rest of a step that was cut off, what
+    is there already."""
 
     def __init__(
         self,
@@ -220,7 +219,7 @@ class Executor:
         step.microbatches.load(instruction, loaded.rows[own], keys)
 
     def _keys(self, step: _Step, action: Action) -> RowKeys:
-        """Which samples this worker's rows of the micro-batch are: by step and position, never by
+        """Return the keys of this worker's rows of the micro-batch: by step and position, never by
         rank."""
         first, rows = action.microbatch * self._training.microbatch, self._rows(action)
         positions = tuple(range(first + rows.start, first + rows.stop))

@@ -20,7 +20,7 @@ from oobleck.worker.transport.transport import Group, Pending, Transport
 
 
 class _Bucket:
-    """One sum: a slice of the buffer for each part, one slice for all places of the tied
+    """Sum of gradients: a slice of the buffer for each part, one slice for all places of the tied
     part, of which there is one at most."""
 
     def __init__(self, sync: SyncGradient, group: Group) -> None:
@@ -85,7 +85,7 @@ class _Bucket:
 
 
 class GradientSums:
-    """All sums that one worker takes part in, step after step of one generation."""
+    """Gradient sums that one worker takes part in, step after step of one generation."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class GradientSums:
 
     @property
     def several(self) -> bool:
-        """Whether some may start while the backward of others' layers goes on."""
+        """True if some sums may start while the backward of others' layers goes on."""
         return sum(len(bucket.group) > 1 for bucket in self._buckets) > 1
 
     def begin(self, due: Mapping[int, int]) -> None:
@@ -124,7 +124,8 @@ class GradientSums:
         self.start_ready()
 
     def added(self, layer: int) -> bool:
-        """The layer has got a micro-batch; whether it has all, so that sums may be ready."""
+        """Count a micro-batch of the layer. Return whether it has all, so that sums may be
+        ready."""
         self._due[layer] -= 1
         return not self._due[layer]
 
@@ -143,7 +144,8 @@ class GradientSums:
                 bucket.start(self._state, self._transport, self._dtype)
 
     def check_started(self, sync: SyncGradient) -> None:
-        """At its place in the program, a sum is under way: the layers are done there."""
+        """Check that the sum is under way at its place in the program: the layers are done
+        there."""
         bucket = next(bucket for bucket in self._buckets if bucket.sync == sync)
         assert bucket.started, f"bucket {sync.bucket} has layers that are not done"
 

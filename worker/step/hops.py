@@ -1,9 +1,8 @@
-"""What a plan has this worker compute, and its micro-batches between two instructions.
+"""Computations that a plan gives this worker, and its micro-batches between two instructions.
 
 Training steps (`executor`) and evaluations (`evaluator`) say which instruction comes next, which
 samples are loaded and what becomes of a loss. What a layer computes is in `stage`, how tensors
-travel is in `mailbox`.
-"""
+travel is in `mailbox`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -51,7 +50,8 @@ _NO_ROWS = torch.empty(0)
 
 
 class Hops:
-    """What a plan has this worker compute, in one generation: hops of routes, by their layers."""
+    """Computations that a plan gives this worker, in one generation: hops of routes, by their
+    layers."""
 
     def __init__(self, context: WorkerContext, plan: Plan, transport: Transport) -> None:
         self._context = context
@@ -94,7 +94,7 @@ class Hops:
         return self._share[action.first_layer].of_rows(count)
 
     def runner(self, action: Action) -> StageRunner:
-        """Runs the layers of `action`."""
+        """Return the runner of the layers of `action`."""
         layers, context = action.layers, self._context
         if layers not in self._runners:
             self._runners[layers] = StageRunner(
@@ -137,11 +137,11 @@ class Hops:
         )
 
     def is_first(self, action: Action) -> bool:
-        """Whether `action` takes tokens."""
+        """Return whether `action` takes tokens."""
         return action.first_layer == 0
 
     def is_last(self, action: Action) -> bool:
-        """Whether `action` yields the loss."""
+        """Return whether `action` yields the loss."""
         return action.last_layer == self.model.layer_count - 1
 
 
@@ -150,7 +150,7 @@ def _workers(hold: Hold) -> tuple[WorkerId, ...]:
 
 
 class Microbatches:
-    """What the worker's micro-batches have at each hop, while one program runs."""
+    """Inputs and outputs of the worker's micro-batches at each hop, while one program runs."""
 
     def __init__(self, hops: Hops, mailbox: Mailbox) -> None:
         """Begins the program that `mailbox` is for: its first receives are posted."""
@@ -192,7 +192,7 @@ class Microbatches:
             kept.pop(message.visit, None)
 
     def take_input(self, instruction: ops.Forward) -> tuple[Tree, Tree | None]:
-        """The hop's input for the micro-batch, and the targets where it yields the loss."""
+        """Return the hop's input for the micro-batch, and the targets where it yields the loss."""
         visit = instruction.visit
         first = self._hops.is_first(instruction)
         x = self._tokens.pop(visit) if first else joined(self._inputs.pop(visit))
@@ -200,7 +200,7 @@ class Microbatches:
         return x, self._targets.pop(visit, None)
 
     def keep_output(self, instruction: ops.Forward, output: torch.Tensor) -> None:
-        """To be sent to the next hop."""
+        """Keep the output until it is sent to the next hop."""
         self._outputs[instruction.visit] = output
 
     def backward(

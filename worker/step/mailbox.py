@@ -114,7 +114,7 @@ class Mailbox:
         self._posted[step.peer, step.content] = (tensor, pending)
 
     def _room(self, step: Receive) -> torch.Tensor:
-        """What the message is received into."""
+        """Return a tensor to receive the message into."""
         kind = self._packing(step)
         shape = (self._rows(step), *kind.shape)
         return torch.empty(shape, dtype=kind.dtype, device=self._device)
@@ -137,14 +137,14 @@ class Mailbox:
 
 
 def _boundary(step: Message) -> int:
-    """The layer whose output it is or is the gradient of."""
+    """Return the layer whose output, or whose output's gradient, the message carries."""
     _, _, layer, _ = step.content
     return layer
 
 
 def acknowledged(messages: Iterable[Message]) -> Iterator[tuple[Content, tuple[Content, ...]]]:
-    """For each message that a peer sends to a worker: what it must have received from it before,
-    since its message before that. `messages`: of the two, as the peer has them, in its order."""
+    """Yield each message that a peer sends to a worker, and what the peer must have received from
+    it since its previous message. `messages`: of the two, as the peer has them, in its order."""
     arrived: list[Content] = []
     for step in messages:
         if isinstance(step, Receive):
@@ -155,7 +155,7 @@ def acknowledged(messages: Iterable[Message]) -> Iterator[tuple[Content, tuple[C
 
 
 def joined(pieces: Mapping[Share, torch.Tensor]) -> torch.Tensor | None:
-    """The rows of one micro-batch that came in several messages; None: there is none."""
+    """Join the rows of one micro-batch that came in several messages; None if there are none."""
     if len(pieces) < 2:
         return next(iter(pieces.values()), None)
     return torch.cat([pieces[share] for share in sorted(pieces)])

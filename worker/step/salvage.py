@@ -1,10 +1,10 @@
-"""What counts of a step that was cut off, and what must be done again. Pure.
+"""Decides what counts of a step that was cut off, and what must be done again. Pure.
 
-A survivor's gradient of a layer is a sum over micro-batches, so it counts as a whole or not at all:
-if its worker holds the same share of that layer in the new plan, and no micro-batch of it is in
-another sum that counts. The sums of workers that share a layer count together. From the same table
-of `Contribution` every worker draws the same `Salvage`, with each (layer, micro-batch) once.
-"""
+A survivor's gradient of a layer is a sum over micro-batches, so it counts as a whole or not at all.
+It counts if its worker holds the same share of that layer in the new plan, and no micro-batch of it
+is in another sum that counts. The sums of workers that share a layer count together. From the same
+table of `Contribution` every worker draws the same `Salvage`, with each (layer, micro-batch)
+once."""
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """What one worker has of the step that it has begun and not committed, as it tells the others.
-    Bits of micro-batches, of the first one first."""
+    """Work that one worker has of the step that it has begun and not committed, as it tells the
+    others. Bits of micro-batches, of the first one first."""
 
     #: By layer: which are wholly in its gradient. Layers that have none are left out.
     added: Mapping[int, bytes]
@@ -38,7 +38,7 @@ class Attempt:
         digests: Iterable[int],
         microbatches: int,
     ) -> "Attempt":
-        """Of the numbers of the micro-batches."""
+        """Return the attempt with these numbers of micro-batches."""
 
         def bits(numbers: Iterable[int]) -> bytes:
             found = np.zeros(microbatches, dtype=np.bool_)
@@ -58,7 +58,7 @@ NO_ATTEMPT = Attempt(added={}, losses=b"", digests=b"")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Contribution:
-    """What counts of what one worker has of the step."""
+    """Part of one worker's attempt at the step that counts."""
 
     #: (layers, microbatches): which micro-batches are wholly in its gradient of each layer, of
     #: those that it holds in the state before the step, in the share that the new plan gives it.
@@ -79,8 +79,8 @@ class Contribution:
     def of(
         cls, attempt: Attempt, counting: Container[int], layers: int, microbatches: int
     ) -> "Contribution":
-        """`counting`: the layers whose sums may count, of `layers`. Raises ValueError where what
-        was told is not of that many."""
+        """Return what counts of `attempt`. `counting`: the layers whose sums may count, of
+        `layers`. Raises ValueError where what was told is not of that many."""
         found = cls.nothing(layers, microbatches)
         for layer, bits in attempt.added.items():
             if layer in counting:
@@ -92,7 +92,8 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Salvage:
-    """What every worker does with what it has, and the work that is left."""
+    """Decision on a step that was cut off: what every worker does with what it has, and the work
+    left."""
 
     #: The layers whose gradients count; all others are cleared.
     counted: Mapping[WorkerId, frozenset[int]]
@@ -106,11 +107,11 @@ class Salvage:
 
     @property
     def microbatches(self) -> int:
-        """How many are not done again."""
+        """Number of micro-batches that are not done again."""
         return len(self.loss_holder)
 
     def adding(self, microbatch: int, layers: range) -> frozenset[int]:
-        """The layers of `layers` whose gradients lack `microbatch`."""
+        """Return those of `layers` whose gradients lack `microbatch`."""
         lacking = np.flatnonzero(~self.covered[layers.start : layers.stop, microbatch])
         return frozenset((lacking + layers.start).tolist())
 
@@ -122,7 +123,7 @@ def _bools(bits: bytes, count: int) -> Bools:
 
 
 def plan_salvage(contributions: Mapping[WorkerId, Contribution], plan: Plan) -> Salvage:
-    """`contributions`: of all workers of `plan`."""
+    """Decide what counts and what is done again. `contributions`: of all workers of `plan`."""
     counted, covered = _count(contributions, plan)
     workers = plan.workers
     losses = {worker: contributions[worker].losses for worker in workers}
@@ -148,7 +149,8 @@ def plan_salvage(contributions: Mapping[WorkerId, Contribution], plan: Plan) -> 
 def _count(
     contributions: Mapping[WorkerId, Contribution], plan: Plan
 ) -> tuple[Mapping[WorkerId, frozenset[int]], Bools]:
-    """The sums that count, and what is in them. Of those that overlap the larger one counts."""
+    """Return the sums that count, and what is in them. Where sums overlap, the larger one
+    counts."""
     some = next(iter(contributions.values()))
     covered = np.zeros_like(some.added)
     counted: dict[WorkerId, set[int]] = {worker: set() for worker in plan.workers}
@@ -168,7 +170,8 @@ def _count(
 
 
 def _common(hold: Hold, layer: int, contributions: Mapping[WorkerId, Contribution]) -> Bools | None:
-    """The micro-batches that the workers of the hold have summed for `layer`; None for none."""
+    """Return the micro-batches that the workers of the hold have summed for `layer`; None for
+    none."""
     first, *others = (contributions[worker].added[layer] for worker in hold.workers)
     if any(not np.array_equal(other, first) for other in others):
         return None
@@ -176,7 +179,7 @@ def _common(hold: Hold, layer: int, contributions: Mapping[WorkerId, Contributio
 
 
 def _holders(known: Mapping[WorkerId, Bools], wanted: Bools) -> Mapping[int, WorkerId]:
-    """For each micro-batch that is wanted, the first worker that knows it."""
+    """Return, for each micro-batch that is wanted, the first worker that knows it."""
     holders: dict[int, WorkerId] = {}
     left = wanted.copy()
     for worker, own in known.items():

@@ -1,8 +1,7 @@
-"""What autograd runs in one go of a micro-batch: a layer, or several in a row.
+"""Segment of a micro-batch that autograd runs in one go: a layer, or several in a row.
 
 Owns the step from the gradients of a segment's output to those of its input. Must not know stages,
-plans or what travels.
-"""
+plans or what travels."""
 
 from collections.abc import Callable, Sequence
 
@@ -51,8 +50,8 @@ class Segment:
             self.deferred.append((layer, deferred))
 
     def backward(self, gradients: Gradients | None) -> Gradients | None:
-        """From the gradients of the output, None for the loss, to those of the input, adding the
-        weights' or not."""
+        """Compute the gradients of the input from those of the output, None for the loss. Adds the
+        weights' gradients where the segment `adds`."""
         leaves, output = self._leaves, self._output
         if not self.rows:
             return None
@@ -72,8 +71,8 @@ class Segment:
     def _roots(
         self, output: Tree, gradients: Gradients | None
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """What the backward begins with: tensors and their gradients. A tensor may lack a graph
-        here, as one that no weight comes before from the lowest layer on that is wanted."""
+        """Return the tensors that the backward begins with, and their gradients. A tensor may lack
+        a graph here, such as one that no wanted weight comes before, from the lowest layer on."""
         if self._above is None:
             assert isinstance(output, Tensor)
             if not output.requires_grad:

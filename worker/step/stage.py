@@ -138,7 +138,7 @@ class StageRunner:
         return self._give(x, count)
 
     def _take(self, x: Tree) -> Tree:
-        """The input, from what the data has or what has travelled."""
+        """Return the input, from what the data has or what has travelled."""
         x = map_tensors(self._moved, x)
         if self.first:
             return x
@@ -146,7 +146,7 @@ class StageRunner:
         return self._wires[self._layers[0] - 1].unpack(x)
 
     def _give(self, x: Tree, rows: int) -> Tensor:
-        """The output as it travels, cut off from autograd."""
+        """Return the output as it travels, cut off from autograd."""
         if self.last:
             if not rows:
                 return torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -157,8 +157,8 @@ class StageRunner:
         return above.pack(x, rows, self.device) if rows else above.values.zeros(0, self.device)
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """On the device. What comes from the host goes through pinned memory, so that the copy is
-        queued like all else and nobody waits for it."""
+        """Move the tensor to the device. A tensor of the host goes through pinned memory, so that
+        the copy is queued like all else and nothing waits for it."""
         if self.device.type == "cuda" and tensor.device.type == "cpu":
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
@@ -172,7 +172,8 @@ class StageRunner:
         deferred: DeferredGradients | None,
         metrics: Counter[str] | None,
     ) -> Tree:
-        """The layer's output; again the same, bit for bit: what is random follows from `rows`."""
+        """Return the layer's output. Run again it is the same, bit for bit: what is random follows
+        from `rows`."""
         with (
             torch.autocast(self.device.type, torch.bfloat16) if self._autocasts else nullcontext(),
             deferring(deferred),
@@ -238,10 +239,10 @@ class StageRunner:
         return self._give_gradient(gradients, rows)
 
     def backward_input(self, microbatch: int, gradient: Tensor | None = None) -> Tensor | None:
-        """As `backward`, but most of the weights' gradients are left to `backward_weight`.
+        """Run the backward as `backward` does, but leave most of the weights' gradients to
+        `backward_weight`.
 
-        Until then the inputs of the linear layers and the gradients of their outputs are kept.
-        """
+        Until then the inputs of the linear layers and the gradients of their outputs are kept."""
         segments = self._in_flight.pop(microbatch)
         assert all(s.deferred for s in segments if s.adds), (
             "its forward was not told that the backward is split"
@@ -255,13 +256,13 @@ class StageRunner:
         return self._give_gradient(gradients, rows)
 
     def _take_gradient(self, gradient: Tensor | None) -> Gradients | None:
-        """The output's gradients, from what has travelled."""
+        """Return the output's gradients, from what has travelled."""
         if gradient is None:
             return None
         return self._wires[self._layers[-1]].gradients.unpack(gradient)
 
     def _give_gradient(self, gradients: Gradients | None, rows: int) -> Tensor | None:
-        """The input's gradients as they travel."""
+        """Return the input's gradients as they travel."""
         if gradients is None:
             return None
         return self._wires[self._layers[0] - 1].gradients.pack(gradients, rows, self.device)
@@ -269,7 +270,8 @@ class StageRunner:
     def _backward(
         self, segment: Segment, gradients: Gradients | None, left: Sequence[Segment]
     ) -> Gradients | None:
-        """`left`: those whose backward comes after, the next one last."""
+        """Run the backward of one segment. `left`: those whose backward comes after, the next one
+        last."""
         first, last = segment.layers[0], segment.layers[-1]
         name = "layer" if first == last else f"layers {first} to"
         with (
@@ -336,5 +338,5 @@ def _tell(complete: Iterable[Added], on_layer: OnLayer) -> None:
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    """In float32, where it is of lower precision as autocast's results are."""
+    """Return the tensor in float32, where it is of lower precision, as autocast's results are."""
     return tensor.float() if tensor.dtype == torch.bfloat16 else tensor

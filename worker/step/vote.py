@@ -29,7 +29,7 @@ _WORDS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveVote:
-    """What one worker tells of checkpoints in a vote."""
+    """Share of one worker in a vote, as far as checkpoints go."""
 
     #: One should be taken after this step.
     due: bool = False
@@ -46,7 +46,7 @@ _NOTHING = SaveVote()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveVerdict:
-    """What the workers together know of checkpoints, the same on all of them."""
+    """Outcome of a vote for checkpoints, the same on all workers."""
 
     #: One is due, or there is a wish that has come to all.
     due: bool
@@ -59,18 +59,18 @@ class SaveVerdict:
 
 
 class Checkpoints(Protocol):
-    """This worker's part in the checkpoints, which the votes decide on."""
+    """Checkpoints of this worker, on which the votes decide."""
 
     def intent(self, step: int) -> SaveVote:
-        """This worker's share in the vote on `step`."""
+        """Return this worker's share in the vote on `step`."""
 
     def committed(self, step: int, verdict: SaveVerdict) -> None:
-        """`step` is applied, and this is what its vote said."""
+        """Take note that `step` is applied, and that its vote said `verdict`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What the vote on a step says, the same on every worker."""
+    """Result of the vote on a step, the same on every worker."""
 
     #: Sum of the global batch's losses divided by the sum of its weights; 0 if all weights are 0.
     loss: float
@@ -181,7 +181,7 @@ def _factor(mean_weight: float) -> float:
 
 
 def _common(total: float, total_of_squares: float, workers: int) -> int:
-    """The number that all workers put in; 0: not all the same."""
+    """Return the number that all workers put in; 0 if they are not all the same."""
     # Cauchy-Schwarz: n * sum(x^2) = sum(x)^2 exactly when all x are the same.
     if total > 0 and workers * total_of_squares == total * total:
         return round(total / workers)

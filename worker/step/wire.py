@@ -1,9 +1,9 @@
-"""What passes from a layer to the next, and its gradients back, each as one tensor that travels.
+"""Conversion of what passes from a layer to the next, and of its gradients back, each to one tensor
+that travels.
 
-One float tensor travels as it is. Anything else is packed row by row into bytes, so that a message
-is cut by rows whatever is in it. Which tensors have a gradient is known beforehand, the same on
-both sides. Must not know stages, peers or messages.
-"""
+A single float tensor travels as it is. Anything else is packed row by row into bytes, so that a
+message is cut by rows whatever is in it. Which tensors have a gradient is known beforehand, the
+same on both sides. Must not know stages, peers or messages."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from oobleck.worker.state.precision import stream_dtype
 
 
 class Packing:
-    """How some tensors of the same rows become one."""
+    """Layout by which some tensors of the same rows become one."""
 
     def __init__(self, tensors: Sequence[TensorSketch]) -> None:
         self.tensors = tuple(tensors)
@@ -46,11 +46,12 @@ class Packing:
 
     @property
     def row_bytes(self) -> int:
-        """Of one row of what travels."""
+        """Bytes of one row of the packed tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def pack(self, tensors: Sequence[Tensor | None], rows: int, device: torch.device) -> Tensor:
-        """The tensors (rows, ...) as one; zeros where there is None. They must be as sketched."""
+        """Pack the tensors (rows, ...) into one; zeros where there is None. They must be as
+        sketched."""
         if self.plain and (only := tensors[0]) is not None:
             return only
         # Zeros between the tensors too: what was in memory before is nobody's business.
@@ -63,17 +64,17 @@ class Packing:
         return packed
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
-        """The tensors, each contiguous, as a layer would give them."""
+        """Return the tensors, each contiguous, as a layer would give them."""
         if self.plain:
             return [packed]
         return [room.contiguous() for room in self._rooms(packed)]
 
     def zeros(self, rows: int, device: torch.device) -> Tensor:
-        """What travels of tensors full of zeros."""
+        """Return the packed form of tensors full of zeros."""
         return torch.zeros((rows, *self.shape), dtype=self.dtype, device=device)
 
     def _rooms(self, packed: Tensor) -> list[Tensor]:
-        """Each tensor as a view of the bytes."""
+        """Return each tensor as a view of the bytes."""
         rows = len(packed)
         return [
             packed[:, place.start : place.stop].view(dtype).view(rows, *one.shape)
@@ -82,7 +83,7 @@ class Packing:
 
 
 class Wire:
-    """What passes at one boundary between two layers."""
+    """Conversion at one boundary between two layers."""
 
     def __init__(self, sketch: TreeSketch, name: str = "a layer") -> None:
         """`name`: of the layer that gives it, for errors."""
@@ -95,8 +96,8 @@ class Wire:
         self._single = self._structure == TENSOR and self.values.plain and self._has_gradient[0]
 
     def pack(self, tree: Tree, rows: int, device: torch.device) -> Tensor:
-        """What travels forwards, cut off from autograd. Raises JobError where the layer gave
-        something else than the model's description says."""
+        """Pack the tensors that travel forwards, cut off from autograd. Raises JobError where the
+        layer's output does not match the model's description."""
         tensors = self._tensors(tree)
         for tensor, one, dtype in zip(
             tensors, self.values.tensors, self.values.dtypes, strict=True
@@ -108,18 +109,19 @@ class Wire:
         return self.values.pack([tensor.detach() for tensor in tensors], rows, device)
 
     def unpack(self, packed: Tensor) -> Tree:
-        """The tree again."""
+        """Return the tree that was packed."""
         return packed if self._single else unflatten(self._structure, self.values.unpack(packed))
 
     def with_gradient(self, tree: Tree) -> list[Tensor]:
-        """Those tensors of a tree that a gradient comes back for."""
+        """Return those tensors of a tree that a gradient comes back for."""
         if self._single and isinstance(tree, Tensor):
             return [tree]
         tensors = self._tensors(tree)
         return [one for one, has in zip(tensors, self._has_gradient, strict=True) if has]
 
     def cut(self, tree: Tree) -> tuple[Tree, list[Tensor]]:
-        """The tree cut off from what made it, and those of its tensors that gather gradients."""
+        """Cut the tree off from what made it. Return it, and those of its tensors that gather
+        gradients."""
         if self._single and isinstance(tree, Tensor):
             leaf = tree.detach().requires_grad_()
             return leaf, [leaf]

@@ -36,9 +36,10 @@ def collect(
     writer: WorkerId,
     copy: Copy = _copy,
 ) -> Tensor | None:
-    """The whole state of `layer` (1 + moments, n) in host memory, for `writer`, who holds it or a
-    share of it; None for all others. `copy`: puts rows of a tensor into host memory. All who share
-    it with the writer call this for the same layers in the same order. Raises TransportError."""
+    """Return the whole state of `layer` (1 + moments, n) in host memory on `writer`, who holds it
+    or a share of it; None on all others. `copy`: puts rows of a tensor into host memory. All who
+    share it with the writer call this for the same layers in the same order. Raises
+    TransportError."""
     members = plan.hold_of(writer, layer).workers
     if worker not in members:
         return None

@@ -103,7 +103,8 @@ NO_WIRING = Wiring()
 
 
 def wiring_of(plan: Plan, worker: WorkerId, *, tied: Ties, ordered: bool) -> Wiring:
-    """`ordered`: in the order of their first use, which all of the plan decide."""
+    """Return the worker's wiring in the plan. `ordered`: in the order of their first use, which all
+    of the plan decide."""
     rank = {each: index for index, each in enumerate(plan.workers)}
     if ordered:
         rounds = in_rounds(communicators(plan, tied=tied))
@@ -128,7 +129,7 @@ class Moving:
 
 
 class Announced(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker tells the others of its device when they meet."""
+    """Announcement of a worker's device to the others when they meet."""
 
     #: The board that its GPU, or its part of one, is on; no two hosts have the same. Empty: none.
     board: str = ""
@@ -145,8 +146,9 @@ class Announced(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ways_of_state(moving: Moving, told: Sequence[Announced], least_bytes: int) -> list[Name]:
-    """Who sends whom so much state that they connect for it, in the order of first use; none where
-    connecting took some too long the last time. `told`: by rank."""
+    """Return the connections that workers make to move state, each as (purpose, ranks): those that
+    carry at least `least_bytes`, in the order of first use. Empty where connecting took some member
+    too long the last time. `told`: by rank."""
     if any(one.late for one in told):
         return []
     rank = {member: index for index, member in enumerate(moving.members)}
@@ -160,7 +162,7 @@ def ways_of_state(moving: Moving, told: Sequence[Announced], least_bytes: int) -
 
 
 class Connector:
-    """What one worker brings to every meeting: its device."""
+    """Device of one worker, with what it brings to every meeting."""
 
     def __init__(self, launch: Launch) -> None:
         """Raises NodeError when this host does not have the device."""
@@ -183,7 +185,8 @@ class Connector:
         return bool(self._board)
 
     def announced(self, wiring: Wiring, *, trained: bool = False) -> bytes:
-        """What the others must know of this device. `trained`: it has begun a step before."""
+        """Return what the others must know of this device. `trained`: it has begun a step
+        before."""
         if not self._board:
             return encode(Announced())
         said = Announced(
@@ -197,13 +200,15 @@ class Connector:
         return encode(said)
 
     def held_by_others(self) -> int:
-        """Bytes of this worker's GPU that other processes hold, where it has it for itself."""
+        """Return the bytes of this worker's GPU that other processes hold, where it has it for
+        itself."""
         return 0 if self._shared else held_by_others(self.device, self._device_bytes)
 
     def near(self, rank: int, size: int, wiring: Wiring) -> set[int]:
-        """Ranks that a worker has links to from the begin: few workers to all, so that whoever
-        dies is missed at once; many to those before and behind it, those that the gatherings and
-        votes go by, and those it exchanges messages and sums with."""
+        """Return the ranks that a worker has links to from the beginning. Few workers are linked to
+        all, so that one that dies is missed at once. Among many, a worker is linked to those before
+        and behind it, those that the gatherings and votes go by, and those it exchanges messages
+        and sums with."""
         if size <= MOST_MESHED:
             return set(range(size)) - {rank}
         near = tree_neighbours(rank, size) | ring_neighbours(rank, size)
@@ -223,12 +228,11 @@ class Connector:
         wiring: Wiring,
         moving: Callable[[], Moving] | None = None,
     ) -> Transport:
-        """The transport of those who have met, whose host tensors go over `host`.
+        """Return the transport of those who have met, whose host tensors go over `host`.
 
-        `words`: what each has announced; `moving`: finds what state moves first, the same for
-        all; None: little does. Raises TransportError when it cannot be built, or `host`
-        is aborted meanwhile; HelperLost and NodeError where the GPU cannot be used any more.
-        """
+        `words`: what each has announced; `moving`: finds what state moves first, the same for all;
+        None: little does. Raises TransportError when it cannot be built, or `host` is aborted
+        meanwhile; HelperLost and NodeError where the GPU cannot be used any more."""
         self._communicators.settle(host.check)
         try:
             said = [decode(Announced, word) for word in words]
@@ -267,5 +271,5 @@ class Connector:
         )
 
     def release(self) -> None:
-        """This worker is in no plan that uses NCCL: give back what it has of the GPU."""
+        """Give back what this worker has of the GPU: it is in no plan that uses NCCL."""
         self._communicators.end_all()

@@ -92,7 +92,7 @@ class _Departure:
 
 
 class _Together:
-    """Some messages under way."""
+    """Group of messages under way."""
 
     def __init__(self, messages: Sequence[Pending]) -> None:
         self._messages = messages
@@ -114,7 +114,7 @@ class _Reducing:
 
 
 class LinkTransport(Meeting):
-    """What the members of a meeting do with their links."""
+    """Transport among the members of a meeting, by their links."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class LinkTransport(Meeting):
     # ---- gatherings
 
     def gather(self, word: bytes) -> list[bytes]:
-        """What all have to say, by rank. All call this in the same order."""
+        """Return the words of all members, by rank. All call this in the same order."""
         key = next(self._gatherings)
         if self.size == 1:
             return [word]
@@ -248,10 +248,10 @@ class LinkTransport(Meeting):
         _fill(tensor, self.gather(word)[root])
 
     def end_moving(self) -> None:
-        """Nothing: links carry everything."""
+        """Do nothing: links carry everything."""
 
     def complete(self) -> None:
-        """Nothing: waits end with the operation."""
+        """Do nothing: waits end with the operation."""
 
     @property
     def connected(self) -> bool:
@@ -259,11 +259,11 @@ class LinkTransport(Meeting):
         return True
 
     def use_connected(self) -> None:
-        """Nothing more."""
+        """Do nothing: links are used from the start."""
 
     @property
     def failure(self) -> None:
-        """None: all is done where it is waited for."""
+        """Always None: each operation is done where it is waited for."""
         return None
 
 
@@ -274,6 +274,7 @@ def _fill(tensor: torch.Tensor, told: bytes) -> None:
 
 
 def _key_of(group: Group, turn: int) -> int:
-    """Tells apart the sums of a meeting; 63 bits of a digest, so none are the same by chance."""
+    """Return a key that tells apart the sums of a meeting: 63 bits of a digest, so none are the
+    same by chance."""
     text = f"{turn}:{','.join(map(str, group))}".encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest()) >> 1

@@ -1,10 +1,10 @@
-"""One worker's part in a meeting, over its process's links: coming, hearing what all say, leaving.
+"""Part of one worker in a meeting, over its process's links: it comes, hears what all say, and
+leaves.
 
-Whoever comes says once what the others must know of it, and all learn what all have said: each
+Whoever comes says once what the others must know of it, and all learn what all have said. Each
 tells the one above it in a tree, with what those below it have said; the root then has all there is
-and tells it down the tree. So N workers need 2(N - 1) messages, of which nobody sends more than 65.
-Where only the root's card is known, all tell the root. Must not know what they say.
-"""
+and tells it down the tree. So N workers need 2(N - 1) messages, and no worker sends more than 65.
+Where only the root's card is known, all tell the root. Must not know what they say."""
 
 import hmac
 import struct
@@ -48,7 +48,8 @@ def nobody_asks(why: str) -> None:
 
 
 class _Place(NamedTuple):
-    """Whom a worker tells that it has come, and who tell it so."""
+    """Place of a worker in the tree: the one that it tells that it has come, and those that tell it
+    so."""
 
     #: None: it is the root.
     above: Card | None
@@ -60,7 +61,7 @@ class _Place(NamedTuple):
 
 
 class Meeting:
-    """One meeting's use of this process's links."""
+    """Use of this process's links by one meeting."""
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class Meeting:
         return greeting.prove_member(self._secret, self._epoch, of, to, said)
 
     def _exchange(self, place: _Place, said: bytes, check_newest: CheckNewest) -> bytes:
-        """What all have said."""
+        """Exchange what each has to say, and return what all have said."""
         above, label = place.above, Label(Kind.TABLE, _MEETING, 0)
         if above is not None:
             with self.links.lock:
@@ -193,7 +194,7 @@ class Meeting:
     def _wait_wanted(
         self, done: Callable[[], bool], check_newest: CheckNewest, coming: Collection[bytes]
     ) -> None:
-        """Until `done`; nobody who has come, or is still `coming`, may have left again."""
+        """Wait until `done`. No worker that has come, or is still `coming`, may leave meanwhile."""
 
         def asked() -> bool:
             if done():
@@ -207,7 +208,7 @@ class Meeting:
     def _check_all_there(
         self, coming: Collection[bytes] = (), *, but: Collection[Kind] = ()
     ) -> None:
-        """Nobody may have left, `but` in these ways."""
+        """Check that no worker has left, `but` in these ways."""
         how = self.links.how_left(self.others) | self.links.how_left(coming)
         if how := how.difference(but):
             self.left(Kind.CALLED_OFF if Kind.CALLED_OFF in how else Kind.GIVEN_UP)
@@ -216,8 +217,8 @@ class Meeting:
     # ---- links to the others
 
     def _connect(self, cards: Sequence[Card], near: Collection[int]) -> None:
-        """The one with the larger identity calls. One that is waited for in vain is called all the
-        same: whoever has no way to the other learns it then."""
+        """Connect to those in `near`. The one with the larger identity calls. A peer whose call
+        does not come is called all the same: a peer that cannot be reached shows then."""
         own = self.links.identity
         with self.links.lock:
             self._cards, self._peers = cards, tuple(card.identity for card in cards)
@@ -247,7 +248,8 @@ class Meeting:
         return not missing
 
     def _called(self, card: Card, rank: int | None = None) -> bool:
-        """Whether there is a link to that one. Raises TransportError where a call has failed."""
+        """Return whether there is a link to that process. Raises TransportError where a call has
+        failed."""
         if self.links.linked(card.identity):
             return True
         call = self.links.call_to(card.identity)
@@ -264,17 +266,17 @@ class Meeting:
         return self._epoch
 
     def identities(self, ranks: Iterable[int]) -> tuple[bytes, ...]:
-        """Of the processes that have met."""
+        """Return the identities of the processes with these ranks."""
         return tuple(self._peers[rank] for rank in ranks)
 
     def reach(self, peer: int) -> bytes:
-        """The identity of `peer`, to whom there is a link from now on."""
+        """Return the identity of `peer`, to which there is a link from now on."""
         self.reach_all([peer])
         return self._peers[peer]
 
     def reach_all(self, peers: Iterable[int]) -> None:
-        """There is a link to each of `peers` from now on. Those to whom there is none are called at
-        once, not one after the other."""
+        """Connect to each of `peers`. Those without a link are called at once, not one after the
+        other."""
         self.check()
         called = [peer for peer in peers if not self.links.linked(self._peers[peer])]
         if not called:
@@ -288,8 +290,8 @@ class Meeting:
     # ---- waiting
 
     def wait(self, done: Callable[[], bool], owing: Collection[bytes] = ()) -> None:
-        """Until `done`, for which something has to come from those in `owing`, which may change
-        meanwhile, or to be taken by them. Raises TransportError."""
+        """Wait until `done`. Something has to come from the peers in `owing`, or to be taken by
+        them; these may change meanwhile. Raises TransportError."""
 
         def asked() -> bool:
             if done():
@@ -310,14 +312,14 @@ class Meeting:
             raise TransportError(_HAS_LEFT)
 
     def check_there(self, peers: Iterable[int]) -> None:
-        """Raises TransportError where the meeting is over, or one of them has left it."""
+        """Raise TransportError where the meeting is over, or one of them has left it."""
         self.links.check_sound()
         self.check()
         for peer in peers:
             self._check_there(self._peers[peer])
 
     def any_left(self, peers: Iterable[int]) -> bool:
-        """Whether one of them has left it."""
+        """Return whether one of `peers` has left the meeting."""
         return any(self.links.has_left(self._peers[peer]) for peer in peers)
 
     # ---- ends
@@ -358,12 +360,13 @@ class Meeting:
         self._on_lost(self._lost)
 
     def silent(self) -> list[int]:
-        """Ranks of those whose hosts give no sign of life."""
+        """Return the ranks of those whose hosts give no sign of life."""
         silent = self.links.silent()
         return [rank for rank, peer in enumerate(self._peers) if peer in silent]
 
     def stand_down(self) -> None:
-        """The end of this worker is no loss to the others any more, nor theirs to it."""
+        """Leave the meeting: from now on this worker's end is no loss to the others, nor theirs to
+        it."""
         self.links.leave(self._epoch, Kind.GOODBYE)
 
     def abort(self) -> None:
@@ -378,10 +381,12 @@ class Meeting:
 
 
 def epoch_of(generation: Generation, meeting: int) -> int:
-    """Meetings of a worker follow each other: those of a generation, and of the generations."""
+    """Return the epoch of a meeting. A worker's meetings follow each other: those of a generation,
+    and of the generations."""
     return generation << _MEETING_BITS | meeting
 
 
 def secret_of(prefix: str) -> bytes:
-    """32 bytes that only the workers of a meeting have, from what the master tells them alone."""
+    """Return 32 bytes that only the workers of a meeting have, from what the master tells them
+    alone."""
     return hmac.digest(prefix.encode(), b"links", "sha256")

@@ -31,7 +31,7 @@ class _Arrival:
 
 
 class StagedTransport:
-    """`below`, for tensors on any device."""
+    """Transport by `below`, for tensors on any device."""
 
     def __init__(self, below: Transport, *, everything: bool = False) -> None:
         """`everything`: host tensors are copied as well, so that a host without a device runs
@@ -42,14 +42,15 @@ class StagedTransport:
         self._everything = everything
 
     def _buffer(self, tensor: Tensor) -> Tensor:
-        """Where `tensor` is received: itself, if it is in host memory."""
+        """Return the buffer that `tensor` is received into: `tensor` itself, if it is in host
+        memory."""
         if tensor.device.type == "cpu" and not self._everything:
             return tensor
         pinned = tensor.device.type != "cpu"
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
 
     def _staged(self, tensor: Tensor) -> Tensor:
-        """A host tensor with the contents of `tensor`."""
+        """Return a host tensor with the contents of `tensor`."""
         buffer = self._buffer(tensor)
         return buffer if buffer is tensor else buffer.copy_(tensor)
 

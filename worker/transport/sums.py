@@ -54,7 +54,7 @@ class SpareBuffers:
 
 
 class _Share(Incoming):
-    """What one member, with those below it, adds to a chunk."""
+    """Share of a chunk that one member adds, with those below it."""
 
     def __init__(self, chunk: "_Chunk", index: int, member: bytes) -> None:
         self._chunk = chunk
@@ -160,7 +160,7 @@ class _Chunk:
             self._sum.send(self._above, Kind.SHARE, self._part, self.own)
 
     def _add(self, values: torch.Tensor, memory: memoryview | None) -> None:
-        """`memory`: of the values, where it is to be used again."""
+        """Add `values` to the total. `memory`: of the values, where it is to be used again."""
         if self._total is None:
             self._total, self._borrowed = values, memory
             return
@@ -186,14 +186,14 @@ class _Chunk:
         return torch.frombuffer(share.buffer, dtype=own.dtype, count=own.numel())
 
     def whole(self) -> None:
-        """The sum is there."""
+        """Send the sum, which is there, to those below, and count the chunk as whole."""
         for rank in self._below:
             self._sum.send(rank, Kind.TOTAL, self._part, self.own)
         self._sum.whole()
 
 
 class LinkSum:
-    """One sum under way. All methods are called with the links' lock held."""
+    """Sum under way. All methods are called with the links' lock held."""
 
     def __init__(
         self,
@@ -241,21 +241,21 @@ class LinkSum:
             self._sends.append((member, self._links.send(member, label, *map(bytes_of, values))))
 
     def paid(self, member: bytes) -> None:
-        """One of the frames that it owed has come."""
+        """Count one frame that `member` owed as received."""
         self.owing[member] -= 1
         if not self.owing[member]:
             del self.owing[member]
 
     def whole(self) -> None:
-        """One more chunk is."""
+        """Count one more chunk as whole."""
         self._left -= 1
         if not self._left:
             self._links.press(-1)
 
     @property
     def done(self) -> bool:
-        """Whether the sum is there, and the others have what they need of this worker; who has left
-        needs nothing any more, and may never take it."""
+        """True if the sum is there, and the others have what they need of this worker. A worker
+        that has left needs nothing any more, and may never take it."""
         while self._sends:
             member, send = self._sends[-1]
             if not (send.done or self._links.has_left(member)):
@@ -265,14 +265,14 @@ class LinkSum:
 
 
 def _chunk_bytes(size: int, members: int) -> int:
-    """So that each member adds as many chunks as any other, where there are several for each."""
+    """Return a chunk size that lets each member add equally many chunks, if each has several."""
     each = max(-(-size // members), _LEAST_BYTES)
     most = min(max(each // _CUTS, _CUT_BYTES), MOST_BYTES)
     return -(-each // -(-each // most))
 
 
 def _cut(shares: Sequence[torch.Tensor], size: int) -> list[list[torch.Tensor]]:
-    """`shares`, one behind the other, cut after every `size` numbers."""
+    """Cut `shares`, one behind the other, after every `size` numbers."""
     cuts: list[list[torch.Tensor]] = [[]]
     left = size
     for share in shares:

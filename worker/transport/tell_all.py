@@ -10,7 +10,8 @@ T = TypeVar("T")
 
 
 def tell_all(transport: Transport, message: T, kind: type[T]) -> list[T]:
-    """Everyone's message, by rank. Raises TransportError, also where what came is no message."""
+    """Return the messages of all, by rank. Raises TransportError, also where what came is no
+    message."""
     told: list[T] = []
     for rank, text in enumerate(transport.gather(encode(message))):
         try:

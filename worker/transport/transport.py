@@ -47,16 +47,16 @@ class Transport(Protocol):
     def exchange(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: Group, tag: int
     ) -> Pending:
-        """`sent`: what each member of the group gets, in its order; `received`: where what each has
-        for this one comes. All are contiguous and of one type, and what a member has for itself is
-        empty. All members call this for a group in the same order.
-        """
+        """Exchange tensors within the group. `sent`: what each member of the group gets, in its
+        order; `received`: where what each has for this one comes. All are contiguous and of one
+        type, and what a member has for itself is empty. All members call this for a group in the
+        same order."""
 
     def gather(self, word: bytes) -> list[bytes]:
-        """What all have to say, by rank. All call this in the same order."""
+        """Return the words of all, by rank. All call this in the same order."""
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Everyone's `tensor` (same shape), by rank."""
+        """Return the `tensor` of every rank (same shape), by rank."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None: ...
 
@@ -73,8 +73,8 @@ class Transport(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether all is there that is to be used. Some of it may come while training goes on by
-        what carries everything; it stays so."""
+        """True if everything to be used is there. Some of it may come while training goes on by
+        what carries everything. Once true, it stays true."""
 
     def use_connected(self) -> None:
         """Use all. Every rank calls this at the same point between its operations, when none is
@@ -82,8 +82,8 @@ class Transport(Protocol):
 
     @property
     def failure(self) -> Exception | None:
-        """What has failed in this worker's own part, and not in an operation that it waits for: it
-        ends all, and so is behind whatever else these raise."""
+        """Failure in this worker's own part, not in an operation that it waits for. It ends all,
+        and so is the cause of whatever else these raise."""
 
     def abort(self) -> None:
         """Release whatever waits in this transport. From any thread, any number of times."""

@@ -14,7 +14,7 @@ MOST_MESHED = 16
 
 
 class Place(NamedTuple):
-    """Whom a worker tells, and whom it hears from, by rank."""
+    """Place of a worker in the tree: the worker it tells, and those it hears from, by rank."""
 
     #: None: it is the root.
     above: int | None
@@ -22,8 +22,8 @@ class Place(NamedTuple):
 
 
 def place_of(rank: int, size: int, root: int = 0, hands: int | None = None) -> Place:
-    """The place of `rank`. `root` and rank 0 have changed places; all others are in rank order.
-    `hands`: how many a worker hears from at the most, if not the usual number."""
+    """Return the place of `rank`. `root` and rank 0 have changed places; all others are in rank
+    order. `hands`: how many a worker hears from at the most, if not the usual number."""
     hands = HANDS if hands is None else hands
     swapped = {root: 0, 0: root}
     at = swapped.get(rank, rank)
@@ -34,7 +34,7 @@ def place_of(rank: int, size: int, root: int = 0, hands: int | None = None) -> P
 
 
 def tree_neighbours(rank: int, size: int, hands: int | None = None) -> set[int]:
-    """With whom a worker exchanges what is gathered from all."""
+    """Return the ranks with which a worker exchanges what is gathered from all."""
     above, below = place_of(rank, size, hands=hands)
     return {*below, *([] if above is None else [above])}
 
@@ -56,7 +56,7 @@ def sum_places(index: int, size: int, chunks: int, turn: int) -> list[Place]:
 
 
 def sum_neighbours(index: int, size: int) -> set[int]:
-    """With whom a member of a group exchanges something in sums."""
+    """Return the members with which a member of a group exchanges something in sums."""
     if size <= MOST_MESHED:
         return set(range(size)) - {index}
     return tree_neighbours(index, size) | tree_neighbours(index, size, hands=1)

@@ -1,4 +1,5 @@
-"""What workers have to say, in one piece: by rank, or several words of one. And a frame of it."""
+"""Packing of workers' words into one piece: by rank, or several words of one worker. And a frame of
+it."""
 
 import struct
 from collections.abc import Iterable, Iterator
@@ -31,7 +32,7 @@ class Words(Incoming):
 
 
 def entry(rank: int, word: bytes) -> bytes:
-    """One worker's, for a table of such, which is nothing but one after the other."""
+    """Pack one worker's entry of a table, which is just one entry after the other."""
     return _WORD.pack(rank, len(word)) + word
 
 
@@ -50,7 +51,8 @@ def entries(table: bytes | bytearray) -> Iterator[tuple[int, bytes]]:
 
 
 def words_of_all(table: bytes | bytearray, size: int) -> list[bytes]:
-    """The words of `size` workers, by rank. Raises TransportError unless each has said one."""
+    """Return the words of `size` workers, by rank. Raises TransportError unless each has said
+    one."""
     told = sorted(entries(table), key=itemgetter(0))
     if (ranks := [rank for rank, _ in told]) != list(range(size)):
         raise TransportError(f"the ranks {head(str(ranks))} have said something, of {size}")
@@ -63,5 +65,5 @@ def joined(words: Iterable[bytes]) -> bytes:
 
 
 def parts(word: bytes, count: int) -> list[bytes]:
-    """What was joined. Raises TransportError unless it was `count` words."""
+    """Split what was joined. Raises TransportError unless it was `count` words."""
     return words_of_all(word, count)

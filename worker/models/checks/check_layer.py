@@ -1,4 +1,4 @@
-"""What only real runs show of one layer of the user's.
+"""Check of one layer of the user's, for what only real runs show.
 
 It is run on two batches whose first row is the same sample: what becomes of that row must depend on
 nothing but the row, the layer's weights and torch's seed. Owns the runs and what is wrong with
@@ -32,7 +32,7 @@ from oobleck.worker.runtime.problem import Problem
 
 
 class LayerCheck:
-    """One layer, in host memory with its initial weights."""
+    """Check of one layer, in host memory with its initial weights."""
 
     def __init__(self, module: nn.Module, where: str, seed: int) -> None:
         self._module = module
@@ -48,8 +48,8 @@ class LayerCheck:
         return list(self._found)
 
     def run(self, given: Batches, *, draws: bool) -> Batches | None:
-        """What the layer gives, for the next one to be run on; None where it gives nothing.
-        `draws`: whether it takes from torch's generator in training."""
+        """Run the layer; return its output, for the next one to be run on, or None where it gives
+        nothing. `draws`: whether it takes from torch's generator in training."""
         one = self._trained(given.one)
         if one is None:
             return None
@@ -61,7 +61,8 @@ class LayerCheck:
         return None if other is None else with_same_row(one, other)
 
     def _rows(self, given: Batches, one: Tree, *, draws: bool) -> Tree | None:
-        """Whether a row depends on itself alone; what the layer gives for the other batch."""
+        """Check that a row depends on itself alone; return what the layer gives for the other
+        batch."""
         before = kept(self._module)
         again = self._trained(given.one)
         if again is not None and (names := changed(before, kept(self._module))):
@@ -129,7 +130,7 @@ class LayerCheck:
         return self._run(x, self._seed, training=True)
 
     def _run(self, x: Tree, seed: int, *, training: bool) -> Tree | None:
-        """One run, with its backward in training; None where it fails."""
+        """Run the layer once, with its backward in training; return None where it fails."""
         given = map_tensors(lambda tensor: leaf(tensor.clone(), tensor.requires_grad), x)
         parts = [(name, tensor, tensor._version) for name, tensor in _own(self._module)]
         buffers = [(b, b.clone()) for b in self._module.buffers()]

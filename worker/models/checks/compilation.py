@@ -1,4 +1,4 @@
-"""Which layers torch's compiler takes, and which of them share its code.
+"""Search for the layers that torch's compiler takes, and for those of them that share code.
 
 What a layer does is traced whole, forward and backward, on the numbers or shapes that it was
 described by; no machine code is made of it, so no C++ compiler is needed. The layers are looked at
@@ -85,7 +85,7 @@ _STEP = "oobleck.model.step()"
 
 
 def _reason(error: Exception) -> str:
-    """One line of torch's many."""
+    """Reduce torch's error of many lines to one."""
     text = str(error).strip()
     if _STEP in text:
         return f"it asks for the step ({_STEP}), another number in each"

@@ -1,4 +1,4 @@
-"""What planning must know of a model of the user's, from one pass over its layers without weights.
+"""Description of a user's model for planning, from one pass over its layers without weights.
 
 Large layers run on torch's meta device, which computes shapes alone; one whose code needs numbers,
 as a mixture of experts may, and small ones run for real in host memory. Owns the numbers, and what
@@ -61,7 +61,7 @@ _HOOKS_OF_SAVED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """One layer's forward."""
+    """Forward of one layer: its output, and what it costs."""
 
     output: Any
     flops: int
@@ -147,7 +147,8 @@ def _settings() -> dict[str, object]:
 
 
 def _foreign(spec: OwnModelSpec) -> Foreign | None:
-    """What transformers calls its parameters, where it knows the model."""
+    """Return transformers' names for the model's parameters; None where it does not know the
+    model."""
     if spec.architecture is None:
         return None
     from oobleck.worker.models.huggingface.exported import foreign  # it loads transformers
@@ -156,7 +157,7 @@ def _foreign(spec: OwnModelSpec) -> Foreign | None:
 
 
 def sketch_of_sample(tree: Any, dtype: torch.dtype) -> TreeSketch:
-    """Of a sample's inputs or targets; floats come in `dtype` where that is wider."""
+    """Sketch a sample's inputs or targets; floats come in `dtype` where that is wider."""
     return TreeSketch(
         tensors=tuple(
             TensorSketch(
@@ -212,7 +213,7 @@ class _Values:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer on its way to a sketch."""
+    """Layer on its way to a sketch."""
 
     spec: OwnModelSpec
     number: int
@@ -305,7 +306,7 @@ class _Layer:
                 raise JobError(f"model: tied names {path}, and {where} has {has}")
 
     def _run(self, module: nn.Module, targets: _Values | None, rows: int, device: str) -> _Run:
-        """Its forward with so many rows."""
+        """Run the layer forward with so many rows."""
         own_ones = {t.untyped_storage()._cdata for t in (*module.parameters(), *module.buffers())}
         kept: dict[int, int] = {}
 
@@ -385,7 +386,7 @@ def _made(sketch: TensorSketch, rows: int, device: str) -> Tensor:
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
-    """Whether anything was drawn."""
+    """Watch for random draws; `any`: whether anything was drawn."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
@@ -404,7 +405,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
 
 
 def _drops_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether it is an attention without dropout, which draws nothing."""
+    """Return whether `func` is an attention without dropout, which draws nothing."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             given = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
@@ -425,7 +426,7 @@ _leave_the_compiler_out(_Draws)
 
 
 def _output(few: Any, more: Any, where: str) -> TreeSketch:
-    """Of what a layer gave for few rows and for more. Raises JobError."""
+    """Sketch the output of a layer from what it gave for few rows and for more. Raises JobError."""
     try:
         tensors, others, form = flatten(few), flatten(more), structure(few)
     except (TypeError, ValueError) as error:
@@ -460,7 +461,7 @@ def _output(few: Any, more: Any, where: str) -> TreeSketch:
 
 
 def _tied(spec: OwnModelSpec, count: int) -> tuple[Tie, ...]:
-    """Which layers share what. Raises JobError."""
+    """Return the ties: which layers share which parameters. Raises JobError."""
     try:
         same = same_parameters(own.user_model(spec).tied, count)
     except ValueError as error:

@@ -1,4 +1,5 @@
-"""What the Hugging Face families share: configs, and fitting modules of transformers for training.
+"""Shared parts of the Hugging Face families: configs, and fitting modules of transformers for
+training.
 
 Importing this imports transformers (two seconds), so only the families' own modules do.
 """
@@ -113,8 +114,8 @@ def zero_row(weight: Tensor, row: int) -> None:
 
 
 def _kernels_take_groups(query: Tensor) -> bool:
-    """Whether fused attention reads keys and values of fewer heads as they are. GPUs' kernels for
-    wide numbers do not, and torch would fall back on whole matrices of scores."""
+    """Return whether fused attention reads keys and values of fewer heads as they are. GPUs'
+    kernels for wide numbers do not, and torch would fall back on whole matrices of scores."""
     return query.device.type == "cpu" or query.dtype in (torch.bfloat16, torch.float16)
 
 

@@ -72,7 +72,8 @@ class Head(Layer):
 
 
 def _initialise(module: Layer, spec: ModelSpec, seed: int, tied: str | None) -> None:
-    """What a block adds to the residual stream is scaled down by the number of such additions."""
+    """Draw the initial values. Scale what a block adds to the residual stream down by the root of
+    the number of such additions."""
     scale = 1.0 / math.sqrt(2 * spec.layers)
     draw(module, spec, seed, tied, scaled=("c_proj.weight",), scale=scale)
 

@@ -1,4 +1,5 @@
-"""Which model of transformers a job means, and its config: from a name, keys and a directory.
+"""Choice of the transformers model that a job means, and its config: from a name, keys and a
+directory.
 
 Importing this imports transformers' tables of names, not its models.
 """

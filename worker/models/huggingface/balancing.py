@@ -39,7 +39,7 @@ def balancing_losses(sums: Tensor, chosen: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """How the load of experts is balanced."""
+    """Balancing of the experts' load."""
 
     coefficient: float
     #: Experts per token.
@@ -50,7 +50,8 @@ class Balance:
 
 @cached(maxsize=4)
 def balance_of(architecture: Architecture) -> Balance | None:
-    """None where the loss has no such part. Raises JobError where it has one of another form."""
+    """Return how the loss balances experts; None where it has no such part. Raises JobError where
+    it has one of another form."""
     config = configuration(architecture)
     # As in transformers, other heads have no balancing loss.
     if architecture.task != "causal" or not getattr(config, "output_router_logits", False):
@@ -77,7 +78,7 @@ def _recorder(listed: Any) -> Any:
 
 
 def _same_form(theirs: Any, chosen: int) -> bool:
-    """Whether the family's balancing loss is ours, tried on some logits of two layers."""
+    """Return whether the family's balancing loss is ours, tried on some logits of two layers."""
     draws = torch.Generator(device="cpu").manual_seed(0)
     experts = max(2 * chosen, 3)
     shape = (2, 1, 8, experts)
@@ -103,7 +104,7 @@ def _records(recorder: OutputRecorder, name: str, module: nn.Module) -> bool:
 def recorded(
     part: nn.Module, recorders: tuple[OutputRecorder, ...], logits: list[Tensor]
 ) -> Iterator[None]:
-    """What routers give within goes to `logits`."""
+    """Append the logits that routers give within the block to `logits`."""
     hooks = [
         module.register_forward_hook(partial(_note, logits, recorder.index))
         for recorder in recorders

@@ -122,7 +122,7 @@ def _loss(
 
 
 def build(architecture: Architecture, number: int, lora: LoraSpec | None = None) -> nn.Module:
-    """One layer, with its initial weights; on the meta device without."""
+    """Build one layer, with its initial weights; on the meta device without."""
     last = len(take_apart(architecture, torch.get_default_dtype()).layers) + 1
     layer: nn.Module
     if number == 0:
@@ -135,8 +135,8 @@ def build(architecture: Architecture, number: int, lora: LoraSpec | None = None)
 
 
 def foreign_names(architecture: Architecture, number: int) -> dict[str, str]:
-    """By the name that layer `number` gives a parameter or a kept buffer: transformers' name in the
-    state of the whole model, which is what `from_pretrained` understands."""
+    """Map the name that layer `number` gives a parameter or a kept buffer to transformers' name in
+    the state of the whole model, which is what `from_pretrained` understands."""
     with torch.device("meta"), without_draws():
         layer = build(architecture, number)
     prefix = _prefix(architecture, number)
@@ -144,7 +144,7 @@ def foreign_names(architecture: Architecture, number: int) -> dict[str, str]:
 
 
 def _prefix(architecture: Architecture, number: int) -> str:
-    """What the names of the layer's modules begin with in the whole model."""
+    """Return the prefix that the layer's modules have in the whole model."""
     parts = take_apart(architecture, torch.get_default_dtype())
     block = 0 < number <= len(parts.layers)
     return f"{parts.prefix}{parts.name}.{number - 1}." if block else ""

@@ -1,4 +1,4 @@
-"""What an export of a model of transformers needs to know, found out where transformers is.
+"""Facts that an export of a model of transformers needs, found out where transformers is.
 
 Owns which tensors and what config.json make `from_pretrained` load the model as it was trained;
 `oobleck.planner.report.export` puts the names together. Must not know checkpoints or files.
@@ -21,7 +21,7 @@ from oobleck.worker.models.own import without_draws
 
 
 def foreign(spec: OwnModelSpec) -> Foreign:
-    """Of a model that is named by its architecture. Raises JobError."""
+    """Return these facts for a model that is named by its architecture. Raises JobError."""
     chosen = choose(spec.architecture, json.loads(spec.config or NO_ARGUMENTS), spec.weights)
     parts = take_apart(chosen, torch.get_default_dtype())
     blocks = f"{parts.prefix}{parts.name}."

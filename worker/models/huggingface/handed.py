@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Differ(Exception):
-    """What a layer is handed depends on the tokens, or is of no known kind."""
+    """Refusal of a layer's arguments that depend on the tokens, or are of no known kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Handed:
     named: Mapping[str, Any]
 
     def common(self, other: "Handed") -> "Handed":
-        """As it is for one row, from that and what was `other` for two other rows. Raises
-        Differ."""
+        """Return these arguments, of one row, with the tensors marked that repeat for each row.
+        `other`: the arguments of two other rows, to compare with. Raises Differ."""
         return Handed(_common(self.positional, other.positional), _common(self.named, other.named))
 
     def to(self, rows: int) -> "Handed":

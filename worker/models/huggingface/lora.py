@@ -24,7 +24,8 @@ _PART = "part."
 
 
 def choose_adapters(architecture: Architecture, keys: Mapping[str, Any]) -> LoraSpec:
-    """Those of `keys`, for a model that has all that they name. Raises JobError, NodeError."""
+    """Return the adapters that `keys` describe, for a model that has all that they name. Raises
+    JobError, NodeError."""
     if architecture.task != "causal":
         raise JobError(
             f"model.lora: adapts causal language models, and {architecture.name} has a head that "
@@ -74,7 +75,7 @@ def adapt(layer: nn.Module, prefix: str, lora: LoraSpec) -> None:
 
 
 def adapter_config(architecture: Architecture, lora: LoraSpec) -> Json:
-    """What PeftModel.from_pretrained reads."""
+    """Return the config that PeftModel.from_pretrained reads."""
     transposed = any(
         isinstance(module, Conv1D)
         for name, module in _modules(architecture)
@@ -109,7 +110,7 @@ def _peft() -> Any:
 
 
 def _modules(architecture: Architecture) -> Iterator[tuple[str, nn.Module]]:
-    """All of the whole model, by their names in it."""
+    """Yield all modules of the whole model, by their names in it."""
     parts = take_apart(architecture, torch.get_default_dtype())
     yield from parts.model.named_modules()
     for index, layer in enumerate(parts.layers):
@@ -124,13 +125,13 @@ def _inner(architecture: Architecture) -> list[str]:
 
 
 def _fits(name: str, target: str) -> bool:
-    """As peft does it."""
+    """Return whether `target` means the module `name`, by peft's rule."""
     return name == target or name.endswith(f".{target}")
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether it gives what an adapter's result can be added to: some routers are linear layers by
-    their class alone."""
+    """Return whether an adapter's result can be added to what the module gives: some routers are
+    linear layers by their class alone."""
     if not isinstance(module, nn.Linear | Conv1D):
         return False
     if type(module).forward in (nn.Linear.forward, Conv1D.forward):

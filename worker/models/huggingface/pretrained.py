@@ -35,7 +35,7 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 
 @dataclass(slots=True)
 class _Source:
-    """Where one or more parameters come from."""
+    """Source of one or more parameters."""
 
     #: None: one tensor as it is.
     converter: WeightConverter | None = None
@@ -44,7 +44,7 @@ class _Source:
 
 
 def check(architecture: Architecture, names: Mapping[str, str]) -> None:
-    """Whether the files have all parameters among `names`, by headers. Raises JobError."""
+    """Check by headers that the files have all parameters among `names`. Raises JobError."""
     files = _files(architecture)
     sources, model = _sources(architecture), _state(architecture)
     for full in names.values():
@@ -70,9 +70,10 @@ def check(architecture: Architecture, names: Mapping[str, str]) -> None:
 def stored(
     architecture: Architecture, full: str, trained: Collection[str]
 ) -> list[tuple[str, str]]:
-    """What an export has of what the whole model calls `full`, by its name there and in the files:
-    where these have other pieces, those, which transformers makes it of anew. `trained`: what must
-    not come of them too. Raises JobError."""
+    """Return the tensors that an export has for the whole model's parameter `full`, each by its
+    name there and in the files. Where the files have other pieces, return those: transformers makes
+    the parameter of them anew. `trained`: parameters that must not come of them too. Raises
+    JobError."""
     sources = _sources(architecture)
     source = sources.get(full)
     if source is None:
@@ -175,14 +176,15 @@ def _parameters(architecture: Architecture) -> frozenset[str]:
 
 
 def _stored_name(architecture: Architecture, full: str) -> str:
-    """Of a tied parameter the first one's, which files have in any case."""
+    """Return the parameter's name in the files. For a tied one it is the first one's, which files
+    have in any case."""
     tied: dict[str, str] = _whole(architecture).model.get_expanded_tied_weights_keys()
     return tied.get(full, full)
 
 
 @cached(maxsize=2)
 def _sources(architecture: Architecture) -> dict[str, _Source]:
-    """By parameter or buffer of the whole model, what of the files it comes from."""
+    """Return the source in the files of each parameter or buffer of the whole model."""
     model, state = _whole(architecture).model, _state(architecture)
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -212,7 +214,7 @@ def _sources(architecture: Architecture) -> dict[str, _Source]:
 
 
 def _further(target: str, source: _Source) -> Iterable[str]:
-    """What else a converter makes besides `target`, which is its first."""
+    """Return what else a converter makes besides `target`, which is its first."""
     first, *more = source.converter.target_patterns if source.converter is not None else [""]
     return [target.replace(first, name) for name in more]
 

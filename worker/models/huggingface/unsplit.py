@@ -73,7 +73,7 @@ class Parts:
 
     @property
     def prefix(self) -> str:
-        """What the names of a base model's parameters begin with in the whole model."""
+        """Prefix of a base model's parameter names in the whole model."""
         return f"{self.inner}."
 
 
@@ -313,7 +313,7 @@ def no_mask(device: torch.device) -> Tensor:
 
 
 def _is(one: Any, other: Any) -> bool:
-    """Whether both are one tensor, or one is a view of all of the other in its shape."""
+    """Return whether both are one tensor, or one is a view of all of the other in its shape."""
     return (
         isinstance(one, Tensor)
         and isinstance(other, Tensor)
@@ -452,7 +452,7 @@ def materialise(module: nn.Module, owner: Any, device: torch.device) -> list[str
 
 
 def fill(module: nn.Module, architecture: Architecture, owner: Any, device: torch.device) -> None:
-    """As `materialise`. Raises JobError where a value is missing."""
+    """Fill `module` by `materialise`. Raises JobError where a value is missing."""
     untouched = materialise(module, owner, device)
     if untouched:
         raise JobError(

@@ -1,9 +1,8 @@
-"""Who comes to meetings and who leaves them, as each tells all others.
+"""Attendance at meetings: who comes and who leaves, as each tells all others.
 
-Meetings follow each other, and not all hear of the next at the same time: what members say of a
+Meetings follow each other, and not all hear of the next at the same time. What members say of a
 later one than the present is remembered until this worker comes to it. Used with the links' lock
-held. Must not know links, nor what members say.
-"""
+held. Must not know links, nor what members say."""
 
 from typing import TypeVar
 
@@ -26,8 +25,8 @@ class Attendance:
         self._left_ahead: dict[int, dict[bytes, int]] = {}
 
     def begin(self, epoch: int) -> dict[bytes, bytes]:
-        """This meeting is the present one from now on. Returns who has come to it already, and what
-        they have said."""
+        """Begin this meeting: it is the present one from now on. Returns who has come to it
+        already, and what they have said."""
         self.left = self._left_ahead.pop(epoch, {})
         self._left_ahead = {e: left for e, left in self._left_ahead.items() if e > epoch}
         ahead = self._ahead.pop(epoch, {})
@@ -39,7 +38,7 @@ class Attendance:
         return any(peer in said for said in self._ahead.values())
 
     def keep(self, peer: bytes, epoch: int, kind: int, content: bytes) -> None:
-        """What `peer` says of a later meeting than the present one."""
+        """Keep what `peer` says of a later meeting than the present one."""
         if kind == Kind.STANDING:
             self._ahead.setdefault(epoch, {})[peer] = content
             _keep_newest(self._ahead, peer)

@@ -62,8 +62,8 @@ Open = Callable[[bytes, bytes, int, socket.socket, Seals | None], None]
 
 
 class Calls:
-    """Used with the links' lock held. `poll` is told of all descriptors; of those in here, what it
-    reports is handed to `hear`."""
+    """Calls of this process's own, by peer. Used with the links' lock held. `poll` is told of all
+    descriptors; of those in here, what it reports is handed to `hear`."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Calls:
         return self._secret_of(call.epoch) is not None
 
     def begin(self, epoch: int) -> None:
-        """This meeting is the present one, and older ones are over."""
+        """Begin this meeting: it is the present one, and older ones are over."""
         for peer, call in list(self.calls.items()):
             if call.confirmed:
                 call.until = time.monotonic() + ANSWER_LIMIT_S
@@ -130,7 +130,7 @@ class Calls:
                 self._call_for_next(call)
 
     def call_off(self, epoch: int) -> None:
-        """Nobody is called for that meeting any more."""
+        """Stop calling others for that meeting."""
         for peer, call in list(self.calls.items()):
             if call.then == epoch:
                 call.then = None
@@ -138,7 +138,7 @@ class Calls:
                 self.drop(peer)
 
     def drop(self, peer: bytes) -> None:
-        """Do not call that one any more."""
+        """Stop calling that process."""
         if (call := self.calls.pop(peer, None)) is not None:
             self._hang_up(call)
 
@@ -200,7 +200,7 @@ class Calls:
             self._fail(call, error)
 
     def _advance(self, call: Dial) -> None:
-        """The connection stands, or there is something to read, or neither will be."""
+        """Go on with a call: it is connected, or there is something to read, or neither will be."""
         connection, secret = call.socket, self._secret_of(call.epoch) or b""
         assert connection is not None, "only what is connected is polled"
         if not secret and not call.confirmed:
@@ -249,8 +249,8 @@ class Calls:
         )
 
     def _call_again(self, call: Dial) -> None:
-        """It calls this one at the same time, is not there yet, or took it for a stranger in a
-        crowd."""
+        """Call again later: the peer calls this process at the same time, is not there yet, or took
+        it for a stranger in a crowd."""
         if not self._is_expected(call):
             self._fail(call, OSError(errno.ECONNABORTED, "its meeting is over"))
             return
@@ -267,7 +267,7 @@ class Calls:
         self._opened(card.identity, card.digest, call.serial, connection, call.seals)
 
     def tick(self, now: float) -> None:
-        """What the clock brings."""
+        """Fail calls whose time is over, and connect those that are due again."""
         for call in list(self.calls.values()):
             if call.problem is not None:
                 continue

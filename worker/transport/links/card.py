@@ -1,4 +1,4 @@
-"""What a process tells the others so that they can call it: where it listens, and who it is."""
+"""Card of a process: where it listens, and who it is, so that others can call it."""
 
 from hashlib import sha256
 from ipaddress import ip_address
@@ -9,7 +9,7 @@ from oobleck.worker.transport.links.greeting import IDENTITY_BYTES
 
 
 class Card(NamedTuple):
-    """Where a process listens, and who it is."""
+    """Address at which a process listens, and its identity."""
 
     identity: bytes
     host: str
@@ -21,12 +21,12 @@ class Card(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """In the proofs of both ends: who is called, and where."""
+        """Digest for the proofs of both ends: who is called, and where."""
         return sha256(self.text.encode()).digest()
 
     @classmethod
     def read(cls, text: str) -> "Card":
-        """Raises TransportError: what another process tells may be wrong."""
+        """Read a card. Raises TransportError: what another process tells may be wrong."""
         identity, _, place = text.partition("@")
         host, _, port = place.rpartition(":")
         try:

@@ -1,12 +1,11 @@
-"""How links come about: the listener and the calls that come in.
+"""Listener and incoming calls, from which links come about.
 
-Callers are strangers until they have proven that they belong: each has a few bytes of memory and
-a limit of time, and there is a limit on how many there may be, beyond which the oldest is dropped.
-Those whose first word is proven, and those that call from a member's address, are counted apart. If
+Callers are strangers until they have proven that they belong. Each has a few bytes of memory and a
+limit of time. There is a limit on how many there may be, beyond which the oldest is dropped.
+Callers whose first word is proven, and callers from a member's address, are counted apart. If
 strangers come faster than they can be heard, the kernel lets in all members and a part of the rest.
-Where two processes call each other at once, the call of the larger identity stands. Nothing here
-blocks. Must not know what goes over a link.
-"""
+Where two processes call each other at once, the call of the larger identity stands. No call here
+blocks. Must not know what goes over a link."""
 
 import contextlib
 import logging
@@ -69,8 +68,8 @@ class _Guest:
 
 
 class Door:
-    """Used with the links' lock held. `poll` is told of all descriptors; of those in the door,
-    what it reports is handed to `hear`."""
+    """Listener of this process, with its guests and calls. Used with the links' lock held. `poll`
+    is told of all descriptors; of those in the door, what it reports is handed to `hear`."""
 
     def __init__(
         self,
@@ -166,7 +165,7 @@ class Door:
         self._calls.dial(card, epoch, serial)
 
     def call_to(self, peer: bytes) -> Dial | None:
-        """The call of this process's own that is under way, or has failed."""
+        """Return the call of this process's own that is under way, or has failed."""
         return self._calls.calls.get(peer)
 
     # ---- calls of others
@@ -183,7 +182,7 @@ class Door:
         return False
 
     def _answer_early(self) -> None:
-        """Those that have called before their meeting was known here."""
+        """Answer the callers that called before their meeting was known here."""
         early = [d for d, guest in self._guests.items() if guest.call and guest.own is None]
         for descriptor in early:
             self._hear_guest(descriptor, self._answer)
@@ -268,13 +267,15 @@ class Door:
     # ---- one caller
 
     def _make_room(self) -> None:
-        """No descriptor is left: the oldest stranger gives its own, or the listener rests."""
+        """Make room, as no descriptor is left: drop the oldest stranger, or let the listener
+        rest."""
         if not self._show_out_oldest():
             self._poll.modify(self._listener, 0)
             self._full_until = time.monotonic() + AGAIN_S
 
     def _show_out_oldest(self) -> bool:
-        """Where no descriptor is left, strangers give theirs. False: there are none."""
+        """Drop the oldest stranger, to free a descriptor. Return False where there are no
+        strangers."""
         for descriptors in self._trusted:
             if descriptors:
                 self._show_out(next(iter(descriptors)))
@@ -299,7 +300,7 @@ class Door:
         self._keep(guest)
 
     def _listen_to(self, guest: _Guest) -> bool:
-        """Whether nothing more is wanted of it as a guest."""
+        """Read from a guest. Return whether nothing more is wanted of it as a guest."""
         part = guest.socket.recv(guest.missing)
         if not part:
             return True
@@ -348,7 +349,7 @@ class Door:
         return False
 
     def _wanted(self, call: Call) -> bool:
-        """Whether this call makes the link, rather than one of this process's own."""
+        """Return whether this call makes the link, rather than one of this process's own."""
         link = self._link_to(call.caller)
         if link is not None:
             return call.serial > link.serial
@@ -382,7 +383,8 @@ class Door:
             self._look_who_is_near()
 
     def tick(self) -> None:
-        """What the clock brings; called a few times a second while something is under way."""
+        """Do what is due: drop late guests, retry calls, listen again. Called a few times a second
+        while something is under way."""
         now = time.monotonic()
         if now < self._next_tick:
             return
@@ -398,12 +400,12 @@ class Door:
 
     @property
     def busy(self) -> bool:
-        """Whether `tick` is needed soon."""
+        """True if `tick` is needed soon."""
         return bool(self._guests or self.calling or self._full_until or self._crowd_until)
 
     @property
     def calling(self) -> bool:
-        """Return whether a call of this process's own is under way, or has failed."""
+        """True if a call of this process's own is under way, or has failed."""
         return bool(self._calls.calls)
 
     def close(self) -> None:

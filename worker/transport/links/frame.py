@@ -1,7 +1,6 @@
-"""What goes over a link between two workers: frames, each a header and its content.
+"""Frames that go over a link between two workers, each a header and its content.
 
-Must not know sockets, nor what a content means.
-"""
+Must not know sockets, nor what a content means."""
 
 import ctypes
 import struct
@@ -14,7 +13,7 @@ from oobleck.worker.transport.links.greeting import PROOF_BYTES
 
 
 class Kind(IntEnum):
-    """What a frame is for."""
+    """Purpose of a frame."""
 
     MESSAGE = 1
     #: A member's share of a chunk, to the one that adds the chunk up; and the sum, from there.
@@ -48,7 +47,7 @@ FEEDING = frozenset({Kind.FEED, Kind.FED, Kind.PROOF})
 
 
 class Label(NamedTuple):
-    """Which of a peer's frames of one meeting it is. Frames of the same label come in order."""
+    """Label of a peer's frame within one meeting. Frames of the same label come in order."""
 
     kind: int
     key: int
@@ -98,8 +97,8 @@ _PRIORITIES = {
 
 
 def priority_of(kind: int) -> int:
-    """Sums go behind the messages that other workers compute on, a leave behind all of its meeting,
-    and what is sent ahead of a later one behind everything."""
+    """Return the priority of a frame. Sums go behind the messages that other workers compute on, a
+    leave behind all of its meeting, and what is sent ahead of a later one behind everything."""
     return _PRIORITIES.get(Kind(kind), BULK)
 
 
@@ -116,17 +115,16 @@ def check_header(kind: int, size: int) -> None:
 
 
 def pieces(content: memoryview) -> list[memoryview]:
-    """As contents of frames; of nothing, one that is empty."""
+    """Cut the content into contents of frames; one empty piece where there is no content."""
     starts = range(0, max(1, len(content)), MOST_BYTES)
     return [content[start : start + MOST_BYTES] for start in starts]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Of a contiguous tensor in host memory; what is written there is written to the tensor.
+    """Return the bytes of a contiguous tensor in host memory; writing there writes to the tensor.
 
-    Not by way of numpy, which would keep the tensor's storage from ever being resized, as stages
-    of several workers do to give memory back.
-    """
+    Not by way of numpy, which would keep the tensor's storage from ever being resized, as stages of
+    several workers do to give memory back."""
     assert tensor.is_contiguous(), "only a contiguous tensor is one run of bytes"
     if not tensor.numel():
         return memoryview(bytearray())  # which, unlike b"", takes the nothing that comes

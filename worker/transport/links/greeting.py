@@ -1,10 +1,10 @@
-"""How the two ends of a new link prove to each other that they belong to the same meeting.
+"""Handshake in which the ends of a new link prove to each other that they belong to the same
+meeting.
 
-Whoever calls says who it is and which meeting it means; both then prove, each over the other's
-fresh key, that they know that meeting's secret, and the one that was called ends with a word of
-welcome, before which the caller sends nothing. The keys of what follows come of both fresh keys and
-of the secret. All messages have a fixed size. Must not know sockets, nor who is welcome.
-"""
+The caller says who it is and which meeting it means. Both then prove, each over the other's fresh
+key, that they know that meeting's secret. The called end finishes with a word of welcome, before
+which the caller sends nothing. The keys of what follows come of both fresh keys and of the secret.
+All messages have a fixed size. Must not know sockets, nor who is welcome."""
 
 import hmac
 import struct
@@ -38,7 +38,7 @@ def fresh() -> X25519PrivateKey:
 
 
 class Call(NamedTuple):
-    """What a caller says. Not proven until the confirmation is."""
+    """Words of a caller. They are unproven until the confirmation."""
 
     epoch: int
     #: Counts the links between the two processes: the newer replaces the older.
@@ -56,7 +56,7 @@ class Call(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What the one that is called says."""
+    """Words of the end that is called."""
 
     seals: bool
     public: bytes
@@ -67,13 +67,13 @@ class Answer(NamedTuple):
 def make_call(
     epoch: int, serial: int, seals: bool, caller: bytes, place: bytes, own: X25519PrivateKey
 ) -> bytes:
-    """All but the proof; `own` is fresh."""
+    """Pack all of a call but the proof; `own` is fresh."""
     public = own.public_key().public_bytes_raw()
     return _CALL.pack(_MAGIC, epoch, serial, seals, caller, place, public)
 
 
 def read_call(message: bytes) -> Call | None:
-    """None: whoever calls speaks something else."""
+    """Read a call. Return None where the caller speaks something else."""
     said, proof = message[: _CALL.size], message[_CALL.size :]
     magic, epoch, serial, seals, caller, place, public = _CALL.unpack(said)
     if magic != _MAGIC:
@@ -82,7 +82,7 @@ def read_call(message: bytes) -> Call | None:
 
 
 def make_answer(seals: bool, own: X25519PrivateKey) -> bytes:
-    """All but the proof; `own` is fresh."""
+    """Pack all of an answer but the proof; `own` is fresh."""
     return _ANSWER.pack(seals, own.public_key().public_bytes_raw())
 
 
@@ -93,8 +93,8 @@ def read_answer(message: bytes) -> Answer:
 
 
 def prove(secret: bytes, step: bytes, called: bytes, *said: bytes) -> bytes:
-    """That whoever says it knows `secret`. `called`: who was called, and where, so that nobody can
-    hand the greeting on to another; `said`: all parts have fixed sizes."""
+    """Prove that the speaker knows `secret`. `called`: who was called, and where, so that the
+    greeting cannot be handed on to another; `said`: all parts have fixed sizes."""
     return hmac.digest(secret, b"".join((step, called, *said)), "sha256")
 
 
@@ -103,16 +103,16 @@ def proven(proof: bytes, secret: bytes, step: bytes, called: bytes, *said: bytes
 
 
 def prove_member(secret: bytes, epoch: int, of: bytes, to: bytes, word: bytes = b"") -> bytes:
-    """What a process says over a link that it has had from before a meeting, so that the other end
-    knows that it has that meeting's secret. `of`, `to`: identities; `word`: what it says there."""
+    """Prove, over a link from before a meeting, that this process has that meeting's secret. `of`,
+    `to`: identities; `word`: what it says there."""
     return prove(secret, b"member", to, of, epoch.to_bytes(8, "big"), word)
 
 
 def seals_of_caller(
     own: X25519PrivateKey, theirs: bytes, secret: bytes, called: bytes, *said: bytes
 ) -> Seals:
-    """`theirs`: the other end's fresh key; the rest as for `prove`. Only the two ends can know
-    these, also where the secret gets known later. Raises PermissionError."""
+    """Return the caller's seals. `theirs`: the other end's fresh key; the rest as for `prove`. Only
+    the two ends can know these, also where the secret gets known later. Raises PermissionError."""
     outward, inward = _keys(own, theirs, secret, called, *said)
     return Seals(Seal(outward), Seal(inward))
 
@@ -120,7 +120,7 @@ def seals_of_caller(
 def seals_of_called(
     own: X25519PrivateKey, theirs: bytes, secret: bytes, called: bytes, *said: bytes
 ) -> Seals:
-    """The same at the other end."""
+    """Return the same seals at the other end."""
     inward, outward = _keys(own, theirs, secret, called, *said)
     return Seals(Seal(outward), Seal(inward))
 
@@ -128,7 +128,7 @@ def seals_of_called(
 def _keys(
     own: X25519PrivateKey, theirs: bytes, secret: bytes, called: bytes, *said: bytes
 ) -> tuple[bytes, bytes]:
-    """From the caller, and to it."""
+    """Derive two keys: one for what the caller sends, one for what it receives."""
     try:
         shared = own.exchange(X25519PublicKey.from_public_bytes(theirs))
     except ValueError:

@@ -1,9 +1,8 @@
-"""All links of one worker process, for as long as it lives.
+"""Links of one worker process, for as long as it lives.
 
 Meetings follow each other on the same links: frames say which one they belong to, and to enter the
 next or to give one up closes nothing. Who reads and writes them is `traffic`'s. Must not know
-programs, layers or plans.
-"""
+programs, layers or plans."""
 
 import contextlib
 import hmac
@@ -44,43 +43,43 @@ _ENDING = (Kind.GIVEN_UP, Kind.CALLED_OFF)
 
 
 class Member(Protocol):
-    """Who takes part in the present meeting, by way of the links."""
+    """Participant of the present meeting, by way of the links."""
 
     #: The identities of all others in it.
     others: Collection[bytes]
 
     def heard(self, peer: bytes, standing: bytes) -> None:
-        """`peer` has come to the meeting. Called with the links' lock held."""
+        """Take note that `peer` has come to the meeting. Called with the links' lock held."""
 
     def left(self, kind: Kind) -> None:
-        """Another member has given the meeting up or called it off: whatever waits ends, else those
-        who are left might wait for each other for ever. Called with the links' lock held."""
+        """End all waits: another member has given the meeting up or called it off, and those left
+        might wait for each other for ever. Called with the links' lock held."""
 
     def lost(self, peer: bytes, why: str) -> None:
-        """The link to `peer`, another member, has ended: whatever waits ends. Called with the
-        links' lock held."""
+        """End all waits: the link to `peer`, another member, has ended. Called with the links' lock
+        held."""
 
     def tell_lost(self) -> None:
-        """Called soon after a link's end, unless the meeting was left meanwhile; from a thread of
-        its own, which may take its time, and without the lock."""
+        """Tell of a loss, soon after a link's end, unless the meeting was left meanwhile. Called
+        from a thread of its own, which may take its time, and without the lock."""
 
 
 class Feeding(Protocol):
-    """Who prepares a meeting that is still to come."""
+    """Preparer of a meeting that is still to come."""
 
     epoch: int
 
     def feed(self, peer: bytes, label: Label) -> Incoming | None:
-        """Where a frame that `peer` sends ahead of it goes; None: it is not wanted. Called with the
-        links' lock held."""
+        """Return the place for a frame that `peer` sends ahead of the meeting; None if it is not
+        wanted. Called with the links' lock held."""
 
     def cut(self, peer: bytes) -> None:
-        """The link to `peer` has ended, and what was on it is gone. Called with the links' lock
-        held."""
+        """Take note that the link to `peer` has ended, and what was on it is gone. Called with the
+        links' lock held."""
 
 
 class Links:
-    """One listener, and at most one link to each other process."""
+    """Listener of this process, and at most one link to each other process."""
 
     def __init__(
         self,
@@ -203,8 +202,7 @@ class Links:
             self._traffic.arm()
 
     def withdraw(self, feeding: Feeding, peer: bytes) -> None:
-        """What waits to be sent ahead to `peer` is not wanted any more: frames that have not begun
-        to go out are dropped."""
+        """Drop the frames that wait to be sent ahead to `peer` and have not begun to go out."""
         with self.lock:
             if (link := self._links.get(peer)) is not None:
                 link.stop_feeding(feeding.epoch, (Kind.FEED,))
@@ -217,7 +215,8 @@ class Links:
         return feeding.feed(peer, label)
 
     def _may_feed(self, link: Link) -> bool:
-        """Links outlive meetings, so the other end may be one whom no later plan has."""
+        """Return whether the other end has proven that it belongs to the prepared meeting. Links
+        outlive meetings, so it may be one that no later plan has."""
         assert self._feeding is not None, "a meeting is prepared"
         epoch = self._feeding.epoch
         if link.proven_for != epoch and link.claim is not None:
@@ -237,19 +236,20 @@ class Links:
         return peer in self._links
 
     def call_to(self, peer: bytes) -> Dial | None:
-        """The call of this process's own that is under way, or has failed."""
+        """Return the call of this process's own that is under way, or has failed."""
         return self._door.call_to(peer)
 
     # ---- frames; all with the lock held
 
     def send(self, peer: bytes, label: Label, *content: memoryview) -> Outgoing:
-        """Raises TransportError when there is no link."""
+        """Send a frame to `peer`. Raises TransportError when there is no link."""
         return self._write(self._link(peer), self._epoch, label, *content)
 
     def send_ahead(
         self, feeding: Feeding, peer: bytes, label: Label, content: memoryview
     ) -> Outgoing:
-        """For the meeting that is prepared. Raises TransportError when there is no link."""
+        """Send a frame for the meeting that is prepared. Raises TransportError when there is no
+        link."""
         link, epoch = self._link(peer), feeding.epoch
         if link.proved_for != epoch:
             link.proved_for = epoch
@@ -258,8 +258,8 @@ class Links:
         return self._write(link, epoch, label, content)
 
     def keep_to(self, members: Collection[Card]) -> None:
-        """These alone are in the present meeting. Raises TransportError where the greeting of one
-        was another card's."""
+        """Take `members` alone for members of the present meeting. Raises TransportError where the
+        greeting of one was another card's."""
         self._places = {card.identity: card.digest for card in members}
         self._door.favour(self._epoch, members)
         for peer, link in self._links.items():
@@ -285,7 +285,8 @@ class Links:
             raise TransportError(_GONE) from None
 
     def press(self, change: int) -> None:
-        """So many operations more should go on while the training thread computes."""
+        """Change by `change` the number of operations that should go on while the training thread
+        computes."""
         self._traffic.press(change)
 
     def _write(self, link: Link, epoch: int, label: Label, *content: memoryview) -> Outgoing:
@@ -329,7 +330,7 @@ class Links:
             self._feeding.cut(link.peer)
 
     def ended(self, link: Link, why: OSError) -> None:
-        """The connection is over. Called with the lock held."""
+        """Drop the link, whose connection is over. Called with the lock held."""
         if not self._traffic.holds(link):
             return
         with contextlib.suppress(OSError):  # what it said last may be that it leaves
@@ -374,8 +375,8 @@ class Links:
         return True
 
     def on_news(self, link: Link, epoch: int, kind: int, content: bytes) -> None:
-        """The peer comes to a meeting, leaves it or proves that it may feed for it. Called with the
-        lock held."""
+        """Handle what the peer tells: that it comes to a meeting, leaves it, or proves that it may
+        feed for it. Called with the lock held."""
         if kind == Kind.PROOF:
             link.claim = epoch, content
             return
@@ -393,11 +394,11 @@ class Links:
         self._traffic.ring()
 
     def has_left(self, peer: bytes) -> bool:
-        """Whether nothing more comes from it in this meeting."""
+        """Return whether the peer has left this meeting, so that nothing more comes from it."""
         return peer in self._attendance.left
 
     def how_left(self, peers: Collection[bytes]) -> frozenset[Kind]:
-        """In which ways some of them have left this meeting."""
+        """Return the ways in which some of `peers` have left this meeting."""
         left = self._attendance.left
         return frozenset(Kind(kind) for peer, kind in left.items() if peer in peers)
 
@@ -408,7 +409,7 @@ class Links:
         return [self._links[peer] for peer in member.others if peer in self._links]
 
     def silent(self) -> set[bytes]:
-        """Members of this meeting whose hosts give no sign of life."""
+        """Return the members of this meeting whose hosts give no sign of life."""
         with self.lock:
             return self._watch.silent()
 
@@ -425,7 +426,7 @@ class Links:
             self._traffic.ring()
 
     def check_sound(self) -> None:
-        """Raises InvariantViolation where the links' own thread has failed."""
+        """Raise InvariantViolation where the links' own thread has failed."""
         self._traffic.check_sound()
 
     def hear(self, descriptor: int) -> bool:
@@ -433,13 +434,14 @@ class Links:
         return descriptor in self._door and self._door.hear(descriptor)
 
     def rest_s(self) -> float:
-        """How long the links' own thread may sleep where nothing happens."""
+        """Return how long the links' own thread may sleep where nothing happens."""
         if self._traffic.holds_back:
             return _BACKGROUND_TICK_S
         return _TICK_S if self._door.busy else self._watch.every_s
 
     def tick(self) -> None:
-        """What the clock brings. Called with the lock held."""
+        """Do what is due: door, background frames, watch, links outside the meeting, losses to
+        tell. Called with the lock held."""
         if self._door.busy:
             self._door.tick()
         if self._door.calling:  # who waits for a link looks whether the call has failed

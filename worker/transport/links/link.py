@@ -1,11 +1,10 @@
-"""One connection to a peer, kept from one meeting to the next.
+"""Connection to one peer, kept from one meeting to the next.
 
-Frames wait here by priority until the kernel takes them, and what comes in goes where somebody
-waits for it, or into a buffer until somebody does. Nothing here blocks. Where a meeting ends, what
-has not begun to go out is dropped, what is half out is finished from a copy, and what is half in is
-read to its end and forgotten: so the connection stays fit for the next one. Must not know what the
-frames are for.
-"""
+Frames wait here by priority until the kernel takes them. Incoming content goes where it is waited
+for, or into a buffer until it is. No call here blocks. Where a meeting ends, what has not begun to
+go out is dropped, what is half out is finished from a copy, and what is half in is read to its end
+and forgotten: so the connection stays fit for the next one. Must not know what the frames are
+for."""
 
 import contextlib
 import fcntl
@@ -94,13 +93,14 @@ class Incoming(Protocol):
     """A frame that is waited for."""
 
     def room(self, size: int) -> memoryview:
-        """Where its `size` bytes go."""
+        """Return the memory for its `size` bytes."""
 
     def arrived(self) -> None:
-        """All of them are there. Called once, with the links' lock held; may send."""
+        """Handle the complete frame. Called once, with the links' lock held; may send."""
 
     def take_over(self, content: memoryview) -> None:
-        """It has come before it was waited for. The memory is nobody else's from now on."""
+        """Take content that came before it was waited for. The memory belongs to this frame from
+        now on."""
         self.room(len(content))[:] = content
         self.arrived()
 
@@ -134,12 +134,12 @@ class Early(Incoming):
 
 
 def fresh_memory(size: int) -> memoryview:
-    """For what comes in; unlike a bytearray it is not written to before."""
+    """Allocate memory for incoming content; unlike a bytearray it is not written to before."""
     return np.empty(size, np.uint8).data
 
 
 class _Nobody(Incoming):
-    """Takes what is read only so that the connection goes on."""
+    """Taker of what is read only so that the connection goes on."""
 
     def room(self, size: int) -> memoryview:
         raise AssertionError("what nobody wants is not kept")
@@ -174,8 +174,8 @@ class _Told(Incoming):
 
 
 class Link:
-    """The end of a connection that this worker has. Only reading finds that the connection is over:
-    what the peer said before its end may still be there when nothing can be written any more."""
+    """Local end of a connection to a peer. Only reading finds that the connection is over: what the
+    peer said before its end may still be there when nothing can be written any more."""
 
     def __init__(
         self,
@@ -254,12 +254,12 @@ class Link:
 
     @property
     def blocked(self) -> bool:
-        """Whether something waits until the kernel takes it."""
+        """True if something waits until the kernel takes it."""
         return self._writing is not None or any(self._queues[:BACKGROUND])
 
     @property
     def holds_back(self) -> bool:
-        """Whether something waits that goes out only where nothing else does."""
+        """True if something waits that goes out only where nothing else does."""
         return bool(self._queues[BACKGROUND])
 
     def write(self, *, background: bool = False) -> None:
@@ -303,7 +303,7 @@ class Link:
         return self._writing
 
     def has_little_in_flight(self) -> bool:
-        """Whether what the kernel has taken will be there soon."""
+        """Return whether what the kernel has taken will be there soon."""
         told = fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         rate: int = _DELIVERY_RATE.unpack_from(info)[0]
@@ -377,7 +377,7 @@ class Link:
             raise ConnectionError("connection closed by peer")
 
     def _took(self, count: int) -> None:
-        """So many bytes of content are in the room."""
+        """Count `count` more bytes of content as read into the room."""
         self._missing -= count
         if self._reading is not _NOBODY:  # whose room is used again and again
             self._room = self._room[count:]
@@ -388,7 +388,7 @@ class Link:
             reading.arrived()
 
     def _unpack(self, on_news: OnNews) -> None:
-        """Of what is in the buffer; then only the rest of a header may be in it."""
+        """Parse buffered bytes; afterwards at most a part of a header may remain."""
         while self._end - self._start >= HEADER.size:
             self._check_sound()  # whoever took a frame may have found the end in an early one
             epoch, kind, key, part, size = HEADER.unpack_from(self._buffer, self._start)
@@ -414,7 +414,7 @@ class Link:
         self._start, self._end = 0, rest
 
     def _begin(self, epoch: int, label: Label, size: int) -> None:
-        """The content of a frame is next."""
+        """Begin to read the content of a frame, which is next."""
         self._reading_epoch, self._missing = epoch, size
         if label.kind in FEEDING:
             self._reading = self._feeds(epoch, label)
@@ -459,7 +459,7 @@ class Link:
     # ---- from one meeting to the next
 
     def raise_floor(self, epoch: int) -> None:
-        """Nothing of meetings before `epoch` is wanted any more, in either direction."""
+        """Drop everything of meetings before `epoch`, in either direction."""
         self._floor = epoch
         self.outside_since = None
         self._posted.clear()
@@ -469,7 +469,7 @@ class Link:
         self._withdraw(lambda frame: frame.epoch < epoch and frame.kind not in LEAVING)
 
     def keep_out(self) -> None:
-        """The peer is none of the present meeting's members: nothing of it is kept."""
+        """Keep nothing of the peer: it is none of the present meeting's members."""
         self.outside_since = time.monotonic()
         self._keep_early(self._floor + 1)
 
@@ -485,7 +485,7 @@ class Link:
                 self._early_bytes += taken
 
     def stop_feeding(self, epoch: int, kinds: Container[int] = FEEDING) -> None:
-        """What is queued for that meeting ahead of it is not wanted any more."""
+        """Drop what is queued for that meeting ahead of it."""
         if Kind.PROOF in kinds:  # it may be among what is withdrawn
             self.proved_for = -1
         self._withdraw(lambda frame: frame.epoch == epoch and frame.kind in kinds)

@@ -22,7 +22,7 @@ _PIECES_PER_KEY = 1 << 20
 
 
 class Seal:
-    """One direction of one link, at one of its ends."""
+    """Seal for one direction of one link, at one of its ends."""
 
     def __init__(self, key: bytes) -> None:
         self._next_key = key
@@ -31,7 +31,7 @@ class Seal:
         self._renew()
 
     def _renew(self) -> None:
-        """Whoever learns a later key does not learn this one."""
+        """Renew the key. Whoever learns a later key does not learn this one."""
         self._aes = AESGCM(hmac.digest(self._next_key, b"seal", "sha256")[:_AES_BYTES])
         self._next_key = hmac.digest(self._next_key, b"next", "sha256")
 
@@ -60,7 +60,7 @@ class Seal:
 
 
 class Seals(NamedTuple):
-    """Of both directions, as one end has them."""
+    """Seals for both directions, as one end has them."""
 
     outward: Seal
     inward: Seal

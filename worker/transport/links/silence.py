@@ -1,10 +1,9 @@
-"""Whether the host at the other end of a link still gives signs of life.
+"""Signs of life from the host at the other end of a link.
 
 The kernels of both hosts exchange keep-alive probes on an idle connection, which they answer
 whatever their processes do, and end one that stays silent. Data on its way makes the kernel less
-sure, so there it is asked how long it has heard nothing, and a silent host is asked by one more
-connection; a refusal is an answer too.
-"""
+sure, so there it is asked how long it has heard nothing. A silent host is asked by one more
+connection; a refusal is an answer too."""
 
 import contextlib
 import errno
@@ -26,7 +25,7 @@ _TCP_INFO = struct.Struct("=52x2I")
 
 
 class Patience:
-    """How long a host may be silent, and how that is found out."""
+    """Limit on how long a host may be silent, and the means to find out."""
 
     def __init__(self, silence_s: float) -> None:
         """`silence_s`: without a sign of life for so long a peer's host is gone."""
@@ -45,12 +44,12 @@ class Patience:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, questions)
 
     def is_doubtful(self, link: socket.socket) -> bool:
-        """Whether it is time to ask the host."""
+        """Return whether it is time to ask the host."""
         return silent_s(link) >= self.silence_s - ASK_S
 
     def is_silent(self, link: socket.socket) -> bool:
-        """Whether it has given no sign of life for about as long as makes one lost: of a way that
-        is cut the workers at both ends know, whoever of them leaves first."""
+        """Return whether the host has given no sign of life for about as long as makes one lost.
+        The workers at both ends of a cut connection know that, whichever of them leaves first."""
         return silent_s(link) >= self.silence_s - _APART * self.every_s
 
 
@@ -65,7 +64,7 @@ def silent_s(link: socket.socket) -> float:
 
 
 def answers(link: socket.socket) -> bool:
-    """Whether the host at the other end takes or refuses one more connection."""
+    """Return whether the host at the other end takes or refuses one more connection."""
     try:
         host = link.getpeername()[:2]
     except OSError:

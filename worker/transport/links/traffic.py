@@ -1,10 +1,9 @@
-"""Who reads and writes the links, and when: a thread of its own, or the one that waits for them.
+"""Reading and writing of the links, by a thread of its own or by the one that waits for them.
 
 The own thread watches every link for its end and listens at the door while others compute, and
 reads and writes where there is something that should not wait. A training thread that waits does
 the reading and writing itself, so that a message is handled by the thread that wants it. Must not
-know meetings.
-"""
+know meetings."""
 
 import contextlib
 import os
@@ -23,27 +22,27 @@ _END = select.EPOLLRDHUP
 
 
 class Owner(Protocol):
-    """Whose links they are. All methods but `rest_s` are called with the lock held."""
+    """Owner of the links. All methods but `rest_s` are called with the lock held."""
 
     def on_news(self, link: Link, epoch: int, kind: int, content: bytes) -> None:
-        """The peer comes to a meeting or leaves it."""
+        """Handle that the peer comes to a meeting or leaves it."""
 
     def ended(self, link: Link, why: OSError) -> None:
-        """The connection is over."""
+        """Handle the end of the connection."""
 
     def hear(self, descriptor: int) -> bool:
         """Something is ready there, which is no link's. Returns whether somebody may wait for what
         came of it."""
 
     def rest_s(self) -> float:
-        """How long the own thread may sleep where nothing happens."""
+        """Return how long the own thread may sleep where nothing happens."""
 
     def tick(self) -> None:
-        """What the clock brings."""
+        """Do what is due by the clock."""
 
 
 class Traffic:
-    """Used with the lock held, but for `wait` and `wake`."""
+    """Reader and writer of the links. Used with the lock held, but for `wait` and `wake`."""
 
     def __init__(self, owner: Owner, lock: threading.RLock) -> None:
         self._owner = owner
@@ -75,7 +74,7 @@ class Traffic:
     # ---- links
 
     def add(self, link: Link) -> None:
-        """Raises OSError, and the link is not among those that are watched then."""
+        """Watch the link. Raises OSError, and the link is not among those that are watched then."""
         descriptor = link.socket.fileno()
         link.polled_for = _READ | _END
         # Closing the socket takes it out of both.
@@ -97,7 +96,7 @@ class Traffic:
         link.socket.close()
 
     def poll_for(self, link: Link) -> None:
-        """What it is read and written for may have changed."""
+        """Update what the link is polled for: writing only while frames wait for the kernel."""
         self._hold_back(link)
         wanted = _READ | _END | (select.EPOLLOUT if link.blocked else 0)
         if wanted == link.polled_for:
@@ -123,7 +122,7 @@ class Traffic:
 
     @property
     def holds_back(self) -> bool:
-        """Whether something that may wait could go out soon."""
+        """True if something that may wait could go out soon."""
         return bool(self._holding_back) and not self._blocked
 
     def write_background(self) -> None:
@@ -143,12 +142,13 @@ class Traffic:
     # ---- who reads and writes
 
     def press(self, change: int) -> None:
-        """So many operations more should go on while the training thread computes."""
+        """Change by `change` the number of operations that should go on while the training thread
+        computes."""
         self._pressing += change
         self.arm()
 
     def press_anew(self, count: int) -> None:
-        """So many should, and none of before."""
+        """Set the number of operations that should go on to `count`, forgetting those of before."""
         self._pressing = count
 
     def arm(self) -> None:
@@ -207,7 +207,7 @@ class Traffic:
         self.poll_for(link)
 
     def read(self, link: Link) -> None:
-        """Raises OSError."""
+        """Read from the link. Raises OSError."""
 
         def on_news(epoch: int, kind: int, content: bytes) -> None:
             self._owner.on_news(link, epoch, kind, content)
@@ -239,7 +239,8 @@ class Traffic:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Nobody else sees it: whoever uses the links, now or later, raises it."""
+        """Keep the error for whoever uses the links, now or later, to raise: no other thread sees
+        it."""
         with self._lock:
             self._failure = error
             self.ring()
@@ -249,7 +250,7 @@ class Traffic:
             raise InvariantViolation(f"the links failed: {self._failure!r}")
 
     def _turn(self) -> bool:
-        """Do what there is to do; whether there will be more."""
+        """Do what there is to do. Return whether there will be more."""
         ready = self.events.poll(self._owner.rest_s())
         with self._lock:
             if self.closed:

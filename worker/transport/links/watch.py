@@ -12,7 +12,8 @@ from oobleck.worker.transport.links.silence import NO_WAY, Patience, answers
 
 
 class Watch:
-    """Used with the links' lock held, but for what its own threads do."""
+    """Watch over the hosts at the other ends of links. Used with the links' lock held, but for what
+    its own threads do."""
 
     def __init__(
         self,
@@ -36,23 +37,23 @@ class Watch:
 
     @property
     def every_s(self) -> float:
-        """How often `look` is needed."""
+        """Interval in seconds at which `look` is needed."""
         return float(self._patience.every_s)
 
     def add(self, link: Link) -> None:
         self._patience.watch(link.socket)
 
     def begin(self) -> None:
-        """With a new meeting."""
+        """Begin a new meeting."""
         self._unanswered.clear()
 
     def ended(self, link: Link, why: OSError) -> None:
-        """The link is over."""
+        """Take note of the end of a link, where the peer's host did not answer."""
         if isinstance(why, TimeoutError) or why.errno in NO_WAY:
             self._unanswered.add(link.peer)
 
     def look(self) -> None:
-        """What the clock brings."""
+        """Look at each link, if it is time: ask the hosts whose silence makes them doubtful."""
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + self.every_s
@@ -62,7 +63,7 @@ class Watch:
                 threading.Thread(target=self._ask, args=(link,), name="ask", daemon=True).start()
 
     def _ask(self, link: Link) -> None:
-        """A host that is silent is asked for one more connection."""
+        """Ask a silent host for one more connection."""
         answered = answers(link.socket)
         with self._lock:
             self._asked.discard(link.peer)
@@ -71,7 +72,7 @@ class Watch:
                 self._unanswered.add(link.peer)
 
     def silent(self) -> set[bytes]:
-        """Members of this meeting whose hosts give no sign of life."""
+        """Return the members of this meeting whose hosts give no sign of life."""
         return self._unanswered | {
             link.peer for link in self._members() if self._patience.is_silent(link.socket)
         }

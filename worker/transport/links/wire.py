@@ -1,10 +1,9 @@
-"""How frames get into a connection and out of it: as they are, or sealed.
+"""Transfer of frames into a connection and out of it: as they are, or sealed.
 
 A sealed frame is its header, then its content in pieces, each sealed by itself: so a size is known
-to be the sender's before there is room made for it, and no end holds more than a piece. Nothing
-here blocks: what the kernel does not take or have raises BlockingIOError. Must not know which
-frames there are, nor who waits for them.
-"""
+to be the sender's before room is made for it, and no end holds more than a piece. No call here
+blocks: what the kernel does not take or have raises BlockingIOError. Must not know which frames
+there are, nor who waits for them."""
 
 import socket
 from collections.abc import Sequence
@@ -20,16 +19,16 @@ _AHEAD_BYTES = 64 << 10
 
 
 class Wire(Protocol):
-    """One end of a connection. All methods but the properties raise OSError when it is over."""
+    """Local end of a connection. All methods but the properties raise OSError when it is over."""
 
     @property
     def half_out(self) -> bool:
-        """Whether a part of what `put` was given last may have gone out, which `put` has not told:
-        it must be given the same again."""
+        """True if a part of what `put` was given last may have gone out without `put` telling so.
+        Then it must be given the same again."""
 
     @property
     def holds(self) -> bool:
-        """Whether `take` has something without asking the kernel."""
+        """True if `take` has something without asking the kernel."""
 
     def put(self, left: Sequence[memoryview]) -> int:
         """Send some of what is left of a frame; returns how many bytes of it have gone out."""
@@ -77,7 +76,7 @@ class SealedWire:
         return self._leaving_bytes
 
     def _seal(self, left: Sequence[memoryview]) -> None:
-        """The next piece; a header and the first piece of its content at once."""
+        """Seal the next piece; a header and the first piece of its content at once."""
         first, *rest = left
         content, sealed_bytes = left, 0
         self._leaving_bytes = 0
@@ -100,7 +99,7 @@ class SealedWire:
 
     @property
     def _next_bytes(self) -> int:
-        """Of the piece that is next."""
+        """Size of the next piece."""
         return min(self._to_open, PIECE_BYTES) or HEADER.size
 
     @property
@@ -137,7 +136,7 @@ class SealedWire:
 
 
 def _run(pieces: Sequence[memoryview], size: int) -> memoryview:
-    """The first `size` bytes as one run of memory; they are copied where they are not."""
+    """Return the first `size` bytes as one run of memory; they are copied where they are not."""
     if size <= len(pieces[0]):
         return pieces[0][:size]
     run = bytearray()

@@ -48,7 +48,8 @@ class Aborts:
             self._threads = [each for each in (*self._threads, *started) if each.is_alive()]
 
     def wait_for(self, thread: threading.Thread) -> None:
-        """One that was left in a call of NCCL's, whose group an abort is to end."""
+        """Add a thread that was left in a call of NCCL's, whose group an abort is to end, to those
+        that `settle` waits for."""
         with self._lock:
             self._threads.append(thread)
 

@@ -1,9 +1,8 @@
-"""One communicator of NCCL's on one worker, from its making to its end.
+"""Communicator of NCCL's on one worker, from its making to its end.
 
 Owns what is known of it there: how many operations were launched, whether the last one has ended,
 and whether a call has failed. Operations of a communicator run one after the other, in the order of
-their launch, so the end of the last one is the end of all. Must not know generations.
-"""
+their launch, so the end of the last one is the end of all. Must not know generations."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -25,8 +24,8 @@ STAMP_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a communicator is for, and the processes that are in it: of a link the sender's and the
-    receiver's, of a sum's in order. A process has one of each key at most."""
+    """Purpose of a communicator, and the processes in it: a link's sender and receiver, or a sum's
+    members in order. A process has at most one communicator of each key."""
 
     purpose: str
     #: Identities of their links, of one length.
@@ -34,8 +33,8 @@ class Key:
 
 
 class Communicator:
-    """Launched on by one thread at a time. Whoever asks how it is must know that no abort of it is
-    under way."""
+    """Communicator, launched on by one thread at a time. Whoever asks how it is must know that no
+    abort of it is under way."""
 
     def __init__(self, key: Key, born: int, group: ProcessGroup, stream: int) -> None:
         """`born`: the epoch of the meeting in which it is made; `stream`: which one its operations
@@ -94,8 +93,8 @@ class Communicator:
         return work
 
     def has_ended(self, work: Work | None = None) -> bool:
-        """Whether `work`, which was launched on it, has; by default all that was. Raises as
-        `peers_may_fail` does."""
+        """Return whether `work`, which was launched on it, has ended; by default all that was
+        launched. Raises as `peers_may_fail` does."""
         work = work or self._last
         if work is None:
             return True
@@ -110,7 +109,8 @@ class Communicator:
         return True
 
     def is_whole(self) -> bool:
-        """Whether it is connected, and all that was launched on it has ended and succeeded."""
+        """Return whether it is connected, and all that was launched on it has ended and
+        succeeded."""
         if not self.connected or self.failed:
             return False
         try:

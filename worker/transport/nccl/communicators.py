@@ -44,18 +44,19 @@ from oobleck.worker.transport.nccl.streams import StreamRing
 
 
 def stamps_of(told: bytes) -> frozenset[bytes]:
-    """What `Communicators.told` has said."""
+    """Split what `Communicators.told` has said into stamps."""
     starts = range(0, len(told), STAMP_BYTES)
     return frozenset(told[start : start + STAMP_BYTES] for start in starts)
 
 
 def is_kept(stamp: bytes, members: Iterable[int], told: Sequence[Collection[bytes]]) -> bool:
-    """Whether all `members` have the communicator of this stamp, whole. `told`: by rank."""
+    """Return whether all `members` have the communicator of this stamp, whole. `told`: by rank."""
     return all(stamp in told[member] for member in members)
 
 
 class Communicators:
-    """Of one worker. Used by one thread at a time, but for what says otherwise."""
+    """Communicators of one worker. Used by one thread at a time, except where a method says
+    otherwise."""
 
     def __init__(self, device: torch.device, aborts: Aborts, maker: GroupMaker) -> None:
         self.device = device
@@ -72,7 +73,7 @@ class Communicators:
         self._idle.set()
 
     def told(self) -> bytes:
-        """The stamps of all that are whole, once no transport uses any more of them."""
+        """Return the stamps of all that are whole, once no transport uses any of them any more."""
         self.await_idle()
         with self._lock:
             whole = [each for each in self._all.values() if each.is_whole()]
@@ -81,8 +82,8 @@ class Communicators:
     def keep(
         self, wanted: Mapping[Key, Sequence[int]], told: Sequence[Collection[bytes]]
     ) -> dict[Key, Communicator]:
-        """Those of `wanted`, by the ranks of their members, that all of them have, as each has
-        `told`; the others begin to end. Returns at once."""
+        """Return those of `wanted`, by the ranks of their members, that all of them have, as each
+        has `told`. The others begin to end. Returns at once."""
         self.await_idle()
         with self._lock:
             kept = {
@@ -100,11 +101,12 @@ class Communicators:
         self._idle.clear()
 
     def end_use(self) -> None:
-        """Nothing is launched any more. From any thread."""
+        """End the use: no operation is launched any more. From any thread."""
         self._idle.set()
 
     def await_idle(self) -> None:
-        """Raises HelperLost where a transport that was given up is not done soon."""
+        """Wait until no transport uses them. Raises HelperLost where a transport that was given up
+        is not done soon."""
         with pulse.WAITING:
             if not self._idle.wait(LIMIT_S):
                 raise HelperLost(
@@ -148,7 +150,7 @@ class Communicators:
         self._aborts.begin(ended)
 
     def end_all(self) -> None:
-        """No later generation uses any of them."""
+        """End all communicators: no later generation uses any of them."""
         self.await_idle()
         with self._lock:
             left = list(self._all.values())
@@ -157,9 +159,9 @@ class Communicators:
     # ---- ends under way
 
     def leave_behind(self, thread: threading.Thread) -> None:
-        """One that was left in a call of NCCL's."""
+        """Leave behind a thread that is in a call of NCCL's."""
         self._aborts.wait_for(thread)
 
     def settle(self, check: Callable[[], None]) -> None:
-        """As `Aborts.settle`."""
+        """Wait until all aborts have ended, as `Aborts.settle` does."""
         self._aborts.settle(check)

@@ -57,7 +57,7 @@ class _Left(Exception):
 
 
 class Connecting:
-    """Of the communicators of one meeting that not all members have."""
+    """Connecting of the communicators of one meeting that not all members have."""
 
     def __init__(
         self,
@@ -96,14 +96,15 @@ class Connecting:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises what it has failed by, and TransportError where it takes too long."""
+        """Raise what it has failed by, and TransportError where it takes too long."""
         if self.failure is not None:
             raise self.failure
         if not self.done:
             self._check_in_time()
 
     def _check_in_time(self) -> None:
-        """From any thread: that of this one may be in a call that does not return."""
+        """Check that the groups connect in time. Called from any thread: that of this one may be in
+        a call that does not return."""
         if self._vain or time.monotonic() <= self._end_at:
             return
         self._communicators.late = True
@@ -118,8 +119,8 @@ class Connecting:
             self._communicators.end(self.made.values())
 
     def wait(self) -> None:
-        """For the training thread: until it is done. Raises what `check` does, and TransportError
-        where a member leaves."""
+        """Wait, in the training thread, until it is done. Raises what `check` does, and
+        TransportError where a member leaves."""
         while not self.done:
             self.check()
             self._links.check_there(self._members)
@@ -127,7 +128,7 @@ class Connecting:
                 self._thread.join(_POLL_S)
 
     def give_up(self) -> list[Communicator]:
-        """Returns what was made, of which some may be connected. From any thread."""
+        """Give up. Returns what was made, of which some may be connected. From any thread."""
         with self._lock:
             self._given_up = True
         if self._thread.is_alive():
@@ -238,7 +239,8 @@ class Connecting:
 
 
 def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """On a GPU: else a first use would wait for all that is queued for computation."""
+    """Return a stream of this thread's own on a GPU. Else a first use would wait for all that is
+    queued for computation."""
     if device.type != "cuda":
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # no types
@@ -249,7 +251,7 @@ def _label(name: Name) -> Label:
 
 
 def _unpacked(told: bytes | bytearray) -> dict[str, bytes]:
-    """Raises TransportError where the bytes are none."""
+    """Unpack identifiers. Raises TransportError where the bytes are none."""
     try:
         return msgspec.msgpack.decode(told, type=dict[str, bytes])
     except msgspec.DecodeError as error:

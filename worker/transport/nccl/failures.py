@@ -1,4 +1,4 @@
-"""Whose fault is what NCCL raises: a peer's, this GPU's, this host's, or want of memory.
+"""Causes of what NCCL raises: a peer, this GPU, this host, or want of memory.
 
 torch raises one type of exception for all. Its text has NCCL's result by name, and behind "Last
 error:" what NCCL warned of last, which may be of something else. So the result decides, and the
@@ -8,8 +8,7 @@ warning only what the result leaves open:
   left; or the memory of a peer could not be mapped: it has just ended, or the host lets no process
   map another one's.
 - ncclSystemError: a socket, and so a peer; or what this host is short of.
-- All else (ncclRemoteError, ncclInternalError, a call on what was aborted): a peer.
-"""
+- All else (ncclRemoteError, ncclInternalError, a call on what was aborted): a peer."""
 
 import contextlib
 import re
@@ -54,7 +53,7 @@ def peers_may_fail() -> Iterator[None]:
 def judged(
     error: RuntimeError,
 ) -> TransportError | NodeError | torch.AcceleratorError | torch.OutOfMemoryError:
-    """What is to be raised in the place of torch's error."""
+    """Return the error to raise in the place of torch's error."""
     text = str(error)
     result, warning = _RESULT.search(text), _WARNING.search(text)
     last = warning[1] if warning else ""

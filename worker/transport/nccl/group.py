@@ -20,7 +20,7 @@ _HIGHEST = -100
 
 
 class ProcessGroup(Protocol):
-    """What is used of ProcessGroupNCCL."""
+    """Part of ProcessGroupNCCL that is used."""
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         """Begin to connect; returns before the others have come."""
@@ -34,13 +34,13 @@ class ProcessGroup(Protocol):
     def alltoall(
         self, received: list[Tensor], sent: list[Tensor], options: AllToAllOptions
     ) -> Work:
-        """By member; nothing goes where a tensor is empty."""
+        """Send and receive a tensor per member; an empty tensor is not sent."""
 
     def abort(self) -> None: ...
 
 
 class Identifiers(Store):
-    """What the first member of a group has written, for one group."""
+    """Identifiers that the first member of a group has written, for that group."""
 
     def __init__(self, written: Mapping[str, bytes] | None = None) -> None:
         """`written`: what the first member's has; None: this is the first member's own."""
@@ -51,7 +51,7 @@ class Identifiers(Store):
         self.written[key] = bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Raises KeyError at once: what is not here will not come."""
+        """Return what is written. Raises KeyError at once: what is not here will not come."""
         return self.written[key]
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -63,11 +63,11 @@ class Identifiers(Store):
 
 
 class GroupMaker(Protocol):
-    """Makes process groups on one device."""
+    """Maker of process groups on one device."""
 
     def make(self, identifiers: Identifiers, rank: int, size: int, most_ctas: int) -> ProcessGroup:
-        """`rank`: this member's number, of `size`; `most_ctas`: how many multiprocessors an
-        operation may take."""
+        """Make a group. `rank`: this member's number, of `size`; `most_ctas`: how many
+        multiprocessors an operation may take."""
 
     def take_stream(self) -> int:
         """Take the next stream of the pool that groups have theirs from, where the next group that
@@ -75,13 +75,13 @@ class GroupMaker(Protocol):
 
 
 class NcclMaker:
-    """Makes NCCL's."""
+    """Maker of NCCL's process groups."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def make(self, identifiers: Identifiers, rank: int, size: int, most_ctas: int) -> ProcessGroup:
-        """A group whose communicator is made without waiting for the other members."""
+        """Make a group whose communicator is made without waiting for the other members."""
         from torch._C._distributed_c10d import ProcessGroupNCCL  # builds of torch for CPUs lack it
 
         options = ProcessGroupNCCL.Options()

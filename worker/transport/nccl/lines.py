@@ -1,14 +1,13 @@
-"""When an operation of NCCL may be launched: when all who take part are about to launch it, too.
+"""Readiness of NCCL operations: one is launched only when all who take part are about to launch it.
 
 An operation is a kernel that takes up a part of the GPU until its peers' have come, and other work
 of the device may have to wait for it: work, even, that a peer waits for. So workers tell each other
-over the links between hosts what they are ready for, and launch nothing that its peers do not
-launch at once: a receiver says that it wants a message, the sender then sends it and says so, and
-the receiver receives it. Of a sum or an exchange each member says that it has brought its part. All
+over the links between hosts what they are ready for, and launch only what their peers launch at
+once. A receiver says that it wants a message, the sender then sends it and says so, and the
+receiver receives it. In a sum or an exchange each member says that it has brought its part. All
 operations of a line come in one order on all its members, so a number says everything.
 
-Must not know NCCL's groups.
-"""
+Must not know NCCL's groups."""
 
 import struct
 from collections import deque
@@ -34,13 +33,13 @@ Launch = Callable[[], object]
 
 
 def key_of(name: Name) -> int:
-    """63 bits of a digest, so none are the same by chance."""
+    """Return 63 bits of a digest, so none are the same by chance."""
     text = f"{name[0]}:{','.join(map(str, name[1]))}".encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest()) >> 1
 
 
 def part_of(name: Name, rank: int) -> Part:
-    """That of a member."""
+    """Return the part that the member of this rank has in a line."""
     if name[0] == "owners":
         return "sum"
     if name[0] == "stage":
@@ -49,7 +48,7 @@ def part_of(name: Name, rank: int) -> Part:
 
 
 class _Notes(Incoming):
-    """What one peer says of a line, from now until the meeting is over."""
+    """Notes of one peer on a line, from now until the meeting is over."""
 
     def __init__(
         self, links: LinkTransport, peer: bytes, label: Label, wake: Callable[[], None]
@@ -103,7 +102,7 @@ class Line:
         self._launched = 0
 
     def want(self, launch: Launch) -> None:
-        """The line's next operation. Raises TransportError."""
+        """Add the line's next operation. Raises TransportError."""
         self._wanted.append(launch)
         if self._part != "send":
             self._say()
@@ -121,8 +120,8 @@ class Line:
                 self._say()
 
     def _is_joined(self) -> bool:
-        """Whether the peers launch the next one, too: who has left does not. A sender has done it
-        before it says so."""
+        """Return whether the peers launch the next operation, too; those that have left do not. A
+        sender has launched it before it says so."""
         left = self._links.links.has_left
         return self._part == "receive" or not any(left(notes.peer) for notes in self._notes)
 

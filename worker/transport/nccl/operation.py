@@ -23,18 +23,18 @@ class Waiting(Protocol):
         """Launch what may be."""
 
     def unaborted(self) -> AbstractContextManager[None]:
-        """No abort begins within. Raises TransportError after one."""
+        """Keep an abort from beginning within. Raises TransportError after one."""
 
     def seen_to_end(self, operation: "Operation") -> None:
-        """It needs nothing any more."""
+        """Forget the operation: it has ended and needs nothing any more."""
 
     def wait_until(self, done: Callable[[], bool], peers: Collection[int] = ()) -> None:
-        """Until the device has `done` something with `peers`. Raises TransportError after an abort,
-        or when one of them leaves, and what `done` raises."""
+        """Wait until the device has `done` something with `peers`. Raises TransportError after an
+        abort, or when one of them leaves, and what `done` raises."""
 
 
 class Operation:
-    """Keeps its tensors until its end is seen."""
+    """Operation on a communicator. It keeps its tensors until its end is seen."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Operation:
         return self._work is not None
 
     def has_ended(self) -> bool:
-        """Raises TransportError where it has failed."""
+        """Return whether the operation has ended. Raises TransportError where it has failed."""
         if self._work is None or self._ended:
             return self._ended
         with self._transport.unaborted():
@@ -73,7 +73,7 @@ class Operation:
         return True
 
     def wait(self) -> None:
-        """On the device: what is queued from now on comes behind it."""
+        """Wait on the device: what is queued from now on comes behind the operation."""
         self._transport.wait_until(self.is_launched, self.peers)
         assert self._work is not None, "it is launched"
         with self._communicator.calling():

@@ -1,10 +1,9 @@
-"""Which streams of torch's pool communicators run in: no two in the same.
+"""Streams of torch's pool in which communicators run, no two in the same.
 
 torch hands out the streams of a pool one after the other and begins anew with the first
 (c10/cuda/CUDAStream.h, "Stream pool note"), whether or not it is still in use. Communicators that
-are kept stay on theirs while others come and go, so before one is made this one takes streams from
-the pool until the next one is free. Must not know what runs in a stream.
-"""
+are kept stay on theirs while others come and go, so before one is made this module takes streams
+from the pool until the next one is free. Must not know what runs in a stream."""
 
 from collections.abc import Callable
 
@@ -12,7 +11,8 @@ from oobleck.worker.runtime.errors import InvariantViolation
 
 
 class StreamRing:
-    """Used by one thread at a time, beside whom nobody takes streams of the pool."""
+    """Ring of the pool's streams, and which of them are held. Used by one thread at a time, while
+    no other thread takes streams of the pool."""
 
     def __init__(self, take: Callable[[], int]) -> None:
         """`take`: takes the pool's next stream, and says which it is."""

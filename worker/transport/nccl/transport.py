@@ -174,7 +174,8 @@ class NcclTransport:
     # ---- launching
 
     def _mark(self) -> torch.cuda.Event | None:
-        """What is queued on the device by now."""
+        """Record an event behind what is queued on the device by now. Return None where there is no
+        queue."""
         if not self.has_queue:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # no types
@@ -184,7 +185,8 @@ class NcclTransport:
     def _operation(
         self, name: Name, tensors: Sequence[Tensor], peers: Collection[int]
     ) -> Operation:
-        """It comes behind what is queued by now, whoever launches it."""
+        """Return an operation that comes behind what is queued by now, whichever thread launches
+        it."""
         part, communicator = part_of(name, self.rank), self._communicators[name]
         launch = partial(communicator.launch, part)
         if (asked := self._mark()) is not None:
@@ -225,7 +227,7 @@ class NcclTransport:
                 line.advance()
 
     def _launch_all(self) -> None:
-        """The own thread: until the end."""
+        """Launch operations until the end, in a thread of its own."""
         try:
             use_device(self._device)
             while not self._aborted:
@@ -240,7 +242,7 @@ class NcclTransport:
 
     @contextmanager
     def unaborted(self) -> Iterator[None]:
-        """No abort begins within. Raises TransportError after one."""
+        """Keep an abort from beginning within. Raises TransportError after one."""
         with self._asking:
             self.check()
             yield
@@ -248,7 +250,7 @@ class NcclTransport:
     # ---- waits
 
     def check(self) -> None:
-        """Raises TransportError after an abort, and what launching or connecting has raised."""
+        """Raise TransportError after an abort, and what launching or connecting has raised."""
         if self._failure is not None:
             raise self._failure
         if self._aborted:
@@ -257,8 +259,8 @@ class NcclTransport:
             connecting.check()
 
     def wait_until(self, done: Callable[[], bool], peers: Collection[int] = ()) -> None:
-        """Until the device has `done` something with `peers`. Raises TransportError after an abort,
-        or when one of them leaves and it is not done soon, and what `done` raises."""
+        """Wait until the device has `done` something with `peers`. Raises TransportError after an
+        abort, or when one of them leaves and it is not done soon, and what `done` raises."""
         eager_until, left_until = time.monotonic() + _EAGER_S, math.inf
         with pulse.WAITING:
             while True:
@@ -278,7 +280,8 @@ class NcclTransport:
         return tensor.device == self._device
 
     def _way(self, sender: int, receiver: int) -> Name:
-        """What messages go by: until all state has moved by what is there for that, if it is."""
+        """Return the name of the line for messages: until all state has moved, the line for state
+        if there is one."""
         way = sender, receiver
         return ("state", way) if ("state", way) in self._lines else ("link", way)
 
@@ -360,7 +363,7 @@ class NcclTransport:
         self._host.abort()
 
     def dispose(self) -> None:
-        """Communicators stay, or are aborted, but never closed, which would be a talk with their
+        """Give up. Communicators stay, or are aborted, but are never closed, which would need their
         other members."""
         self._give_up()
         self._host.dispose()
@@ -373,8 +376,8 @@ class NcclTransport:
             threading.Thread(target=self._let_end, name="end", daemon=True).start()
 
     def _let_end(self) -> None:
-        """Nobody asks NCCL about anything beside it: of a transport that was given up they raise
-        before."""
+        """Let operations under way end, then end the communicators that are not whole. No other
+        thread asks NCCL about anything meanwhile: a transport that was given up raises before."""
         connecting = self._connecting
         left = set(connecting.give_up() if connecting is not None else ())
         left.update(self._communicators.values())
@@ -395,7 +398,7 @@ class NcclTransport:
             self._kept.end_use()
 
     def _is_complete(self, communicator: Communicator) -> bool:
-        """Whether no member of it is known to be gone."""
+        """Return whether no member of the communicator is known to be gone."""
         own = self.links.links.identity
         return all(
             process == own or self.links.links.linked(process)
