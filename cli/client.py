@@ -68,7 +68,7 @@ _EARLIER = (
 
 
 def _new_id() -> str:
-    """Of a request, so that repeating it is the same request."""
+    """Return a new id for a request: repeated with the same id, it is the same request."""
     return secrets.token_hex(16)
 
 
@@ -230,7 +230,7 @@ class MasterClient:
         return self._stream("Logs", request)
 
     def examine(self, request: pb.ExamineRequest) -> Iterator[Finding]:
-        """What is wrong with the hosts and between them, each as it is found."""
+        """Yield the findings on the hosts and between them, each as it is found."""
         for message in self._stream("Examine", request):
             yield read_finding(message)
 
@@ -343,11 +343,11 @@ class MasterClient:
 
     @property
     def _at(self) -> str:
-        """All addresses, for a line that says where no master is."""
+        """Addresses of the endpoint, for a line that says where no master is."""
         return ", ".join(self._endpoint.addresses)
 
     def _is_master(self) -> bool:
-        """Whether what listens there knows what masters of all releases do."""
+        """Return whether the server there knows a method that masters of all releases have."""
         try:
             self._method("ListJobs")(pb.ListJobsRequest(), timeout=DEADLINE_S)
         except grpc.RpcError as error:

@@ -70,7 +70,8 @@ def _names(
     ask: Callable[["MasterClient"], Iterable[tuple[str, str]]],
     incomplete: str,
 ) -> list[CompletionItem]:
-    """Of those that begin as what is typed so far, with a word for shells that show one."""
+    """Return completions: names that begin with `incomplete`, each with a word for shells that show
+    one. Empty if the master cannot be asked."""
     from oobleck.cli.client import MasterClient
     from oobleck.host.command import CommandFailed
 

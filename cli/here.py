@@ -1,4 +1,4 @@
-"""Whether nodes are on this machine, as the master and the process table tell of them."""
+"""Checks of whether nodes are on this machine, by what the master and the process table tell."""
 
 import contextlib
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from oobleck.proto import control_pb2 as pb
 
 
 def is_here(node: pb.NodeInfo) -> bool:
-    """Whether the agent's process is one of this machine, and an agent."""
+    """Return whether the agent's process is one of this machine, and an agent."""
     if node.hostname != own_hostname():
         return False
     with contextlib.suppress(psutil.Error):
@@ -21,7 +21,7 @@ def is_here(node: pb.NodeInfo) -> bool:
 
 
 def all_here(nodes: Sequence[pb.NodeInfo]) -> bool:
-    """Whether this machine's files are the nodes' too: there are nodes, and their agents are all
-    processes of this machine."""
+    """Return whether this machine's files are the nodes' too: there are nodes, and their agents are
+    all processes of this machine."""
     there = [node for node in nodes if node.state != "lost"]
     return bool(there) and all(map(is_here, there))

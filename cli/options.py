@@ -76,8 +76,9 @@ def endpoint(ctx: click.Context, parameter: click.Parameter, value: str | None) 
 
 
 def endpoint_again(ctx: click.Context, found: Endpoint) -> Callable[[], Endpoint]:
-    """For what runs for long: `found`, with the credentials that are in their folder when it is
-    called, which raises ValueError where there are none that can be shown."""
+    """Return a function for commands that run long. It gives `found` with the credentials that
+    are in their folder when it is called. It raises ValueError where there are none that can be
+    shown."""
     if found.credentials is None:
         return lambda: found
     folder = ctx.meta.get(_CREDENTIALS)
@@ -99,7 +100,7 @@ def _note(key: str) -> Callable[[click.Context, click.Parameter, Any], None]:
 
 
 def credential_options(function: F) -> F:
-    """What `endpoint` needs beside the address."""
+    """Add the options that `endpoint` needs beside the address."""
     function = click.option(
         "--insecure",
         is_flag=True,
@@ -193,8 +194,8 @@ _WATCH_FLAGS = ("-w", "--watch")
 
 
 class WatchCommand(click.Command):
-    """One whose `--watch` may stand without a time: what follows it counts as one only if it is
-    one, so that `--watch JOB` names a job."""
+    """Command whose `--watch` may stand without a time: the next word counts as a time only if it
+    is one, so that `--watch JOB` names a job."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given: list[str] = []

@@ -29,7 +29,7 @@ _BEFORE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orders:
-    """What the operator wants."""
+    """Orders of the operator for a drill."""
 
     job_id: str
     kinds: tuple[str, ...]
@@ -39,11 +39,11 @@ class Orders:
 
 
 class _JobEnded(Exception):
-    """There is nothing to strike any more."""
+    """Signal that the job has ended, so that nothing is left to strike."""
 
 
 class Drill:
-    """One drill from its first look at the job to the summary."""
+    """Drill from its first look at the job to the summary."""
 
     def __init__(self, master: MasterClient, orders: Orders, striker: Striker) -> None:
         self._master = master
@@ -134,7 +134,8 @@ class Drill:
             self._say(f"  {command}")
 
     def _await_steps(self) -> bool:
-        """Until steps were committed after the fault, and nothing is stopped any more."""
+        """Wait until steps were committed after the fault and nothing is stopped any more. Return
+        False if the operator's patience ends first."""
         deadline = time.monotonic() + self._orders.patience_s
         step = None
         while time.monotonic() < deadline:

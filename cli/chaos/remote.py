@@ -1,7 +1,8 @@
-"""What `oobleck chaos --ssh` does on a host. Its text is sent over ssh and run by the Python there.
+"""Script of `oobleck chaos --ssh` on a host. Its text is sent over ssh and run by the Python there.
 
-So it needs nothing but Python's own library. What is stopped or cut off comes back by itself: a
-process of its own waits for that, whatever becomes of the connection and of the drill.
+It needs nothing but Python's own library, therefore. Processes that are stopped and networks that
+are cut off come back by themselves: a process of its own waits for that, whatever becomes of the
+connection and of the drill.
 """
 
 import contextlib
@@ -63,7 +64,7 @@ def main(request: dict[str, Any]) -> None:
 
 
 def look(agent: int, kinds: list[str]) -> dict[str, Any]:
-    """Whether all of that can be done to the node of that agent."""
+    """Check that all `kinds` of faults can be done to the agent's node. Raises Refused."""
     _check_agent(agent)
     try:
         os.kill(agent, 0)
@@ -95,13 +96,13 @@ def strike(kind: str, agent: int, workers: list[int], for_s: float) -> dict[str,
 
 
 def heal(healer: int) -> dict[str, Any]:
-    """What that process waits for is done at once."""
+    """Make the healer undo its fault at once; return whether it was still there."""
     words = _words(healer)
     return {"healed": any("sigtimedwait" in word for word in words) and _send(healer, 15)}
 
 
 def _victims(kind: str, agent: int, workers: list[int]) -> list[int]:
-    """In the order in which they are struck, the agent last."""
+    """Return the pids that `kind` strikes, in the order of the strikes, the agent last."""
     below = _below(agent)
     if kind.endswith("-agent"):
         return [agent]
@@ -114,7 +115,7 @@ def _victims(kind: str, agent: int, workers: list[int]) -> list[int]:
 
 
 def _start_healer(for_s: float, pids: list[int], families: str) -> int:
-    """Its pid, once it takes signals."""
+    """Start the process that undoes the fault; return its pid once it takes signals."""
     words = [f"{pid}:{began}" for pid in pids if (began := _began(pid))]
     process = subprocess.Popen(
         [sys.executable, "-I", "-c", _HEALER, str(for_s), families, *words],
@@ -148,7 +149,7 @@ def _parents() -> dict[int, int]:
 
 
 def _below(pid: int) -> list[int]:
-    """All processes that come from it, those that are nearer first."""
+    """Return all descendants of a process, the nearer ones first."""
     parents, found, more = _parents(), [], [pid]
     while more:
         more = [one for one, parent in parents.items() if parent in more]

@@ -1,4 +1,4 @@
-"""What a drill does to processes of this machine, and how it undoes that.
+"""Faults of a drill on this machine's processes, and their undoing.
 
 It sends signals to processes, as far as the user may, and bytes without meaning to an open port.
 It does not know when to strike, nor what becomes of the job.
@@ -49,14 +49,15 @@ class Striker:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether anything is stopped at the moment."""
+        """True while anything is stopped."""
         with self._lock:
             return bool(self._stopped)
 
     def strike(self, kind: str, node: pb.NodeInfo | None) -> str | None:
-        """What was struck, for the operator; None: there is nothing to strike at the moment.
+        """Strike, and return for the operator what was struck. Return None if there is nothing to
+        strike at the moment.
 
-        Raises CommandFailed where it is somebody else's.
+        Raises CommandFailed where the process belongs to somebody else.
         """
         if kind == "garbage":
             return f"at {self._address}" if _disturb(self._address) else None
@@ -91,7 +92,7 @@ class Striker:
                 send(pid, signal.SIGCONT)
 
     def undo(self) -> None:
-        """Whatever is stopped goes on now."""
+        """Let all that is stopped go on now."""
         with self._lock:
             stopped = dict(self._stopped)
         for pid, timer in stopped.items():

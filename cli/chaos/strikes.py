@@ -1,4 +1,5 @@
-"""What a drill will do and what it made of the cluster. Pure: no clock, no processes, no master."""
+"""Schedule of a drill's faults, and tally of the cluster's recoveries. Pure: no clock, no
+processes, no master."""
 
 import random
 import statistics
@@ -42,7 +43,7 @@ DEFAULT_KINDS = ("kill-worker", "stop-worker", "stop-agent")
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """One fault to come; `at_s` from the start of the drill, if the cluster is ready then."""
+    """Fault to come, `at_s` from the start of the drill, if the cluster is ready then."""
 
     at_s: float
     kind: str
@@ -103,7 +104,7 @@ class Tally:
 
     @property
     def step_s(self) -> float:
-        """What a step takes, as far as it was seen."""
+        """Median seconds a step, from the commits seen; 0 without two of them."""
         if len(self.commits) < 2:
             return 0.0
         pairs = pairwise(self.commits)

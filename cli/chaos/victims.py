@@ -66,8 +66,8 @@ def check_master_here(kind: str, address: str) -> None:
 
 
 def process_tree(pid: int) -> list[int]:
-    """Of an agent: the workers first, the agent last. It must not get to see and tell the end of
-    others."""
+    """Return the processes of an agent, workers first and the agent last: it must not get to see
+    and tell the end of the others. Empty if the agent is gone."""
     with contextlib.suppress(psutil.Error):
         agent = psutil.Process(pid)
         below = [process.pid for process in agent.children(recursive=True)]
@@ -76,7 +76,7 @@ def process_tree(pid: int) -> list[int]:
 
 
 def _is_under(pid: int, node: pb.NodeInfo) -> bool:
-    """Whether the process is still the agent's: pids are used again."""
+    """Return whether the process is still the agent's: pids are used again."""
     with contextlib.suppress(psutil.Error):
         return node.pid in [parent.pid for parent in psutil.Process(pid).parents()]
     return False
@@ -100,7 +100,8 @@ def kill(pids: Sequence[int]) -> list[int]:
 
 
 def send(pid: int, signum: signal.Signals) -> bool:
-    """Whether there was such a process. Raises CommandFailed where it is somebody else's."""
+    """Send the signal, and return whether there was such a process. Raises CommandFailed where it
+    is somebody else's."""
     try:
         os.kill(pid, signum)
     except ProcessLookupError:

@@ -31,7 +31,7 @@ def restart_pause_s(quick_ends: int) -> float:
 
 
 class Child:
-    """One daemon; its output goes to a file."""
+    """Daemon whose output goes to a file."""
 
     def __init__(
         self, name: str, module: str, arguments: Sequence[str], log: Path, *, piped: bool = False
@@ -62,11 +62,11 @@ class Child:
 
     @property
     def has_died(self) -> bool:
-        """Whether it has ended other than by a signal that it was to end by, or a refusal."""
+        """True if it ended other than by a signal that it was to end by, or by a refusal."""
         return self.process.returncode not in (None, 0, USAGE)
 
     def plan_restart(self) -> float:
-        """It is to be started again; after how many seconds."""
+        """Plan to start it again; return after how many seconds."""
         now = time.monotonic()
         self._quick_ends = self._quick_ends + 1 if now - self._started_at < QUICK_S else 0
         pause_s = restart_pause_s(self._quick_ends)

@@ -161,7 +161,8 @@ class Cluster:
         return line.removeprefix("listening on ")
 
     def wait_until_ready(self) -> None:
-        """Until every agent that lives has registered."""
+        """Wait until every live agent has registered. Raises CommandFailed if the master dies, or
+        after READY_TIMEOUT_S."""
         from oobleck.cli.client import MasterClient, Unreachable
 
         live: set[str] = set()
@@ -195,7 +196,8 @@ class Cluster:
         self._tell("ready")
 
     def watch(self) -> None:
-        """Until nothing is left to watch."""
+        """Start agents again when they are due, and tell deaths. Raises CommandFailed when nothing
+        is left to watch."""
         while True:
             self._tell_deaths()
             for agent in self.agents:
@@ -222,7 +224,8 @@ class Cluster:
             raise CommandFailed("all daemons have ended", FAILED)
 
     def _then(self, child: Child) -> str:
-        """What becomes of one that has ended."""
+        """Return for a line what follows the end of `child`: a planned restart, or the command for
+        one."""
         if self._restart and child is not self.master and child.has_died:
             return f"it is started again in {child.plan_restart():g} s"
         program = f"oobleck-{child.name.split()[0]}"

@@ -217,7 +217,8 @@ def checks(
 def run_check(
     name: str, command: Sequence[str], limit_s: float, environment: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """What a check says, and how it ended where it says nothing."""
+    """Run a check and yield its findings; one more on how it ended if it failed or found
+    nothing."""
     try:
         result = completed(command, limit_s, environment)
     except subprocess.TimeoutExpired:

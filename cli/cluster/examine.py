@@ -1,4 +1,4 @@
-"""What `oobleck doctor` prints: findings of the cluster as the master tells them, or of this host
+"""Output of `oobleck doctor`: findings of the cluster as the master tells them, or of this host
 alone.
 
 Owns how they are shown. Must not know how anything is looked at.
@@ -54,7 +54,7 @@ def _absolute(path: str) -> str:
 
 
 def of_host(question: Question) -> Iterator[Finding]:
-    """Of this host, without a master."""
+    """Yield the findings of this host, without a master."""
     from oobleck.host.doctor.orders import About, Look, Looked, Place
     from oobleck.host.doctor.process import Doctor
 
@@ -100,7 +100,8 @@ def show(found: Iterator[Finding], form: "Form") -> int:
 
 
 def is_told(finding: Finding) -> bool:
-    """Of a thousand nodes, what is well of one is in a wide listing alone."""
+    """Return whether a narrow listing has the finding: of a thousand nodes, a pass is in a wide
+    listing alone."""
     return finding.level != "pass" or not finding.node
 
 

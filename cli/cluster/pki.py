@@ -322,7 +322,8 @@ def _maker(entry: "pb.TokenInfo | pb.CredentialInfo") -> str:
 
 
 def _let_in(holder: tuple[str, str], known: "pb.ListCredentialsReply") -> list[tuple[str, str]]:
-    """Who has joined by a token of the holder, or of one who has, and is not revoked."""
+    """Return the holders who joined by a token of `holder`, or of one who did, and are not
+    revoked."""
     revoked = {(held.role, held.name) for held in known.credentials if held.revoked}
     found, more = {holder}, {holder}
     while more:

@@ -1,4 +1,4 @@
-"""What operators do: drain a node and take it back, cancel a job, have a checkpoint taken, have
+"""Actions of operators: drain a node and take it back, cancel a job, have a checkpoint taken, have
 steps recorded.
 
 The session must be an operator's, and the master asks the same of the dashboard's certificate.
@@ -152,7 +152,7 @@ class Actions:
         return form
 
     def _done(self, request: Request, told: str, where: str) -> Response:
-        """To the page that shows it, which says it."""
+        """Redirect to the page that shows the change, which says `told`."""
         session = self._web.reader(request)
         session.told = told
         return redirect(where, session.id)

@@ -132,5 +132,5 @@ def _live(web: Web, make: Make) -> Handler:
 
 
 def _asked(request: Request) -> Mapping[str, str]:
-    """What stands in the path counts."""
+    """Return the request's parameters; those in the path override the query's."""
     return {**request.query_params, **request.path_params}

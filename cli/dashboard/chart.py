@@ -37,7 +37,7 @@ class PlacedMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """In units of WIDTH x HEIGHT."""
+    """Drawing of one curve; coordinates are in units of WIDTH x HEIGHT."""
 
     #: Coordinates of each unbroken piece of the line.
     lines: tuple[str, ...]
@@ -60,7 +60,7 @@ def chart(
     banded: bool = False,
     from_zero: bool = False,
 ) -> Chart | None:
-    """None: there is nothing to draw."""
+    """Draw `value` over the points' steps. Return None if there is nothing to draw."""
     known = [(p, v) for p in points if (v := value(p)) is not None and math.isfinite(v)]
     if not known:
         return None
@@ -123,7 +123,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
-    """So that a line that is level has a height."""
+    """Widen the range, so that a level line has a height."""
     if high - low > 1e-9 * max(abs(low), abs(high)):
         return low, high + 0.04 * (high - low)
     room = max(abs(high) * 0.05, 1e-9)

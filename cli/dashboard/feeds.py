@@ -1,6 +1,5 @@
-"""What the dashboard knows of a cluster, a job and its output: read from the master while somebody
-looks, once for all browsers, in bounded memory.
-"""
+"""Feeds of a cluster, a job and its output: read from the master while somebody looks, once for all
+browsers, in bounded memory."""
 
 import json
 import threading
@@ -103,7 +102,7 @@ class ClusterFeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobHistory:
-    """What is known of a job beside its status."""
+    """History of a job: all that is known of it beside its status."""
 
     points: Sequence[Point]
     recent: Sequence[Point]
@@ -148,7 +147,7 @@ class JobFeed:
         return self.steps.ended and self.happenings.ended
 
     def has_caught_up(self, committed_step: int) -> bool:
-        """All that was known at the beginning is here."""
+        """Return whether all that was known at the beginning is here."""
         return self._series.last_step >= committed_step or self.steps.ended
 
     def history(self, now: float) -> JobHistory:

@@ -55,7 +55,7 @@ class Following:
         self.trouble = None
 
     def close(self) -> None:
-        """What is read no more is let go; the thread ends soon."""
+        """Drop the connection that is no longer read; the thread ends soon."""
         self._closed.set()
         self._drop()
 
@@ -82,7 +82,7 @@ class Following:
                 self._closed.wait(_REFUSED_S)
 
     def _open(self) -> MasterClient | None:
-        """None: it is closed."""
+        """Return the connection, made if there is none; None if this is closed."""
         with self._lock:
             if self._closed.is_set():
                 return None

@@ -1,4 +1,4 @@
-"""Which feeds run: those that somebody has looked at lately, each once for all browsers."""
+"""Registry of the feeds that run: those looked at lately, each once for all browsers."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ F = TypeVar("F", JobFeed, LogFeed)
 
 
 class TooMany(Exception):
-    """So many jobs are looked at that there is no room for another."""
+    """Error where more than MOST_FEEDS jobs would be looked at."""
 
 
 async def until(condition: Callable[[], bool], patience_s: float) -> None:
@@ -102,6 +102,6 @@ def _let_go(feeds: dict[str, F]) -> None:
 
 
 def _since(status: pb.JobStatus) -> str:
-    """From where on a job's output is read: all of it may be much."""
+    """Return the time from which a job's output is read: all of it may be much."""
     alive = status.finished_at if status.state in ENDED and status.finished_at else time.time()
     return datetime.fromtimestamp(alive - _OUTPUT_S, UTC).isoformat(timespec="microseconds")

@@ -20,7 +20,7 @@ MOST_STREAMS = 200
 
 
 class Streams:
-    """How many there are, and that they end with the dashboard."""
+    """Streams of live pages: counted, and ended with the dashboard."""
 
     def __init__(self) -> None:
         self.open = 0

@@ -1,7 +1,7 @@
-"""What a live page consists of, and what of it has changed since a browser got it.
+"""Parts of a live page, and the changes since a browser got it.
 
-A page is parts with names. Of a part with rows only those that differ are sent again, so that one
-node of a thousand costs one line. Pure but for the templates.
+A page is parts with names. Rows of a part are sent again only if they differ, so that one node of a
+thousand costs one line. Pure but for the templates.
 """
 
 import hashlib
@@ -54,8 +54,8 @@ class Rendering:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a browser does to the element `id`: `fill` it, `replace` it, `remove` it, or `append` to
-    it."""
+    """Change that a browser makes to the element `id`: `fill` it, `replace` it, `remove` it, or
+    `append` to it."""
 
     do: Literal["fill", "replace", "remove", "append"]
     id: str
@@ -81,7 +81,8 @@ def changes(before: Rendering | None, after: Rendering) -> list[Change]:
 
 
 def _of_part(old: Part | None, new: Part) -> Iterator[Change]:
-    """Of rows it may be that the first are gone and some have come at the end, as of a log."""
+    """Yield the changes of one part. Its first rows may be gone and some have come at the end, as
+    in a log."""
     if old is None or old.html != new.html:
         yield Change("fill", new.id, new.whole())
         return
@@ -117,12 +118,13 @@ class Renderings:
         self._characters = 0
 
     def newest(self, page: Hashable, version: Hashable) -> Rendering | None:
-        """None: it was not made of that, or that is not kept."""
+        """Return the page's newest rendering; None if it is not of `version`, or is no longer
+        kept."""
         made_of, digest = self._newest.get(page, (None, ""))
         return self._kept.get(digest) if made_of == version else None
 
     def add(self, page: Hashable, version: Hashable, made: Rendering) -> None:
-        """It is kept, however large; the oldest others go."""
+        """Keep the rendering, however large, and drop the oldest others to make room."""
         self._newest.pop(page, None)
         self._newest[page] = version, made.digest
         if len(self._newest) > _MOST_KEPT:

@@ -1,5 +1,4 @@
-"""One question to the planner, in a process of its own: an answer for many nodes takes a core for
-seconds.
+"""Process that asks the planner one question: an answer for many nodes takes a core for seconds.
 
 Standard input: a line of JSON, `{"lost": [node, ...]}`, and the bytes of a PlanningReply. Standard
 output: a line of JSON, what `WhatIf.data` gives or `{"refused": reason}`, and the bytes of the Plan

@@ -1,4 +1,4 @@
-"""What cannot be shown or done, as a browser is told."""
+"""Error of a page or an action, as a browser is told of it."""
 
 
 class Problem(Exception):

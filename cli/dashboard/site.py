@@ -1,4 +1,4 @@
-"""What all pages share, and what a live page is."""
+"""Site: the state that all pages share, and the protocol of a live page."""
 
 import time
 from collections.abc import Hashable, Sequence
@@ -28,13 +28,13 @@ class Page(Protocol):
         """Differs when what is shown may."""
 
     def parts(self) -> Sequence[Part]:
-        """What it consists of now."""
+        """Return the parts of which it consists now."""
 
     def touch(self) -> None:
         """Somebody still looks."""
 
     def is_ready(self) -> bool:
-        """Nothing more will come at once."""
+        """Return True if nothing more will come at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Site:
     renderings: Renderings = field(default_factory=Renderings)
 
     def snapshot(self) -> Snapshot:
-        """What the master said last. Raises Problem if it has never answered."""
+        """Return the master's last answer. Raises Problem if it has never answered."""
         found, trouble = self.hub.cluster.snapshot, self.hub.cluster.trouble
         if found is None:
             told = trouble.line if trouble is not None else "the master has not answered yet"
@@ -68,7 +68,7 @@ class Site:
         return found
 
     def _of_master(self) -> Part:
-        """Of every page: what is wrong with the master."""
+        """Return the part of every page that tells what is wrong with the master."""
         feed = self.hub.cluster
         return self.templates.part(
             "master",

@@ -48,7 +48,7 @@ class Web:
     # ---- who asks
 
     def session(self, request: Request) -> Session | None:
-        """None: nobody who is logged in."""
+        """Return the request's session; None if nobody is logged in."""
         return self.site.sessions.find(_id(request), self._shown(request), time.time())
 
     def reader(self, request: Request) -> Session:
@@ -59,7 +59,8 @@ class Web:
         return session
 
     async def form(self, request: Request) -> tuple[Session, Mapping[str, str]]:
-        """Who sends it, and what is in it. Raises Problem if it is of no page of ours."""
+        """Return the form's sender and its fields. Raises Problem unless a page of the session sent
+        it."""
         session = self.reader(request)
         self._check_origin(request)
         form = await _read_form(request)
@@ -105,7 +106,8 @@ class Web:
         return response
 
     async def logged_in(self, request: Request) -> Response:
-        """Where the browser comes with its new session, if it keeps one."""
+        """Send a browser on that comes with its new session; show the log-in again if it kept no
+        cookie."""
         after = inside(request.query_params.get("next"))
         session = self.session(request)
         if session is None:
@@ -209,7 +211,7 @@ def _cookie(id: str, *, secure: bool) -> str:
 
 
 def redirect(where: str, id: str) -> Response:
-    """After a form, to a page of the session that may be loaded again."""
+    """Redirect after a form, to a page of the session that may be loaded again."""
     return Response(status_code=303, headers={"Location": _base(id) + where.removeprefix("/")})
 
 

@@ -57,7 +57,7 @@ def follow_events(
     answered: bool = False,
     tell: Callable[[str], None] = warn,
 ) -> Iterator[pb.EventRecord]:
-    """All records of the job until it ends. `answered`: this master was heard before. Raises
+    """Yield all records of the job until it ends. `answered`: this master was heard before. Raises
     CommandFailed."""
     away, told = Away(tell), 0
     if answered:
@@ -104,7 +104,7 @@ def follow_metrics(
 
 @dataclass(slots=True)
 class LogPosition:
-    """How far a job's output was told."""
+    """Position in a job's output: the part up to it was told."""
 
     #: The time of the newest line, and how many of that time were told.
     time: str = ""
@@ -119,8 +119,8 @@ class LogPosition:
 def follow_logs(
     master: MasterClient, job_id: str, *, node: str | None, rank: int | None, behind: LogPosition
 ) -> Iterator[pb.LogLine]:
-    """What the job's workers have printed `behind` a position, which goes along, and print until
-    the job ends. Raises CommandFailed."""
+    """Yield the lines that the job's workers printed `behind` a position, and print until the job
+    ends. The position moves along. Raises CommandFailed."""
     away = Away()
     away.answered()
     while True:

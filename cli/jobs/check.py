@@ -82,7 +82,8 @@ def _range(first: int, last: int) -> str:
 
 
 def _layers(job: "JobSpec") -> list[dict[str, Any]]:
-    """Of a model of the user's: a record for each run of layers that are alike."""
+    """Return a record for each run of alike layers of a user's model; empty for other models, and
+    where its layers are not known."""
     from oobleck.planner.job.own import OwnModelSpec
 
     model = job.model

@@ -45,8 +45,9 @@ Exit codes: see 'oobleck --help'."""
 
 
 class _JobFirst(click.Group):
-    """What is no command's name is the job that a checkpoint is taken of, but for what looks like
-    a misspelt command: a job's id ends with its number."""
+    """Group of commands where a first word that names no command is the job to take a checkpoint
+    of. A word like a misspelt command is refused, unless it ends with a digit, as a job's id
+    does."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
@@ -329,7 +330,7 @@ def _newest(
 
 
 def _instead(candidates: "list[tuple[Folder, StoredCheckpoint]]", output: Path) -> str:
-    """How to export the first of `candidates` that is whole."""
+    """Return how to export the first of `candidates` that is whole; empty without candidates."""
     from oobleck.host.storage.checkpoints import verify as verify_files
 
     for folder, found in candidates:
@@ -344,7 +345,7 @@ def _unreadable(path: str, error: OSError) -> CommandFailed:
 
 
 def _columns(folder: "Folder") -> "tuple[Column, ...]":
-    """Of checkpoints in the folder."""
+    """Return the columns for a listing of the folder's checkpoints."""
     from oobleck.cli.output.table import Column
     from oobleck.cli.output.text import moment
 

@@ -57,7 +57,8 @@ class LiveLine:
 
     @property
     def width(self) -> int | None:
-        """Of a line: none has the last column, after which a terminal may scroll."""
+        """Width of a line: a column less than the terminal, which may scroll after its last. None:
+        any width."""
         return shutil.get_terminal_size().columns - 1 if self._live else None
 
     def status(self, status: pb.JobStatus, now: float) -> None:
@@ -98,8 +99,8 @@ class LiveLine:
 
 
 def progress_line(status: pb.JobStatus, width: int | None = None) -> str:
-    """How far the job is. Of a line longer than `width` the parts that matter least are left out,
-    and what is longer still is cut."""
+    """Return a line on how far the job is. If it is longer than `width`, leave out the parts that
+    matter least, and cut what is longer still."""
     parts = list(_parts(status))
     while width is not None and len(_line(parts)) > width and max(parts)[0] > _MUST:
         parts.remove(max(parts))
@@ -176,7 +177,7 @@ def follow(master: MasterClient, job_id: str, out: TextIO = sys.stdout) -> pb.Jo
 
 
 def _both_streams(master: MasterClient, job_id: str) -> Iterator[_Status | _Event | _Closed]:
-    """What comes on both, until both have closed."""
+    """Yield what comes on both streams, until both have closed."""
     items: queue.Queue[_Status | _Event | _Closed] = queue.Queue(maxsize=1000)
     watch = master.watch(job_id)
     events = master.events(job_id, follow=True)

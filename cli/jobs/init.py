@@ -16,7 +16,7 @@ from oobleck.host.command import CommandFailed
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """What is written, by name in the user's folder: a file of cli/templates."""
+    """Files to write, each a file of cli/templates, by name in the user's folder."""
 
     files: dict[str, str]
     #: What the user has to do before the job can be submitted; {folder}: where the files are.

@@ -49,22 +49,23 @@ def read_form(path: Path, overrides: Sequence[str]) -> "JobSpec":
 
 
 def _place(path: Path) -> tuple[str, Path]:
-    """What messages call the file, and what relative paths in it are relative to."""
+    """Return the name of the file in messages, and the folder that relative paths in it start
+    from."""
     if str(path) == "-":
         return "standard input", Path.cwd()
     return str(path), path.absolute().parent
 
 
 def job_of_text(text: str, overrides: Sequence[str], *, source: str, base: Path) -> "JobSpec":
-    """As `read_job`, of the text of a job file; `base`: what relative paths in it are relative to;
-    `source`: what messages call it."""
+    """Read a job as `read_job` does, from the text of a job file; `base`: what relative paths in it
+    are relative to; `source`: what messages call it."""
     return with_description(_parsed(text, overrides, source, base, {}))
 
 
 def _parsed(
     text: str, overrides: Sequence[str], source: str, base: Path, shown_as: Mapping[str, str]
 ) -> "JobSpec":
-    """With all paths made absolute."""
+    """Parse the text of a job file, and make all paths absolute."""
     return with_absolute_paths(_formed(text, overrides, source, base, shown_as), base)
 
 
@@ -165,7 +166,8 @@ def read_profile(job: "JobSpec") -> str:
 
 
 def check_checkpoints(job: "JobSpec") -> None:
-    """For a cluster on this machine: whether the job may begin with the checkpoints it names."""
+    """Check, for a cluster on this machine, that the job may begin with the checkpoints it names.
+    Raises CommandFailed."""
     from oobleck.host.storage.checkpoints import list_checkpoints
     from oobleck.host.storage.folder import open_folder
     from oobleck.planner.recovery.checkpoint import why_not_begin
@@ -224,7 +226,7 @@ def _check(key: str, data: "DataSpec", job: "JobSpec") -> list[Problem]:
 
 
 def check_weights(job: "JobSpec") -> None:
-    """Whether the initial weights are on this machine, and whole files."""
+    """Check that the initial weights are on this machine, and whole files. Raises CommandFailed."""
     from oobleck.host.storage.weight_files import WeightsError, open_weights
 
     if job.model.initial is None:

@@ -116,7 +116,7 @@ def _lost(job: "pb.JobStatus", steps: range) -> Iterator[dict[str, Any]]:
 
 
 def _tell_data(records: Iterable[dict[str, Any]], form: "Form") -> bool:
-    """Whether there was anything to tell; so do the others."""
+    """Print the records; return whether there were any, as `_tell_csv` and `_tell_table` do."""
     from oobleck.cli.output.form import entry
 
     told = False

@@ -1,5 +1,5 @@
-"""What the command line does for a model or an optimizer of the user's before it is sent: finds its
-code, and has it described by a process that has torch."""
+"""Preparation of a user's model or optimizer before a job is sent: finds its code, and has it
+described by a process that has torch."""
 
 import dataclasses
 import json
@@ -34,8 +34,9 @@ _OWN = ("model", "optimizer")
 def code_folder(
     python: str | None, path: str | None, base: Path, carried: Collection[str]
 ) -> str | None:
-    """Where the module of `python` lies: in `path`, or beside the job file, whose folder is `base`;
-    None: it is installed, or one of those that the job's wheel has, `carried`."""
+    """Return the folder that the module of `python` lies in: `path`, or the job file's folder,
+    `base`, where it is beside the job file. Return None where it is installed, or one of those that
+    the job's wheel has, `carried`."""
     from oobleck.planner.job.wheel import is_carried
 
     if python is None or is_carried(python, path, carried):
@@ -49,7 +50,7 @@ def code_folder(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is wrong with a model or its data, and the fix."""
+    """Problem of a model or its data, and the fix."""
 
     where: str
     sentence: str
@@ -62,7 +63,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What is known of a model after a look at it."""
+    """Findings of a look at a model."""
 
     #: With its layers known, where they could be.
     job: "JobSpec"

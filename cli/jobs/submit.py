@@ -64,7 +64,8 @@ def send(connection: "MasterClient", job: "JobSpec", profile: str) -> "pb.Submit
 
 
 def _tell_id(job_id: str) -> None:
-    """Whoever cannot read it there would submit the job again."""
+    """Print the job's id, or raise CommandFailed that says it: without it, the job would be
+    submitted again."""
     try:
         click.echo(job_id)
     except OutputFailed as error:

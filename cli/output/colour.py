@@ -24,12 +24,12 @@ _STATE = re.compile(
 
 
 def is_terminal() -> bool:
-    """Whether standard output is a terminal that obeys escapes."""
+    """Return whether standard output is a terminal that obeys escapes."""
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def is_wanted() -> bool:
-    """Whether standard output shows colours. NO_COLOR counts if it is not empty, as
+    """Return whether standard output shows colours. NO_COLOR counts if it is not empty, as
     https://no-color.org has it."""
     return is_terminal() and not os.environ.get("NO_COLOR")
 

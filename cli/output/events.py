@@ -12,7 +12,7 @@ from oobleck.proto import control_pb2 as pb
 
 
 def event_line(record: dict[str, Any], width: int | None = None) -> str:
-    """One record of events.jsonl as one readable line, folded where `width` is too little."""
+    """Format a record of events.jsonl as one readable line, folded where `width` is too little."""
     at = clock(float(record.get("time", 0.0)))
     return folded(f"{at}  {inline(sentence(record))}", width, indent=len(at) + 2)
 

@@ -1,4 +1,4 @@
-"""What a command found, in the form that was asked for: for people, or as JSON or YAML. Pure."""
+"""Forms of a command's findings: for people, or as JSON or YAML. Pure."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ Form = Literal["table", "wide", "json", "yaml"]
 
 
 def is_data(form: Form) -> bool:
-    """Whether programs read it."""
+    """Return whether the form is for programs."""
     return form in ("json", "yaml")
 
 
@@ -24,7 +24,7 @@ def entry(value: object, form: Form) -> str:
 
 
 def _yaml(value: object) -> str:
-    """Of ASCII alone, as the JSON is."""
+    """Format the value as YAML in ASCII alone, as the JSON is."""
     import yaml
 
     return yaml.safe_dump(value, sort_keys=False, width=100)

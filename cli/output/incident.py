@@ -1,4 +1,4 @@
-"""How an incident looks on a terminal: what failed or was slow, who saw it, what was done about it,
+"""Text of an incident for a terminal: what failed or was slow, who saw it, what was done about it,
 and what it cost. Pure."""
 
 import time
@@ -121,7 +121,7 @@ def _outcome(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _slow(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Who was how slow for how long, and the newest plans around them."""
+    """Yield each slow worker, its pace and for how long, and the newest plans that answered."""
     began, slow, answers = record["opened_at"], record["slow"], record["attempts"]
     for number, one in enumerate(slow[:_MOST_LISTED]):
         per_step = f"{one['step_s']:.3f} s a step instead of {one['usual_s']:.3f} s"

@@ -44,8 +44,8 @@ def head(*, evaluations: bool, wide: bool = False) -> str:
 
 
 def row(record: Mapping[str, Any], *, evaluations: bool, wide: bool = False) -> str:
-    """One record below `head`, or what is lost of them; a wide one has when it was, and the digest
-    of its samples."""
+    """Format a record, or what is lost of them, as a line below `head`. A wide line has when it
+    was, and the digest of its samples."""
     if "lost" in record:
         first, last = record["lost"]
         lost = pb.LostRecords(first_step=first, last_step=last)

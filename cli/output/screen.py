@@ -25,7 +25,8 @@ class Screen:
         self._size: tuple[int, int] | None = None
 
     def draw(self, block: str) -> None:
-        """What is too wide or too high for the terminal is cut off, and the last line says so."""
+        """Draw the block. Cut off what is too wide or too high for the terminal; the last line says
+        so."""
         size = shutil.get_terminal_size()
         lines = block.split("\n")
         room = max(1, size.lines - 1)  # the cursor stands in the line below

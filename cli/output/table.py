@@ -20,13 +20,13 @@ _NOTHING = frozenset({"", "-"})
 
 
 def terminal_width() -> int | None:
-    """How wide a table may be: a pipe or a file takes any width."""
+    """Return the width that a table may have; None: a pipe or a file takes any width."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a listing, made of each thing that is listed."""
+    """Column of a listing, made of each thing that is listed."""
 
     head: str
     cell: Callable[[Any], object]
@@ -54,7 +54,7 @@ def listing(
 
 
 def _row_width(made: Mapping[Column, Sequence[str]]) -> int:
-    """Of what cannot be wrapped: a last column of prose may be."""
+    """Return the least width of a row: its last column, which may be prose, can be wrapped."""
     widths = [max(len(column.head), *map(len, cells)) for column, cells in made.items()]
     return sum(widths) + 2 * (len(widths) - 1) - max(0, widths[-1] - _NARROWEST)
 

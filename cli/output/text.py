@@ -1,4 +1,4 @@
-"""How things look on a terminal, and as JSON. Pure: messages in, lines out."""
+"""Text of jobs and nodes on a terminal, and as JSON. Pure: messages in, lines out."""
 
 import json
 import time
@@ -76,7 +76,8 @@ def moment(unix: float) -> str:
 
 
 def ago(unix: float) -> str:
-    """How long a moment is past; the clock of the one who noted it may go ahead of this one."""
+    """Format how long ago a moment was; 0 if the clock of the one who noted it goes ahead of this
+    one."""
     return f"{about(max(0.0, time.time() - unix))} ago"
 
 
@@ -94,7 +95,8 @@ def done(job: pb.JobStatus) -> str:
 
 
 def redoing(job: pb.JobStatus) -> str:
-    """Which steps are done again from a checkpoint, and which of them now; empty: none are."""
+    """Return which steps are done again from a checkpoint, and at which of them the job is. Empty:
+    none are."""
     if not job.HasField("redo"):
         return ""
     at = min(job.redo.committed_step + 1, job.redo.last_step)
@@ -102,12 +104,12 @@ def redoing(job: pb.JobStatus) -> str:
 
 
 def why_so(job: pb.JobStatus) -> str:
-    """What is to be said beside the job's state."""
+    """Return the remarks that belong beside the job's state."""
     return "; ".join(part for part in (redoing(job), job.reason, _exposed(job)) if part)
 
 
 def _exposed(job: pb.JobStatus) -> str:
-    """That others may read and change what workers send each other; empty: they may not."""
+    """Return a warning if others may read and change what workers send each other, else empty."""
     return "DATA PLANE IN THE CLEAR" if job.data_plane == "clear" and job.state not in ENDED else ""
 
 
@@ -116,7 +118,8 @@ def heard(node: pb.NodeInfo) -> str:
 
 
 def pace(node: pb.NodeInfo) -> str:
-    """Of workers that compute more slowly than the others, as a part of their pace, and why."""
+    """Return the rates of slow workers, as a part of the others' pace, and why they are slow; '-':
+    none is."""
     slow = [w for w in node.workers if 0 < w.rate < 1]
     alone = len(node.workers) == 1
     told = [
@@ -128,7 +131,8 @@ def pace(node: pb.NodeInfo) -> str:
 
 
 def _versions(node: pb.NodeInfo) -> str:
-    """Of Oobleck, and of what computes; those of GPUs where it has some."""
+    """Return the versions of Oobleck, of what computes, and of the GPUs' libraries where there are
+    some."""
     versions = node.versions
     numbers = {"protocol": node.protocol, "engine": versions.engine}
     spoken = ", ".join(f"{name} {number}" for name, number in numbers.items() if number)
@@ -194,7 +198,7 @@ def nodes_table(
 
 
 def node_text(node: pb.NodeInfo, width: int | None = None) -> str:
-    """All about one node."""
+    """Format all about one node."""
     lines = (
         f"{column.head.lower():<{_NODE_LABEL}}{inline(str(column.cell(node))) or '-'}"
         for column in _NODE_COLUMNS
@@ -203,7 +207,7 @@ def node_text(node: pb.NodeInfo, width: int | None = None) -> str:
 
 
 def versions_note(nodes: Iterable[pb.NodeInfo]) -> str:
-    """How the versions on nodes that are there differ; empty: they do not."""
+    """Return how versions differ between nodes that are there; empty if they do not."""
     there = (node for node in nodes if node.state != "lost")
     found = differences((node.node, Versions(**plain(node.versions))) for node in there)
     return f"versions differ: {inline(described(found))}" if found else ""
@@ -217,7 +221,7 @@ _LABEL = 12
 
 
 def last_step(job: pb.JobStatus, before: str = "") -> str:
-    """How long ago the last step was, after `before`, where the job does not get on; else empty."""
+    """Return the age of the last step, after `before`, if the job does not get on; else empty."""
     if job.tokens_per_s or not job.HasField("last_step_age_s"):
         return ""
     age_s = job.last_step_age_s
@@ -225,7 +229,7 @@ def last_step(job: pb.JobStatus, before: str = "") -> str:
 
 
 def job_text(job: pb.JobStatus, width: int | None = None) -> str:
-    """All about one job, plan included."""
+    """Format all about one job, plan included."""
     tables = [draw(job.plan, width)] if job.HasField("plan") else []
     if job.memory:
         tables.append(memory_table(job.memory, width))
@@ -282,7 +286,7 @@ def lost_records(lost: pb.LostRecords) -> str:
 
 
 def can_lose(job: pb.JobStatus) -> str:
-    """What a job with a plan that goes on can still lose."""
+    """Return what a job with a plan that goes on can still lose."""
     return f"{count(job.can_lose, 'more node')}, whichever, without losing a layer"
 
 
@@ -360,7 +364,7 @@ def draw(plan: pb.Plan, width: int | None = None) -> str:
 
 
 def _share(route: pb.Route) -> str:
-    """Which micro-batches."""
+    """Return the route's micro-batches."""
     last = route.first_microbatch + route.microbatches - 1
     return f"{route.first_microbatch}" + (f"-{last}" if route.microbatches > 1 else "")
 

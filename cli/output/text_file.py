@@ -22,7 +22,7 @@ PIPE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextFile:
-    """What is to be read."""
+    """Text file that a command is to read."""
 
     #: For messages, after "give".
     what: str
@@ -91,7 +91,7 @@ def _read_file(path: Path, wanted: TextFile, most: int) -> bytes:
 
 
 def _read_all(read: Callable[[int], bytes | None], most: int) -> bytes:
-    """To the end, or to the first byte that is too many."""
+    """Read to the end, or to the first byte that is too many."""
     raw = b""
     while len(raw) <= most and (piece := read(most + 1 - len(raw))):
         raw += piece

@@ -222,7 +222,8 @@ def report_text(report: dict[str, Any], drawing: str, width: int | None = None) 
 
 
 def _loss(loss: dict[str, Any], width: int | None) -> Iterator[str]:
-    """What is done about it; what each policy would do, side by side; and what comes behind."""
+    """Yield what is done about a loss; what each policy would do, side by side; and what comes
+    behind."""
     from oobleck.cli.output.table import table
 
     policies, follow_ups = loss["policies"], loss["follow_ups"]
@@ -267,7 +268,7 @@ def _loss(loss: dict[str, Any], width: int | None) -> Iterator[str]:
 
 
 def _slow(slow: dict[str, Any], width: int | None) -> Iterator[str]:
-    """What is done about slow workers, and what could be, side by side."""
+    """Yield what is done about slow workers, and what could be, side by side."""
     from oobleck.cli.output.table import table
 
     rates = ", ".join(f"{worker} at {rate:g}" for worker, rate in slow["rates"].items())

@@ -171,7 +171,7 @@ def _measuring_master(master: Endpoint | None) -> Iterator[Endpoint]:
 
 
 def _check_output(option: str, output: Path) -> None:
-    """Before anything is measured: whether the file can be written."""
+    """Check before anything is measured that the file can be written. Raises CommandFailed."""
     if not output.absolute().parent.is_dir():
         raise CommandFailed(f"{option} {output}: there is no such folder; make it first", USAGE)
     there = os.path.lexists(output)

@@ -1,4 +1,4 @@
-"""What `oobleck plan` is asked: a profile and the training, from a job file or a profile file.
+"""Question that `oobleck plan` asks: a profile and the training, from a job file or a profile file.
 
 Owns which of the file, the flags and this machine says what. Must not know what is planned.
 """
@@ -29,7 +29,7 @@ _NO_SPEED = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Flags:
-    """What the command line says in place of the files; None: they say it."""
+    """Values of the command line that replace those of the files; None: the files say it."""
 
     gpus_per_node: int | None
     fault_tolerance: int | None
@@ -42,7 +42,7 @@ class Flags:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What the plan is asked for."""
+    """Question that a plan answers."""
 
     profile: "Profile"
     fault_tolerance: int
@@ -92,7 +92,8 @@ def from_profile(path: Path, flags: Flags) -> Question:
 
 
 def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
-    """As the job, with `overrides`, would be trained. Raises ValueError or CommandFailed."""
+    """Return the question for a job, with `overrides`, as it would be trained. Raises ValueError or
+    CommandFailed."""
     from oobleck.cli.jobs.job_file import read_job, read_profile
     from oobleck.planner.profile.file import parse_profile
     from oobleck.planner.search.specification import on_usable_gpus
@@ -160,7 +161,8 @@ def _machine(flags: Flags) -> "Machine":
 
 
 def _speed(job: "JobSpec", flags: Flags) -> "Speed | None":
-    """Of an estimate for a GPU."""
+    """Return the speed of an estimate for a GPU; None for other machines, and for a model of the
+    user's."""
     from oobleck.planner.job.model import ModelSpec
     from oobleck.planner.profile.estimate import flops_per_token
     from oobleck.planner.report.speed import Speed
@@ -176,7 +178,8 @@ def _speed(job: "JobSpec", flags: Flags) -> "Speed | None":
 
 
 def notes_of_times(flags: Flags, speed: "Speed | None", *, measured: bool) -> tuple[str, ...]:
-    """What times are of, and why no speed follows from them."""
+    """Return what the times are of, and why no speed follows from them. Empty where they are
+    measured or a speed is known."""
     if measured or speed is not None:
         return ()
     return (_NOMINAL_TIMES,) if flags.gpu is None else (_NO_SPEED,)
@@ -206,7 +209,7 @@ def _memory(flags: Flags) -> int | None:
 
 
 def _unused(profile: "Profile", used: "Profile") -> tuple[str, ...]:
-    """What of `profile` is not in `used`."""
+    """Return notes of the parts of `profile` that are not in `used`."""
     notes = []
     idle = profile.gpus_per_node - used.gpus_per_node
     if idle > 0:

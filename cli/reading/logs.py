@@ -58,8 +58,8 @@ class _Moment(click.ParamType):  # type: ignore[type-arg]  # not at run time of 
 
 
 def _latest(clock: str, now: datetime) -> datetime:
-    """When it was that time of the day last, by local time: yesterday, where it is to come today.
-    Raises ValueError."""
+    """Return when it was that time of the day last, by local time: yesterday, where it is to come
+    today. Raises ValueError."""
     today = datetime.combine(now.date(), time_of_day.fromisoformat(clock))
     return today if today <= now else today - timedelta(days=1)
 
@@ -169,12 +169,12 @@ def _noted(lines: "Iterable[pb.LogLine]", told: "LogPosition") -> "Iterator[pb.L
 
 
 def _last(lines: "Iterator[pb.LogLine]", tail: int | None) -> "Iterable[pb.LogLine]":
-    """All, each as it comes, or the last ones; no more of them than that are in memory."""
+    """Return all lines, each as it comes, or the last `tail`, with no more of them in memory."""
     return lines if tail is None else deque(lines, maxlen=tail)
 
 
 def _nodes_of(master: "MasterClient", job_id: str) -> list[str]:
-    """All nodes that the job has or had, in order."""
+    """Return all nodes that the job has or had, in order."""
     plan = master.job(job_id).plan
     found = {node for pipeline in plan.pipelines for node in pipeline.nodes}
     found |= {node.node for node in master.nodes() if node.job_id == job_id}

@@ -23,7 +23,7 @@ from oobleck.host.ipc.endpoint import Endpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the master said, for programs and for people."""
+    """Answer of the master, for programs and for people."""
 
     data: object
     #: Made when it is shown: it depends on the terminal's width.
@@ -109,6 +109,6 @@ def _painted(text: str) -> str:
 
 
 def _warn(problem: str) -> None:
-    """Of what ails the master itself; beside the answer, which programs may read."""
+    """Print what ails the master itself, beside the answer, which programs may read."""
     if problem:
         click.echo(f"warning: {inline(problem)}", err=True)

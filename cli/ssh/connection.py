@@ -40,12 +40,12 @@ logging.getLogger("asyncssh").setLevel(logging.CRITICAL)
 
 
 class HostFailed(Exception):
-    """What cannot be done on this host; the text says why, and the fix."""
+    """Failure of a request on one host; the text says why, and the fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """How hosts are reached, and what of Oobleck is where there."""
+    """Access to hosts: how they are reached, and what of Oobleck is where there."""
 
     #: Private key; None: the operator's usual ones, and those in the ssh-agent.
     identity: Path | None
@@ -83,8 +83,8 @@ class Connection:
     async def call(
         self, action: str, *, script: tuple[str, str] = _REMOTE, **arguments: object
     ) -> dict[str, Any]:
-        """What the script answers, a file of a package: `remote`, if no other is named. Raises
-        HostFailed."""
+        """Run an action of a script, a file of a package (`remote`, if no other is named), and
+        return its answer. Raises HostFailed."""
         access = self._access
         request = {"action": action, "directory": access.directory, **arguments}
         if access.run_as:
@@ -199,7 +199,7 @@ def _why(error: Exception, host: Host, key: str, known: list[str], access: Acces
 
 
 def _keys(host: Host, known: list[str]) -> bool:
-    """Whether any key of the host is known."""
+    """Return whether any key of the host is known."""
     if not known:
         return False
     port = None if host.port in (None, 22) else host.port

@@ -55,7 +55,8 @@ class _Ending:
     purge: bool
 
     async def down(self, host: Host) -> list[str]:
-        """What was done. Raises HostFailed."""
+        """Stop the host's agent, purge its folder if asked, and return what was done. Raises
+        HostFailed."""
         from oobleck.cli.ssh.connection import connected
 
         async with connected(host, self.access) as there:

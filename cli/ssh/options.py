@@ -46,7 +46,7 @@ def login_options(function: F) -> F:
 
 
 def ssh_options(function: F) -> F:
-    """Those, `directory`, `parallel`, `as_json`."""
+    """Add the options of `login_options`, and `directory`, `parallel`, `as_json`."""
     options: list[Callable[[Any], Any]] = [
         click.option(
             "--directory",

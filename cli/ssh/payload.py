@@ -1,6 +1,5 @@
-"""What is copied to every host: Oobleck's wheel, and wheels of what it needs where the operator has
-them. Knows no ssh.
-"""
+"""Files that are copied to every host: Oobleck's wheel, and wheels of what it needs where the
+operator has them. Knows no ssh."""
 
 import base64
 import hashlib

@@ -1,6 +1,7 @@
-"""What `oobleck up` and `down` do on a host. Its text is sent over ssh and run by the Python there.
+"""Script of `oobleck up` and `down` on a host. Its text is sent over ssh and run by the Python
+there.
 
-So it needs nothing but Python's own library: Oobleck is not there yet. `main` reads one request and
+It needs nothing but Python's own library: Oobleck is not there yet. `main` reads one request and
 prints one reply, as JSON. All that it makes is in one folder, but for a unit of systemd:
 
     wheels/DIGEST/NAME.whl   what was copied there
@@ -241,7 +242,7 @@ def _pid(agent: dict[str, Any]) -> int:
 
 
 def _began(pid: int) -> str:
-    """Of a process: the boot, and the ticks since then, at which it began. Empty: it has ended."""
+    """Return the boot, and the ticks since then, at which a process began. Empty: it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -253,7 +254,7 @@ def _began(pid: int) -> str:
 
 @contextlib.contextmanager
 def _locked(at: Place) -> Iterator[None]:
-    """One command at a time changes the folder."""
+    """Lock the folder, so that one command at a time changes it."""
     with (at.folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -455,7 +456,8 @@ def stop(at: Place, now: bool, purge: bool) -> dict[str, Any]:
 
 
 def _stop(at: Place, *, now: bool) -> bool:
-    """Whether anything ran."""
+    """Stop the agent, after its drain unless `now`, and return whether anything ran. Raises
+    Refused."""
     agent = _recorded(at)
     pid = _pid(agent)
     below = _below(pid) if pid else {}
@@ -489,7 +491,7 @@ def _signal(pid: int, signum: signal.Signals) -> None:
 
 
 def _below(pid: int) -> dict[int, str]:
-    """All processes that come from it, and when each began."""
+    """Return all descendants of a process, and when each began."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -504,7 +506,7 @@ def _below(pid: int) -> dict[int, str]:
 
 
 def _until_ended(processes: dict[int, str], most_s: float) -> dict[int, str]:
-    """Those that are left."""
+    """Wait until the processes end, at most `most_s`; return those that are left."""
     deadline = time.monotonic() + most_s
     while True:
         processes = {pid: began for pid, began in processes.items() if _began(pid) == began}
@@ -517,7 +519,7 @@ def _until_ended(processes: dict[int, str], most_s: float) -> dict[int, str]:
 
 
 def _scope() -> str | None:
-    """Which systemd shall keep the agent up: `system`, `user`, or none at all."""
+    """Return which systemd shall keep the agent up, `system` or `user`; None: none at all."""
     if os.geteuid() == 0:
         return "system" if Path("/run/systemd/system").is_dir() else None
     # A user's systemd ends with the last login, unless it lingers.
@@ -533,7 +535,7 @@ def _unit_folder(scope: str) -> Path:
 
 
 def _systemctl(scope: str, *arguments: str) -> str:
-    """What it prints. Raises Refused."""
+    """Run systemctl and return its output. Raises Refused."""
     runtime = {"XDG_RUNTIME_DIR": f"/run/user/{os.geteuid()}"} if scope == "user" else {}
     command = ["systemctl", f"--{scope}", *arguments]
     done = subprocess.run(

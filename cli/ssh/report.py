@@ -36,7 +36,8 @@ class Outcome:
 async def on_each(
     hosts: Sequence[Host], work: Work, *, parallel: int, as_json: bool
 ) -> list[Outcome]:
-    """What came of it, in the hosts' order; without `as_json` each is told as it ends."""
+    """Do the work on each host, and return the outcomes in the hosts' order. Without `as_json` each
+    is told as it ends."""
     began = time.monotonic()
     turns = asyncio.Semaphore(parallel)
     width = max(len(host.name) for host in hosts)

@@ -187,7 +187,7 @@ class _Bringing:
     dry_run: bool
 
     async def up(self, host: Host) -> list[str]:
-        """What was done. Raises HostFailed."""
+        """Bring the host's agent up, and return what was done. Raises HostFailed."""
         from oobleck.cli.ssh.connection import HostFailed, connected
 
         try:
@@ -257,7 +257,7 @@ class _Bringing:
         )
 
     def _has_joined(self, host: Host, found: dict[str, Any]) -> bool:
-        """Whether the certificate there is the node's, of this cluster, and good still."""
+        """Return whether the certificate there is the node's, of this cluster, and not expired."""
         from oobleck.host.security import pki
 
         try:

@@ -32,8 +32,8 @@ class Spirals(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Block(nn.Module):
-    """One layer: it takes what the layer before gives. Rows must not look at each other, so there
-    is no batch norm."""
+    """A layer: it takes what the layer before gives. Rows must not look at each other, so there is
+    no batch norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 def loss(scores: Tensor, spiral: Tensor) -> Tensor:
-    """One number per row; their mean over the global batch is trained."""
+    """Return one number per row, (rows,); training lowers their mean over the global batch."""
     return F.cross_entropy(scores, spiral, reduction="none")
 
 
@@ -57,7 +57,8 @@ def metrics(scores: Tensor, spiral: Tensor) -> dict[str, Tensor]:
 
 
 def model(width: int = 32, blocks: int = 4) -> Model:
-    """Its layers are what Oobleck puts on workers: each builds only those that it holds."""
+    """Return the model. Oobleck puts its layers on workers; each builds only those that it
+    holds."""
     return Model(
         layers=[
             partial(nn.Linear, 2, width),

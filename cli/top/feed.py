@@ -1,4 +1,4 @@
-"""What the master tells `oobleck top`, read by threads and kept for the page to look at.
+"""Feed of `oobleck top`: what the master tells, read by threads and kept for the page to look at.
 
 One thread asks for nodes and jobs, three follow the job that is shown. None of them waits for the
 page, and the page waits for none of them. While the master is away all go on trying; when it is
@@ -33,7 +33,7 @@ _OUTPUT_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """All that a page shows."""
+    """View of everything that a page shows."""
 
     nodes: Sequence[pb.NodeInfo] = ()
     jobs: Sequence[pb.JobStatus] = ()
@@ -172,8 +172,8 @@ class _Follower:
         self._master.close()
 
     def _follow(self, stream: Callable[[], Iterator[None]]) -> None:
-        """Until the job ends. A master that is away, or refuses, is told of by who asks it for
-        nodes and jobs."""
+        """Read the stream until the job ends. The thread that asks for nodes and jobs tells of a
+        master that is away, or refuses."""
         while not self._stop.is_set():
             with contextlib.suppress(CommandFailed):
                 try:
@@ -229,5 +229,5 @@ def _named(jobs: Sequence[pb.JobStatus], job_id: str | None) -> pb.JobStatus | N
 
 
 def _stamp(unix: float) -> str:
-    """As the master writes it in front of a line."""
+    """Format a time as the master writes it in front of a line."""
     return datetime.fromtimestamp(max(0.0, unix), UTC).isoformat(timespec="microseconds")

@@ -42,7 +42,7 @@ class Rows(ScrollView, can_focus=True):
 
     @property
     def text(self) -> list[str]:
-        """Of all rows."""
+        """Text of all rows, without styles."""
         return ["".join(text for text, _ in row) for row in self._rows]
 
     def render_line(self, y: int) -> Strip:
@@ -54,7 +54,7 @@ class Rows(ScrollView, can_focus=True):
         return Strip(parts).crop_extend(0, width, base)
 
     def _mark(self, number: int) -> Style:
-        """How the row stands out."""
+        """Return the style in which the row stands out."""
         return Style.null()
 
 

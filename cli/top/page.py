@@ -40,7 +40,7 @@ _LOWER = ("incidents", "events", "logs")
 
 
 class Page(App[int]):
-    """One cluster, and one of its jobs. Ends with the exit code of the command."""
+    """Terminal app on one cluster, and one of its jobs. Ends with the exit code of the command."""
 
     ENABLE_COMMAND_PALETTE = False
     CSS = """
@@ -121,7 +121,7 @@ class Page(App[int]):
         self.call_after_refresh(self._draw)
 
     def _arrange(self) -> None:
-        """What there is room for."""
+        """Show the panes that there is room for."""
         self._lines["losses"].display = self.size.height >= _HIGH
         wide = self.size.width >= _WIDE
         for name in _LOWER:
@@ -168,7 +168,7 @@ class Page(App[int]):
             self._lines[name].update(shown)
 
     def _say(self, told: str, style: str = "") -> None:
-        """In one line, what came of a key."""
+        """Show in one line what came of a key."""
         self._said_at = time.monotonic()
         self._write("said", rows.fitted(((inline(told), style),), self.size.width))
 
@@ -251,7 +251,8 @@ class Page(App[int]):
         await self.push_screen(Question(question, consequence), answered)
 
     def _do(self, change: Callable[[], str]) -> None:
-        """In a thread: the master may take seconds to answer."""
+        """Make the change in a thread, as the master may take seconds to answer, and say what came
+        of it."""
         self._say("the master is asked ...", "dim")
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""What stands before the page until a key is pressed: a question, or all about one thing."""
+"""Screens that stand before the page until a key is pressed: a question, or all about one thing."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""What the panes of `oobleck top` say, as rows of styled text. Pure.
+"""Text of the panes of `oobleck top`, as rows of styled text. Pure.
 
 A style is a word or two of Rich: `bold`, `dim`, or one of the terminal's own colours. Without
 colours everything is still there as text.
@@ -57,7 +57,7 @@ def fitted(row: Iterable[Part], width: int) -> Row:
 
 
 def head(view: View, cluster: Cluster, address: str, width: int, now: float) -> Row:
-    """Which master, how it is or its nodes are, and the time."""
+    """Return the top row: the master's address, its state or its nodes', and the time."""
     clock = time.strftime("%H:%M:%S", time.localtime(now))
     room, state = max(0, width - len(clock) - 2), tuple(_state(view, cluster))
     name = cut(address, max(0, room - width_of((("oobleck    ", ""), *state))))
@@ -81,7 +81,7 @@ def _state(view: View, cluster: Cluster) -> Iterator[Part]:
 
 
 def job(view: View, width: int) -> tuple[Row, Row]:
-    """How far the job is, and what it can still take."""
+    """Return two rows: how far the job is, and what it can still take."""
     found = view.job
     if found is None:
         return (("no jobs; queue one with 'oobleck submit JOB.yaml'", "dim"),), ()

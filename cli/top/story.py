@@ -1,5 +1,5 @@
-"""What has come of one job so far, of each kind no more than fits a page: however long the job
-trains and the page is open, memory stays within bounds. Knows no master and no terminal."""
+"""Story of one job so far, of each kind no more than fits a page: however long the job trains and
+the page is open, memory stays within bounds. Knows no master and no terminal."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class Story:
     logs: deque[pb.LogLine] = field(default_factory=lambda: deque(maxlen=MOST_LINES))
 
     def happened(self, record: dict[str, Any]) -> None:
-        """One record of events.jsonl."""
+        """Keep a record of events.jsonl."""
         self.events.append(event_line(record))
         if record["event"] == "incident":
             self.incidents.append(record)

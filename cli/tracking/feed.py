@@ -1,4 +1,4 @@
-"""All that is known of a job as one stream: its steps, evaluations and events, each in order and
+"""Stream of all that is known of a job: its steps, evaluations and events, each in order and
 exactly once, until the job ends."""
 
 import json
@@ -23,7 +23,7 @@ _RECENT = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """How far a copy is."""
+    """Position of a copy in a job's records."""
 
     step: int = 0
     #: Step of the last evaluation, and id of the last event.
@@ -33,7 +33,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One line of metrics.jsonl, evaluations.jsonl or events.jsonl."""
+    """Line of metrics.jsonl, evaluations.jsonl or events.jsonl."""
 
     kind: Kind
     record: dict[str, Any]
@@ -50,8 +50,8 @@ class _End:
 def feed(
     master: MasterClient, job_id: str, since: Written, tell: Callable[[str], None]
 ) -> Iterator[Item | None]:
-    """What is not written yet; None where nothing more is there at the moment. `tell`: is told that
-    the master is away, and back. Raises CommandFailed."""
+    """Yield the items that are not written yet; None where nothing more is there at the moment.
+    `tell`: is told that the master is away, and back. Raises CommandFailed."""
     due = master.job(job_id).committed_step
     # Known before any step, so that steps of long ago do not overtake them.
     early = [json.loads(event.json) for event in master.events(job_id, follow=False)]
@@ -100,7 +100,7 @@ def feed(
 
 
 def _nobody(line: str) -> None:
-    """One of the three says it."""
+    """Ignore the line: the stream of steps tells it already."""
 
 
 def _pump(

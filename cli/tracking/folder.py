@@ -26,8 +26,8 @@ def claim(folder: Path, submitted_at: float) -> None:
 
 
 def open_locked(path: Path) -> BinaryIO:
-    """To be read and appended to, by nobody else until it is closed. Makes the folder. Raises
-    CommandFailed, OSError."""
+    """Open a file to read and append to, by nobody else until it is closed. Makes the folder.
+    Raises CommandFailed, OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = open(path, "a+b")  # noqa: SIM115  # for as long as it is locked
     try:

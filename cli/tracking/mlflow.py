@@ -44,7 +44,7 @@ _DIGITS = 8
 
 
 class _Progress(msgspec.Struct, kw_only=True):
-    """What is in the run's folder."""
+    """Position of a copy, kept in the run's folder."""
 
     step: int = 0
     evaluation: int = 0
@@ -132,7 +132,7 @@ class MLflow:
         self._count += 1
 
     def _describe(self) -> None:
-        """What MLflow shows of the run beside its numbers."""
+        """Write what MLflow shows of the run beside its numbers."""
         progress = self._progress
         self._replace("tags/mlflow.runName", self._name.encode())
         note = "".join(f"    {line}\n" for line in self._last)
@@ -166,7 +166,8 @@ class MLflow:
 
 
 def _make_experiment(store: Path, name: str) -> Path:
-    """Its folder: one for all jobs of a name. Others may make the same one meanwhile."""
+    """Make the experiment's folder, one for all jobs of a name, and return it. Others may make the
+    same one meanwhile."""
     number = str(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]))
     folder = store / number
     folder.mkdir(parents=True, exist_ok=True)
@@ -184,7 +185,8 @@ def _make_experiment(store: Path, name: str) -> Path:
 
 
 def _recover(run: Path) -> _Progress:
-    """How far the files go, once each is cut to that; from the beginning where one is not whole."""
+    """Cut each file to its recorded length, and return how far the files go. Where one is shorter,
+    or the record is missing or damaged, delete the run and return the beginning."""
     try:
         progress = msgspec.json.decode((run / "oobleck.json").read_bytes(), type=_Progress)
         if all((run / name).stat().st_size >= size for name, size in progress.sizes.items()):
@@ -199,8 +201,9 @@ def _recover(run: Path) -> _Progress:
 
 
 def _file_name(metric: str) -> str:
-    """Of a job's metric: a user's may be called anything, and its file stays in the folder. What
-    cannot be called so has a part of its hash behind it, so that no two have one file."""
+    """Return the name of a metric's file, which stays in the folder whatever a user calls the
+    metric. A name that cannot be kept gets a part of its hash behind it, so that no two have one
+    file."""
     parts = (_UNNAMED.sub("_", part).strip(". ") for part in metric.split("/", 2))
     name = "/".join(part[:_LONGEST_NAME] or "_" for part in parts)
     if name == metric:
@@ -217,6 +220,7 @@ def _yaml(content: dict[str, Any]) -> bytes:
 
 
 def _replace(path: Path, content: bytes, new: Path) -> None:
-    """At once, by way of the file `new`; whoever reads it meanwhile finds the one or the other."""
+    """Replace the file at once, by way of the file `new`: whoever reads it meanwhile finds the old
+    or the new content."""
     new.write_bytes(content)
     new.replace(path)

@@ -82,7 +82,7 @@ class TensorBoard:
 
 
 def _recover(file: BinaryIO) -> Written:
-    """How far the file goes; its end is cut off where it is no whole record."""
+    """Cut off the file's end where it is no whole record, and return how far the file goes."""
     last = {"step": 0, "evaluation": 0, "event": 0}
     whole = 0
     for event, end in _events(file):

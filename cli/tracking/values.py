@@ -1,4 +1,4 @@
-"""What of a job's records other programs draw: numbers by name, and a line of text. Pure."""
+"""Values of a job's records for other programs: numbers by name, and a line of text. Pure."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ _OF_NO_INTEREST = ("step", "time", "generation", "samples", "seconds")
 
 
 def of_step(record: Mapping[str, Any]) -> dict[str, float]:
-    """By name; what is not finite is left out."""
+    """Return the step's numbers by name; those that are not finite are left out."""
     found = {
         "train/loss": record["loss"],
         "train/grad_norm": record["grad_norm"],
@@ -40,5 +40,5 @@ def _numbers(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, floa
 
 
 def of_event(record: Mapping[str, Any]) -> str:
-    """One line that begins with its number among the job's events."""
+    """Format an event as a line that begins with its number among the job's events."""
     return f"{record['id']}: {sentence(dict(record))}"

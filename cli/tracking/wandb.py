@@ -59,7 +59,8 @@ class WandB:
                 self._run.log({"events": "\n".join(self._events)}, step=self._step)
 
     def flush(self) -> None:
-        """Its own process writes as it likes; what is not written is written by the next start."""
+        """Do nothing: wandb's own process writes as it likes, and the next start writes the
+        rest."""
 
     def close(self) -> None:
         self._run.finish()

@@ -53,7 +53,7 @@ class JobRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """What a job can still lose, or what comes of the next loss."""
+    """Prospect of a job: what it can still lose, or what comes of the next loss."""
 
     job_id: str
     text: str
@@ -137,7 +137,7 @@ def _ready(node: pb.NodeInfo) -> int:
 
 
 def loss(job: pb.JobStatus) -> Loss:
-    """Of a job with a plan that goes on."""
+    """Return the prospect of a job with a plan that goes on."""
     if job.can_lose:
         return Loss(job_id=job.job_id, text=f"can lose {text.can_lose(job)}", tone="good")
     if not job.checkpoint:
@@ -153,7 +153,7 @@ def loss(job: pb.JobStatus) -> Loss:
 
 
 def _newest_first(jobs: Iterable[pb.JobStatus]) -> list[pb.JobStatus]:
-    """Those that go on before those that have ended."""
+    """Sort jobs: those that go on before those that have ended, the newest first."""
     return sorted(jobs, key=lambda job: (job.state in text.ENDED, -job.submitted_at))
 
 
@@ -162,6 +162,6 @@ def _urgency(row: NodeRow) -> tuple[int, list[tuple[int, int | str]]]:
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:
-    """So that n2 stands before n10."""
+    """Return a sort key that puts n2 before n10."""
     parts = re.split(r"(\d+)", name)
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]

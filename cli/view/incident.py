@@ -26,7 +26,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What was expected, held against what was measured."""
+    """Expected value beside the measured one."""
 
     what: str
     expected: str
@@ -34,7 +34,7 @@ class Held:
 
 
 def bars(record: Mapping[str, Any]) -> tuple[Bar, ...]:
-    """One for all of the incident, then one for each generation where several answered."""
+    """Return a bar for the whole incident, then one for each generation if several answered."""
     answers = [one for one in record["attempts"] if one.get("phases")]
     found = [_bar("in all", record["phases"], float(record["total_s"]))]
     if len(answers) > 1:
@@ -82,6 +82,6 @@ def _held(what: str, expected_s: float | None, measured_s: float | None) -> Held
 def of_incident(
     record: Mapping[str, Any], changes: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Those of the `reconfigured` records that answered the incident."""
+    """Return the `reconfigured` records that answered the incident."""
     answered = {attempt["generation"] for attempt in record["attempts"]}
     return [change for change in changes if change["to_generation"] in answered]

@@ -1,4 +1,4 @@
-"""How far a job is, in words and as a part of the whole. Pure."""
+"""Progress of a job, in words and as a part of the whole. Pure."""
 
 from dataclasses import dataclass
 

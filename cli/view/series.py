@@ -17,7 +17,7 @@ MOST_RECENT = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Some steps in a row: one, or a bucket."""
+    """Point of a curve, for some steps in a row: one, or a bucket."""
 
     first: int
     last: int

@@ -1,4 +1,4 @@
-"""How urgent a state is, for whoever paints it. Pure."""
+"""Tones: how urgent a state is, for whoever paints it. Pure."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ ORDER: tuple[Tone, ...] = ("bad", "warn", "quiet", "good")
 
 
 def tone(state: str) -> Tone:
-    """Of the state of a job or of a node."""
+    """Return the tone of a job's or a node's state."""
     return _OF_COLOUR.get(COLOUR_OF.get(state, ""), "quiet")
 
 

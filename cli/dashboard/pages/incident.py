@@ -62,7 +62,8 @@ class IncidentPage(JobBased):
         ]
 
     def _record(self) -> Mapping[str, Any] | None:
-        """None: it is not over, or so long ago that nobody here remembers it."""
+        """Return the incident's record; None if it is not over, or is too old to be remembered
+        here."""
         return self.feed.history(0.0).incidents.get(self.number)
 
     def _is_open(self) -> bool:

@@ -138,7 +138,7 @@ def _number(record: Mapping[str, Any]) -> int:
 
 
 def _marks(job_id: str, job: pb.JobStatus, history: JobHistory) -> Iterator[Mark]:
-    """Of incidents, at the step before each."""
+    """Yield a mark for each incident, at the step before it."""
     for number, record in sorted(history.incidents.items()):
         yield Mark(
             step=_step_at(history.points, float(record["opened_at"])),

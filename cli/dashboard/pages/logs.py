@@ -36,7 +36,7 @@ class LogsPage(JobBased):
 
     @property
     def nodes(self) -> list[str]:
-        """Those that there is a line of, and the one that is chosen."""
+        """Nodes with a log line here, and the one that is chosen."""
         found = {line.node for line in self.logs.lines()} | ({self.node} - {""})
         return sorted(found)
 

@@ -1,1 +1,1 @@
-"""Who may ask the dashboard what: names, sizes and time of requests, tokens, sessions."""
+"""Access to the dashboard: names, sizes and time of requests, tokens, sessions."""

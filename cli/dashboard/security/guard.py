@@ -1,5 +1,5 @@
-"""What holds for every request, whatever it is for: by which names the dashboard is called,
-how much may be sent, and what a browser is told to refuse.
+"""Checks of every request, whatever it is for: by which names the dashboard is called, how much may
+be sent, and what a browser is told to refuse.
 
 Must not know who is logged in.
 """

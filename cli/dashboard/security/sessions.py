@@ -1,11 +1,11 @@
-"""Who is logged in, until when, and what each may do.
+"""Sessions: who is logged in, until when, and what each may do.
 
 Sessions are in memory alone: a dashboard that starts anew knows nobody. Time is an argument.
 
-Browsers send a cookie to every port of a host, so to services of other users too. A session has
-two parts therefore: its id, which is in the path of its pages, `/~ID/`, and a cookie for that path
-alone. Who serves another port does not know a path for which the browser would send the cookie, and
-the id without the cookie opens nothing.
+Browsers send a cookie to every port of a host, so to services of other users too. A session has two
+parts therefore: its id, which is in the path of its pages, `/~ID/`, and a cookie for that path
+alone. A server on another port does not know a path for which the browser would send the cookie,
+and the id without the cookie opens nothing.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ class Sessions:
         return id, shown
 
     def find(self, id: str, shown: str, now: float) -> Session | None:
-        """None: it is unknown, or has expired."""
+        """Return the session; None if it is unknown or has expired."""
         name = _hash(id, shown)
         session = self._open.get(name)
         if session is not None and session.expires_at <= now:

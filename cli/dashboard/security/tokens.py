@@ -31,7 +31,7 @@ _MOST_CHARACTERS = 500
 
 
 class BadToken(ValueError):
-    """What a person holds is no token that is good here; the text says why."""
+    """Refusal of a token that is not good here; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
