@@ -1,4 +1,4 @@
-"""What users import.
+"""The names that users import.
 
     import oobleck
 

@@ -79,8 +79,8 @@ class Client:
             return job_status(self._master.job(job))
 
     def wait(self, job: str, timeout: float | None = None) -> JobStatus:
-        """Until the job has succeeded; its last status. Raises JobFailed where it failed or was
-        cancelled, and TimeoutError after `timeout` seconds."""
+        """Wait until the job has succeeded, and return its last status. Raises JobFailed where it
+        failed or was cancelled, and TimeoutError after `timeout` seconds."""
         until = None if timeout is None else time.monotonic() + timeout
         master = away.Away(log.warning)
         while True:
@@ -108,8 +108,8 @@ class Client:
             time.sleep(_LOOK_S)
 
     def metrics(self, job: str, follow: bool = False, from_step: int = 1) -> Iterator[StepRecord]:
-        """What each committed step gave, from `from_step` on, in order and exactly once. `follow`:
-        also the steps to come, until the job ends."""
+        """Yield the record of each committed step, from `from_step` on, in order and exactly once.
+        `follow`: also the steps to come, until the job ends."""
         with from_command():
             self._master.job(job)
             lines = (
@@ -121,8 +121,8 @@ class Client:
                 yield decode(StepRecord, line)
 
     def events(self, job: str, follow: bool = False) -> Iterator[dict[str, Any]]:
-        """What happened to the job, oldest first, as in its events.jsonl (docs/formats.md).
-        `follow`: also what is to come, until the job ends."""
+        """Yield the job's events, oldest first, as in its events.jsonl (docs/formats.md). `follow`:
+        also those to come, until the job ends."""
         with from_command():
             records = (
                 away.follow_events(self._master, job, tell=log.warning)
@@ -144,7 +144,7 @@ class Client:
         return Checkpoint(step=record["step"], path=record["path"])
 
     def jobs(self) -> list[JobStatus]:
-        """All that the master knows, oldest first."""
+        """Return all jobs that the master knows, oldest first."""
         with from_command():
             return [job_status(job) for job in self._master.jobs()]
 
@@ -154,7 +154,7 @@ class Client:
 
 
 def _endpoint(master: str | None, credentials: str | Path | None) -> Endpoint:
-    """As the command finds it. Raises Refused."""
+    """Return the endpoint that the command would find. Raises Refused."""
     address = master or os.environ.get("OOBLECK_MASTER") or options.DEFAULT_MASTER
     folder = credentials or os.environ.get("OOBLECK_CREDENTIALS") or None
     try:

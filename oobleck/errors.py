@@ -1,4 +1,4 @@
-"""What goes wrong, as exceptions: one type per exit code of the command `oobleck`."""
+"""Exceptions that users see: one type per exit code of the command `oobleck`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Error(Exception):
-    """All of these, and what is none of the others; the text is one line."""
+    """Base of these exceptions, raised itself where no other type fits; the text is one line."""
 
     #: What the command would end with.
     exit_code: ClassVar[int] = 1
@@ -24,17 +24,17 @@ class JobFailed(Error):
 
 
 class Refused(Error, ValueError):
-    """What was asked for cannot be done as it was asked; the text says the fix."""
+    """Refusal of a request that cannot be met as it was made; the text says the fix."""
 
     exit_code = 2
 
 
 class InvalidJob(Refused):
-    """Of a job that is submitted."""
+    """Refusal of a job that is submitted."""
 
 
 class NotFound(Error):
-    """There is no such job or node."""
+    """Error of a request that names an unknown job or node."""
 
     exit_code = 3
 
@@ -58,7 +58,7 @@ def error_of(text: str, exit_code: int) -> Error:
 
 @contextmanager
 def from_command() -> Iterator[None]:
-    """What the code of the command raises becomes an Error."""
+    """Convert errors raised by the command's code to an Error."""
     from oobleck.host.command import CommandFailed
 
     try:

@@ -101,7 +101,8 @@ class LocalCluster:
         kill(process_tree(pid))
 
     def _read(self) -> None:
-        """What `oobleck local` tells, to its end."""
+        """Read what `oobleck local` prints, to its end: the master's address, and each agent's
+        pid."""
         assert self._process.stdout is not None, "opened as a pipe"
         for line in self._process.stdout:
             if found := _MASTER.match(line):
@@ -126,7 +127,7 @@ class LocalCluster:
         self.client = Client(choose_endpoint(self.master, operator, insecure=False))
 
     def _stop(self) -> None:
-        """As Ctrl-C ends `oobleck local`; then whatever is left by force."""
+        """Send SIGINT, as Ctrl-C does to end `oobleck local`, then kill whatever is left."""
         left = []
         with contextlib.suppress(psutil.NoSuchProcess):
             left = psutil.Process(self._process.pid).children(recursive=True)

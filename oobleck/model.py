@@ -48,7 +48,7 @@ Tensors = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What the function that a job names as its model returns."""
+    """Model of a user: the value that the function named as a job's model returns."""
 
     #: Each builds one layer when it is called. Of an `nn.Sequential`, which is built whole wherever
     #: it is needed, each child is a layer.

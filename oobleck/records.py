@@ -1,4 +1,4 @@
-"""What a master tells of jobs and nodes, as plain frozen data.
+"""Plain frozen records of jobs and nodes, as a master tells of them.
 
 `details` has all that the command prints with --json, also what has no field here.
 """
