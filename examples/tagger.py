@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 def loss(scores: Tensor, tags: Tensor) -> Tensor:
-    """One number per sentence."""
+    """Return one number per sentence, (rows,)."""
     return F.cross_entropy(scores.transpose(1, 2), tags, reduction="none").mean(dim=1)
 
 

@@ -44,7 +44,7 @@ class Head(nn.Module):
 
 
 def loss(scores: Tensor, labels: Tensor) -> Tensor:
-    """One number per image."""
+    """Return one number per image, (rows,)."""
     return F.cross_entropy(scores, labels, reduction="none")
 
 
