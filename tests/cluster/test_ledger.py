@@ -135,6 +135,8 @@ def test_records_survive_where_the_job_ends_while_the_head_is_away(
 
     power_on(daemons)
     assert daemons.wait_end(job_id) == "succeeded"
+    # The events of one moment are on disk before its records.
+    daemons.wait(lambda: daemons.last_step(job_id) == steps, "the last records")
     lines = daemons.metrics(job_id)
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert untold(lines[reached:]) == [line for line in last if line["step"] > reached]

@@ -1,6 +1,7 @@
 """The calls of one holder of a certificate, over all its connections."""
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 
@@ -27,7 +28,7 @@ _ALONE = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length"
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     master = Secured(tmp_path_factory.mktemp("shares"))
     yield master
-    master.process.terminate()
+    master.process.send_signal(signal.SIGTERM)
     assert master.process.stdout is not None
     master.process.stdout.close()
     master.process.wait(timeout=DEADLINE_S)
