@@ -127,8 +127,14 @@ class Kills:
         self._cluster, self._job_id = cluster, job_id
         self._victims = sorted(cluster.agents)
 
+    def _is_whole(self) -> bool:
+        status = self._cluster.status(self._job_id)
+        return status["can_lose"] > 0 and self._cluster.planned(self._job_id) == {*self._victims}
+
     def one(self) -> float:
-        """Seconds from the signal to the next step in a new generation."""
+        """Return the seconds from the signal to the next step in a new generation. Nobody is killed
+        before the job can do without a node again, and all four are in its plan."""
+        self._cluster.wait(self._is_whole, "a plan that can lose a node")
         victim = self._victims.pop(0)
         self._victims.append(victim)
         before = int(self._last("generation"))
