@@ -128,12 +128,13 @@ class Kills:
         self._victims = sorted(cluster.agents)
 
     def _is_whole(self) -> bool:
-        status = self._cluster.status(self._job_id)
-        return status["can_lose"] > 0 and self._cluster.planned(self._job_id) == {*self._victims}
+        # By the job's file: an attacker may keep new connections of this address out.
+        plans = [one for one in self._cluster.events(self._job_id) if "nodes_joined" in one]
+        return not plans or plans[-1]["can_lose"] > 0
 
     def one(self) -> float:
         """Return the seconds from the signal to the next step in a new generation. Nobody is killed
-        before the job can do without a node again, and all four are in its plan."""
+        before the job can do without a node again."""
         self._cluster.wait(self._is_whole, "a plan that can lose a node")
         victim = self._victims.pop(0)
         self._victims.append(victim)
