@@ -58,6 +58,7 @@ _LINES = frozenset(
         "Head.begun_by",
         "Head.cluster",
         "Head.history",
+        "Head.start",
         "Register.hostname",
         "Register.address",
         "Register.device_kind",

@@ -121,18 +121,20 @@ class Register(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., newest_protocol: _Optional[int] = ..., node: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., device_kind: _Optional[str] = ..., running: _Optional[_Union[Assignment, _Mapping]] = ..., versions: _Optional[_Union[Versions, _Mapping]] = ..., acted_on: _Optional[_Union[Head, _Mapping]] = ...) -> None: ...
 
 class Head(_message.Message):
-    __slots__ = ("cluster", "history", "term", "begun_by", "sequence")
+    __slots__ = ("cluster", "history", "term", "begun_by", "sequence", "start")
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     BEGUN_BY_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
     cluster: str
     history: str
     term: int
     begun_by: str
     sequence: int
-    def __init__(self, cluster: _Optional[str] = ..., history: _Optional[str] = ..., term: _Optional[int] = ..., begun_by: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
+    start: str
+    def __init__(self, cluster: _Optional[str] = ..., history: _Optional[str] = ..., term: _Optional[int] = ..., begun_by: _Optional[str] = ..., sequence: _Optional[int] = ..., start: _Optional[str] = ...) -> None: ...
 
 class Versions(_message.Message):
     __slots__ = ("oobleck", "python", "torch", "transformers", "cuda", "nccl", "driver", "engine")

@@ -19,7 +19,7 @@ def head_message(head: Head) -> pb.Head:
 
 def read_head(message: pb.Head) -> Head:
     """Raises ValueError that names the field."""
-    for name in ("history", "begun_by", "cluster"):
+    for name in ("history", "begun_by", "cluster", "start"):
         if _ID.fullmatch(text := getattr(message, name)) is None:
             raise ValueError(f"{name}: {text[:80]!r} is not 8 to 64 lower-case hex digits")
     at_least(message.term, 1, "term")

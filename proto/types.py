@@ -28,6 +28,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     term: int
     #: Random id of the head that began the term.
     begun_by: str
+    #: Random id of the master's process.
+    start: str
     #: Number of the last event on disk.
     sequence: int
 

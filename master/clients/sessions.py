@@ -5,7 +5,7 @@ Handlers run in an iteration of the loop, in the order of arrival. Only the loop
 """
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -47,8 +47,6 @@ log = logging.getLogger(__name__)
 _REGISTRATIONS_PER_S, _REGISTRATIONS_AT_ONCE = 1.0, 30
 #: Its word begins so many terms of this master.
 _TERMS_PER_S, _TERMS_AT_ONCE = 1 / 600, 3
-#: So many starts of its agent are known again.
-_MOST_MET = 16
 #: And so much output of its workers is kept.
 _OUTPUT_BYTES_PER_S, _OUTPUT_BYTES_AT_ONCE = 1 << 20, 16 << 20
 #: Refusals of one node's words are logged once for each of so many reasons.
@@ -65,8 +63,6 @@ class _Sender:
     output: Budget = field(
         default_factory=lambda: Budget(_OUTPUT_BYTES_PER_S, _OUTPUT_BYTES_AT_ONCE)
     )
-    #: Starts of its agent that were admitted.
-    met: deque[Incarnation] = field(default_factory=lambda: deque(maxlen=_MOST_MET))
     #: What it has heard may have this master begin a term.
     terms: Budget = field(default_factory=lambda: Budget(_TERMS_PER_S, _TERMS_AT_ONCE))
     #: Lines of output that were dropped since the last that were kept.
@@ -183,8 +179,6 @@ class Sessions:
             return verdict
         for event in verdict:
             ledger.journal(event)
-        if facts.incarnation not in (met := self._sender(facts.node).met):
-            met.append(facts.incarnation)
         self._last_number += 1
         session = AgentSession(
             number=self._last_number,
@@ -209,8 +203,7 @@ class Sessions:
     def _begin_term(self, registration: Registration, now: float) -> None:
         """Go on in a term of this master's own where agents know more than its journal."""
         state, node = self._ledger.state, registration.facts.node
-        met = registration.facts.incarnation in self._sender(node).met
-        began = next_term(state, registration.acted_on, self._new_id, met=met)
+        began = next_term(state, registration.acted_on, self._new_id)
         if began is None:
             return
         if self._sender(node).terms.take(1, now):

@@ -29,8 +29,8 @@ from oobleck.planner.ids import JobId
 class MasterStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A master has replayed the journal: whatever an earlier one observed is forgotten."""
 
-    #: Number of the last event that it found; 0: the one before this.
-    found: int = 0
+    #: Random id of the process; empty: the journal is of a release before.
+    start: str = ""
 
 
 class JournalCut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -55,11 +55,6 @@ class TermBegan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     begun_by: str
     #: Where its state directory is.
     place: str
-    #: Number of the first event that heads of this journal's earlier terms lack; 0: this one.
-    since: int = 0
-    #: And the first that heads of other terms may lack: one may have been copied from this journal
-    #: at any time; 0: the same.
-    apart: int = 0
     #: For operators.
     reason: str
 

@@ -60,8 +60,6 @@ class ClusterState:
     trust: Trust = field(default_factory=Trust)
     #: Whose journal the state follows from.
     history: History = field(default_factory=History)
-    #: Number of the last event that this master found on disk; observed, as all below.
-    found: int = 0
     #: The newest term began in this master's life, and is not the first of its history.
     began_term: bool = False
     #: Most events that an agent has heard and this journal does not have, and whose word that is.

@@ -120,11 +120,9 @@ class Ledger:
             else:
                 self._apply_event(entry, now, unix)
         _check_cluster(self.state.history, config)
-        replayed = self.state.sequence
+        self.journal(MasterStarted(start=self._environment.token(ID_BYTES)))
         if self._journal.cut is not None or archive.events.ahead():
             self.journal(self._cut())
-        was_cut = self.state.sequence > replayed
-        self.journal(MasterStarted(found=replayed if was_cut else 0))
         self._begin_term(config)
         if validates:
             self._broken_before = frozenset(map(str, violations(self.state)))
@@ -168,7 +166,6 @@ class Ledger:
                 number=term.number if term is not None and named_anew else history.next_number(),
                 begun_by=term.begun_by if term is not None and named_anew else token(ID_BYTES),
                 place=config.place,
-                since=self.state.found + 1,
                 reason=reason,
             )
         )

@@ -451,7 +451,14 @@ async def test_refused_for_now_tries_again() -> None:
         agent.process.stderr.close()
 
 
-HEAD = Head(cluster="aa" * 8, history="bb" * 8, term=2, begun_by="cc" * 8, sequence=10)
+HEAD = Head(
+    cluster="aa" * 8,
+    history="bb" * 8,
+    term=2,
+    begun_by="cc" * 8,
+    start="ee" * 8,
+    sequence=10,
+)
 
 
 @scenario

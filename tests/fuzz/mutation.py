@@ -280,7 +280,12 @@ def register(random: Random, name: str, incarnation: str) -> pb.AgentMessage:
             device="cpu",
             memory_per_worker_bytes=1 << 30,
             acted_on=pb.Head(
-                cluster="c" * 32, history="d" * 32, term=1, begun_by="e" * 32, sequence=9
+                cluster="c" * 32,
+                history="d" * 32,
+                term=1,
+                begun_by="e" * 32,
+                start="f" * 32,
+                sequence=9,
             ),
         ),
     )

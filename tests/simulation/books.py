@@ -16,9 +16,6 @@ class Book:
     copied: int = 0
     #: A copy that was put where its original had been, so that its head begins no term by itself.
     put_back: bool = False
-    #: It was put back, and its head was started anew before an agent told that events are missing.
-    #: Numbers of events alone do not tell from then on.
-    blurred: bool = False
     starts: int = 0
     #: How many events all masters have journaled here.
     sequence: int = 0

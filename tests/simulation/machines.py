@@ -470,11 +470,7 @@ class MasterHost:
             Master, config, self.journal, environment, planner
         )
         self.core.watch(self._heard)
-        term = self.core.state.history.term
-        assert term is not None
         self.book.starts += 1
-        if self.book.put_back and self.book.starts > 1 and term.since <= self.book.copied:
-            self.book.blurred = True
         world.heads[self.book] = self
         self.process.spawn(self._run())
 

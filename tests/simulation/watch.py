@@ -305,7 +305,7 @@ class Watch:
             job_id = trainer.job_id
             if job_id != before or not trainer.entered:
                 continue  # it was ended before, or has just been started and holds nothing
-            known = job_id in book.jobs or (job_id, agent.name) in book.ended or book.blurred
+            known = job_id in book.jobs or (job_id, agent.name) in book.ended
             if job_id != desired.job_id and not known:
                 self.broken(f"{agent.name} ends workers of {job_id}, which {book.name} knows not")
         assign = desired.assign
@@ -339,8 +339,6 @@ class Watch:
     def lacking(self, agent: "Agent | None", book: Book) -> int:
         """Return how many events the agent has heard that the directory does not have."""
         if agent is None or agent.acted_on is None or agent.follows is None:
-            return 0
-        if book.blurred:
             return 0
         shared = book.shared(agent.follows)
         return max(0, agent.acted_on.sequence - shared) if shared else 0
@@ -387,14 +385,15 @@ class Watch:
             self.enough_holders(head)
 
     def names_what_it_lacks(self, head: "MasterHost") -> None:
-        """Events that an agent was told of and that are lost are those that the head names. Where
-        it goes above a copy of its own, it does not know when that was made, and may name more."""
-        behind, term = head.core.state.behind, head.core.state.history.term
-        told = behind[0] if behind is not None else 0
-        above = term is not None and term.apart not in (0, term.since)
-        wrong = told < head.lacks or (told > head.lacks and not above)
-        if wrong and not head.book.blurred:
-            self.broken(f"{head.book.name} says that it lacks {told} events, not {head.lacks}")
+        """Events that an agent was told of and that are lost are those that the head names. It does
+        not know when a copy of its own was made, and may name more. Of a directory that was put
+        back it may name fewer after another start, but never none."""
+        behind = head.core.state.behind
+        told, lacks, book = behind[0] if behind is not None else 0, head.lacks, head.book
+        copied = any(other.parent is book for other in self._world.heads)
+        fewer = book.put_back and book.starts > 1
+        if (told > lacks and not copied) or (told < lacks and not (fewer and told)):
+            self.broken(f"{book.name} says that it lacks {told} events, not {lacks}")
 
     def bounded_outboxes(self) -> None:
         """What waits for a master that is away has its limits."""

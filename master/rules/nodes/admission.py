@@ -47,17 +47,14 @@ def admit(
             follows=other,
         )
     known = state.nodes.get(facts.node)
-    if known is not None and known.registered:
-        same = known.facts.incarnation == facts.incarnation
-        if (
-            not same
-            and (in_use := _name_in_use(state, known, facts.incarnation, now, timing)) is not None
-        ):
+    same = known is not None and known.facts.incarnation == facts.incarnation
+    if known is not None and known.registered and not same:
+        in_use = _name_in_use(state, known, facts.incarnation, now, timing)
+        if in_use is not None:
             return in_use
     if (unknown := unknown_job(state, registration)) is not None:
         return _hold(known, registration, unknown)
     job = state.job
-    same = known is not None and known.facts.incarnation == facts.incarnation
     counted = state.lacks(registration.running)
     if job is not None and (same or known is None):
         # It was given up, and no step has been committed without it since: its workers count.
@@ -79,12 +76,9 @@ def admit(
 
 
 def next_term(
-    state: ClusterState, acted_on: Head | None, new_id: Callable[[], str], *, met: bool = False
+    state: ClusterState, acted_on: Head | None, new_id: Callable[[], str]
 ) -> TermBegan | None:
     """Return the term that this master begins when it hears of `acted_on`; None: none.
-
-    `met`: this process has admitted that start of the agent before, so the agent may have heard
-    what this process has journaled. All others can have heard only what it found on disk.
 
     Its own term is not its alone where an agent has acted on events of that term which its journal
     lacks: it goes on from an old copy, or from a disk that has lost what it had taken. A master
@@ -95,23 +89,22 @@ def next_term(
     own, history = state.head, state.history
     if acted_on is None or own is None or history.term is None or acted_on.history != own.history:
         return None
-    same = (acted_on.term, acted_on.begun_by) == (own.term, own.begun_by)
+    if acted_on.start == own.start:
+        return None  # told by this process: it cannot have heard more
+    lacking = history.lacks(acted_on, own.sequence)
     if state.began_term:
         goes_on = acted_on.outranks(own)
     else:
-        known = own.sequence if met else state.found
-        goes_on = same and state.found > 0 and acted_on.sequence > known
+        same = (acted_on.term, acted_on.begun_by) == (own.term, own.begun_by)
+        goes_on = same and lacking > 0
     if not goes_on or history.next_number(acted_on.term) <= acted_on.term:
         return None
-    lacking = acted_on.sequence - history.shared(acted_on, state.found)
     return TermBegan(
         cluster=own.cluster,
         history=own.history,
         number=history.next_number(acted_on.term),
         begun_by=new_id(),
         place=history.term.place,
-        since=0 if state.began_term else state.found + 1,
-        apart=state.found + 1,
         reason=f"agents have heard of {lacking} events in term {acted_on.term} that this journal "
         "does not have",
     )
@@ -129,11 +122,11 @@ def unknown_job(state: ClusterState, registration: Registration) -> JobId | None
     job_id, acted_on = registration.status.job_id, registration.acted_on
     if job_id is None or not registration.status.workers or acted_on is None or state.head is None:
         return None
-    shared = state.history.shared(acted_on, state.sequence)
     if (job := state.jobs.get(job_id)) is not None:
         # Two heads of one history may have given one id to two jobs.
+        shared = state.history.shared(acted_on, state.sequence)
         return None if job.adopted or job.submitted_in <= shared else job_id
-    return job_id if shared < acted_on.sequence else None
+    return job_id if state.history.lacks(acted_on, state.sequence) else None
 
 
 def _hold(known: Node | None, registration: Registration, job_id: JobId) -> tuple[Journaled, ...]:

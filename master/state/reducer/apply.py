@@ -75,7 +75,7 @@ def _note_last(job: Job, number: int, summary: str, unix: float) -> None:
 
 def _apply_event(state: ClusterState, event: Journaled, now: float, unix: float) -> None:
     if isinstance(event, MasterStarted):
-        state.found = event.found or state.sequence - 1
+        state.history.start(event.start, state.sequence)
         _observe_anew(state, now, unix)
     elif isinstance(event, TermBegan):
         _begin_term(state, event)
@@ -100,8 +100,7 @@ def _begin_term(state: ClusterState, event: TermBegan) -> None:
         number=event.number,
         begun_by=event.begun_by,
         place=event.place,
-        since=event.since or state.sequence,
-        apart=event.apart,
+        since=history.starts[-1].since if history.starts else state.sequence,
         reason=event.reason,
     )
     # A journal may be named anew in its term, as when its cluster gets an authority.

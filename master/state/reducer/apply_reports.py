@@ -80,7 +80,7 @@ def _open(state: ClusterState, event: StreamOpened, now: float) -> None:
     node = state.nodes[event.node]
     node.seen.session, node.seen.running = event.session, _told(state, event.running, node.held)
     if event.acted_on is not None and state.history.id == event.acted_on.history:
-        lacking = event.acted_on.sequence - state.history.shared(event.acted_on, state.sequence)
+        lacking = state.history.lacks(event.acted_on, state.sequence)
         if lacking > (state.behind[0] if state.behind is not None else 0):
             state.behind = lacking, event.node
     node.seen.opened_at, node.seen.heard_before = now, node.seen.last_heard

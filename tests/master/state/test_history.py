@@ -2,7 +2,7 @@
 
 import pytest
 
-from oobleck.master.state.history import GENERATIONS_PER_TERM, History, Term
+from oobleck.master.state.history import GENERATIONS_PER_TERM, History, Start, Term
 from oobleck.master.state.job import MOST_GENERATION
 from oobleck.proto.heads import MOST_TERM
 from oobleck.proto.types import Head
@@ -10,8 +10,16 @@ from oobleck.proto.types import Head
 A, B, C = "aaaaaaaa", "bbbbbbbb", "cccccccc"
 
 
-def head(term: int, begun_by: str = A, sequence: int = 50, history: str = "11" * 8) -> Head:
-    return Head(cluster=A, history=history, term=term, begun_by=begun_by, sequence=sequence)
+def head(
+    term: int,
+    begun_by: str = A,
+    sequence: int = 50,
+    history: str = "11" * 8,
+    start: str = "00000001",
+) -> Head:
+    return Head(
+        cluster=A, history=history, term=term, begun_by=begun_by, start=start, sequence=sequence
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,28 +47,45 @@ def terms(*since: tuple[int, str, int]) -> History:
     return History(id="11" * 8, cluster=A, terms=found)
 
 
+def written(*starts: tuple[str, int], term: int = 2) -> History:
+    """The second term began with the second start."""
+    history = terms((1, A, 2), (term, B, 100))
+    history.starts = [Start(id=start, since=since) for start, since in starts]
+    return history
+
+
 @pytest.mark.parametrize(
-    ("other", "shared"),
+    ("other", "shared", "lacks"),
     [
-        (head(2, B, sequence=130), 130),  # it is behind this one
-        (head(2, B, sequence=170), 150),  # and this one behind it
-        (head(1, A, sequence=90), 90),
-        (head(1, A, sequence=140), 99),  # the second term began with event 100
-        (head(2, C, sequence=140), 99),  # another head began a second term, too
-        (head(3, C, sequence=900), 150),
-        (head(1, A, sequence=10, history="22" * 8), -1),
+        (head(2, B, 130, start="00000002"), 130, 0),  # it is behind this one
+        (head(2, B, 170, start="00000002"), 150, 20),  # and this one behind it
+        (head(1, A, 90), 90, 0),
+        (head(1, A, 140), 99, 41),  # the second start began with event 100
+        (head(2, C, 140, start="0000000c"), 99, 41),  # another head has a second term, too
+        (head(2, B, 140, start="0000000c"), 99, 41),  # the disk has lost a start
+        (head(2, B, 60, start="0000000c"), 99, 1),
+        (head(1, A, 10, history="22" * 8), -1, 11),
     ],
 )
-def test_two_heads_share_what_came_before_the_later_ones_term(other: Head, shared: int) -> None:
-    assert terms((1, A, 2), (2, B, 100)).shared(other, 150) == shared
+def test_two_heads_share_the_starts_that_both_know(other: Head, shared: int, lacks: int) -> None:
+    history = written(("00000001", 1), ("00000002", 100))
+    assert (history.shared(other, 150), history.lacks(other, 150)) == (shared, lacks)
 
 
-def test_what_is_shared_with_a_copy_that_was_made_at_an_unknown_time() -> None:
-    """The head of the second term went above a third, which it was never in."""
-    history = terms((1, A, 2), (2, B, 100))
-    history.terms.append(Term(number=4, begun_by=C, place="here", since=140, apart=100))
-    assert history.shared(head(2, B, sequence=130), 150) == 130
-    assert history.shared(head(3, A, sequence=130), 150) == 99
+def test_a_start_that_is_not_known_shares_nothing_with_the_newest() -> None:
+    """However often a head has started since its directory was put back."""
+    history = written(("00000001", 1), ("00000002", 100), ("00000003", 120))
+    lost = head(2, B, 130, start="0000000c")
+    assert history.shared(lost, 150) == 119
+    assert history.lacks(head(1, A, 101), 150) == 2
+
+
+def test_starts_are_remembered_up_to_a_bound() -> None:
+    history = History()
+    for number in range(1000):
+        history.start(f"{number:08x}", number + 1)
+    assert len(history.starts) < 1000
+    assert history.starts[-1] == Start(id=f"{999:08x}", since=1000)
 
 
 def test_a_terms_generations_are_above_those_of_all_before() -> None:

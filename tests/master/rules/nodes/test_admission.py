@@ -18,6 +18,7 @@ from oobleck.proto.protocol import NEWEST
 from oobleck.proto.types import Head, NodeFacts, NodeStatus, Registration, WorkerStatus
 from support.scenario import job_spec
 
+FIRST, AGAIN, ELSEWHERE = "00000001", "00000002", "0000000c"
 HISTORY, OWN, OTHER, SECOND = "11" * 8, "aaaaaaaa", "bbbbbbbb", "dddddddd"
 FACTS = NodeFacts(
     node=NodeName("n1"),
@@ -42,7 +43,8 @@ def state(*events: object, restarted: bool = True) -> ClusterState:
     """A head whose journal has one job and those events, as it is after a restart."""
     found = ClusterState()
     job = JobSubmitted(job_id=JobId("demo-1"), request_id="one", spec=job_spec("demo"))
-    for event in (MasterStarted(), began(1), job, *events, *([MasterStarted()] * restarted)):
+    last = [MasterStarted(start=AGAIN)] * restarted
+    for event in (MasterStarted(start=FIRST), began(1), job, *events, *last):
         apply(found, event, now=0.0, unix=1.0)  # type: ignore[arg-type]
     return found
 
@@ -56,8 +58,22 @@ def registration(
     return Registration(protocol=NEWEST, facts=facts, status=status, acted_on=acted_on)
 
 
-def told(term: int = 1, begun_by: str = OWN, sequence: int = 3, history: str = HISTORY) -> Head:
-    return Head(cluster=OWN, history=history, term=term, begun_by=begun_by, sequence=sequence)
+def told(
+    term: int = 1,
+    begun_by: str = OWN,
+    sequence: int = 3,
+    history: str = HISTORY,
+    start: str = "",
+) -> Head:
+    """By default that start told it of that journal which wrote its first events."""
+    return Head(
+        cluster=OWN,
+        history=history,
+        term=term,
+        begun_by=begun_by,
+        start=start or (FIRST if begun_by == OWN else ELSEWHERE),
+        sequence=sequence,
+    )
 
 
 def admitted(state: ClusterState, asked: Registration) -> tuple[object, ...]:
@@ -121,9 +137,9 @@ def test_a_node_whose_agent_has_ended_is_held_no_longer() -> None:
 def test_a_job_of_an_earlier_term_that_a_copy_lacks_is_held() -> None:
     """The copy has its own job of that id, which it was given after the copy was made."""
     submitted = JobSubmitted(job_id=JobId("late-2"), request_id="two", spec=job_spec("late"))
-    copy = state(began(2, OTHER), submitted)
+    copy = state(MasterStarted(start="00000003"), began(2, OTHER), submitted)
     assert len(admitted(copy, registration("late-2", told(sequence=20)))) == 2
-    own = told(2, OTHER, sequence=copy.sequence)
+    own = told(2, OTHER, sequence=copy.sequence, start="00000003")
     assert len(admitted(copy, registration("late-2", own))) == 1
 
 
@@ -217,33 +233,34 @@ def test_the_first_head_of_a_history_does_not_go_above_a_copys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("met", "sequence", "lacking"), [(False, 9, 6), (True, 9, 0), (True, 99, 96)]
+    ("start", "sequence", "lacking"),
+    [(FIRST, 9, 6), (ELSEWHERE, 9, 6), (AGAIN, 9, 0), (AGAIN, 99, 0)],
 )
 def test_what_a_head_has_journaled_since_its_start_hides_nothing_that_it_lacks(
-    met: bool, sequence: int, lacking: int
+    start: str, sequence: int, lacking: int
 ) -> None:
-    """It found three events on disk, and has ten by now."""
+    """It found three events on disk, and has ten by now. Its own start tells of no others."""
     late = state()
     for number in range(6):
         facts = msgspec.structs.replace(FACTS, node=NodeName(f"n{number + 2}"))
         apply(late, NodeRegistered(facts=facts), now=0.0, unix=1.0)
-    assert (late.found, late.sequence) == (3, 10)
-    acted_on = told(sequence=sequence)
-    found = next_term(late, acted_on, lambda: "cccccccc", met=met)
+    assert late.sequence == 10
+    acted_on = told(sequence=sequence, start=start)
+    found = next_term(late, acted_on, lambda: "cccccccc")
     assert (found is not None) == bool(lacking)
     if found is not None:
         apply(late, found, now=0.0, unix=1.0)
-        assert acted_on.sequence - late.history.shared(acted_on, late.sequence) == lacking
+        assert late.history.lacks(acted_on, late.sequence) == lacking
         assert late.nodes[NodeName("n2")].registered
         held = admitted(late, registration("other-1", acted_on))
         assert NodeHeld(node=NodeName("n1"), job_id=JobId("other-1")) in held
 
 
-def test_a_copy_shares_no_event_of_its_own_start() -> None:
-    """Its first events are of its start, and the original's of those numbers are others."""
-    copy = ClusterState()
-    job = JobSubmitted(job_id=JobId("demo-1"), request_id="one", spec=job_spec("demo"))
-    moved = msgspec.structs.replace(began(2, OTHER), since=4)
-    for event in (MasterStarted(), began(1), job, MasterStarted(found=3), moved):
-        apply(copy, event, now=0.0, unix=1.0)
-    assert copy.history.shared(told(sequence=4), copy.sequence) == 3
+def test_starts_since_a_directory_was_put_back_hide_nothing_that_it_lacks() -> None:
+    """No agent has come to the starts before this one."""
+    copy = state(*(MasterStarted(start=f"000000{number}") for number in range(10, 30)))
+    acted_on = told(sequence=9)
+    assert copy.sequence > acted_on.sequence
+    assert next_term(copy, acted_on, lambda: "cccccccc") is not None
+    held = admitted(copy, registration("other-1", acted_on))
+    assert NodeHeld(node=NodeName("n1"), job_id=JobId("other-1")) in held
