@@ -6,20 +6,17 @@ that its `every$` lines make; and `scp`, which here copies into the other machin
 """
 
 import json
-import os
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from bench.support.client import BIN, read_lines
-from bench.support.network import Network, unusable
+from bench.support.client import read_lines
 from oobleck.host.security import pki
 from oobleck.host.security.credentials import read_credentials
 from support.folders import ROOT
-from support.reader import Line, Machine, lines_of
+from support.reader import Line, Machine, lines_of, machines_at
 
 PAGE, SECTION = ROOT / "docs/deploy/by-hand.md", "## The lines"
 MACHINES = {"10.0.0.1": "head", "10.0.0.2": "ops", "10.0.0.3": "n1"}
@@ -40,19 +37,7 @@ def of_node(line: Line, name: str, address: str) -> Line:
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
     """By the page's address."""
-    if reason := unusable():
-        pytest.skip(reason)
-    homes, tools = tmp_path / "homes", tmp_path / "bin"
-    tools.mkdir()
-    (tools / "scp").write_text(f'#!/bin/sh\n[ "$1" = -p ] && cp -p "$2" "{homes}/${{3%:}}/"\n')
-    (tools / "scp").chmod(0o755)
-    path = f"{tools}:{BIN}:{os.environ['PATH']}"
-    with ExitStack() as stack:
-        net = stack.enter_context(Network(list(MACHINES.values())))
-        found = {}
-        for address, name in MACHINES.items():
-            found[address] = Machine(net.on(name), homes / net.address(name), path)
-            stack.callback(found[address].close)
+    with machines_at(MACHINES, tmp_path) as found:
         yield found
 
 

@@ -19,24 +19,12 @@ from oobleck.agent.metrics import collect as of_agent
 from oobleck.agent.metrics import host, workers
 from oobleck.master.metrics import collect as of_master
 from oobleck.master.metrics import jobs, nodes, own
-from support.clusters import bring_into, failures
+from support.clusters import bring_into, failures, job
 from support.scraped import Scraped, address_of
 from support.waiting import PATIENCE_S, all_gone
 
 # Longer than any wait in vain, which ends with a report.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-
-
-def job(text: str, name: str = "job", **changes: object) -> dict[str, object]:
-    return {
-        "name": name,
-        "model": {"layers": 4, "hidden": 32, "heads": 2, "sequence_length": 32},
-        "data": {"text": [text]},
-        "training": {"steps": 100_000, "global_batch": 8, "microbatch": 1},
-        "fault_tolerance": 0,
-        "profile": "estimate",
-        **changes,
-    }
 
 
 def go_on(cluster: LocalCluster, job_id: str, steps: int = 3) -> None:

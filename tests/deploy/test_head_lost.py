@@ -6,19 +6,15 @@ tests/cli/test_by_hand.py.
 """
 
 import json
-import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
-from bench.support.client import BIN
-from bench.support.network import Network, unusable
 from support.folders import ROOT
-from support.reader import Machine, lines_of
+from support.reader import Machine, lines_of, machines_at
 from support.waiting import all_gone, until
 
 PAGE = ROOT / "docs/deploy/head-lost.md"
@@ -28,19 +24,7 @@ MACHINES = {"10.0.0.1": "head", "10.0.0.2": "spare", "10.0.0.3": "n1"}
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
     """By the page's address."""
-    if reason := unusable():
-        pytest.skip(reason)
-    homes, tools = tmp_path / "homes", tmp_path / "bin"
-    tools.mkdir()
-    (tools / "scp").write_text(f'#!/bin/sh\ncp -rp "$2" "{homes}/${{3%%:*}}/${{3#*:}}"\n')
-    (tools / "scp").chmod(0o755)
-    path = f"{tools}:{BIN}:{os.environ['PATH']}"
-    with ExitStack() as stack:
-        net = stack.enter_context(Network(list(MACHINES.values())))
-        found = {}
-        for address, name in MACHINES.items():
-            found[address] = Machine(net.on(name), homes / net.address(name), path)
-            stack.callback(found[address].close)
+    with machines_at(MACHINES, tmp_path) as found:
         yield found
 
 

@@ -15,6 +15,19 @@ PATIENT = (
 )
 
 
+def job(text: str, name: str = "job", **changes: object) -> dict[str, object]:
+    """A small job that goes on until it is cancelled. `changes`: of its keys."""
+    return {
+        "name": name,
+        "model": {"layers": 4, "hidden": 32, "heads": 2, "sequence_length": 32},
+        "data": {"text": [text]},
+        "training": {"steps": 100_000, "global_batch": 8, "microbatch": 1},
+        "fault_tolerance": 0,
+        "profile": "estimate",
+        **changes,
+    }
+
+
 def end_jobs(cluster: Cluster) -> None:
     """So that no job goes on training while other tests run."""
     for job in cluster.jobs():

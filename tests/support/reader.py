@@ -5,8 +5,14 @@ import re
 import signal
 import subprocess
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
+
+from bench.support.client import BIN
+from bench.support.network import Network, unusable
 from support.waiting import PATIENCE_S, until
 
 #: What a daemon's log says once it is up.
@@ -72,3 +78,24 @@ class Machine:
     def close(self) -> None:
         self._shell.kill()
         self._shell.communicate()
+
+
+@contextmanager
+def machines_at(names: Mapping[str, str], folder: Path) -> Iterator[dict[str, Machine]]:
+    """Have a machine at each address of a page, in a network namespace of its own; `scp` there
+    copies a file or folder into the home of another one. `names`: by address. Skips the test where
+    there can be no namespaces."""
+    if reason := unusable():
+        pytest.skip(reason)
+    homes, tools = folder / "homes", folder / "bin"
+    tools.mkdir()
+    (tools / "scp").write_text(f'#!/bin/sh\ncp -rp "$2" "{homes}/${{3%%:*}}/${{3#*:}}"\n')
+    (tools / "scp").chmod(0o755)
+    path = f"{tools}:{BIN}:{os.environ['PATH']}"
+    with ExitStack() as stack:
+        net = stack.enter_context(Network(list(names.values())))
+        found = {}
+        for address, name in names.items():
+            found[address] = Machine(net.on(name), homes / net.address(name), path)
+            stack.callback(found[address].close)
+        yield found
