@@ -56,7 +56,7 @@ class MasterConfig:
     pki: Path | None = None
     #: Identity of that authority; empty: there is none.
     cluster: str = ""
-    #: Identity of the state directory's place: another host's or folder's is another one.
+    #: Identity of the state directory: a copy's is another one, and on another host too.
     place: str = ""
     #: Of the certificates that agents, operators and viewers are given.
     certificate_life_s: float = 90 * 86_400.0

@@ -36,6 +36,7 @@ from oobleck.master.metrics.collect import Collector
 from oobleck.master.metrics.own import Parts
 from oobleck.master.planning.process import PlanningProcess
 from oobleck.master.state.trust import was_revoked
+from oobleck.master.statelock import LOCK
 from oobleck.master.storage.journal import Journal
 from oobleck.master.tracking import Tracking
 from oobleck.proto import control_pb2_grpc as rpc
@@ -70,7 +71,8 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     config = dataclasses.replace(
         config,
         cluster=authority.cluster if authority is not None else "",
-        place=place_of(config.state_dir),
+        # Not of the folder: a copy may be put into the one that the original was in.
+        place=place_of(config.state_dir / LOCK),
     )
     planner = PlanningProcess()
     master = Master(config, journal, planner=planner)

@@ -8,13 +8,16 @@ from pathlib import Path
 
 from oobleck.master.config import Unusable
 
+#: File in a state directory that its master locks; it stays when the master ends.
+LOCK = "lock"
+
 
 @contextlib.contextmanager
 def locked(state_dir: Path) -> Iterator[None]:
     """Hold the state directory against other masters. Raises Unusable."""
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
-        lock = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = os.open(state_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise Unusable(
             f"--state-dir {state_dir} cannot be written ({error.strerror}); choose another one"

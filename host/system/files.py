@@ -63,11 +63,11 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def place_of(folder: Path) -> str:
-    """Return an identity of this folder on this host: a copy has another one, and so has a folder
-    that is moved to another host. Raises OSError."""
+def place_of(path: Path) -> str:
+    """Return an identity of this file or folder on this host. A copy has another one, and so has
+    one that is moved to another host. Raises OSError."""
     try:
         host = _MACHINE_ID.read_text().strip()
     except OSError:
         host = ""
-    return hashlib.sha256(f"{host} {folder.stat().st_ino}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{host} {path.stat().st_ino}".encode()).hexdigest()[:16]

@@ -5,6 +5,7 @@ just closed or a silent agent.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from statistics import fmean, median
 
 from oobleck.host.address import is_loopback
@@ -12,6 +13,7 @@ from oobleck.host.ipc.messages import StepRecord
 from oobleck.master.config import MasterConfig
 from oobleck.master.planning import client
 from oobleck.master.rules.jobs import job_queue, stalls
+from oobleck.master.rules.plans.adoption import ways_on
 from oobleck.master.rules.stragglers import stand_by
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.incidents.incident_summary import headline_of, slowdown_headline
@@ -266,17 +268,17 @@ def held_note(state: ClusterState, job_id: JobId) -> str:
     names, step = comma_separated(node.facts.node for node in nodes), max(steps, default=-1)
     upto = f" up to step {step}" if step >= 0 else ""
     verb = "train" if len(nodes) > 1 else "trains"
-    if job_id in state.jobs:
-        what, adopt = "another job of that name than this master's", ""
-    else:
-        what = "which this master does not know"
-        adopt = f"or take it over with 'oobleck adopt {job_id}', "
+    since = min(node.held.since for node in nodes if node.held is not None)
+    held = f"held since {datetime.fromtimestamp(since, UTC):%Y-%m-%d %H:%M:%S} UTC"
     if lost := [node for node in nodes if not node.registered]:
-        what += f" ({_names(lost)} {'are' if len(lost) > 1 else 'is'} lost since)"
-    return (
-        f"{names} {verb} job {job_id}{upto}, {what}: start the master on the --state-dir that has "
-        f"the job, {adopt}or end it with 'oobleck cancel {job_id} --unknown'"
-    )
+        held += f", {_names(lost)} lost meanwhile"
+    what = _unknown(state, job_id)
+    return f"{names} {verb} job {job_id}{upto}, {what} ({held}): {ways_on(state, job_id)}"
+
+
+def _unknown(state: ClusterState, job_id: JobId) -> str:
+    known = job_id in state.jobs
+    return "another than this master's" if known else "which this master does not know"
 
 
 def head_status(state: ClusterState) -> pb.HeadStatus:
@@ -368,16 +370,7 @@ def _node_reason(state: ClusterState, node: Node, now: float) -> str:
         return f"{node.reason}; drained, also when it is back" if drained else node.reason
     if node.held is not None:
         job_id = node.held.job_id
-        end = f"or 'oobleck cancel {job_id} --unknown'"
-        if job_id in state.jobs:
-            return (
-                f"trains another job {job_id} than this master's: start the master that has it, "
-                f"{end}"
-            )
-        return (
-            f"trains job {job_id}, which this master does not know: start the master that has it, "
-            f"or 'oobleck adopt {job_id}', {end}"
-        )
+        return f"trains job {job_id}, {_unknown(state, job_id)}: {ways_on(state, job_id)}"
     if node.is_quarantined and node.drain is not None and node.seen.release_at is not None:
         left_s = max(0.0, node.seen.release_at - now)
         return f"back in {left_s:.0f} s at the latest: {node.drain.reason}"

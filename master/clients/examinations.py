@@ -45,6 +45,7 @@ from oobleck.host.system.environment import Environment
 from oobleck.host.versions import installed
 from oobleck.master.clients.outbox import AgentSession
 from oobleck.master.config import MasterConfig
+from oobleck.master.rules.plans.adoption import ways_on
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED
 from oobleck.master.state.node import Node
@@ -224,7 +225,7 @@ class _Examination:
             )
             yield _of_head(Finding(check="head", level="fail", what=what, fix=fix))
         for name, node in self._nodes.items():
-            for finding in _of_state(node):
+            for finding in _of_state(self._state, node):
                 yield msgspec.structs.replace(finding, node=name)
         for phase in (self._clocks, self._hosts, self._shared, self._pairs):
             async for finding in phase():
@@ -446,7 +447,7 @@ def _of_head(finding: Finding) -> Finding:
     return msgspec.structs.replace(finding, node=together.HEAD)
 
 
-def _of_state(node: Node) -> Iterator[Finding]:
+def _of_state(state: ClusterState, node: Node) -> Iterator[Finding]:
     """Yield findings on the node that the master can tell from its own state."""
 
     def finding(level: Level, what: str, fix: str) -> Finding:
@@ -456,11 +457,7 @@ def _of_state(node: Node) -> Iterator[Finding]:
     if node.held is not None:
         job_id = node.held.job_id
         what = f"it trains job {job_id}, which this master does not know"
-        fix = (
-            f"start the master that has the job, or 'oobleck adopt {job_id}', or 'oobleck cancel "
-            f"{job_id} --unknown'"
-        )
-        yield finding("fail", what, fix)
+        yield finding("fail", what, ways_on(state, job_id))
     if not node.registered:
         fix = "look at its host (power, network) and at its agent's log, and start that anew"
         yield finding("fail", f"it is lost: {node.reason}", fix)

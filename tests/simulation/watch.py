@@ -210,8 +210,10 @@ class Watch:
         match event:
             case PlanMade(job_id=job_id, plan=plan):
                 key = job_id, plan.generation
-                # One that is adopted is the same plan.
-                if key in self.plans and self.plans[key].assign != event.assign:
+                # One that is adopted is the same plan. A directory that was put back numbers as
+                # before where nobody is left who could tell.
+                again = key in self.plans and self.plans[key].assign != event.assign
+                if again and not (book.put_back and not self._is_known(*key)):
                     self.broken(f"a second plan of generation {plan.generation} of {job_id}")
                 newest = book.newest.get(job_id, 0)
                 if plan.generation <= newest:
@@ -220,7 +222,7 @@ class Watch:
                     self.broken(f"a plan for {job_id}, which has ended")
                 if event.restore:
                     self._check_begins_anew(job_id, book)
-                self.plans.setdefault(key, event)
+                self.plans[key] = event if again else self.plans.get(key, event)
                 self._made_at.setdefault(key, self._world.loop.clock)
                 self._made_by[key], book.newest[job_id] = book, plan.generation
                 book.plans.add(key)
@@ -245,6 +247,13 @@ class Watch:
                 self.restored[job_id] = max(restored.step, self.restored.get(job_id, 0))
             case _:
                 pass
+
+    def _is_known(self, job_id: JobId, generation: Generation) -> bool:
+        """Return whether an agent or a worker has come to that generation."""
+        trainers = (t.entered for t in self._world.trainers() if t.job_id == job_id)
+        told = (agent.supervisor._state.desired for agent in self._world.all_agents())
+        agents = (desired.generation for desired in told if desired.job_id == job_id)
+        return max([0, *trainers, *agents]) >= generation
 
     def begins(self, job_id: JobId, generation: Generation) -> bool:
         """Whether a head trains the job from the beginning, and another one has trained it."""

@@ -86,6 +86,16 @@ def check_adoptable(state: ClusterState, job_id: JobId) -> tuple[NodeName, ...]:
     return tuple(sorted(nodes))
 
 
+def ways_on(state: ClusterState, job_id: JobId) -> str:
+    """Return what an operator may do about a job that nodes train and this master does not know."""
+    # One of another job's name is not adopted.
+    adopt = "" if job_id in state.jobs else f"or take it over with 'oobleck adopt {job_id}', "
+    return (
+        f"start the master on the --state-dir that has the job, {adopt}or end it with 'oobleck "
+        f"cancel {job_id} --unknown'"
+    )
+
+
 def _names(nodes: Iterable[NodeName]) -> str:
     return ", ".join(sorted(nodes))
 

@@ -160,7 +160,7 @@ def test_a_held_node_that_is_lost_is_told_of() -> None:
         node=NodeName("n1"), incarnation=FACTS.incarnation, cause="lease", reason="", detect_s=1.0
     )
     known = state(NodeRegistered(facts=FACTS), held, lost)
-    assert "does not know (n1 is lost since): start" in held_note(known, JobId("other-1"))
+    assert "UTC, n1 lost meanwhile): start" in held_note(known, JobId("other-1"))
 
 
 def test_a_job_cannot_be_adopted_before_its_nodes_are_back() -> None:
