@@ -36,6 +36,7 @@ import psutil
 
 from bench.replan import job_spec, memory_per_worker
 from bench.support.daemons import with_parent
+from bench.support.ports import choose_address
 from bench.support.scale_crowd import Crowd, neighbours, processor_s
 from bench.support.scratch import run_folder
 from oobleck.host.detection import Detection
@@ -64,7 +65,7 @@ class Master:
         oobleck = Path(sys.executable).with_name("oobleck")
         command = [str(oobleck), "pki", "init", "--dir", str(self.keys)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        self.address = "127.0.0.1:0"
+        self.address = choose_address()
         self.start()
 
     def start(self) -> None:

@@ -19,6 +19,7 @@ import psutil
 
 from bench.support.client import Client, ClusterError
 from bench.support.daemons import children_of, descendants, kill_trees, real_process, with_parent
+from bench.support.ports import choose_address
 from bench.support.preloaded import Preloaded
 from bench.support.scratch import run_folder, undisturbed
 
@@ -200,7 +201,7 @@ class LocalCluster(Cluster):
             self.python_path = preloaded.python_path
         command = [*with_parent("oobleck.cli.main"), "local", "--nodes", str(nodes)]
         command += ["--workers-per-node", str(workers_per_node)]
-        command += ["--listen", "127.0.0.1:0", "--state-dir", str(self.state_dir)]
+        command += ["--listen", choose_address(), "--state-dir", str(self.state_dir)]
         self._faults: list[str] = []
         if fault_plan:
             path = scratch / "faults.json"

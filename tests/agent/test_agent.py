@@ -284,10 +284,9 @@ async def test_steps_go_on_while_the_master_is_away_and_arrive_afterwards() -> N
             "demo-1", spec, placement=plan(1, "n1"), incarnations=(worker.incarnation,)
         )
         await stream.until(lambda m: len(stream.steps()) >= 5)
-        port = int(master.address.rpartition(":")[2])
         await master.stop()
         await asyncio.sleep(0.5)  # the worker takes steps meanwhile
-        await master.start(port)
+        await master.start()
         again = await master.next_session()
         assert again.incarnation == stream.incarnation
         assert again.register.status.workers[0].pid == worker.pid

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from bench.support.ports import choose_address
 from support.forked import Forked, run_forked
 from support.waiting import PATIENCE_S
 
@@ -40,14 +41,14 @@ def refused(result: subprocess.CompletedProcess[str], code: int) -> str:
 
 def start_master(
     state_dir: Path,
-    listen: str = "127.0.0.1:0",
+    listen: str | None = None,
     *,
     crash_at: str = "",
     environment: Mapping[str, str] | None = None,
 ) -> tuple[Forked | subprocess.Popen[str], str]:
-    """`crash_at`: a point of `oobleck.master.crash` and how often it is passed; `environment`: as
-    `run` takes it."""
-    options = ["--listen", listen, "--state-dir", str(state_dir)]
+    """`listen`: None for an address that the next master can have too; `crash_at`: a point of
+    `oobleck.master.crash` and how often it is passed; `environment`: as `run` takes it."""
+    options = ["--listen", listen or choose_address(), "--state-dir", str(state_dir)]
     if crash_at:
         options += ["--crash-at", crash_at]
     process: Forked | subprocess.Popen[str]
@@ -64,7 +65,9 @@ def start_master(
         )
     assert process.stdout is not None
     line = process.stdout.readline()
-    assert line.startswith("listening on "), line
+    if not line.startswith("listening on "):
+        end(process)
+        raise AssertionError(f"the master ended with {process.returncode} and said {line!r}")
     return process, line.split()[-1]
 
 

@@ -11,6 +11,7 @@ import psutil
 
 from bench.support.cluster import Cluster
 from bench.support.daemons import alive, with_parent
+from bench.support.ports import choose_address
 from support.waiting import PATIENCE_S
 
 
@@ -39,7 +40,7 @@ class Daemons(Cluster):
 
     def run_master(self, *options: str) -> subprocess.Popen[str]:
         """Start one, which may refuse to."""
-        listen = ("--listen", self.address or "127.0.0.1:0", "--state-dir", str(self.state_dir))
+        listen = ("--listen", self.address or choose_address(), "--state-dir", str(self.state_dir))
         return self._start(*with_parent("oobleck.master"), *listen, *options)
 
     def start_master(self, *options: str) -> None:

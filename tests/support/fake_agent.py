@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 
+from bench.support.ports import choose_address
 from oobleck.agent.connection.reports import newest_plan
 from oobleck.host.ipc.messages import Evaluated, PeerLost, PhaseReached, StepRecord
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
@@ -41,23 +42,23 @@ QUICK = ("--heartbeat-s", "0.2", "--join-settle-s", "0.2")
 
 
 class MasterProcess:
-    """`oobleck-master` as a process of its own."""
+    """`oobleck-master` as a process of its own; `listen`: None for an address that the next one can
+    have too."""
 
     def __init__(
         self,
         state_dir: Path,
         *options: str,
-        listen: str = "127.0.0.1:0",
+        listen: str | None = None,
         spans: Sequence[str] = QUICK,
     ) -> None:
         self.errors = state_dir.with_name(state_dir.name + ".stderr")
-        self.process = Forked(
-            "oobleck-master",
-            *("--listen", listen, "--state-dir", str(state_dir), *spans, *options),
-            errors=self.errors,
-        )
+        where = ("--listen", listen or choose_address(), "--state-dir", str(state_dir))
+        self.process = Forked("oobleck-master", *where, *spans, *options, errors=self.errors)
         line = self.process.stdout.readline()
-        assert line.startswith("listening on "), line + self.errors.read_text()
+        if not line.startswith("listening on "):
+            self.close()
+            raise AssertionError(line + self.errors.read_text())
         self.address = line.split()[-1]
 
     def kill(self) -> None:
@@ -76,7 +77,7 @@ class MasterProcess:
 def master(
     state_dir: Path,
     *options: str,
-    listen: str = "127.0.0.1:0",
+    listen: str | None = None,
     spans: Sequence[str] = QUICK,
 ) -> Iterator[MasterProcess]:
     running = MasterProcess(state_dir, *options, listen=listen, spans=spans)

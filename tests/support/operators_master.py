@@ -7,15 +7,17 @@ from typing import Any
 
 import grpc
 
+from bench.support.ports import choose_address
 from oobleck.proto.control_pb2_grpc import OperatorServicer, add_OperatorServicer_to_server
 
 
 @contextmanager
 def answering(
-    listen: str = "127.0.0.1:0", *, at_once: int = 2, **answers: Callable[[Any], Any]
+    listen: str | None = None, *, at_once: int = 2, **answers: Callable[[Any], Any]
 ) -> Iterator[str]:
-    """Its address. `answers`: by the call's name; to all others the master is away. `at_once`:
-    calls that are answered at a time; a stream is one while it lasts."""
+    """Yields its address. `listen`: None for one that the next can have too; `answers`: by the
+    call's name; to all others the master is away. `at_once`: calls that are answered at a time; a
+    stream is one while it lasts."""
 
     class Service(OperatorServicer):
         pass
@@ -29,9 +31,10 @@ def answering(
         setattr(Service, name, lambda _, request, context, answer=answer: answer(request))
     server = grpc.server(ThreadPoolExecutor(at_once))
     add_OperatorServicer_to_server(Service(), server)
-    port = server.add_insecure_port(listen)
+    address = listen or choose_address()
+    server.add_insecure_port(address)
     server.start()
     try:
-        yield f"127.0.0.1:{port}"
+        yield address
     finally:
         server.stop(None).wait()

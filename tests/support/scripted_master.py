@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from bench.support.ports import choose_address
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import Assign, Measure, Rendezvous
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
@@ -154,7 +155,7 @@ class ScriptedMaster(ControlServicer):
         #: Sessions that no test has taken yet.
         self.waiting: asyncio.Queue[Stream] = asyncio.Queue()
         self._server: Any = None
-        self.address = ""
+        self.address = choose_address()
 
     async def Session(self, requests: Any, context: Any) -> None:
         first = await context.read()
@@ -170,11 +171,10 @@ class ScriptedMaster(ControlServicer):
         async with asyncio.timeout(PATIENCE_S):
             return await self.waiting.get()
 
-    async def start(self, port: int = 0) -> None:
+    async def start(self) -> None:
         self._server = grpc.aio.server()
         add_ControlServicer_to_server(self, self._server)
-        bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
-        self.address = f"127.0.0.1:{bound}"
+        self._server.add_insecure_port(self.address)
         await self._server.start()
 
     async def stop(self) -> None:
@@ -189,7 +189,7 @@ class ScriptedMaster(ControlServicer):
     async def restart_unwelcome(self) -> Stream:
         """The same, for a test that answers the registration."""
         await self.stop()
-        await self.start(int(self.address.rpartition(":")[2]))
+        await self.start()
         return await self.next_session()
 
     @staticmethod

@@ -5,6 +5,7 @@ import os
 import subprocess
 from pathlib import Path
 
+from bench.support.ports import choose_address
 from support.commands import end, run
 from support.forked import Forked
 
@@ -18,7 +19,7 @@ class Secured:
         assert run("pki", "init", "--dir", str(self.pki), "--name", "10.1.2.3").returncode == 0
         self.operator = self.pki / "operator"
         self.log = folder / "master.log"
-        self.address = f"{host}:0"
+        self.address = choose_address().replace("127.0.0.1", host)
         self._options = options
         self.process = self._start()
 

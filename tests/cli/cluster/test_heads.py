@@ -6,12 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import oobleck
+from bench.support.ports import choose_address
 from oobleck.cli.client import MasterClient
 from oobleck.planner.job.file import format_job
 from support.commands import end, refused, run
@@ -21,25 +22,8 @@ from support.secured import Secured
 from support.waiting import PATIENCE_S, until
 
 
-@pytest.fixture
-def free() -> Iterator[Callable[[], str]]:
-    """Gives addresses at which nothing listens, and at which a master may."""
-    taken = []
-
-    def give() -> str:
-        probe = socket.socket()
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", 0))
-        taken.append(probe)
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-    yield give
-    for probe in taken:
-        probe.close()
-
-
-def test_every_command_goes_on_to_the_next_address(master: str, free: Callable[[], str]) -> None:
-    several = f"{free()},{free()},{master}"
+def test_every_command_goes_on_to_the_next_address(master: str) -> None:
+    several = f"{choose_address()},{choose_address()},{master}"
     assert run("jobs", "--master", several).returncode == 0
     asked = run("nodes", "--json", environment={"OOBLECK_MASTER": several})
     assert (asked.returncode, asked.stderr) == (0, "")
@@ -59,8 +43,8 @@ def test_what_listens_and_is_no_master_is_passed_over(master: str) -> None:
             assert client.submit(job, "once").job_id == job_id
 
 
-def test_all_addresses_are_named_where_none_answers(free: Callable[[], str]) -> None:
-    first, second = free(), free()
+def test_all_addresses_are_named_where_none_answers() -> None:
+    first, second = choose_address(), choose_address()
     line = refused(run("jobs", "--master", f"{first},{second}"), 4)
     assert f"cannot reach a master at {first}, {second} (" in line
     for wrong, why in ((f"{first},", "'' is not HOST:PORT"), (f"{first},x:0", "port 0")):
@@ -87,18 +71,16 @@ class Moving(Secured):
 
 
 @pytest.fixture
-def moving(tmp_path: Path, free: Callable[[], str]) -> Iterator[tuple[Moving, str, str]]:
+def moving(tmp_path: Path) -> Iterator[tuple[Moving, str, str]]:
     """The master, the address that it is at, and the one that it moves to."""
-    first, second = free(), free()
+    first, second = choose_address(), choose_address()
     running = Moving(tmp_path, "--heads", f"{first},{second}", host=first.rpartition(":")[0])
     running.move(first)
     yield running, first, second
     end(running.process)
 
 
-def test_agents_and_joins_follow_the_head(
-    moving: tuple[Moving, str, str], free: Callable[[], str], tmp_path: Path
-) -> None:
+def test_agents_and_joins_follow_the_head(moving: tuple[Moving, str, str], tmp_path: Path) -> None:
     head, first, second = moving
     token, folder, logs = head.token(), tmp_path / "n1", tmp_path / "agent.log"
     started: list[subprocess.Popen[bytes]] = []
@@ -117,7 +99,7 @@ def test_agents_and_joins_follow_the_head(
         return head.states() == {"n1": "live"}
 
     try:
-        start(f"{free()},{first}", "--token-file", str(token))
+        start(f"{choose_address()},{first}", "--token-file", str(token))
         until(there, "the agent joins by the address that answers")
         before = node()
         assert (folder / "heads").read_text() == f"{first}\n{second}\n"

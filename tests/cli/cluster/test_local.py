@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from bench.support.ports import choose_address
 from oobleck.cli.client import MasterClient
 from oobleck.cli.cluster.children import restart_pause_s
 from oobleck.cli.cluster.cluster import Cluster
@@ -42,7 +43,7 @@ class Local:
     def __init__(self, state_dir: Path, *options: str, nodes: int = 2) -> None:
         command = [sys.executable, "-m", "oobleck.cli.main", "local", "--nodes", str(nodes)]
         self.process = subprocess.Popen(
-            [*command, "--listen", "127.0.0.1:0", "--state-dir", str(state_dir), *options],
+            [*command, "--listen", choose_address(), "--state-dir", str(state_dir), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
