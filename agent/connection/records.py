@@ -44,7 +44,7 @@ class RecordBuffer:
         self._limit = limit
         self._job_id: JobId | None = None
         self._kept: dict[int, _Waiting] = {}
-        #: Not sent in this session, oldest first; acknowledged ones are skipped when taken.
+        #: Not sent in this session, oldest first; what is kept no more is skipped when taken.
         self._waiting: deque[_Waiting] = deque()
         self._through = 0
         self.lost = 0
@@ -63,14 +63,19 @@ class RecordBuffer:
         now: float,
         restored_in: Generation = _MADE_HERE,
     ) -> None:
-        """Keep `record` unless it is kept or acknowledged already; another job's are dropped."""
+        """Keep `record` unless it is acknowledged already; another job's are dropped. Of two of a
+        step the one of the newer generation stays: a head that lost the steps before has them of
+        that generation, and takes none of an older one after them."""
         if job_id != self._job_id:
             self._job_id, self._through = job_id, 0
             self._kept.clear()
             self._waiting.clear()
-        if record.step <= self._through or record.step in self._kept:
+        before = self._kept.get(record.step)
+        if record.step <= self._through:
             return
-        if len(self._kept) >= self._limit:
+        if before is not None and before.record.generation >= record.generation:
+            return
+        if before is None and len(self._kept) >= self._limit:
             self.lost += 1
             return
         kept = self._kept[record.step] = _Waiting(record, now, restored_in)
@@ -87,7 +92,8 @@ class RecordBuffer:
         """Queue all kept records again. An earlier session's may not have arrived, and another
         master may lack those that the one before acknowledged."""
         self._through = 0
-        self._waiting = deque(replace(self._kept[step], since=now) for step in sorted(self._kept))
+        self._kept = {step: replace(self._kept[step], since=now) for step in sorted(self._kept)}
+        self._waiting = deque(self._kept.values())
 
     def due(self, now: float, *, hold_s: float) -> tuple[list[StepRecord], Generation]:
         """Return the next records to send, which count as sent, and the generation that has
@@ -102,7 +108,10 @@ class RecordBuffer:
 
     def next_due(self, now: float, *, hold_s: float) -> float | None:
         """Return when `due` will next have a record; None if none is waiting."""
-        while self._waiting and self._waiting[0].record.step not in self._kept:
+        while self._waiting:
+            first = self._waiting[0]
+            if self._kept.get(first.record.step) is first:
+                break
             self._waiting.popleft()
         if not self._waiting:
             return None

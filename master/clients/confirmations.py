@@ -91,7 +91,8 @@ class Confirmations:
 
     def wait_long(self, job_id: JobId, now: float) -> bool:
         """Return whether records wait for somebody who is slow, or gone."""
-        return job_id in self._claims and self._claims[job_id].records.wait_long(now)
+        claims = self._claims.get(job_id)
+        return claims is not None and claims.records.wait_long(claims.job, now)
 
     def look(self, now: float) -> list[NodeName]:
         """Look at all that waits: others may be lost by now, or have told of later steps. Returns

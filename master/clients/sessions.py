@@ -244,7 +244,7 @@ class Sessions:
             case NodeStatus():
                 received = StatusReceived(node=node, status=self._believed(node, message))
                 ledger.observe(received, arrived_at)
-            case WorkerReport() if reason := why_refused(ledger.state, node, message):
+            case WorkerReport() if reason := self._why_refused(node, message):
                 self._refuse(node, reason)
             case WorkerReport(job_id=job_id, what=Evaluated() as told):
                 reason = self._confirmations.evaluation(
@@ -266,6 +266,13 @@ class Sessions:
                 self._take_output(node, message, arrived_at)
             case Records():
                 self._take_records(session, message, arrived_at)
+
+    def _why_refused(self, node: NodeName, report: WorkerReport) -> str:
+        """Return why the report does not count; empty: it does. A process that another node's
+        status lists is that node's, even where no plan counts on it."""
+        if self._places.get(report.incarnation, own := WorkerId(node, report.slot)) != own:
+            return "a report of another one's process"
+        return why_refused(self._ledger.state, node, report)
 
     def _believed(self, node: NodeName, status: NodeStatus) -> NodeStatus:
         """Return what of it counts. Of a process that two places name, the first one has it."""

@@ -114,15 +114,16 @@ class Witnesses(Generic[W]):
             return "of a generation that it cannot be of"
         self._told[node] = max(number, self._told.get(node, 0))
         claim = self._claims.get(number)
-        if number <= self._settled or (claim is not None and node in claim.words):
+        before = None if claim is None else claim.words.get(node)
+        if number <= self._settled or (before and before.generation >= word.generation):
             return ""
-        if self._waiting[node] >= MOST_WAITING:
+        if before is None and self._waiting[node] >= MOST_WAITING:
             self._left.add(node)
             return ""
         if claim is None:
             claim = self._claims[number] = _Claim(now)
         claim.words[node], claim.by[node] = word, by
-        self._waiting[node] += 1
+        self._waiting[node] += before is None
         return ""
 
     def begin_again(self, node: NodeName) -> None:
@@ -141,9 +142,13 @@ class Witnesses(Generic[W]):
         self._left.difference_update(found)
         return found
 
-    def wait_long(self, now: float) -> bool:
+    def wait_long(self, job: Job, now: float) -> bool:
         """Return whether something has waited for longer than it takes a word to come."""
-        return any(now > claim.since + _LONG_S for claim in self._claims.values())
+        return any(
+            now > claim.since + _LONG_S
+            and any(self._of_generation(job, by) is not None for by in claim.by.values())
+            for claim in self._claims.values()
+        )
 
     def judge(
         self, state: ClusterState, job: Job, now: float, words: Iterable[W] | None = None
@@ -157,6 +162,8 @@ class Witnesses(Generic[W]):
             numbers = sorted({self._number_of(word) for word in words} & self._claims.keys())
         for number in numbers:
             claim = self._claims[number]
+            if self._is_vain(job, number, claim):
+                continue
             members = self._members_of(job, claim)
             verdict.differ += self._differences(number, claim, members)
             settled = self._settle(state, job, number, claim, members, now)
@@ -172,6 +179,21 @@ class Witnesses(Generic[W]):
         last, generation = self._last
         return by >= generation if number > last else True
 
+    def _is_vain(self, job: Job, number: int, claim: _Claim[W]) -> bool:
+        """Forget words that came too early to be refused, and return whether none is left. Steps
+        before theirs may have been settled by a newer generation since, and a generation that the
+        master did not know then is none, or one without the node."""
+        for node, by in list(claim.by.items()):
+            allowed = self._of_generation(job, by)
+            may = job.seen.inherited if allowed is None else node in allowed
+            if not may or not self._is_in_order(number, by):
+                del claim.words[node], claim.by[node]
+                self._waiting[node] -= 1
+        if claim.words:
+            return False
+        self._forget(number)
+        return True
+
     def _settle(
         self,
         state: ClusterState,
@@ -185,7 +207,7 @@ class Witnesses(Generic[W]):
         counts = {
             node: word
             for node, word in claim.words.items()
-            if node in members and self._is_in_order(number, claim.by[node])
+            if self._of_generation(job, claim.by[node]) is not None
         }
         for word in counts.values():
             if (same := _fingerprint(word)) in told:
@@ -222,9 +244,7 @@ class Witnesses(Generic[W]):
     def _members_of(self, job: Job, claim: _Claim[W]) -> frozenset[NodeName]:
         """Nodes that may tell of it: of every plan that it may have been committed in, so that
         nobody shuts others out by naming a plan without them."""
-        number = self._number_of(next(iter(claim.words.values())))
-        generations = (by for by in claim.by.values() if self._is_in_order(number, by))
-        nodes = (self._of_generation(job, generation) for generation in generations)
+        nodes = (self._of_generation(job, generation) for generation in claim.by.values())
         return frozenset[NodeName]().union(*filter(None, nodes))
 
     def _of_generation(self, job: Job, generation: Generation) -> frozenset[NodeName] | None:

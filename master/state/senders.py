@@ -41,6 +41,8 @@ def why_refused(state: ClusterState, node: NodeName, report: WorkerReport) -> st
     kind = _KINDS[type(report.what)]
     if not kind.sender(job, worker, report.incarnation):
         return f"{kind.name} of a process that {_WANTED[kind.sender]}"
+    if kind.sender is _is_no_others and not has_part(state, node, report.job_id):
+        return f"{kind.name} of a node that has no part in the job"
     if not kind.may_say(job, report.what):
         return f"{kind.name} with what cannot be"
     if isinstance(report.what, PeerLost) and job.seen.untrue[node] >= MOST_UNTRUE:
@@ -97,8 +99,8 @@ def is_member(job: Job, worker: WorkerId, process: Incarnation) -> bool:
 
 def _is_no_others(job: Job, worker: WorkerId, process: Incarnation) -> bool:
     """Return whether no plan has it in another place, whose agent speaks for it."""
-    known = job.current.processes().get(worker)
-    return known == process or process not in job.current.processes().values()
+    places = {**job.current.leaving_processes(), **job.current.processes()}
+    return places.get(worker) == process or process not in places.values()
 
 
 def _was_member(job: Job, worker: WorkerId, process: Incarnation) -> bool:

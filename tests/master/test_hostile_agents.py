@@ -21,7 +21,13 @@ from oobleck.master.loop import Master
 from oobleck.master.storage.journal import Journal
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.proto.protocol import OLDEST
-from oobleck.proto.types import NodeStatus, Registration, WorkerReport, WorkerStatus
+from oobleck.proto.types import (
+    NodeStatus,
+    Registration,
+    WorkerExited,
+    WorkerReport,
+    WorkerStatus,
+)
 from support import hostile_agent, loops
 from support.scenario import facts_of, job_spec, record
 
@@ -31,6 +37,7 @@ MEMBERS = tuple(NodeName(f"n{number}") for number in range(1, 5))
 #: Its slots are not those of the others: it is in no plan.
 OUTSIDER = NodeName("n9")
 PROCESSES = {name: Incarnation(f"{name}-process") for name in (*MEMBERS, OUTSIDER)}
+FRESH = Incarnation("n1-process-of-later")
 LIMIT_S = 120.0
 
 
@@ -188,6 +195,36 @@ def train(said: Sequence[Sequence[Incoming]], liar: NodeName) -> Outcome:
 @pytest.fixture(scope="module")
 def calm() -> Outcome:
     return train([()] * STEPS, OUTSIDER)
+
+
+def test_nobody_else_ends_a_process_that_no_plan_counts_on_yet(tmp_path: Path) -> None:
+    """What stands in a slot while the job waits for nodes is in its own node's status alone."""
+
+    async def play() -> None:
+        config = MasterConfig(
+            listen="127.0.0.1:0", state_dir=tmp_path, timing=DETECTIONS["wan"], validate=True
+        )
+        master = Master(config, Journal(tmp_path / "journal.log"))
+        cluster, liar = Cluster(master), MEMBERS[1]
+        running = asyncio.create_task(master.run())
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                await cluster.begin()
+                fresh = WorkerStatus(slot=0, incarnation=FRESH, pid=2, card="n1:4001")
+                await cluster.say(MEMBERS[0], NodeStatus(job_id=JOB, workers=(fresh,)))
+                ended = WorkerExited(pid=2, exit_code=None, signal=9)
+                for name, counts in ((liar, False), (MEMBERS[0], True)):
+                    report = WorkerReport(job_id=JOB, slot=0, incarnation=FRESH, what=ended)
+                    await cluster.say(name, report)
+                    await cluster.turned()
+                    assert cluster.job.seen.is_gone(FRESH) is counts
+                assert master.sessions.refused["a report of another one's process"] == 1
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            master.close()
+
+    loops.run(play())
 
 
 def _said(*processes: Incarnation, ends: bool = True) -> st.SearchStrategy[list[list[Incoming]]]:

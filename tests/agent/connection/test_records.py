@@ -92,6 +92,19 @@ def test_what_was_beside_a_checkpoint_goes_apart_and_never_in_place_of_a_workers
     assert (last.step, restored_in) == (4, 2)
 
 
+def test_of_two_records_of_a_step_the_one_of_the_newer_generation_is_told() -> None:
+    """A head that lost its disk has the steps before of that one, and takes none of an older one
+    after them."""
+    buffer = filled(3)
+    assert steps(buffer, 0.0, held_s=0.0) == [1, 2, 3]
+    buffer.add(JOB, record(3, Generation(7)), 1.0)
+    buffer.add(JOB, record(3, Generation(4)), 2.0)
+    (again,), _ = buffer.due(2.0, hold_s=0.0)
+    assert (again.step, again.generation) == (3, 7)
+    buffer.session_began(3.0)
+    assert [one.generation for one in buffer.due(3.0, hold_s=0.0)[0]] == [1, 1, 7]
+
+
 def test_batches_are_bounded() -> None:
     buffer = filled(BATCH + 1)
     assert len(steps(buffer, 0.0, held_s=0.0)) == BATCH

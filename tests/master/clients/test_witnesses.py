@@ -5,13 +5,13 @@ from typing import get_args
 import msgspec
 import pytest
 
-from oobleck.host.ipc.messages import StepRecord
+from oobleck.host.ipc.messages import Failed, StepRecord
 from oobleck.master.clients import witnesses
 from oobleck.master.clients.budget import Budget
 from oobleck.master.clients.witnesses import LOST_S, MOST_WAITING, SILENT, Witnesses
 from oobleck.master.state import senders
-from oobleck.planner.ids import Generation, NodeName
-from oobleck.proto.types import Happening
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.proto.types import Happening, WorkerExited, WorkerReport
 from support.scenario import Player, record
 
 N1, N2, N3, N9 = (NodeName(name) for name in ("n1", "n2", "n3", "n9"))
@@ -178,10 +178,82 @@ def test_what_is_settled_waits_no_more(telling: Telling) -> None:
     telling.tell(N2, 1, 2)
     assert telling.judged() == [(2, "")]
     telling.now += 2.0
-    assert not telling.told.wait_long(telling.now)
+    assert not telling.told.wait_long(telling.job, telling.now)
     telling.tell(N1, 3)
     telling.now += 2.0
-    assert telling.told.wait_long(telling.now)
+    assert telling.told.wait_long(telling.job, telling.now)
+
+
+def test_words_of_a_generation_that_there_is_not_hold_up_nothing(telling: Telling) -> None:
+    """A head that has just started may learn of plans that another head made, so it keeps them."""
+    telling.job.seen.inherited = True
+    assert telling.tell(N3, 2, generation=2**62) == ""
+    telling.tell(N1, 1)
+    telling.tell(N2, 1)
+    assert telling.judged() == [(1, "")]
+    telling.now += 2.0
+    assert not telling.told.wait_long(telling.job, telling.now), "a job can end"
+    telling.tell(N1, 2, 3)
+    telling.tell(N2, 2, 3)
+    assert telling.judged() == [(2, ""), (3, "")]
+    telling.told.settle_through(3)
+    assert telling.tell(N9, 4, generation=1) == "of a node that had no part in it"
+    telling.tell(N3, 4, generation=2**62)
+    telling.job.seen.inherited = False
+    assert telling.judged() == []
+    assert telling.tell(N3, 4) == "", "its own word is in nobody's place"
+    telling.tell(N1, 4)
+    assert telling.judged() == [(4, "")]
+
+
+def test_words_that_a_newer_generation_has_overtaken_are_replaced() -> None:
+    """Agents keep the last steps of a job that another head saw the end of; this head has its
+    workers begin anew."""
+    telling = Telling(
+        "0.7 enter 1 n1 n2 n3\n1.0 steps 1 5 1\n2.0 fail n3/0 node torn\n4.0 enter 2 n1 n2\n"
+        "4.1 steps 6 6 2\n"
+    )
+    telling.tell(N1, 8)
+    telling.tell(N2, 8)
+    telling.tell(N3, 9)
+    for step in (7, 8):
+        for node in (N1, N2):
+            assert telling.tell(node, step, generation=2) == ""
+    words = telling.told.judge(telling.state, telling.job, telling.now).words
+    assert [(word.step, word.generation) for word, _ in words] == [(7, 2), (8, 2)]
+    assert telling.judged() == []
+    telling.now += 2.0
+    assert not telling.told.wait_long(telling.job, telling.now), "nothing comes of n3's word"
+
+
+def of_its_end(process: str, what: Happening) -> WorkerReport:
+    return WorkerReport(job_id=JobId("demo-1"), slot=0, incarnation=Incarnation(process), what=what)
+
+
+def test_nobody_else_ends_a_process_that_is_about_to_leave() -> None:
+    player = Player()
+    player.play(
+        "0.0 register n1 n2 n3 n9:2\n0.1 submit demo f=0 min_nodes=1\n0.5 ready n1 n2 n3\n"
+        "0.7 enter 1 n1 n2 n3\n1.0 steps 1 5 1\n2.0 drain n3\n"
+    )
+    job = player.state.job
+    assert job is not None
+    ((worker, process),) = job.current.leaving_processes().items()
+    assert worker.node == N3
+    exited = WorkerExited(pid=2, exit_code=None, signal=9)
+    assert senders.why_refused(player.state, N3, of_its_end(process, exited)) == ""
+    for node in (N1, N9):
+        why = senders.why_refused(player.state, node, of_its_end(process, exited))
+        assert why == "an exit of a process that is another node's"
+
+
+def test_a_node_without_a_part_in_the_job_tells_of_no_failure() -> None:
+    player = Player()
+    player.play("0.0 register n1 n2 n9:2\n0.1 submit demo f=0 min_nodes=1\n0.5 ready n1 n2\n")
+    for kind in ("user", "node", "internal"):
+        failed = of_its_end("nobody", Failed(kind=kind, message="no"))
+        why = senders.why_refused(player.state, N9, failed)
+        assert why == "a failure of a node that has no part in the job"
 
 
 def test_a_budget_gives_a_burst_and_then_so_much_a_second() -> None:
