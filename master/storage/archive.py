@@ -7,6 +7,7 @@ journal.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from oobleck.host.ipc.messages import EvaluationRecord, StepRecord
@@ -23,6 +24,18 @@ log = logging.getLogger(__name__)
 GAP_S = 60.0
 
 
+@dataclass(slots=True)
+class _Gap:
+    """What records of a job wait for, and since when they do."""
+
+    missing: range = range(0)
+    since: float = 0.0
+    #: The last step of which a record waited, or was expected, then.
+    behind: int = 0
+    #: What was missing before has been given up since.
+    passed: bool = False
+
+
 class Archive:
     def __init__(self, config: MasterConfig) -> None:
         self._config = config
@@ -33,8 +46,7 @@ class Archive:
         self._evaluations: dict[JobId, EvaluationLog] = {}
         #: What has something to be written, oldest first.
         self._unwritten: dict[MetricsLog | EvaluationLog, None] = {}
-        #: Since when records of a job wait for others, and for which.
-        self._gaps: dict[JobId, tuple[range, float]] = {}
+        self._gaps: dict[JobId, _Gap] = {}
 
     def metrics(self, job_id: JobId) -> MetricsLog:
         """Raises StorageFailed."""
@@ -56,8 +68,15 @@ class Archive:
         self._unwritten[metrics] = None
         new = metrics.append(records)
         if metrics.waits:
-            self._gaps.setdefault(job_id, (range(0), 0.0))
+            self._gaps.setdefault(job_id, _Gap())
         return new
+
+    def expect(self, job_id: JobId, last: int) -> None:
+        """Know that the job has committed the steps up to `last`."""
+        metrics = self.metrics(job_id)
+        metrics.expect(last)
+        if metrics.waits:
+            self._gaps.setdefault(job_id, _Gap())
 
     def has_waiting(self, job_id: JobId) -> bool:
         """Return whether records wait for others, and will be written without them after a time.
@@ -72,19 +91,22 @@ class Archive:
     def given_up(self, now: float, late_s: float) -> dict[JobId, range]:
         """Return the steps whose records nobody has sent for long though others wait for them: all
         that had them are gone, or the file has lost them. `late_s`: of that the master itself was
-        away."""
+        away. A gap behind one that was given up has lasted as long as what waits behind both."""
         found = {}
-        for job_id, (before, since) in list(self._gaps.items()):
+        for job_id, gap in list(self._gaps.items()):
             metrics = self.metrics(job_id)
             missing = metrics.missing
+            gap.since += max(0.0, late_s)
             if not metrics.waits:
                 del self._gaps[job_id]
-            elif not missing or missing != before or self.storage.problem:
-                self._gaps[job_id] = missing, now
-            elif now - (since + max(0.0, late_s)) < GAP_S:
-                self._gaps[job_id] = missing, since + max(0.0, late_s)
-            else:
-                del self._gaps[job_id]
+                continue
+            lasts = missing == gap.missing or (gap.passed and missing.stop <= gap.behind)
+            if self.storage.problem or not lasts:
+                self._gaps[job_id] = _Gap(missing, now, metrics.furthest)
+            elif missing and now - gap.since < GAP_S:
+                gap.missing, gap.passed = missing, False
+            elif missing:
+                gap.passed = True
                 found[job_id] = missing
         return found
 

@@ -167,7 +167,7 @@ class Drill:
             self.faults.revive_all()
             jobs = self._jobs()
             held = self.world.state is None or self.world.state.held
-            if self.operator.idle and not held and all(job.state in ENDED for job in jobs):
+            if self.operator.idle and not held and all(map(self._has_ended, jobs)):
                 # What was written on disks that were full until peace is tried again.
                 await asyncio.sleep(_WRITTEN_S)
                 return
@@ -189,6 +189,12 @@ class Drill:
                 # All that can come back is back, so it must have gone on, or failed.
                 raise Broken(f"{waits[0].id} waits in peace: {waits[0].reason}")
         raise Broken(f"not settled after {PEACE_S} s of peace: {self._told()}")
+
+    def _has_ended(self, job: Job) -> bool:
+        """Whether it has, and the master waits for none of its records."""
+        assert self.world.master is not None
+        waits = self.world.master.core.archive.metrics(job.id).waits
+        return job.state in ENDED and not waits
 
     def _jobs(self) -> list[Job]:
         assert self.world.master is not None

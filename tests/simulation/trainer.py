@@ -382,7 +382,7 @@ class Trainer:
             self.say(Handed(generation=generation, records=beside))
         agent = self.world.agent_of(self)
         for record in beside:
-            self._ledger.recorded(record.step, agent.process, agent.talks_to)
+            self._ledger.recorded(record.step, generation, agent.process, agent.talks_to)
         self.say(PhaseReached(generation=generation, phase="joined", committed_step=step))
         self.say(PhaseReached(generation=generation, phase="transferred"))
         return True
@@ -485,7 +485,7 @@ class Trainer:
         self._records[step] = record
         self.say(Committed(record=record))
         agent = self.world.agent_of(self)
-        self._ledger.recorded(step, agent.process, agent.talks_to)
+        self._ledger.recorded(step, generation, agent.process, agent.talks_to)
 
     def _tell_evaluation(self, step: int, generation: Generation) -> None:
         record = EvaluationRecord(

@@ -40,7 +40,7 @@ _EXPLAINS = {
     "job error": {"fail_job", "sicken_node"} | _LIES,
     "job failed": _ANY,
     "network cut": _ANY,
-    "head cut off": _CONTROL_CUTS | {"freeze_host", "freeze_agent"},
+    "head cut off": _HEADS | _CONTROL_CUTS | {"freeze_host", "freeze_agent"},
     "drained by force": {"drain_node", "end_agent"},
 }
 #: Those that strike no node in particular.
@@ -49,6 +49,8 @@ _EVERYWHERE = {"fail_forks", "fail_job"} | _HEADS
 _DORMANT = {"fail_job", "hang_worker"}
 #: So long after the last fault all else is found.
 _AFTER_S = 90.0
+#: What a moment loses on its way through the calendar and back.
+_ROUNDED_S = 1e-3
 
 
 @dataclass(slots=True)
@@ -92,6 +94,6 @@ class Truth:
         found_s = root["declared_at"] - root["time"]
         last = max(self._world.peace_at, struck.at) + _AFTER_S
         return any(
-            at + found_s >= struck.at and (at <= last or struck.kind in _DORMANT)
+            at + found_s + _ROUNDED_S >= struck.at and (at <= last or struck.kind in _DORMANT)
             for at in self._world.moments(root["time"])
         )

@@ -64,28 +64,33 @@ class Ledger:
         self.steps: set[int] = set()
         #: Generations since the last of them whose workers found a layer to be with nobody.
         self._forsaken: set[Generation] = set()
-        #: The steps whose records each agent keeps, and up to which one a head has told it that it
-        #: need not.
-        self._kept: dict[Process, set[int]] = {}
+        #: The steps whose records each agent keeps, with the plan whose workers may tell of them,
+        #: and up to which step a head has told it that it need not.
+        self._kept: dict[Process, dict[int, Generation]] = {}
         self._through: dict[tuple[Process, Book | None], int] = {}
         #: Agents were told that records up to this step are on that disk, and these steps' had to
         #: be.
         self._stored_step: dict[Book, int] = {}
         self._stored: dict[Book, set[int]] = {}
 
-    def recorded(self, step: int, keeper: "Process", book: Book | None) -> None:
-        """`book`: of the head that the agent talks to."""
+    def recorded(self, step: int, by: Generation, keeper: "Process", book: Book | None) -> None:
+        """`by`: the plan whose workers may tell of it; `book`: of the head that the agent talks to.
+        It keeps those of one job at a time."""
+        for ledger in self._world.ledgers.values():
+            if ledger is not self:
+                ledger._kept.pop(keeper, None)
         if step > self._through.get((keeper, book), 0):
-            self._kept.setdefault(keeper, set()).add(step)
+            self._kept.setdefault(keeper, {})[step] = by
 
     def acknowledged(self, step: int, book: Book, keeper: "Process") -> None:
         """The records up to this step are on that disk, or nobody has them. The agent keeps them
         no more, and may follow another head later."""
         before = self._stored_step.get(book, 0)
         stored = self._stored.setdefault(book, set())
-        stored |= {each for each in range(before + 1, step + 1) if self._is_kept(each)}
+        stored |= {each for each in range(before + 1, step + 1) if self._is_kept(each, book)}
         self._stored_step[book] = max(before, step)
-        self._kept[keeper] = {each for each in self._kept.get(keeper, ()) if each > step}
+        kept = self._kept.get(keeper, {})
+        self._kept[keeper] = {each: made for each, made in kept.items() if each > step}
         self._through[keeper, book] = max(step, self._through.get((keeper, book), 0))
 
     def copied(self, book: Book) -> None:
@@ -95,11 +100,17 @@ class Ledger:
         self._stored_step[book] = self._stored_step.get(book.parent, 0)
 
     def may_lack(self, step: int, book: Book) -> bool:
-        """Whether everybody who had its record was gone before it was on the disk."""
-        return step not in self._stored.get(book, ()) and not self._is_kept(step)
+        """Whether everybody who had its record was gone before it was on the disk. A record of a
+        plan that the head of that directory does not know may be one that it does not take."""
+        return step not in self._stored.get(book, ()) and not self._is_kept(step, book)
 
-    def _is_kept(self, step: int) -> bool:
-        return any(keeper.alive and step in kept for keeper, kept in self._kept.items())
+    def _is_kept(self, step: int, book: Book) -> bool:
+        liar = f"agent {self._world.liar}"
+        return any(
+            keeper.alive and keeper.name != liar and (self.job_id, kept[step]) in book.plans
+            for keeper, kept in self._kept.items()
+            if step in kept
+        )
 
     def committed(self, step: int, lineage: int, trainer: "Trainer") -> None:
         """Committed steps follow each other, and none is left out."""
@@ -157,6 +168,7 @@ class Ledger:
             # One that is cut off may go on, all the same.
             and (node := state.nodes.get(trainer.node)) is not None
             and node.registered
+            and node.held is None
         ]
         own = [t.progress.committed for t in trainers]
         return max(*told, *own) >= step
@@ -288,7 +300,7 @@ class Watch:
             for agent in self._world.all_agents()
             # What a liar has counts only while it is believed, and of two agents of one name the
             # one counts that came last. Who follows another head does not come back, nor does who
-            # ends.
+            # ends. A thread that hangs hands nothing over.
             if agent.name != self._world.liar
             and agent.follows is book
             and not agent.supervisor._state.shutting_down
@@ -297,7 +309,7 @@ class Watch:
                 or node.facts.incarnation == agent.incarnation
             )
             for trainer in agent.trainers.values()
-            if trainer.job_id == job_id and trainer.entered
+            if trainer.job_id == job_id and trainer.entered and not trainer.stuck
         ]
         if self._world.have_all(state.jobs[job_id], workers):
             self.broken(f"{job_id} {what} for want of what its workers have")

@@ -138,9 +138,9 @@ def _news(job: Job, suspects: dict[NodeName, str]) -> dict[NodeName, str]:
 
 
 def _others(context: Context, job: Job, suspects: Collection[NodeName]) -> list[Node]:
-    """Nodes that the job has or may get, of which nothing bad is known."""
-    nodes = context.state.candidates(job)
-    return [node for node in nodes if node.connected and node.facts.node not in suspects]
+    """Nodes that the job has or may get, of which nothing bad is known. One that is away counts
+    until it is lost: after a restart of the master the first to come back may be the faulty one."""
+    return [node for node in context.state.candidates(job) if node.facts.node not in suspects]
 
 
 def _wait_until(context: Context, job: Job, suspects: dict[NodeName, str]) -> float | None:

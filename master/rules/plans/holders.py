@@ -11,7 +11,7 @@ from oobleck.master.rules.decision import Context
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import NO_GENERATION, Job
 from oobleck.planner.errors import LayerLost
-from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.shards import Shard, ShardTable, require_holders
 
@@ -166,6 +166,15 @@ def _is_behind(worker: WorkerId, generation: Generation, stepped: Plan) -> bool:
     return generation < stepped.generation and worker not in stepped.workers
 
 
+def _voted(job: Job, generation: Generation) -> Mapping[WorkerId, Incarnation]:
+    """Return the processes that a plan in which a step was committed counts on. Each has entered
+    it, whether its agent has told so or not, since a commit needs the vote of all."""
+    for made in (job.current.made, job.current.trained):
+        if made is not None and made.plan.generation == generation:
+            return dict(zip(made.plan.workers, made.incarnations, strict=True))
+    return {}
+
+
 def _held_layers(
     state: ClusterState, job: Job, workers: Iterable[WorkerId]
 ) -> dict[WorkerId, frozenset[Shard]]:
@@ -188,11 +197,13 @@ def _held_layers(
         if (process := state.nodes[worker.node].seen.status.worker(worker.slot)) is not None
     }
     newest = max((process.stepped for process in processes.values()), default=NO_GENERATION)
-    stepped = job.lineage.plans.get(newest)
+    stepped, voted = job.lineage.plans.get(newest), _voted(job, newest)
     trained = max(newest, job.current.stepped)
     for worker, process in processes.items():
         reported = job.seen.processes.entered.get(process.incarnation, frozenset())
         entered = {process.generation, process.stepped, *reported}
+        if voted.get(worker) == process.incarnation:
+            entered.add(newest)
         last = max(entered)
         received = job.seen.processes.received.get(process.incarnation)
         own: frozenset[Shard] = frozenset()

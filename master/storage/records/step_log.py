@@ -42,6 +42,8 @@ class MetricsLog:
         self.stored_step = self.through_step
         #: Steps whose records are lost, which are passed over; by the first of each range.
         self._lost: dict[int, range] = {}
+        #: The last step that there is a record of; 0: not known.
+        self._last = 0
         #: How many of them were skipped. Each line has the number, so that the last one tells it.
         self._skipped_steps = self.recent[-1].skipped_steps if self.recent else 0
 
@@ -53,6 +55,10 @@ class MetricsLog:
     def start_after(self, step: int) -> None:
         """The job began at a checkpoint: records of steps up to this one never come."""
         self._go_on(step)
+
+    def expect(self, last: int) -> None:
+        """Know that the job has committed the steps up to `last`, so each has had a record."""
+        self._last = last
 
     def lose(self, steps: range) -> None:
         """Pass over the records of these steps, once all before them have come."""
@@ -96,15 +102,22 @@ class MetricsLog:
 
     @property
     def waits(self) -> bool:
-        """Return whether records wait for those of earlier steps."""
-        return bool(self._waiting)
+        """Return whether records wait for those of earlier steps, or are expected."""
+        return bool(self._waiting) or self.through_step < self._last
+
+    @property
+    def furthest(self) -> int:
+        """The last step that a record has come of, or that the job has committed."""
+        return max((self.through_step, self._last, *self._waiting))
 
     @property
     def missing(self) -> range:
-        """Steps whose records others wait for, once all before them are on disk."""
-        if not self._waiting or self._lines.unwritten:
+        """Steps whose records others wait for, or that are expected, once all before them are on
+        disk."""
+        if not self.waits or self._lines.unwritten:
             return range(0)
-        return range(self.through_step + 1, min((*self._waiting, *self._lost)))
+        end = self._last + 1 if self.through_step < self._last else math.inf
+        return range(self.through_step + 1, int(min((end, *self._waiting, *self._lost))))
 
     @property
     def is_held_up(self) -> bool:

@@ -222,8 +222,24 @@ def test_records_that_come_behind_a_gap_in_the_last_message_are_written_too(tmp_
     for now in (0.0, 1.0, 61.0, 62.0, 63.0, 123.0, 124.0):
         found += [(now, step) for step in look(archive, now)]
         archive.write()
-    assert found == [(61.0, 3), (123.0, 5)]
+    assert found == [(61.0, 3), (62.0, 5)], "the second gap is as old as the first"
     assert steps_in(tmp_path / "jobs" / JOB / "metrics.jsonl") == [1, 3, 5]
+
+
+def test_records_that_a_job_ended_with_are_waited_for_and_then_given_up(tmp_path: Path) -> None:
+    """Its master ended before it had written them."""
+    archive = Archive(MasterConfig(listen="127.0.0.1:0", state_dir=tmp_path, timing=Detection()))
+    archive.take_records(JOB, tuple(record(step, 1, float(step)) for step in (1, 2)))
+    archive.write()
+    archive.expect(JOB, 6)
+    assert archive.given_up(0.0, 0.0) == {}
+    archive.take_records(JOB, (record(3, 1, 3.0),))
+    archive.write()
+    assert [archive.given_up(now, 0.0) for now in (1.0, 60.0)] == [{}, {}]
+    assert archive.given_up(61.0, 0.0) == {JOB: range(4, 7)}
+    archive.lose(JOB, range(4, 7))
+    archive.expect(JOB, 6)
+    assert not archive.metrics(JOB).waits, "the next master knows"
 
 
 def test_what_too_many_records_on_a_full_disk_held_up_is_written_once_there_is_room(
