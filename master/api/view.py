@@ -13,7 +13,7 @@ from oobleck.host.ipc.messages import StepRecord
 from oobleck.master.config import MasterConfig
 from oobleck.master.planning import client
 from oobleck.master.rules.jobs import job_queue, stalls
-from oobleck.master.rules.plans.adoption import ways_on
+from oobleck.master.rules.plans.adoption import is_queued, ways_on
 from oobleck.master.rules.stragglers import stand_by
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.incidents.incident_summary import headline_of, slowdown_headline
@@ -262,7 +262,8 @@ def problem_of(state: ClusterState, storage: str) -> str:
 
 
 def held_note(state: ClusterState, job_id: JobId) -> str:
-    """Return which nodes train a job that this master does not know, and the ways on."""
+    """Return which nodes train a job that this master does not know, or has in its queue, and the
+    ways on."""
     nodes = state.held[job_id]
     steps = (worker.committed_step for node in nodes for worker in node.seen.status.workers)
     names, step = comma_separated(node.facts.node for node in nodes), max(steps, default=-1)
@@ -277,6 +278,8 @@ def held_note(state: ClusterState, job_id: JobId) -> str:
 
 
 def _unknown(state: ClusterState, job_id: JobId) -> str:
+    if is_queued(state.held[job_id]):
+        return "which waits in this master's queue"
     known = job_id in state.jobs
     return "another than this master's" if known else "which this master does not know"
 

@@ -45,6 +45,8 @@ class AgentSession:
     pace: Budget = field(default_factory=lambda: Budget(_MESSAGES_PER_S, _MESSAGES_AT_ONCE))
     #: Version of the newest assignment that was put into the outbox.
     told_version: int = -1
+    #: Its node was held when the agent was looked after last, so what it told was passed over.
+    held: bool = False
     _assignment: Assignment | None = None
     _acks: dict[JobId, tuple[int, int]] = field(default_factory=dict)
     #: Questions that no answer of the master's loop waits for; few, since operators ask them.

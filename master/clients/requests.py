@@ -116,16 +116,19 @@ class Requests:
             except NotAdopted as why:
                 return why
             ledger.find_profiles()
-            everyone = tuple(node.facts.node for node in state.held[job_id])
+            held = state.held[job_id]
+            everyone = tuple(node.facts.node for node in held)
             ledger.journal(
-                JobAdopted(job_id=job_id, request_id=request_id, spec=spec, nodes=everyone)
+                JobAdopted(
+                    job_id=job_id,
+                    request_id=request_id,
+                    spec=spec,
+                    nodes=everyone,
+                    generation=max(node.seen.status.generation for node in held),
+                )
             )
             ledger.journal(JobStarted(job_id=job_id))
             ledger.journal(profile_of_adopted(state, state.jobs[job_id], nodes))
-            # What they told of the job before was dropped.
-            again = Refusal(reason="to tell again of a job that was adopted", temporary=True)
-            for node in everyone:
-                self._sessions.end_of(node, again)
             return None
 
         if (why := await self._ask(answer)) is not None:

@@ -387,8 +387,12 @@ class Sessions:
         elif node.seen.session != session.number:
             replaced = Refusal(reason="a newer stream of this agent replaced it", temporary=True)
             self._end(session, replaced)
+        elif session.held and node.held is None and not node.stale_workers:
+            again = "to tell again of a job that has become this master's"
+            self._end(session, Refusal(reason=again, temporary=True))
         elif node.held is None and session.told_version != node.desired.version:
             session.tell(state.assignment(node))
+        session.held = node.held is not None
 
     @property
     def acknowledges_at(self) -> float | None:

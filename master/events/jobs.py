@@ -9,7 +9,7 @@ import msgspec
 from oobleck.host.ipc.messages import CheckpointSaved, Measure, Restored, SaveFailed
 from oobleck.master.events.nodes import Evidence
 from oobleck.master.events.plans import ReconfigurationStats
-from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.profile import Profile
 
@@ -32,6 +32,8 @@ class JobAdopted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     spec: JobSpec
     #: Held until now.
     nodes: tuple[NodeName, ...]
+    #: The newest that they have told.
+    generation: Generation
 
 
 class JobCancelRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -46,7 +48,7 @@ class JobStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class JobPutBack(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The job, that could not start so far, lets another one have its turn."""
+    """The job, that cannot go on for now, lets another one have its turn."""
 
     job_id: JobId
     instead: JobId

@@ -47,11 +47,13 @@ class NodeYielded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NodeHeld(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The node trains a job that this master does not know: nothing is asked of it until that is
-    over, or an operator decides."""
+    """The node trains a job that this master does not know, or has in its queue: nothing is asked
+    of it until that is over, the job gets its turn, or an operator decides."""
 
     node: NodeName
     job_id: JobId
+    #: By the journal, the job waits in the queue; else it has none of that id, or another one.
+    queued: bool
 
 
 class NodeCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):

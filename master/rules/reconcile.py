@@ -91,6 +91,8 @@ _RULES: tuple[Rule, ...] = (
     losses.clear_nodes,
     # A node that is to be drained is no candidate, so wishes come before plans too.
     draining.take_wishes,
+    # A job that is trained has its turn, whatever the journal says.
+    job_queue.take_up,
     # Most rules below are about the active job: there must be one.
     job_queue.next_job,
     # What runs already is taken over before anyone declares a part of it lost, or plans anew.

@@ -284,8 +284,9 @@ class Job:
     cancel_requested: bool = False
     #: Number of the event that submitted it, or had it adopted; 0: a journal from before.
     submitted_in: int = 0
-    #: Another master's job, taken over while it trained.
-    adopted: bool = False
+    #: The newest generation of another master's job when it was taken over; None: it was submitted
+    #: here.
+    adopted_in: Generation | None = None
     #: It could not start, and waits until a job after it has ended.
     passed_over: bool = False
     #: Unix times; 0: not yet. All and only ended jobs have the last one.

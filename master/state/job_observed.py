@@ -33,6 +33,9 @@ SaveReport = CheckpointSaved | SaveFailed | Restored
 RECENT_RECORDS = 10
 
 
+_NO_GENERATION = Generation(0)
+
+
 @dataclass(slots=True, kw_only=True)
 class RecoveryTimeline:
     """Observed on the way into the newest generation: when each phase ended, and how."""
@@ -133,6 +136,9 @@ class StepsSeen:
     #: The last committed step that a record has told of, or two nodes' statuses have (of a plan
     #: with one node, that one's).
     furthest_step: int = 0
+    #: The newest generation in which one of these was committed, by the same word. Its records may
+    #: come long after it, so `CurrentPlan.stepped` may not tell.
+    furthest_in: Generation = _NO_GENERATION
     #: By node, a later one that its status has told of.
     claimed: dict[NodeName, int] = field(default_factory=dict)
     #: Of steps that are done again: their generation, the first and the last committed one that a

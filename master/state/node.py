@@ -124,10 +124,11 @@ class Failures:
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that a node trains and this master does not know."""
+    """A job that a node trains and this master does not know, or has in its queue."""
 
     job_id: JobId
     since: float
+    queued: bool
 
 
 @dataclass(slots=True, kw_only=True)

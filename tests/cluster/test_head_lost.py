@@ -172,6 +172,30 @@ def test_an_old_copy_that_is_put_back_goes_on_in_a_higher_term(
     assert cluster.worker_pids() == workers
 
 
+def test_a_job_that_began_after_the_copy_keeps_its_workers(daemons: Daemons, text: str) -> None:
+    """By the copy it is queued, and another job has the turn."""
+    cluster, known = daemons, daemons.state_dir
+    first, second = cluster.submit(job(text)), cluster.submit(job(text))
+    cluster.wait_step(first, 3)
+    copy = known.with_name("copy")
+    shutil.copytree(known, copy)
+    cluster.oobleck("cancel", first)
+    cluster.wait_step(second, 5)
+    workers, generation = cluster.worker_pids(), cluster.status(second)["generation"]
+
+    restart_on(cluster, copy)
+    cluster.wait(
+        lambda: cluster.status(second)["generation"] == generation, "the plan of before is adopted"
+    )
+    assert cluster.worker_pids() == workers
+    assert head_of(cluster)["held"] == []
+    assert cluster.status(first)["state"] == "queued", "the copy has not heard of its end"
+    took_turn = [one["event"] for one in cluster.events(first)]
+    assert took_turn[-1] == "put_back"
+    assert head_of(cluster)["behind"] > 0
+    assert cluster.worker_pids() == workers
+
+
 def test_the_directory_of_another_cluster_is_refused(tmp_path: Path, daemons: Daemons) -> None:
     cluster = daemons
     cluster.kill_master()

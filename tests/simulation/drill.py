@@ -176,8 +176,12 @@ class Drill:
             if not waiting:
                 stuck_since = self.world.loop.clock
             elif self.world.loop.clock > stuck_since + 30.0:
-                # An operator looks why, and gives it what was taken from it.
+                # An operator looks why, and gives it what was taken from it, or gives it up where
+                # it began on the stranger, whose like does not come again.
                 stuck_since = self.world.loop.clock
+                for job in waiting:
+                    if "because the job uses nodes with" in job.reason:
+                        self.operator.cancel_now(job.id)
                 for name in self._nodes:
                     self.operator.undrain_later(0.0, name)
             waits = [job for job in waiting if "no live worker holds" in job.reason]

@@ -490,7 +490,9 @@ class MasterHost:
             agent = next((a for a in agents if a.incarnation == incarnation), None)
             if agent is not None:
                 agent.met.add(self.book)
-            self.lacks = max(self.lacks, self._world.watch.lacking(agent, self.book))
+            # One that has heard more since comes again.
+            if agent is not None and agent.acted_on == event.acted_on:
+                self.lacks = max(self.lacks, self._world.watch.lacking(agent, self.book))
 
     def _ended(self) -> None:
         """What was not committed is gone; what the last write left behind may be a part of one."""

@@ -23,7 +23,7 @@ def follow_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hold_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head takes a job that it does not know for one that has ended."""
-    monkeypatch.setattr(admission, "unknown_job", lambda state, registration: None)
+    monkeypatch.setattr(admission, "_other_job", lambda state, registration: None)
 
 
 def begin_no_term(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from simulation.lies import STRANGER
 from simulation.watch import GONE, Broken
 
 from oobleck.planner.ids import JobId, NodeName
@@ -32,7 +33,7 @@ _ANY = _HEADS | _ENDS | _WORKER_ENDS | _STOPS | _DATA_CUTS | _CONTROL_CUTS | _LI
 _EXPLAINS = {
     "worker died": _HEADS | _ENDS | _WORKER_ENDS | _STOPS | _LIES,
     "node lost": _HEADS | _ENDS | {"freeze_host", "freeze_agent"} | _CONTROL_CUTS,
-    "agent restarted": _ENDS,
+    "agent restarted": _HEADS | _ENDS,
     "hang": _STOPS | _LIES,
     "node unfit": _ANY,
     "peers disconnected": _ANY,
@@ -67,7 +68,7 @@ class Truth:
 
     def struck(self, kind: str, words: str, nodes: list[NodeName]) -> None:
         """`words`: what the transcript says of it, with the nodes that it befell."""
-        named = frozenset(name for name in nodes if re.search(rf"\b{name}\b", words))
+        named = frozenset(name for name in (*nodes, STRANGER) if re.search(rf"\b{name}\b", words))
         self._struck.append(Struck(kind, named, self._world.loop.clock))
 
     def check(self, job_id: JobId) -> int:

@@ -62,6 +62,9 @@ class Ledger:
         self._agreed, self._agreed_step = Generation(0), 0
         #: Steps that any worker has committed.
         self.steps: set[int] = set()
+        #: Heads that were apart have each had some of the workers go on, so that there are two
+        #: courses of the same steps.
+        self._is_split = False
         #: Generations since the last of them whose workers found a layer to be with nobody.
         self._forsaken: set[Generation] = set()
         #: The steps whose records each agent keeps, with the plan whose workers may tell of them,
@@ -118,7 +121,7 @@ class Ledger:
             return  # it was cut off, and the others go on without it
         world = trainer.world
         before = self.furthest.get(lineage, 0)
-        if step > before + 1:
+        if step > before + 1 and not self._is_split:
             world.watch.broken(f"step {step} of {self.job_id} follows step {before}")
         self.furthest[lineage] = max(before, step)
         self.steps.add(step)
@@ -137,6 +140,7 @@ class Ledger:
         if generation < self._agreed:
             return  # one that was stopped meanwhile; nobody goes on with it
         self._agreed, self._agreed_step = generation, agreement.step
+        self._is_split |= world.watch.has_others(self.job_id, generation)
         if not any(agreement.held.values()) and world.watch.begins(self.job_id, generation):
             # Its head goes on from before the job was trained.
             self.furthest, self.steps = {0: 0}, set()
@@ -145,6 +149,8 @@ class Ledger:
                 lineage: min(step, agreement.step) for lineage, step in self.furthest.items()
             }
             self.steps = {step for step in self.steps if step <= agreement.step}
+        if self._is_split:
+            return
         newest = max(self.furthest)
         furthest = self.furthest[newest] - 1
         if agreement.lineage == newest and agreement.step < furthest:
@@ -271,6 +277,16 @@ class Watch:
         """Whether a head trains the job from the beginning, and another one has trained it."""
         book = self._made_by.get((job_id, generation))
         return book is not None and book.parent is not None and job_id not in book.trained
+
+    def has_others(self, job_id: JobId, generation: Generation) -> bool:
+        """Whether workers go on without that plan, by the word of another head."""
+        own, members = self._made_by[job_id, generation], self.plans[job_id, generation].plan.nodes
+        return any(
+            agent.follows is not own
+            and agent.name not in members
+            and any(t.job_id == job_id and t.entered for t in agent.trainers.values())
+            for agent in self._world.all_agents()
+        )
 
     def state_of(self, job_id: JobId, generation: Generation) -> ClusterState:
         """As the head has it that made the plan, or adopted it last."""

@@ -13,7 +13,7 @@ Jobs that ended long ago are forgotten, or the state would grow for ever; their 
 from oobleck.master.events.jobs import JobForgotten, JobPutBack, JobStarted
 from oobleck.master.planning import client
 from oobleck.master.rules.decision import Context, Decision
-from oobleck.master.rules.plans import first_plan, holders
+from oobleck.master.rules.plans import adoption, first_plan, holders
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED, Job
 from oobleck.planner.errors import PlanInfeasible
@@ -28,6 +28,52 @@ def next_job(context: Context) -> Decision | None:
         return None
     first = next((job for job in queued if not job.passed_over), queued[0])
     return Decision(actions=(JobStarted(job_id=first.id),), reason=f"it is {first.id}'s turn")
+
+
+def take_up(context: Context) -> Decision | None:
+    """Give its turn to a job that waits in the queue by the journal and that nodes train: the
+    master goes on from a copy of before its start.
+
+    All nodes of its newest plan must say so, and be more than half of those and the nodes of the
+    job that has the turn by the journal, which nobody may train: it has ended since, or has given
+    way. That one goes back into the queue.
+    """
+    state, active = context.state, context.state.job
+    for job_id, held in state.held.items():
+        if not adoption.is_queued(held):
+            continue
+        job = state.jobs[job_id]
+        members = set(active.current.members) if active is not None else set()
+        away = {name for name in members if not state.nodes[name].connected}
+        due = job.seen.since + context.timing.return_s
+        try:
+            nodes = set(adoption.told_by_all(held))
+        except adoption.NotAdopted as why:
+            nodes, reason = set(), f"{job_id} is trained and waits in the queue: {why}"
+        else:
+            reason = f"{job_id} is trained and waits in the queue; {active and active.id} may be"
+        if context.now < due and (away or not nodes):
+            return Decision(wake_at=due, reason=reason, holds_plans=True)
+        there = {name for name in members | nodes if state.nodes[name].registered}
+        if 2 * len(nodes) <= len(there) or _is_trained(state, active):
+            continue
+        started = JobStarted(job_id=job_id)
+        if active is None:
+            return Decision(actions=(started,), reason=f"{job_id} is trained already")
+        put_back = JobPutBack(job_id=active.id, instead=job_id)
+        return Decision(
+            actions=(put_back, started), reason=f"{job_id} is trained already, and {active.id} not"
+        )
+    return None
+
+
+def _is_trained(state: ClusterState, job: Job | None) -> bool:
+    """Return whether any node has workers of the job."""
+    return job is not None and any(
+        node.connected and node.held is None and node.seen.status.job_id == job.id
+        for node in state.nodes.values()
+        if node.seen.status.workers
+    )
 
 
 def give_way(context: Context, job: Job) -> Decision | None:

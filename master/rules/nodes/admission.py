@@ -15,7 +15,7 @@ from oobleck.master.rules.nodes.losses import last_sign, reconnect_s
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import Incarnation, JobId
+from oobleck.planner.ids import Incarnation
 from oobleck.proto.protocol import common, refusal
 from oobleck.proto.types import Head, Registration
 
@@ -52,8 +52,8 @@ def admit(
         in_use = _name_in_use(state, known, facts.incarnation, now, timing)
         if in_use is not None:
             return in_use
-    if (unknown := unknown_job(state, registration)) is not None:
-        return _hold(known, registration, unknown)
+    if (others := _other_job(state, registration)) is not None:
+        return _hold(known, registration, others)
     job = state.job
     counted = state.lacks(registration.running)
     if job is not None and (same or known is None):
@@ -116,34 +116,41 @@ def _other_head(state: ClusterState, acted_on: Head | None) -> Head | None:
     return acted_on if own is not None and acted_on is not None and acted_on.outranks(own) else None
 
 
-def unknown_job(state: ClusterState, registration: Registration) -> JobId | None:
-    """Return the job of the agent's workers if this master does not know it, and need not have
-    known it; None: it does, or it ended the job, or there is none."""
-    job_id, acted_on = registration.status.job_id, registration.acted_on
+def _other_job(state: ClusterState, registration: Registration) -> NodeHeld | None:
+    """Return what holds the node: its workers' job, if this master does not know it and need not
+    have known it, or if that job has begun since the journal was written. None: this master has or
+    had the job begun, or there is none."""
+    node, job_id = registration.facts.node, registration.status.job_id
+    acted_on = registration.acted_on
     if job_id is None or not registration.status.workers or acted_on is None or state.head is None:
         return None
-    if (job := state.jobs.get(job_id)) is not None:
-        # Two heads of one history may have given one id to two jobs.
-        shared = state.history.shared(acted_on, state.sequence)
-        return None if job.adopted or job.submitted_in <= shared else job_id
-    return job_id if state.history.lacks(acted_on, state.sequence) else None
+    unknown = NodeHeld(node=node, job_id=job_id, queued=False)
+    if (job := state.jobs.get(job_id)) is None:
+        return unknown if state.history.lacks(acted_on, state.sequence) else None
+    # Two heads of one history may have given one id to two jobs.
+    shared = state.history.shared(acted_on, state.sequence)
+    if job.adopted_in is None and job.submitted_in > shared:
+        return unknown
+    begun = job.state == "queued" and state.lacks(registration.running)
+    return NodeHeld(node=node, job_id=job_id, queued=True) if begun else None
 
 
-def _hold(known: Node | None, registration: Registration, job_id: JobId) -> tuple[Journaled, ...]:
+def _hold(known: Node | None, registration: Registration, held: NodeHeld) -> tuple[Journaled, ...]:
     """Leave the node to its job."""
     facts = registration.facts
-    held = NodeHeld(node=facts.node, job_id=job_id)
     registered = NodeRegistered(facts=facts)
     if known is None or not known.registered:
         return registered, held
     if known.facts.incarnation == facts.incarnation and known.held is not None:
-        return () if known.held.job_id == job_id else (held,)
+        same = (known.held.job_id, known.held.queued) == (held.job_id, held.queued)
+        return () if same else (held,)
     # Whatever this master counted on there is not there.
     elsewhere = NodeLost(
         node=facts.node,
         incarnation=known.facts.incarnation,
         cause="restarted",
-        reason=f"it trains job {job_id}, which this master does not know",
+        reason=f"it trains job {held.job_id}, which this master "
+        + ("has in its queue" if held.queued else "does not know"),
         detect_s=0.0,
     )
     return elsewhere, registered, held

@@ -18,7 +18,7 @@ enough.
 5. All else counts for nothing, and the job goes on by the journal.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -29,6 +29,7 @@ from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.jobs.completion import reconfiguration_stats
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
+from oobleck.master.state.node import Node
 from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.listing.schedule import listed_routes
@@ -45,9 +46,10 @@ class NotAdopted(Exception):
 def check_adoptable(state: ClusterState, job_id: JobId) -> tuple[NodeName, ...]:
     """Return the nodes of the newest plan of a job that this master does not know, each of which
     tells that plan. Raises NotAdopted where `adopt` would not take it over at once."""
-    if not (held := state.held.get(job_id, [])):
-        if job_id in state.jobs:
-            raise NotAdopted(f"this master has it already; see 'oobleck status {job_id}'")
+    held = state.held.get(job_id, [])
+    if job_id in state.jobs and (not held or is_queued(held)):
+        raise NotAdopted(f"this master has it already; see 'oobleck status {job_id}'")
+    if not held:
         raise NotAdopted("no node trains an unknown job of that name; see 'oobleck jobs'")
     if job_id in state.jobs:
         raise NotAdopted(
@@ -59,6 +61,17 @@ def check_adoptable(state: ClusterState, job_id: JobId) -> tuple[NodeName, ...]:
             f"job {state.active} has the turn, and one job trains at a time: cancel that first, or "
             "wait for its end"
         )
+    return told_by_all(held)
+
+
+def is_queued(held: Sequence[Node]) -> bool:
+    """Return whether the job that the nodes are held for waits in this master's queue."""
+    return any(node.held is not None and node.held.queued for node in held)
+
+
+def told_by_all(held: Sequence[Node]) -> tuple[NodeName, ...]:
+    """Return the nodes of the newest plan that the held nodes tell. Raises NotAdopted where not
+    each of them tells it, or another one tells another plan."""
     if not any(node.connected for node in held):
         names = _names(node.facts.node for node in held)
         are = "are" if len(held) > 1 else "is"
@@ -87,7 +100,13 @@ def check_adoptable(state: ClusterState, job_id: JobId) -> tuple[NodeName, ...]:
 
 
 def ways_on(state: ClusterState, job_id: JobId) -> str:
-    """Return what an operator may do about a job that nodes train and this master does not know."""
+    """Return what becomes of a job that nodes train and this master does not know, or has in its
+    queue, and what an operator may do about it."""
+    if is_queued(state.held[job_id]):
+        return (
+            "it has its turn as soon as all its nodes are here and none trains another job; or end "
+            f"it with 'oobleck cancel {job_id} --unknown'"
+        )
     # One of another job's name is not adopted.
     adopt = "" if job_id in state.jobs else f"or take it over with 'oobleck adopt {job_id}', "
     return (

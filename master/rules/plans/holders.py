@@ -196,7 +196,8 @@ def _held_layers(
         for worker in workers
         if (process := state.nodes[worker.node].seen.status.worker(worker.slot)) is not None
     }
-    newest = max((process.stepped for process in processes.values()), default=NO_GENERATION)
+    told = (process.stepped for process in processes.values())
+    newest = max((job.seen.steps.furthest_in, *told))
     stepped, voted = job.lineage.plans.get(newest), _voted(job, newest)
     trained = max(newest, job.current.stepped)
     for worker, process in processes.items():

@@ -47,7 +47,7 @@ def next_generation(context: Context, job: Job) -> Generation:
         if node.seen.status.generation <= MOST_GENERATION
     )
     first = context.state.history.first_generation
-    return Generation(max(job.newest_known, *told, first) + 1)
+    return Generation(max(job.newest_known, *told, job.adopted_in or first, first) + 1)
 
 
 def plan_made(

@@ -32,7 +32,9 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import KNOWN_LOST, KNOWN_REPORTS, KNOWN_REQUESTS, Job
 from oobleck.master.state.job_observed import JobSeen, ProfilingSeen
 from oobleck.master.state.job_states import move
+from oobleck.master.state.node import Node
 from oobleck.master.state.rates import slow_after
+from oobleck.planner.ids import JobId
 
 
 def apply(state: ClusterState, event: JobEvent, now: float, unix: float) -> None:
@@ -86,7 +88,7 @@ def _adopt(state: ClusterState, event: JobAdopted, now: float, unix: float) -> N
         spec=event.spec,
         submitted_at=unix,
         submitted_in=state.sequence,
-        adopted=True,
+        adopted_in=event.generation,
         seen=JobSeen(since=now, since_unix=unix, inherited=True),
     )
     state.requests[event.request_id] = event.job_id
@@ -172,10 +174,12 @@ def _take_turn(
     match event:
         case JobStarted():
             state.active = job.id
+            _release(state, job.id)
             if job.current.made is None:
                 job.waiting_since = 0.0
         case JobPutBack():
             state.active, job.passed_over = None, True
+            job.profiling.under_way = None
             job.reason = f"{why}; {event.instead} has its turn meanwhile"
             if (made := job.current.made) is None:
                 job.waiting_since = 0.0
@@ -189,6 +193,14 @@ def _take_turn(
             if before != "waiting for nodes":
                 job.seen.waiting_since = now
             job.reason = "; ".join(event.causes)
+
+
+def _release(state: ClusterState, job_id: JobId) -> list[Node]:
+    """Hold no more, and return, the nodes that train a job which waited in the queue."""
+    nodes = [node for node in state.held.get(job_id, []) if node.held and node.held.queued]
+    for node in nodes:
+        node.held = None
+    return nodes
 
 
 def _measure(job: Job, event: MeasuringStarted | ProfileChosen, now: float) -> None:
@@ -228,5 +240,7 @@ def _end(
     _forget_what_led_there(job)
     if state.active == job.id:
         state.active = None
+    for node in _release(state, job.id):
+        node.stale_workers = node.registered
     for other in state.jobs.values():
         other.passed_over = False

@@ -45,7 +45,9 @@ def apply(state: ClusterState, event: NodeEvent, now: float, unix: float) -> Non
         case NodeRegistered():
             _register(state, event, now)
         case NodeHeld():
-            state.nodes[event.node].held = Held(job_id=event.job_id, since=unix)
+            state.nodes[event.node].held = Held(
+                job_id=event.job_id, since=unix, queued=event.queued
+            )
         case NodeCleared():
             node = state.nodes[event.node]
             node.stale_workers, node.held = False, None

@@ -275,6 +275,8 @@ def _note_claim(
         two = nlargest(2, there)
         step = two[1] if len(two) > 1 else 0
     _note_step(job, step, worker.generation, now)
+    if step == worker.committed_step:
+        steps.furthest_in = max(steps.furthest_in, worker.stepped)
     steps.claimed = {n: told for n, told in steps.claimed.items() if told > steps.furthest_step}
 
 

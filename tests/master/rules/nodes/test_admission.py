@@ -4,18 +4,34 @@ import msgspec
 import pytest
 
 from oobleck.host.detection import Detection
+from oobleck.host.ipc.messages import Assign, Rendezvous
 from oobleck.master.api.view import held_note
-from oobleck.master.events.jobs import JobSubmitted
+from oobleck.master.config import Retention
+from oobleck.master.events.jobs import JobPutBack, JobStarted, JobSubmitted
 from oobleck.master.events.nodes import NodeHeld, NodeLost, NodeRegistered
+from oobleck.master.events.reports import StreamOpened
 from oobleck.master.events.unions import MasterStarted, TermBegan
+from oobleck.master.planning.solve import AtOnce
+from oobleck.master.rules.decision import Context, Decision
+from oobleck.master.rules.jobs.job_queue import take_up
 from oobleck.master.rules.nodes.admission import Refusal, admit, next_term
 from oobleck.master.rules.plans.adoption import NotAdopted, check_adoptable
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.reducer.apply import apply
-from oobleck.planner.ids import Incarnation, JobId, NodeName
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.planner.programs.pipeline import Pipeline
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold
 from oobleck.proto.heads import MOST_TERM
 from oobleck.proto.protocol import NEWEST
-from oobleck.proto.types import Head, NodeFacts, NodeStatus, Registration, WorkerStatus
+from oobleck.proto.types import (
+    Assignment,
+    Head,
+    NodeFacts,
+    NodeStatus,
+    Registration,
+    WorkerStatus,
+)
 from support.scenario import job_spec
 
 FIRST, AGAIN, ELSEWHERE = "00000001", "00000002", "0000000c"
@@ -98,7 +114,8 @@ def test_workers_of_a_job_that_the_head_need_not_know_are_held(
 ) -> None:
     registered, *others = admitted(state(), registration(job_id, acted_on))
     assert isinstance(registered, NodeRegistered)
-    assert others == ([NodeHeld(node=NodeName("n1"), job_id=JobId(job_id))] if held else [])
+    unknown = NodeHeld(node=NodeName("n1"), job_id=JobId(job_id), queued=False)
+    assert others == ([unknown] if held else [])
     assert registered.stale_workers != held
 
 
@@ -147,7 +164,7 @@ def test_a_job_of_an_earlier_term_that_a_copy_lacks_is_held() -> None:
 def test_adoption_is_named_where_it_would_not_be_refused_for_the_name(
     job_id: str, adoptable: bool
 ) -> None:
-    held = NodeHeld(node=NodeName("n1"), job_id=JobId(job_id))
+    held = NodeHeld(node=NodeName("n1"), job_id=JobId(job_id), queued=False)
     told = held_note(state(NodeRegistered(facts=FACTS), held), JobId(job_id))
     assert told.startswith(f"n1 trains job {job_id}")
     assert (f"oobleck adopt {job_id}" in told) == adoptable
@@ -155,7 +172,7 @@ def test_adoption_is_named_where_it_would_not_be_refused_for_the_name(
 
 
 def test_a_held_node_that_is_lost_is_told_of() -> None:
-    held = NodeHeld(node=NodeName("n1"), job_id=JobId("other-1"))
+    held = NodeHeld(node=NodeName("n1"), job_id=JobId("other-1"), queued=False)
     lost = NodeLost(
         node=NodeName("n1"), incarnation=FACTS.incarnation, cause="lease", reason="", detect_s=1.0
     )
@@ -165,7 +182,7 @@ def test_a_held_node_that_is_lost_is_told_of() -> None:
 
 def test_a_job_cannot_be_adopted_before_its_nodes_are_back() -> None:
     """A master that starts again knows held nodes from its journal."""
-    held = NodeHeld(node=NodeName("n1"), job_id=JobId("other-1"))
+    held = NodeHeld(node=NodeName("n1"), job_id=JobId("other-1"), queued=False)
     waiting = state(NodeRegistered(facts=FACTS), held)
     with pytest.raises(NotAdopted, match="n1 is not connected; ask again"):
         check_adoptable(waiting, JobId("other-1"))
@@ -253,7 +270,7 @@ def test_what_a_head_has_journaled_since_its_start_hides_nothing_that_it_lacks(
         assert late.history.lacks(acted_on, late.sequence) == lacking
         assert late.nodes[NodeName("n2")].registered
         held = admitted(late, registration("other-1", acted_on))
-        assert NodeHeld(node=NodeName("n1"), job_id=JobId("other-1")) in held
+        assert NodeHeld(node=NodeName("n1"), job_id=JobId("other-1"), queued=False) in held
 
 
 def test_starts_since_a_directory_was_put_back_hide_nothing_that_it_lacks() -> None:
@@ -263,4 +280,102 @@ def test_starts_since_a_directory_was_put_back_hide_nothing_that_it_lacks() -> N
     assert copy.sequence > acted_on.sequence
     assert next_term(copy, acted_on, lambda: "cccccccc") is not None
     held = admitted(copy, registration("other-1", acted_on))
-    assert NodeHeld(node=NodeName("n1"), job_id=JobId("other-1")) in held
+    assert NodeHeld(node=NodeName("n1"), job_id=JobId("other-1"), queued=False) in held
+
+
+def running(*nodes: str) -> Assignment:
+    """A plan of the job second-2, in which each node has all layers."""
+    pipelines = [
+        Pipeline(
+            nodes=(NodeName(name),),
+            stages=(Hold(first_layer=0, last_layer=7, workers=(WorkerId(NodeName(name), 0),)),),
+            microbatches=8 // len(nodes),
+        )
+        for name in nodes
+    ]
+    plan = Plan.of_pipelines(pipelines, generation=Generation(1), schedule="1f1b")
+    meeting = Rendezvous(host="127.0.0.1:4001", prefix="p")
+    return Assignment(
+        version=1,
+        job_id=JobId("second-2"),
+        job=None,
+        assign=Assign(plan=plan, rendezvous=meeting, boundary=False),
+    )
+
+
+class Copy:
+    """A head on a copy of when demo-1 had its turn and second-2 was queued, which trains now."""
+
+    def __init__(self, *members: str) -> None:
+        second = JobSubmitted(job_id=JobId("second-2"), request_id="two", spec=job_spec("second"))
+        facts = (msgspec.structs.replace(FACTS, node=NodeName(name)) for name in members)
+        registered = (NodeRegistered(facts=one) for one in facts)
+        self.state = state(JobStarted(job_id=JobId("demo-1")), second, *registered)
+        self.state.jobs[JobId("second-2")].submitted_in = 0
+
+    def hear(self, name: str, trains: Assignment) -> None:
+        """An agent comes that trains by this plan."""
+        facts = msgspec.structs.replace(FACTS, node=NodeName(name))
+        asked = msgspec.structs.replace(
+            registration("second-2", told(sequence=9)), facts=facts, running=trains
+        )
+        for event in admitted(self.state, asked):
+            apply(self.state, event, now=0.0, unix=1.0)  # type: ignore[arg-type]
+        held = self.state.nodes[NodeName(name)].held
+        assert held is not None
+        assert held.queued
+        opened = StreamOpened(
+            node=NodeName(name),
+            session=1,
+            status=asked.status,
+            running=trains,
+            acted_on=asked.acted_on,
+        )
+        apply(self.state, opened, now=0.0, unix=1.0)
+
+    def decides(self, now: float) -> Decision | None:
+        context = Context(
+            state=self.state,
+            now=now,
+            timing=Detection(),
+            nonce="n",
+            planner=AtOnce(),
+            retention=Retention(),
+            gives_way_s=1.0,
+        )
+        return take_up(context)
+
+
+def test_a_queued_job_that_nodes_train_has_its_turn_and_the_other_goes_back() -> None:
+    head = Copy()
+    head.hear("n1", running("n1", "n2"))
+    assert "which waits in this master's queue" in held_note(head.state, JobId("second-2"))
+    waits = head.decides(1.0)
+    assert waits is not None
+    assert (waits.holds_plans, waits.actions) == (True, ()), "n2 may still come"
+    head.hear("n2", running("n1", "n2"))
+    found = head.decides(1.0)
+    assert found is not None
+    assert found.actions == (
+        JobPutBack(job_id=JobId("demo-1"), instead=JobId("second-2")),
+        JobStarted(job_id=JobId("second-2")),
+    )
+    for event in found.actions:
+        apply(head.state, event, now=1.0, unix=2.0)
+    assert not head.state.held
+    assert head.state.active == "second-2"
+    assert head.decides(1.0) is None
+
+
+def test_it_has_no_turn_where_nodes_are_missing_for_good_or_train_the_other_job() -> None:
+    head = Copy()
+    head.hear("n1", running("n1", "n2"))
+    assert head.decides(Detection().return_s + 1.0) is None
+    busy = Copy("n3")
+    busy.hear("n1", running("n1"))
+    workers = (WorkerStatus(slot=0, incarnation=Incarnation("0f"), pid=2),)
+    status = NodeStatus(job_id=JobId("demo-1"), workers=workers)
+    opened = StreamOpened(node=NodeName("n3"), session=1, status=status, running=None)
+    apply(busy.state, opened, now=0.0, unix=1.0)
+    assert busy.decides(Detection().return_s + 1.0) is None
+    assert busy.state.held, "and its workers are not ended"

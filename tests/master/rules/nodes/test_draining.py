@@ -175,7 +175,7 @@ def test_what_was_known_of_a_drain_is_not_known_of_a_forced_one(force: bool) -> 
 def test_a_node_that_trains_an_unknown_job_is_drained_when_that_is_over() -> None:
     player, name = Player(), NodeName("n1")
     player.play("0.0 register n1\n")
-    held = NodeHeld(node=name, job_id=JobId("other-1"))
+    held = NodeHeld(node=name, job_id=JobId("other-1"), queued=False)
     asked = NodeDrainRequested(node=name, request_id="d", reason="new memory", force=False)
     for event in (held, asked):
         apply(player.state, event, now=1.0, unix=1.0)
