@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from oobleck.host.system.environment import Environment
 from oobleck.master.clients.outbox import AgentSession
 from oobleck.master.clients.requests import Requests
-from oobleck.master.rules.plans.adoption import NotAdopted, check_adoptable
+from oobleck.master.rules.plans.adoption import NotAdopted, check_adoptable, nodes_of
 from oobleck.master.state.cluster import ClusterState
 from oobleck.planner.ids import JobId, NodeName
 from oobleck.planner.job.file import parse_job
@@ -75,7 +75,7 @@ class Adoptions:
         requests.check()
         if request_id in self._state.requests:
             return LOST
-        nodes = check_adoptable(self._state, job_id)
+        nodes = sorted(nodes_of(check_adoptable(self._state, job_id)))
         spec = await asyncio.to_thread(_read, await self._texts(job_id, nodes))
         lost = LOST
         digest = digest_of(spec.code)

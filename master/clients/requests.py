@@ -25,7 +25,7 @@ from oobleck.master.events.unions import Journaled
 from oobleck.master.inbox import Inbox
 from oobleck.master.rules.jobs.profiling import profile_of_adopted
 from oobleck.master.rules.nodes.admission import Refusal
-from oobleck.master.rules.plans.adoption import NotAdopted, check_adoptable
+from oobleck.master.rules.plans.adoption import NotAdopted, check_adoptable, nodes_of
 from oobleck.master.state.job import ENDED
 from oobleck.master.state.node import Node
 from oobleck.master.state.trust import Decide, Denied, check_caller
@@ -112,23 +112,22 @@ class Requests:
             if request_id in state.requests:
                 return None
             try:
-                nodes = check_adoptable(state, job_id)
+                newest = check_adoptable(state, job_id)
             except NotAdopted as why:
                 return why
             ledger.find_profiles()
-            held = state.held[job_id]
-            everyone = tuple(node.facts.node for node in held)
+            everyone = tuple(node.facts.node for node in state.held[job_id])
             ledger.journal(
                 JobAdopted(
                     job_id=job_id,
                     request_id=request_id,
                     spec=spec,
                     nodes=everyone,
-                    generation=max(node.seen.status.generation for node in held),
+                    generation=newest.plan.generation,
                 )
             )
             ledger.journal(JobStarted(job_id=job_id))
-            ledger.journal(profile_of_adopted(state, state.jobs[job_id], nodes))
+            ledger.journal(profile_of_adopted(state, state.jobs[job_id], nodes_of(newest)))
             return None
 
         if (why := await self._ask(answer)) is not None:

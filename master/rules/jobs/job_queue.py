@@ -47,7 +47,7 @@ def take_up(context: Context) -> Decision | None:
         away = {name for name in members if not state.nodes[name].connected}
         due = job.seen.since + context.timing.return_s
         try:
-            nodes = set(adoption.told_by_all(held))
+            nodes = adoption.nodes_of(adoption.told_by_all(held))
         except adoption.NotAdopted as why:
             nodes, reason = set(), f"{job_id} is trained and waits in the queue: {why}"
         else:

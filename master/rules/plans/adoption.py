@@ -28,7 +28,7 @@ from oobleck.master.events.plans import PlanFound, PlanMade
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.jobs.completion import reconfiguration_stats
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.job import Job
+from oobleck.master.state.job import MOST_GENERATION, Job
 from oobleck.master.state.node import Node
 from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.spec import JobSpec
@@ -43,9 +43,9 @@ class NotAdopted(Exception):
     """A job that nodes train cannot be taken over; the text says why, and the fix."""
 
 
-def check_adoptable(state: ClusterState, job_id: JobId) -> tuple[NodeName, ...]:
-    """Return the nodes of the newest plan of a job that this master does not know, each of which
-    tells that plan. Raises NotAdopted where `adopt` would not take it over at once."""
+def check_adoptable(state: ClusterState, job_id: JobId) -> Assign:
+    """Return the newest plan of a job that this master does not know, which all its nodes tell.
+    Raises NotAdopted where `adopt` would not take it over at once."""
     held = state.held.get(job_id, [])
     if job_id in state.jobs and (not held or is_queued(held)):
         raise NotAdopted(f"this master has it already; see 'oobleck status {job_id}'")
@@ -69,9 +69,9 @@ def is_queued(held: Sequence[Node]) -> bool:
     return any(node.held is not None and node.held.queued for node in held)
 
 
-def told_by_all(held: Sequence[Node]) -> tuple[NodeName, ...]:
-    """Return the nodes of the newest plan that the held nodes tell. Raises NotAdopted where not
-    each of them tells it, or another one tells another plan."""
+def told_by_all(held: Sequence[Node]) -> Assign:
+    """Return the newest plan that the held nodes tell. Raises NotAdopted where not all its nodes
+    tell it, or another one tells another plan."""
     if not any(node.connected for node in held):
         names = _names(node.facts.node for node in held)
         are = "are" if len(held) > 1 else "is"
@@ -84,7 +84,9 @@ def told_by_all(held: Sequence[Node]) -> tuple[NodeName, ...]:
     if not told:
         raise NotAdopted("none of its nodes has a plan of it: it has not begun to train")
     newest = max(told, key=lambda assign: assign.plan.generation)
-    nodes, generation = _nodes(newest), newest.plan.generation
+    nodes, generation = nodes_of(newest), newest.plan.generation
+    if generation > MOST_GENERATION:
+        raise NotAdopted(f"{_names(told[newest])} tell generation {generation}, which there is not")
     if others := set().union(*(of for assign, of in told.items() if assign != newest)):
         raise NotAdopted(
             f"{_names(told[newest])} tell generation {generation}, and {_names(others)} another "
@@ -96,7 +98,7 @@ def told_by_all(held: Sequence[Node]) -> tuple[NodeName, ...]:
             "ask again when the agents that had its workers are connected; if they have ended, "
             "cancel it with --unknown and submit it again"
         )
-    return tuple(sorted(nodes))
+    return newest
 
 
 def ways_on(state: ClusterState, job_id: JobId) -> str:
@@ -127,10 +129,10 @@ def adopt(context: Context, job: Job) -> Decision | None:
     if not speakers:
         return None
     newest = max(speakers, key=lambda running: (len(speakers[running]), running.plan.generation))
-    told, nodes = speakers[newest], _nodes(newest)
+    told, nodes = speakers[newest], nodes_of(newest)
     due = job.seen.since + context.timing.return_s
     what = f"the workers run generation {newest.plan.generation}, which the journal does not have"
-    everyone = {*job.current.members, *(name for of in speakers for name in _nodes(of))}
+    everyone = {*job.current.members, *(name for of in speakers for name in nodes_of(of))}
     away = {name for name in everyone if name not in state.nodes or not state.nodes[name].connected}
     there = {name for name in everyone & state.nodes.keys() if state.nodes[name].registered}
     early = context.now < due
@@ -159,7 +161,7 @@ def _speakers(state: ClusterState, job: Job) -> dict[Assign, dict[NodeName, Assi
         if running.job_id == job.id and state.lacks(running):
             told.setdefault(running.assign, {})[name] = running
     speakers = {
-        assign: {name: of[name] for name in sorted(of.keys() & _nodes(assign))}
+        assign: {name: of[name] for name in sorted(of.keys() & nodes_of(assign))}
         for assign, of in told.items()
         if _could_be_ours(job.spec, assign)
     }
@@ -175,7 +177,8 @@ def _could_be_ours(spec: JobSpec, assign: Assign) -> bool:
     )
 
 
-def _nodes(assign: Assign) -> set[NodeName]:
+def nodes_of(assign: Assign) -> set[NodeName]:
+    """Return all nodes that a plan counts on, those that it takes out included."""
     return {*assign.plan.nodes, *(worker.node for worker in assign.leaving)}
 
 

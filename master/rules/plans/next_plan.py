@@ -21,6 +21,7 @@ from oobleck.master.rules.plans import holders
 from oobleck.master.rules.stragglers import stand_by
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.evidence import carried
+from oobleck.master.state.history import GENERATIONS_PER_TERM
 from oobleck.master.state.job import MOST_GENERATION, Job
 from oobleck.master.state.node import Node
 from oobleck.planner.errors import PlanInfeasible
@@ -39,7 +40,8 @@ _BACK = "put that right, and 'oobleck node undrain NODE' takes a node back"
 
 
 def next_generation(context: Context, job: Job) -> Generation:
-    """Above every generation that anyone knows of."""
+    """Above every generation that anyone knows of, and all that the lost head of an adopted job may
+    have made since."""
     told = (
         node.seen.status.generation
         for node in context.state.nodes.values()
@@ -47,7 +49,9 @@ def next_generation(context: Context, job: Job) -> Generation:
         if node.seen.status.generation <= MOST_GENERATION
     )
     first = context.state.history.first_generation
-    return Generation(max(job.newest_known, *told, job.adopted_in or first, first) + 1)
+    if job.adopted_in is not None:
+        first = max(first, (job.adopted_in // GENERATIONS_PER_TERM + 1) * GENERATIONS_PER_TERM)
+    return Generation(max(job.newest_known, *told, first) + 1)
 
 
 def plan_made(

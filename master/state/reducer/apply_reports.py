@@ -150,6 +150,8 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
     seen.hear(now)
     changed = _without_progress(status) != _without_progress(seen.status)
     before, seen.status = seen.status, status
+    if seen.running is not None and seen.running.job_id != status.job_id:
+        seen.running = None  # it has been given something else since
     job = state.job
     ready = job is not None and state.is_ready(node, job)
     if ready != (seen.ready_at is not None):
