@@ -275,11 +275,12 @@ class Sessions:
         return why_refused(self._ledger.state, node, report)
 
     def _believed(self, node: NodeName, status: NodeStatus) -> NodeStatus:
-        """Return what of it counts. Of a process that two places name, the first one has it."""
+        """Return what of it counts. Of a process that two places name, the first one has it, as
+        long as its node is not lost."""
         state = self._ledger.state
         known = believed(state, node, status)
         sender = self._sender(node)
-        self._give_up(sender)
+        self._give_up(node, sender)
         if status.job_id is not None and status.job_id not in state.jobs:
             # No plan counts on them, and the node is held by its own word alone.
             sender.processes = ()
@@ -287,8 +288,7 @@ class Sessions:
         own = tuple(
             worker
             for worker in known.workers
-            if self._places.setdefault(worker.incarnation, place := WorkerId(node, worker.slot))
-            == place
+            if self._takes(worker.incarnation, WorkerId(node, worker.slot))
         )
         sender.processes = tuple(worker.incarnation for worker in own)
         if len(own) < len(status.workers):
@@ -325,14 +325,22 @@ class Sessions:
         if node not in self._by_node:
             known = self._ledger.state.nodes
             for other in [other for other in self._by_node if other not in known]:
-                self._give_up(self._by_node.pop(other))
+                self._give_up(other, self._by_node.pop(other))
             self._by_node[node] = _Sender()
         return self._by_node[node]
 
-    def _give_up(self, sender: _Sender) -> None:
-        """Have the processes of its newest status be nobody's."""
+    def _takes(self, process: Incarnation, place: WorkerId) -> bool:
+        """Have the process be in that place, and return whether it is."""
+        known, nodes = self._places.get(process), self._ledger.state.nodes
+        if known is None or known.node not in nodes or not nodes[known.node].registered:
+            known = self._places[process] = place
+        return known == place
+
+    def _give_up(self, node: NodeName, sender: _Sender) -> None:
+        """Have the processes of the node's newest status be nobody's."""
         for process in sender.processes:
-            self._places.pop(process, None)
+            if (place := self._places.get(process)) is not None and place.node == node:
+                del self._places[process]
 
     def _refuse(self, node: NodeName, reason: str) -> None:
         """Count it, and log it once. Empty: there is nothing to refuse."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench.support.client import Record, read_lines
+from bench.support.separate import Daemons
 from support.clusters import PATIENT, job
-from support.daemons import Daemons
 from support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]

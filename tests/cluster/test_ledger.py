@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from bench.support.separate import Daemons
 from oobleck.planner.recovery.checkpoint import MANIFEST, RECORDS
 from support.clusters import PATIENT
-from support.daemons import Daemons
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

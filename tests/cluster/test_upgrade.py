@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from bench.support.preloaded import Preloaded
+from bench.support.separate import Daemons
 from oobleck.host.versions import ENGINE, FIRST_ENGINE
 from oobleck.planner.codec import encode
 from oobleck.planner.job.file import parse_job
 from oobleck.proto.protocol import NEWEST, OLDEST, OLDEST_MASTER
 from support import compiled, earlier
 from support.clusters import PATIENT
-from support.daemons import Daemons
 from support.reference import train_reference
 from support.routes import random_listed, random_pipelines
 

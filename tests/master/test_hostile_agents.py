@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +17,7 @@ from oobleck.host.ipc.messages import Evaluated, EvaluationRecord
 from oobleck.master.clients.incoming import Incoming, Records
 from oobleck.master.clients.outbox import AgentSession
 from oobleck.master.config import MasterConfig
+from oobleck.master.events.nodes import NodeLost
 from oobleck.master.loop import Master
 from oobleck.master.storage.journal import Journal
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
@@ -197,34 +198,72 @@ def calm() -> Outcome:
     return train([()] * STEPS, OUTSIDER)
 
 
-def test_nobody_else_ends_a_process_that_no_plan_counts_on_yet(tmp_path: Path) -> None:
-    """What stands in a slot while the job waits for nodes is in its own node's status alone."""
+def play(state_dir: Path, what: Callable[[Cluster], Awaitable[None]]) -> None:
+    """`what`: comes when the job has its first plan."""
 
-    async def play() -> None:
+    async def all_of_it() -> None:
         config = MasterConfig(
-            listen="127.0.0.1:0", state_dir=tmp_path, timing=DETECTIONS["wan"], validate=True
+            listen="127.0.0.1:0", state_dir=state_dir, timing=DETECTIONS["wan"], validate=True
         )
-        master = Master(config, Journal(tmp_path / "journal.log"))
-        cluster, liar = Cluster(master), MEMBERS[1]
+        master = Master(config, Journal(state_dir / "journal.log"))
         running = asyncio.create_task(master.run())
         try:
             async with asyncio.timeout(LIMIT_S):
+                cluster = Cluster(master)
                 await cluster.begin()
-                fresh = WorkerStatus(slot=0, incarnation=FRESH, pid=2, card="n1:4001")
-                await cluster.say(MEMBERS[0], NodeStatus(job_id=JOB, workers=(fresh,)))
-                ended = WorkerExited(pid=2, exit_code=None, signal=9)
-                for name, counts in ((liar, False), (MEMBERS[0], True)):
-                    report = WorkerReport(job_id=JOB, slot=0, incarnation=FRESH, what=ended)
-                    await cluster.say(name, report)
-                    await cluster.turned()
-                    assert cluster.job.seen.is_gone(FRESH) is counts
-                assert master.sessions.refused["a report of another one's process"] == 1
+                await what(cluster)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
             master.close()
 
-    loops.run(play())
+    loops.run(all_of_it())
+
+
+def has_fresh() -> NodeStatus:
+    """A worker that no plan counts on yet stands in the first slot."""
+    fresh = WorkerStatus(slot=0, incarnation=FRESH, pid=2, card="n1:4001")
+    return NodeStatus(job_id=JOB, workers=(fresh,))
+
+
+def test_nobody_else_ends_a_process_that_no_plan_counts_on_yet(tmp_path: Path) -> None:
+    """What stands in a slot while the job waits for nodes is in its own node's status alone."""
+
+    async def lie(cluster: Cluster) -> None:
+        await cluster.say(MEMBERS[0], has_fresh())
+        ended = WorkerExited(pid=2, exit_code=None, signal=9)
+        for name, counts in ((MEMBERS[1], False), (MEMBERS[0], True)):
+            report = WorkerReport(job_id=JOB, slot=0, incarnation=FRESH, what=ended)
+            await cluster.say(name, report)
+            await cluster.turned()
+            assert cluster.job.seen.is_gone(FRESH) is counts
+        assert cluster.master.sessions.refused["a report of another one's process"] == 1
+
+    play(tmp_path, lie)
+
+
+def test_a_lost_node_keeps_no_process_from_its_own_node(tmp_path: Path) -> None:
+    async def lie(cluster: Cluster) -> None:
+        state = cluster.master.state
+        for name in (OUTSIDER, MEMBERS[0]):
+            await cluster.say(name, has_fresh())
+        await cluster.turned()
+        assert state.nodes[MEMBERS[0]].seen.status.workers == (), "the first one has it"
+        facts = state.nodes[OUTSIDER].facts
+        lost = NodeLost(
+            node=OUTSIDER,
+            incarnation=facts.incarnation,
+            cause="lease",
+            reason="silent",
+            detect_s=0.0,
+        )
+        cluster.master._ledger.journal(lost)
+        await cluster.say(MEMBERS[0], has_fresh())
+        await cluster.turned()
+        (worker,) = state.nodes[MEMBERS[0]].seen.status.workers
+        assert worker.incarnation == FRESH
+
+    play(tmp_path, lie)
 
 
 def _said(*processes: Incarnation, ends: bool = True) -> st.SearchStrategy[list[list[Incoming]]]:

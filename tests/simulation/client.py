@@ -222,7 +222,8 @@ class Operator:
         known = fruitless and "without a committed step" in job.reason
         known |= DISK_ERROR in job.reason or GONE in job.reason
         # So a liar says of itself, whom the others cannot do without.
-        known |= self._world.liar is not None and job.reason == "no"
+        liar = self._world.liar
+        known |= liar is not None and job.reason in ("no", f"no (on {liar})")
         if job.state == "failed" and job.id not in self._world.fails_at and not known:
             raise Broken(f"{job.id} failed: {job.reason}")
         if job.state == "succeeded":

@@ -50,7 +50,7 @@ def next_generation(context: Context, job: Job) -> Generation:
     )
     first = context.state.history.first_generation
     if job.adopted_in is not None:
-        first = max(first, (job.adopted_in // GENERATIONS_PER_TERM + 1) * GENERATIONS_PER_TERM)
+        first += (job.adopted_in // GENERATIONS_PER_TERM + 1) * GENERATIONS_PER_TERM
     return Generation(max(job.newest_known, *told, first) + 1)
 
 

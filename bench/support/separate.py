@@ -12,7 +12,9 @@ import psutil
 from bench.support.cluster import Cluster
 from bench.support.daemons import alive, with_parent
 from bench.support.ports import choose_address
-from support.waiting import PATIENCE_S
+
+#: For a daemon that was told to end.
+_ENDS_S = 240.0
 
 
 class Daemons(Cluster):
@@ -69,7 +71,7 @@ class Daemons(Cluster):
 
     def code(self, pid: int) -> int:
         """The exit code of a daemon that ends."""
-        return next(each for each in self._started if each.pid == pid).wait(PATIENCE_S)
+        return next(each for each in self._started if each.pid == pid).wait(_ENDS_S)
 
     def roots(self) -> list[int]:
         return [daemon.pid for daemon in self._started]
