@@ -29,7 +29,15 @@ def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("section", ["## Restore a backup", "## Nothing is left"])
+@pytest.mark.parametrize(
+    "section",
+    [
+        "## The volume is there",
+        "## Restore a backup",
+        "## Nothing is left",
+        "## The authority is lost",
+    ],
+)
 def test_who_follows_the_page_gets_the_head_back_and_training_goes_on(
     machines: dict[str, Machine], tmp_path: Path, section: str
 ) -> None:
@@ -42,6 +50,7 @@ def test_who_follows_the_page_gets_the_head_back_and_training_goes_on(
         "training": {"steps": 100_000, "global_batch": 4, "microbatch": 1},
         "fault_tolerance": 0,
         "profile": "estimate",
+        "checkpoint": {"path": str(tmp_path / "saved"), "every": 5},
     }
     by_name = {name: machines[address] for address, name in MACHINES.items()}
     spare, head = by_name["spare"], by_name["head"]
@@ -73,11 +82,20 @@ def test_who_follows_the_page_gets_the_head_back_and_training_goes_on(
     for process in lost:
         process.send_signal(signal.SIGKILL)
     all_gone(lost)
-    (head.home / ".oobleck").rename(tmp_path / "gone")
+    volume = spare.home / "volume" if "volume" in section else tmp_path / "gone"
+    (head.home / ".oobleck/master").rename(volume)
+    if "authority" in section:
+        (spare.home / "authority").rename(tmp_path / "lost")
 
     type_all(section)
     until(lambda: status()["committed_step"] > before["committed_step"], "the head hears of steps")
     after = status()
     assert after["state"] == "running"
-    assert after["generation"] == before["generation"]
+    if "authority" in section:
+        events = spare.home / ".oobleck/master/jobs/tiny-1/events.jsonl"
+        told = [json.loads(line) for line in events.read_text().splitlines()]
+        (restored,) = (event for event in told if event["event"] == "restored")
+        assert restored["step"] >= before["committed_step"], "what it trained meanwhile counts"
+    else:
+        assert after["generation"] == before["generation"]
     spare.type("oobleck cancel tiny-1")

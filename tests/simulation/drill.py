@@ -179,6 +179,8 @@ class Drill:
                 # An operator looks why, and gives it what was taken from it, or gives it up where
                 # it began on the stranger, whose like does not come again.
                 stuck_since = self.world.loop.clock
+                if self.world.state is not None and self.world.state.superseded is not None:
+                    self.faults.heads.go_above()
                 for job in waiting:
                     if "because the job uses nodes with" in job.reason:
                         self.operator.cancel_now(job.id)

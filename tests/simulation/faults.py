@@ -88,12 +88,13 @@ class Faults:
         self._slots = slots
         #: What is undone when peace comes at the latest.
         self._undo: list[Callable[[], None]] = []
+        self.heads = Heads(world, operator, draw, nodes, self.for_a_while)
         self._sources = (
             self,
             Outages(world, draw, nodes, self.for_a_while),
             Upkeep(world, operator, draw, nodes, self.for_a_while, self.revive),
             Lies(world, draw, slots, self.for_a_while),
-            Heads(world, operator, draw, nodes, self.for_a_while),
+            self.heads,
         )
         self.truth = Truth(world)
         #: Of second strikes, in turn.

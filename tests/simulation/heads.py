@@ -114,6 +114,11 @@ class Heads:
         self._world.by_itself(self._draw.uniform(*_TURNS_S), lambda: self._turn_one(rival))
         return f"two heads for {span_s:.1f} s, the one before with {' '.join(sorted(there))}"
 
+    def go_above(self) -> None:
+        """Do what `status` says where nodes follow a head that is lost for good."""
+        if self._world.rival is None and self._world.stand_in is None:
+            self._go_on_from(self._world.directory(copied=True))
+
     # ---- how
 
     def _turn_one(self, rival: MasterHost) -> None:

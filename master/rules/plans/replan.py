@@ -71,7 +71,8 @@ def replan(context: Context, job: Job) -> Decision | None:
         return Decision(reason=f"{names(coming)}: to be up before planning")
     if job.state == "waiting for nodes":
         # Those that come back after the same disturbance come back together.
-        due = max(node.seen.ready_at or context.now for node in live) + context.timing.join_settle_s
+        here = (*live, *(state.nodes[name] for name in found.plan.nodes))  # some may be drained
+        due = max(node.seen.ready_at or context.now for node in here) + context.timing.join_settle_s
         if context.now < due:
             # It goes on in a moment: it gives its turn to nobody.
             return Decision(
