@@ -22,8 +22,9 @@ import msgspec
 from oobleck.host.ipc.messages import EvaluationRecord, Restored, StepRecord
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import NO_GENERATION, Job
-from oobleck.master.state.senders import tellers
-from oobleck.planner.ids import Generation, NodeName
+from oobleck.master.state.senders import planned, tellers
+from oobleck.planner.ids import Generation, JobId, NodeName
+from oobleck.proto.types import NodeStatus
 
 W = TypeVar("W", StepRecord, EvaluationRecord, Restored)
 
@@ -150,6 +151,18 @@ class Witnesses(Generic[W]):
             for claim in self._claims.values()
         )
 
+    def may_come(self, state: ClusterState, job: Job, before: int) -> bool:
+        """Return whether somebody may have words of steps below `before` that it has not told.
+        Agents tell in order, so who has told of a later step has none."""
+        members = planned(job)
+        return any(
+            node.registered
+            and name not in job.lineage.emptied
+            and (name in members or _has_trained(node.seen.status, job.id))
+            and (name in self._left or self._told.get(name, 0) < before)
+            for name, node in state.nodes.items()
+        )
+
     def judge(
         self, state: ClusterState, job: Job, now: float, words: Iterable[W] | None = None
     ) -> Verdict[W]:
@@ -268,6 +281,10 @@ class Witnesses(Generic[W]):
 
     def _forget(self, number: int) -> None:
         self._waiting.subtract(self._claims.pop(number).words.keys())
+
+
+def _has_trained(status: NodeStatus, job_id: JobId) -> bool:
+    return status.job_id == job_id and any(worker.generation for worker in status.workers)
 
 
 def _unlike(one: W, other: W) -> tuple[str, ...]:
