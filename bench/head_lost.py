@@ -9,10 +9,15 @@ On a real cluster with a job of many short steps. The master is killed (SIGKILL)
 - `restore`: on another one, from a backup that was made before.
 - `adopt`: on an empty one; `oobleck adopt` takes the job over.
 
-From the times in the steps' records: the longest span between two steps before the loss, while no
-head was there, and from the first moment of the next head until it is over the job for as long.
-Training stands where one of the latter is longer than the first, which is what the machine's other
-work makes of a step. Workers must be the same processes all along.
+Prints, from the times in the steps' records:
+
+- `median`: of the spans from one step to the next in the `--away` seconds before the loss,
+- `longest`: the longest of those,
+- `without`: the longest while there was no head,
+- `since`: the longest in the `--away` seconds after the next head was started.
+
+Training stands where one of the last two is much longer than `longest`. Workers must be the same
+processes all along.
 """
 
 import argparse
@@ -74,9 +79,9 @@ def lose_head(way: str, away_s: float, nodes: int) -> tuple[float, float, float,
             cluster.oobleck("backup", str(backup))
             workers, began = cluster.worker_pids(), time.time()
             time.sleep(away_s)
-            before = [record["time"] for record in cluster.metrics(job_id)]
             lost = time.time()
             cluster.kill_master()
+            times = {record["step"]: record["time"] for record in cluster.metrics(job_id)}
             time.sleep(away_s)
             back = time.time()
             go_on(cluster, way, job_id, backup)
@@ -89,10 +94,11 @@ def lose_head(way: str, away_s: float, nodes: int) -> tuple[float, float, float,
             )
             if cluster.worker_pids() != workers:
                 raise SystemExit(f"{way}: workers were started anew")
-            times = sorted({*before, *(record["time"] for record in cluster.metrics(job_id))})
+            # Two heads may have one step's record from two workers, whose times differ.
+            times = {r["step"]: r["time"] for r in cluster.metrics(job_id)} | times
         finally:
             cluster.close()
-    spans = [(one, two - one) for one, two in pairwise(times)]
+    spans = [(one, two - one) for one, two in pairwise(sorted(times.values()))]
     calm = [span for at, span in spans if began <= at and at + span < lost]
     without = [span for at, span in spans if at + span >= lost and at < back]
     since = [span for at, span in spans if back <= at < over]

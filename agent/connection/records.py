@@ -80,6 +80,8 @@ class RecordBuffer:
             return
         kept = self._kept[record.step] = _Waiting(record, now, restored_in)
         self._waiting.append(kept)
+        if len(self._waiting) > 2 * len(self._kept) + BATCH:  # most have been replaced
+            self._waiting = deque(filter(self._is_kept, self._waiting))
 
     def acknowledge(self, job_id: JobId, through_step: int) -> None:
         if job_id != self._job_id:
@@ -108,11 +110,11 @@ class RecordBuffer:
 
     def next_due(self, now: float, *, hold_s: float) -> float | None:
         """Return when `due` will next have a record; None if none is waiting."""
-        while self._waiting:
-            first = self._waiting[0]
-            if self._kept.get(first.record.step) is first:
-                break
+        while self._waiting and not self._is_kept(self._waiting[0]):
             self._waiting.popleft()
         if not self._waiting:
             return None
         return max(now, self._waiting[0].since + hold_s)
+
+    def _is_kept(self, one: _Waiting) -> bool:
+        return self._kept.get(one.record.step) is one

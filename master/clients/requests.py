@@ -25,7 +25,12 @@ from oobleck.master.events.unions import Journaled
 from oobleck.master.inbox import Inbox
 from oobleck.master.rules.jobs.profiling import profile_of_adopted
 from oobleck.master.rules.nodes.admission import Refusal
-from oobleck.master.rules.plans.adoption import NotAdopted, check_adoptable, nodes_of
+from oobleck.master.rules.plans.adoption import (
+    NotAdopted,
+    check_adoptable,
+    is_queued,
+    nodes_of,
+)
 from oobleck.master.state.job import ENDED
 from oobleck.master.state.node import Node
 from oobleck.master.state.trust import Decide, Denied, check_caller
@@ -139,7 +144,7 @@ class Requests:
 
         def answer(_: float) -> tuple[NodeName, ...]:
             held = self._ledger.state.held.get(job_id, [])
-            nodes = tuple(node.facts.node for node in held)
+            nodes = () if is_queued(held) else tuple(node.facts.node for node in held)
             if nodes:
                 self._ledger.journal(UnknownJobEnded(job_id=job_id, nodes=nodes))
             return nodes

@@ -30,6 +30,8 @@ from oobleck.master.events.reports import (
 from oobleck.master.inbox import Changes, Inbox
 from oobleck.master.rules.jobs.completion import records_lost
 from oobleck.master.rules.nodes.admission import Refusal, admit, next_term
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.node import Node
 from oobleck.master.state.senders import believed, has_part, why_refused
 from oobleck.master.state.trust import Denied, check_caller, was_revoked
 from oobleck.master.storage.ledger import Ledger
@@ -281,10 +283,12 @@ class Sessions:
         known = believed(state, node, status)
         sender = self._sender(node)
         self._give_up(node, sender)
-        if status.job_id is not None and status.job_id not in state.jobs:
+        if status.job_id is not None and (
+            status.job_id not in state.jobs or state.nodes[node].held is not None
+        ):
             # No plan counts on them, and the node is held by its own word alone.
             sender.processes = ()
-            return known
+            return status
         own = tuple(
             worker
             for worker in known.workers
@@ -397,7 +401,7 @@ class Sessions:
         elif node.seen.session != session.number:
             replaced = Refusal(reason="a newer stream of this agent replaced it", temporary=True)
             self._end(session, replaced)
-        elif session.held and node.held is None and not node.stale_workers:
+        elif session.held and _is_of_a_job_here(state, node):
             again = "to tell again of a job that has become this master's"
             self._end(session, Refusal(reason=again, temporary=True))
         elif node.held is None and session.told_version != node.desired.version:
@@ -447,3 +451,9 @@ class Sessions:
     def _end(self, session: AgentSession, refusal: Refusal) -> None:
         del self._open[session.number]
         session.end(refusal)
+
+
+def _is_of_a_job_here(state: ClusterState, node: Node) -> bool:
+    """Return whether the node, which was held, trains a job that is this master's now."""
+    there = node.held is None and not node.stale_workers
+    return there and node.seen.status.job_id in state.jobs

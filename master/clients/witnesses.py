@@ -145,11 +145,16 @@ class Witnesses(Generic[W]):
 
     def wait_long(self, job: Job, now: float) -> bool:
         """Return whether something has waited for longer than it takes a word to come."""
-        return any(
-            now > claim.since + _LONG_S
-            and any(self._of_generation(job, by) is not None for by in claim.by.values())
-            for claim in self._claims.values()
-        )
+        known: dict[Generation, bool] = {}
+        for claim in self._claims.values():
+            if now <= claim.since + _LONG_S:
+                continue
+            for by in claim.by.values():
+                if by not in known:
+                    known[by] = self._of_generation(job, by) is not None
+                if known[by]:
+                    return True
+        return False
 
     def may_come(self, state: ClusterState, job: Job, before: int) -> bool:
         """Return whether somebody may have words of steps below `before` that it has not told.
@@ -175,7 +180,9 @@ class Witnesses(Generic[W]):
             numbers = sorted({self._number_of(word) for word in words} & self._claims.keys())
         for number in numbers:
             claim = self._claims[number]
-            if self._is_vain(job, number, claim):
+            self._drop_vain(job, number, claim)
+            if not claim.words:
+                self._forget(number)
                 continue
             members = self._members_of(job, claim)
             verdict.differ += self._differences(number, claim, members)
@@ -192,20 +199,16 @@ class Witnesses(Generic[W]):
         last, generation = self._last
         return by >= generation if number > last else True
 
-    def _is_vain(self, job: Job, number: int, claim: _Claim[W]) -> bool:
-        """Forget words that came too early to be refused, and return whether none is left. Steps
-        before theirs may have been settled by a newer generation since, and a generation that the
-        master did not know then is none, or one without the node."""
+    def _drop_vain(self, job: Job, number: int, claim: _Claim[W]) -> None:
+        """Forget words that came too early to be refused: steps before theirs have been settled by
+        a newer generation since, or their generation, which the master did not know then, is none,
+        or one without the node."""
         for node, by in list(claim.by.items()):
             allowed = self._of_generation(job, by)
             may = job.seen.inherited if allowed is None else node in allowed
             if not may or not self._is_in_order(number, by):
                 del claim.words[node], claim.by[node]
                 self._waiting[node] -= 1
-        if claim.words:
-            return False
-        self._forget(number)
-        return True
 
     def _settle(
         self,

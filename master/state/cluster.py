@@ -74,7 +74,8 @@ class ClusterState:
 
     @property
     def held(self) -> dict[JobId, list[Node]]:
-        """Nodes that train jobs which this master does not know: by job, sorted by name."""
+        """Nodes that train jobs which this master does not know or has in its queue: by job, sorted
+        by name."""
         found: dict[JobId, list[Node]] = {}
         for _, node in sorted(self.nodes.items()):
             if node.held is not None:

@@ -139,8 +139,9 @@ class StepsSeen:
     #: The newest generation in which one of these was committed, by the same word. Its records may
     #: come long after it, so `CurrentPlan.stepped` may not tell.
     furthest_in: Generation = _NO_GENERATION
-    #: By node, a later one that its status has told of.
-    claimed: dict[NodeName, int] = field(default_factory=dict)
+    #: By node, a later one that its status has told of, and the newest generation that its worker
+    #: has committed one in.
+    claimed: dict[NodeName, tuple[int, Generation]] = field(default_factory=dict)
     #: Of steps that are done again: their generation, the first and the last committed one that a
     #: status told of.
     redone: tuple[Generation, int, int] | None = None

@@ -4,6 +4,7 @@
     running --a loss or PlanMade--> reconfiguring --FirstStepCommitted--> running
     starting, running, reconfiguring --JobWaiting--> waiting for nodes
     waiting for nodes --JobPutBack--> queued
+    starting, running, reconfiguring --JobPutBack (its nodes train another job)--> queued
     waiting for nodes --JobStarted (no plan yet)--> starting, --PlanMade--> reconfiguring
     any of them --JobSucceeded, JobFailed, JobCancelled--> succeeded, failed, cancelled
 

@@ -99,8 +99,9 @@ def is_member(job: Job, worker: WorkerId, process: Incarnation) -> bool:
 
 def _is_no_others(job: Job, worker: WorkerId, process: Incarnation) -> bool:
     """Return whether no plan has it in another place, whose agent speaks for it."""
-    places = {**job.current.leaving_processes(), **job.current.processes()}
-    return places.get(worker) == process or process not in places.values()
+    counted = job.current.processes(), job.current.leaving_processes()
+    own = any(places.get(worker) == process for places in counted)
+    return own or all(process not in places.values() for places in counted)
 
 
 def _was_member(job: Job, worker: WorkerId, process: Incarnation) -> bool:

@@ -138,11 +138,12 @@ class Archive:
 
     def forget(self, job_id: JobId) -> None:
         """The job's files are complete, and stay."""
+        self._gaps.pop(job_id, None)
         self.write()
         if self.storage.problem:  # some of it may still wait
             return
         self.events.forget(job_id)
-        for known in (self._metrics, self._evaluations, self._gaps):
+        for known in (self._metrics, self._evaluations):
             known.pop(job_id, None)
 
     def write(self) -> None:

@@ -132,7 +132,8 @@ class Ledger:
             archive.metrics(job.id).start_after(job.rollback.resumed_step)
             for lost in job.lost.last:
                 archive.lose(job.id, lost.steps)
-            if job.state == "succeeded":  # it may have ended before its last lines were on disk
+            if job.state == "succeeded" and not job.profile_only:
+                # It may have ended before its last lines were on disk.
                 archive.expect(job.id, job.spec.training.steps)
             records = archive.metrics(job.id).recent
             self.observe(RecordsReceived(job_id=job.id, records=records), now)

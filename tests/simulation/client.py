@@ -121,7 +121,11 @@ class Operator:
         adopt = pb.AdoptRequest(request_id=f"adopt-{self._asked}", job_id=job_id)
         end = pb.CancelRequest(request_id=f"end-{self._asked}", job_id=job_id)
         try:
-            if self._world.loop.clock < since + _ADOPTS_S:
+            state = self._world.state
+            waits = state is not None and job_id in state.jobs
+            if waits and self._world.loop.clock >= since + _ADOPTS_S:
+                await self._cancel(job_id)  # it waits in the queue, and others have the turn
+            elif self._world.loop.clock < since + _ADOPTS_S:
                 await self._ask(lambda service, context: service.AdoptJob(adopt, context))
                 self._adopted.add(job_id)
             else:

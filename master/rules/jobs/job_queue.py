@@ -5,18 +5,23 @@ training: it gives its turn to the first job after it that could start on the no
 (backfilling, as batch schedulers call it), and is asked again first when that one has ended. So
 does a job that was trained and has waited for nodes for long, if it has a checkpoint: its workers
 are ended, and it goes on from there. Without one its state is in its workers' memory alone, and it
-keeps its turn as long as it may get on. No job that trains is interrupted for another one.
+keeps its turn as long as it may get on. No job that trains is interrupted for another one. So a
+job that nodes train has the turn, though it is another one's by the journal.
 
 Jobs that ended long ago are forgotten, or the state would grow for ever; their files stay.
 """
 
+from collections.abc import Collection
+
 from oobleck.master.events.jobs import JobForgotten, JobPutBack, JobStarted
 from oobleck.master.planning import client
 from oobleck.master.rules.decision import Context, Decision
+from oobleck.master.rules.jobs.profiling import profile_of_adopted
 from oobleck.master.rules.plans import adoption, first_plan, holders
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED, Job
 from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import NodeName
 
 
 def next_job(context: Context) -> Decision | None:
@@ -31,49 +36,54 @@ def next_job(context: Context) -> Decision | None:
 
 
 def take_up(context: Context) -> Decision | None:
-    """Give its turn to a job that waits in the queue by the journal and that nodes train: the
+    """Give the turn to a job that waits in the queue by the journal and that nodes train: this
     master goes on from a copy of before its start.
 
-    All nodes of its newest plan must say so, and be more than half of those and the nodes of the
-    job that has the turn by the journal, which nobody may train: it has ended since, or has given
-    way. That one goes back into the queue.
+    The job that has the turn by the journal goes back into the queue. It has ended since, or given
+    way, if no node has a process of its plan. Nodes that are away may have one, so those that train
+    the other job must be more than these, and most of the cluster, so that no single node takes the
+    turn by its word.
     """
     state, active = context.state, context.state.job
-    for job_id, held in state.held.items():
-        if not adoption.is_queued(held):
+    for job_id in state.held:
+        job = state.jobs.get(job_id)
+        if job is None or not adoption.is_queued(state.held[job_id]):
             continue
-        job = state.jobs[job_id]
-        members = set(active.current.members) if active is not None else set()
-        away = {name for name in members if not state.nodes[name].connected}
+        told, nodes = adoption.newest_told(state, job)
         due = job.seen.since + context.timing.return_s
-        try:
-            nodes = adoption.nodes_of(adoption.told_by_all(held))
-        except adoption.NotAdopted as why:
-            nodes, reason = set(), f"{job_id} is trained and waits in the queue: {why}"
-        else:
-            reason = f"{job_id} is trained and waits in the queue; {active and active.id} may be"
-        if context.now < due and (away or not nodes):
+        registered = [node for node in state.nodes.values() if node.registered]
+        if context.now < due and (told != nodes or not all(n.connected for n in registered)):
+            reason = f"{job_id} is trained, and waits in the queue until all nodes are back"
             return Decision(wake_at=due, reason=reason, holds_plans=True)
-        there = {name for name in members | nodes if state.nodes[name].registered}
-        if 2 * len(nodes) <= len(there) or _is_trained(state, active):
+        if 2 * len(told) <= max(len(nodes), len(registered)) or _may_go_on(state, active, told):
             continue
-        started = JobStarted(job_id=job_id)
-        if active is None:
-            return Decision(actions=(started,), reason=f"{job_id} is trained already")
-        put_back = JobPutBack(job_id=active.id, instead=job_id)
+        put_back = (JobPutBack(job_id=active.id, instead=job_id),) if active is not None else ()
+        profile = (profile_of_adopted(state, job, told),) if _lacks_profile(job) else ()
         return Decision(
-            actions=(put_back, started), reason=f"{job_id} is trained already, and {active.id} not"
+            actions=(*put_back, JobStarted(job_id=job_id), *profile),
+            reason=f"{job_id} is trained already",
         )
     return None
 
 
-def _is_trained(state: ClusterState, job: Job | None) -> bool:
-    """Return whether any node has workers of the job."""
-    return job is not None and any(
-        node.connected and node.held is None and node.seen.status.job_id == job.id
-        for node in state.nodes.values()
-        if node.seen.status.workers
-    )
+def _may_go_on(state: ClusterState, job: Job | None, others: Collection[NodeName]) -> bool:
+    """Return whether a node has a process of the job's plan, or as many as `others` may have one,
+    since they are away."""
+    if job is None or job.current.made is None:
+        return False
+    away = 0
+    for worker, process in job.current.processes().items():
+        node = state.nodes.get(worker.node)
+        status = None if node is None else node.seen.status.worker(worker.slot)
+        if node is None or not node.connected:
+            away += 1
+        elif node.held is None and status is not None and status.incarnation == process:
+            return True
+    return away >= len(others)
+
+
+def _lacks_profile(job: Job) -> bool:
+    return job.profiling.chosen is None and job.spec.profile == "measure"
 
 
 def give_way(context: Context, job: Job) -> Decision | None:

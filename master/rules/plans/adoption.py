@@ -18,7 +18,7 @@ enough.
 5. All else counts for nothing, and the job goes on by the journal.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -61,7 +61,7 @@ def check_adoptable(state: ClusterState, job_id: JobId) -> Assign:
             f"job {state.active} has the turn, and one job trains at a time: cancel that first, or "
             "wait for its end"
         )
-    return told_by_all(held)
+    return _told_by_all(held)
 
 
 def is_queued(held: Sequence[Node]) -> bool:
@@ -69,7 +69,7 @@ def is_queued(held: Sequence[Node]) -> bool:
     return any(node.held is not None and node.held.queued for node in held)
 
 
-def told_by_all(held: Sequence[Node]) -> Assign:
+def _told_by_all(held: Sequence[Node]) -> Assign:
     """Return the newest plan that the held nodes tell. Raises NotAdopted where not all its nodes
     tell it, or another one tells another plan."""
     if not any(node.connected for node in held):
@@ -106,8 +106,8 @@ def ways_on(state: ClusterState, job_id: JobId) -> str:
     queue, and what an operator may do about it."""
     if is_queued(state.held[job_id]):
         return (
-            "it has its turn as soon as all its nodes are here and none trains another job; or end "
-            f"it with 'oobleck cancel {job_id} --unknown'"
+            "it has its turn as soon as its nodes are most of the cluster's and no node trains the "
+            f"job that has the turn now; or end it with 'oobleck cancel {job_id}'"
         )
     # One of another job's name is not adopted.
     adopt = "" if job_id in state.jobs else f"or take it over with 'oobleck adopt {job_id}', "
@@ -128,7 +128,7 @@ def adopt(context: Context, job: Job) -> Decision | None:
     speakers = _speakers(state, job)
     if not speakers:
         return None
-    newest = max(speakers, key=lambda running: (len(speakers[running]), running.plan.generation))
+    newest = _newest(speakers)
     told, nodes = speakers[newest], nodes_of(newest)
     due = job.seen.since + context.timing.return_s
     what = f"the workers run generation {newest.plan.generation}, which the journal does not have"
@@ -149,6 +149,19 @@ def adopt(context: Context, job: Job) -> Decision | None:
     if 2 * sum(map(len, speakers.values())) > len(everyone):
         return Decision(actions=(PlanFound(job_id=job.id, plan=newest.plan),), reason=what)
     return None
+
+
+def newest_told(state: ClusterState, job: Job) -> tuple[set[NodeName], set[NodeName]]:
+    """Return the nodes that tell the newest plan of the job, and all nodes of that plan."""
+    if not (speakers := _speakers(state, job)):
+        return set(), set()
+    newest = _newest(speakers)
+    return set(speakers[newest]), nodes_of(newest)
+
+
+def _newest(speakers: Mapping[Assign, Collection[NodeName]]) -> Assign:
+    """Return the plan that most nodes speak for, the newest of several."""
+    return max(speakers, key=lambda assign: (len(speakers[assign]), assign.plan.generation))
 
 
 def _speakers(state: ClusterState, job: Job) -> dict[Assign, dict[NodeName, Assignment]]:

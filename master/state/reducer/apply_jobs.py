@@ -29,7 +29,13 @@ from oobleck.master.events.jobs import (
 )
 from oobleck.master.events.nodes import NodeYielded
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.job import KNOWN_LOST, KNOWN_REPORTS, KNOWN_REQUESTS, Job
+from oobleck.master.state.job import (
+    KNOWN_LOST,
+    KNOWN_REPORTS,
+    KNOWN_REQUESTS,
+    NO_GENERATION,
+    Job,
+)
 from oobleck.master.state.job_observed import JobSeen, ProfilingSeen
 from oobleck.master.state.job_states import move
 from oobleck.master.state.node import Node
@@ -147,7 +153,7 @@ def _note_save(
                 job.seen.steps.committed_step = max(job.seen.steps.committed_step, step)
             elif event.lost_steps:
                 job.rollback.redo_until = max(job.rollback.redo_until, step + event.lost_steps)
-            job.seen.steps.furthest_step = step
+            job.seen.steps.furthest_step, job.seen.steps.furthest_in = step, NO_GENERATION
             job.seen.steps.claimed.clear()
             job.seen.progressed_at = now
     job.seen.save_reports = tuple(r for r in job.seen.save_reports if not job.knows(r))

@@ -268,18 +268,20 @@ def _note_claim(
     state: ClusterState, job: Job, node: NodeName, worker: WorkerStatus, now: float
 ) -> None:
     """A step is committed by all or by none, so a second node tells of it too."""
-    steps, step = job.seen.steps, worker.committed_step
+    steps, step, stepped = job.seen.steps, worker.committed_step, worker.stepped
     if step <= steps.furthest_step:
         return
     if _others_can_tell(state, job, node):
-        steps.claimed[node] = max(step, steps.claimed.get(node, 0))
+        claim = step, stepped
+        steps.claimed[node] = max(claim, steps.claimed.get(node, claim))
         there = (told for name, told in steps.claimed.items() if job.current.has_member(name))
         two = nlargest(2, there)
-        step = two[1] if len(two) > 1 else 0
+        step = two[1][0] if len(two) > 1 else 0
+        stepped = min((generation for _, generation in two), default=stepped)
     _note_step(job, step, worker.generation, now)
-    if step == worker.committed_step:
-        steps.furthest_in = max(steps.furthest_in, worker.stepped)
-    steps.claimed = {n: told for n, told in steps.claimed.items() if told > steps.furthest_step}
+    if 0 < step == steps.furthest_step:
+        steps.furthest_in = max(steps.furthest_in, stepped)
+    steps.claimed = {n: told for n, told in steps.claimed.items() if told[0] > steps.furthest_step}
 
 
 def _others_can_tell(state: ClusterState, job: Job, node: NodeName) -> bool:

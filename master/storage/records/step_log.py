@@ -40,10 +40,10 @@ class MetricsLog:
         self.through_step = self.recent[-1].step if self.recent else 0
         #: The same without lines that are not written yet.
         self.stored_step = self.through_step
+        #: The last step that the job has committed; 0: not known.
+        self._last = 0
         #: Steps whose records are lost, which are passed over; by the first of each range.
         self._lost: dict[int, range] = {}
-        #: The last step that there is a record of; 0: not known.
-        self._last = 0
         #: How many of them were skipped. Each line has the number, so that the last one tells it.
         self._skipped_steps = self.recent[-1].skipped_steps if self.recent else 0
 

@@ -14,7 +14,12 @@ from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import EvaluationRecord, StepRecord
 from oobleck.host.system.environment import Environment
 from oobleck.master.config import MasterConfig
-from oobleck.master.events.jobs import JobCancelRequested, JobSubmitted
+from oobleck.master.events.jobs import (
+    JobCancelRequested,
+    JobStarted,
+    JobSubmitted,
+    JobSucceeded,
+)
 from oobleck.master.storage.archive import Archive
 from oobleck.master.storage.disk import Storage, StorageFailed
 from oobleck.master.storage.journal import Journal
@@ -458,3 +463,23 @@ def test_records_that_are_in_no_file_keep_the_events_that_they_are_made_of(tmp_p
     journal.close()
     events = (tmp_path / "jobs" / JOB / "events.jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in events][:1] == [1]
+
+
+@pytest.mark.parametrize("profile_only", [False, True])
+def test_the_next_head_waits_for_what_a_job_has_trained_alone(
+    tmp_path: Path, profile_only: bool
+) -> None:
+    """One that only measured has no steps."""
+    config = MasterConfig(listen="127.0.0.1:0", state_dir=tmp_path, timing=Detection())
+    journal = Journal(tmp_path / "journal.log")
+    ledger = Ledger(config, journal, Environment())
+    spec = job_spec("demo")
+    submitted = JobSubmitted(job_id=JOB, request_id="r", spec=spec, profile_only=profile_only)
+    for event in (submitted, JobStarted(job_id=JOB), JobSucceeded(job_id=JOB)):
+        ledger.journal(event)
+    ledger.commit()
+    journal.close()
+    after = Journal(tmp_path / "journal.log")
+    metrics = Ledger(config, after, Environment()).archive.metrics(JOB)
+    assert metrics.waits is not profile_only
+    after.close()

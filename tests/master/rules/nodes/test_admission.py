@@ -289,9 +289,9 @@ def running(*nodes: str) -> Assignment:
         Pipeline(
             nodes=(NodeName(name),),
             stages=(Hold(first_layer=0, last_layer=7, workers=(WorkerId(NodeName(name), 0),)),),
-            microbatches=8 // len(nodes),
+            microbatches=len(range(number, 8, len(nodes))),
         )
-        for name in nodes
+        for number, name in enumerate(nodes)
     ]
     plan = Plan.of_pipelines(pipelines, generation=Generation(1), schedule="1f1b")
     meeting = Rendezvous(host="127.0.0.1:4001", prefix="p")
@@ -367,15 +367,30 @@ def test_a_queued_job_that_nodes_train_has_its_turn_and_the_other_goes_back() ->
     assert head.decides(1.0) is None
 
 
-def test_it_has_no_turn_where_nodes_are_missing_for_good_or_train_the_other_job() -> None:
-    head = Copy()
-    head.hear("n1", running("n1", "n2"))
-    assert head.decides(Detection().return_s + 1.0) is None
-    busy = Copy("n3")
-    busy.hear("n1", running("n1"))
+def test_an_idle_node_and_one_with_an_older_plan_keep_it_from_nothing() -> None:
+    """A node without work starts a worker of the job that has the turn by the journal."""
+    head = Copy("n4")
     workers = (WorkerStatus(slot=0, incarnation=Incarnation("0f"), pid=2),)
     status = NodeStatus(job_id=JobId("demo-1"), workers=workers)
-    opened = StreamOpened(node=NodeName("n3"), session=1, status=status, running=None)
-    apply(busy.state, opened, now=0.0, unix=1.0)
-    assert busy.decides(Detection().return_s + 1.0) is None
-    assert busy.state.held, "and its workers are not ended"
+    opened = StreamOpened(node=NodeName("n4"), session=1, status=status, running=None)
+    apply(head.state, opened, now=0.0, unix=1.0)
+    for name in ("n1", "n2", "n3"):
+        head.hear(name, running("n1", "n2", "n3"))
+    head.hear("n5", running("n5"))
+    found = head.decides(Detection().return_s + 1.0)
+    assert found is not None
+    assert found.actions[1:] == (JobStarted(job_id=JobId("second-2")),)
+
+
+def test_it_has_no_turn_where_its_nodes_are_few() -> None:
+    after = Detection().return_s + 1.0
+    head = Copy()
+    head.hear("n1", running("n1", "n2"))
+    assert head.decides(after) is None, "half of its plan"
+    alone = Copy("n3")
+    alone.hear("n1", running("n1"))
+    waits = alone.decides(1.0)
+    assert waits is not None
+    assert waits.holds_plans, "n3 may come back"
+    assert alone.decides(after) is None, "half of the cluster"
+    assert alone.state.held, "and its workers are not ended"
