@@ -21,7 +21,6 @@ from typing import NoReturn
 
 #: An agent's warm process, and what looks at a user's model before it is sent.
 _FORKED = ("oobleck.worker.warm", "oobleck.worker.describe")
-_MOST_FILES = 64
 _time = time.time
 _offset: mmap.mmap | bytes = bytes(8)
 
@@ -54,7 +53,8 @@ def stand_in(address: Path, parent_pid: int, module: str, arguments: list[str]) 
 
     die_with_parent(parent_pid)
     # Python's own files are not passed on.
-    numbers = [n for n in range(_MOST_FILES) if n < 3 or _is_inherited(n)]
+    opened = sorted(map(int, os.listdir("/proc/self/fd")))
+    numbers = [n for n in opened if n < 3 or _is_inherited(n)]
     alive, _held_open = os.pipe()
     server = socket.socket(socket.AF_UNIX)
     server.connect(str(address))

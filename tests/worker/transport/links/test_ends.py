@@ -4,7 +4,6 @@ that was said is lost, and nothing is told of a meeting that is over."""
 import select
 import socket
 import threading
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -16,7 +15,7 @@ from oobleck.worker.transport.links.attendance import Attendance
 from oobleck.worker.transport.links.frame import HEADER, SIZES, Kind, Label
 from oobleck.worker.transport.links.link import Early, Link
 from support.meeting import SECRET, Party
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 
 @pytest.mark.parametrize(
@@ -26,18 +25,19 @@ def test_two_that_wait_for_each_other_are_released_by_a_third_that_leaves(
     kind: Kind, error: type[TransportError]
 ) -> None:
     """Each waits for the sum that the other adds up, and both lack the third one's share."""
-    group, lost = (0, 1, 2), []
+    group, lost, both_wait = (0, 1, 2), [], threading.Barrier(3)
     with Party(3) as party:
         party.meet(on_lost=lambda rank, why: lost.append(rank))
 
         def add(transport: LinkTransport) -> None:
             if transport.rank == 2:
-                time.sleep(0.1)
+                both_wait.wait(PATIENCE_S)
                 transport.links.leave(1, kind)
                 return
             for_ever = threading.Timer(20, transport.abort)
             for_ever.start()
             sums = [transport.all_reduce(torch.ones(4), group) for _ in group[:2]]
+            both_wait.wait(PATIENCE_S)
             with pytest.raises(error, match=r"has left|called off"):
                 sums[1 - transport.rank].wait()
             for_ever.cancel()
