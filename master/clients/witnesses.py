@@ -157,10 +157,10 @@ class Witnesses(Generic[W]):
         return False
 
     def may_come(self, state: ClusterState, job: Job, before: int) -> bool:
-        """Return whether somebody may have words of steps below `before` that it has not told.
-        Agents tell in order, so who has told of a later step has none."""
+        """Return whether words of steps below `before` wait to be settled, or somebody may have
+        some that it has not told. Agents tell in order: who has told of a later step has none."""
         members = planned(job)
-        return any(
+        return any(number < before for number in self._claims) or any(
             node.registered
             and name not in job.lineage.emptied
             and (name in members or _has_trained(node.seen.status, job.id))

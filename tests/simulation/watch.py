@@ -64,7 +64,7 @@ class Ledger:
         self.steps: set[int] = set()
         #: Heads that were apart have each had some of the workers go on, so that there are two
         #: courses of the same steps.
-        self._is_split = False
+        self.is_split = False
         #: Generations since the last of them whose workers found a layer to be with nobody.
         self._forsaken: set[Generation] = set()
         #: The steps whose records each agent keeps, with the plan whose workers may tell of them,
@@ -121,7 +121,7 @@ class Ledger:
             return  # it was cut off, and the others go on without it
         world = trainer.world
         before = self.furthest.get(lineage, 0)
-        if step > before + 1 and not self._is_split:
+        if step > before + 1 and not self.is_split:
             world.watch.broken(f"step {step} of {self.job_id} follows step {before}")
         self.furthest[lineage] = max(before, step)
         self.steps.add(step)
@@ -140,7 +140,7 @@ class Ledger:
         if generation < self._agreed:
             return  # one that was stopped meanwhile; nobody goes on with it
         self._agreed, self._agreed_step = generation, agreement.step
-        self._is_split |= world.watch.has_others(self.job_id, generation)
+        self.is_split |= world.watch.has_others(self.job_id, generation)
         if not any(agreement.held.values()) and world.watch.begins(self.job_id, generation):
             # Its head goes on from before the job was trained.
             self.furthest, self.steps = {0: 0}, set()
@@ -149,7 +149,7 @@ class Ledger:
                 lineage: min(step, agreement.step) for lineage, step in self.furthest.items()
             }
             self.steps = {step for step in self.steps if step <= agreement.step}
-        if self._is_split:
+        if self.is_split:
             return
         newest = max(self.furthest)
         furthest = self.furthest[newest] - 1

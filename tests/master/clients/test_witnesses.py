@@ -235,7 +235,11 @@ def test_who_has_told_of_a_later_step_has_none_of_before(telling: Telling) -> No
         assert may_come(), "somebody else may have them"
         telling.tell(node, 10)
     assert may_come(), "n3 has only not told yet"
+    telling.tell(N3, 7)
+    assert may_come()
     telling.tell(N3, 9)
+    assert may_come(), "step 7 waits for another node's word"
+    assert telling.judged()[0] == (7, N3)
     assert not may_come(), "n9 has never trained"
     telling.told.begin_again(N2)
     assert may_come(), "a new session tells all again"
