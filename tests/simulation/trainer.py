@@ -98,8 +98,8 @@ class Trainer:
         self.ear = Ear()
         self.progress = Progress()
         self.endpoint = f"{self.node}:{world.next_pid()}"
-        #: Generation whose layers it has come to hold.
-        self.entered = Generation(0)
+        #: Generation whose layers it has come to hold, and when it did.
+        self.entered, self.entered_at = Generation(0), 0.0
         self.report: Any = None
         self._saved = 0
         #: By step, records that the master has not acknowledged.
@@ -313,7 +313,7 @@ class Trainer:
         )
         await self._transfer(plan, agreement, gathering)
         progress.join(agreement, plan.generation)
-        self.entered = plan.generation
+        self.entered, self.entered_at = plan.generation, self.world.loop.clock
         self.say(PhaseReached(generation=plan.generation, phase="transferred", received_bytes=1))
 
     async def _hand_over(self, plan: Plan, gathering: Gathering) -> None:
@@ -374,6 +374,7 @@ class Trainer:
         progress.layers = {s.layer: Held(step, s.part, s.parts) for s in shards}
         self._ledger.went_back(step, plan.generation)
         self.entered = generation = plan.generation
+        self.entered_at = self.world.loop.clock
         path = f"/saved/{step}" if step else ""
         job = self.job_id if step else ""
         self.say(Restored(generation=generation, step=step, path=path, job=job))

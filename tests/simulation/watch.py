@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 GONE = "nor can any node that is away bring it back"
 #: What grows slowly is looked at only so often.
 _LOOK_S = 1.0
+#: A worker's word that it holds its layers may be on its way for so long.
+_WORD_S = 0.2
 #: What struck is found, answered and over in this time.
 _CALM_S = 30.0
 
@@ -326,6 +328,7 @@ class Watch:
             )
             for trainer in agent.trainers.values()
             if trainer.job_id == job_id and trainer.entered and not trainer.stuck
+            if trainer.entered_at < self._world.loop.clock - _WORD_S
         ]
         if self._world.have_all(state.jobs[job_id], workers):
             self.broken(f"{job_id} {what} for want of what its workers have")
