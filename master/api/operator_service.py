@@ -158,10 +158,13 @@ class OperatorService(rpc.OperatorServicer):
         self, request: pb.CancelRequest, context: Context
     ) -> pb.CancelUnknownReply:
         await _check_request_id(request.request_id, context)
-        nodes = await self._requests(context).end_unknown(JobId(request.job_id))
+        job_id, state = JobId(request.job_id), self._master.state
+        nodes = await self._requests(context).end_unknown(job_id)
         if not nodes:
-            known = ", ".join(self._master.state.held) or "none"
+            known = ", ".join(state.held) or "none"
             text = f"no node trains an unknown job {request.job_id[:80]!r}; such jobs: {known}"
+            if job_id in state.held:  # it waits in the queue
+                text = held_note(state, job_id)
             await context.abort(grpc.StatusCode.NOT_FOUND, text)
         return pb.CancelUnknownReply(nodes=nodes)
 
