@@ -94,11 +94,6 @@ class Confirmations:
         claims = self._claims.get(job_id)
         return claims is not None and claims.records.wait_long(claims.job, now)
 
-    def may_come(self, job_id: JobId, before: int) -> bool:
-        """Return whether records of steps below `before` may still come."""
-        claims, state = self._claims.get(job_id), self._ledger.state
-        return claims is None or claims.records.may_come(state, claims.job, before)
-
     def look(self, now: float) -> list[NodeName]:
         """Look at all that waits: others may be lost by now, or have told of later steps. Returns
         the nodes that are to tell again what was left of their words."""

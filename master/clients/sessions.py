@@ -364,9 +364,7 @@ class Sessions:
         ledger = self._ledger
         for job_id in ledger.archive.held_up():
             self._go_on(job_id, now)
-        for job_id, lost in ledger.archive.given_up(
-            now, late_s, self._confirmations.may_come
-        ).items():
+        for job_id, lost in ledger.archive.given_up(now, late_s).items():
             ledger.journal(records_lost(ledger.state.jobs[job_id], lost))
             self._go_on(job_id, now)
         self._note_waiting(now)

@@ -22,9 +22,8 @@ import msgspec
 from oobleck.host.ipc.messages import EvaluationRecord, Restored, StepRecord
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import NO_GENERATION, Job
-from oobleck.master.state.senders import planned, tellers
-from oobleck.planner.ids import Generation, JobId, NodeName
-from oobleck.proto.types import NodeStatus
+from oobleck.master.state.senders import tellers
+from oobleck.planner.ids import Generation, NodeName
 
 W = TypeVar("W", StepRecord, EvaluationRecord, Restored)
 
@@ -156,18 +155,6 @@ class Witnesses(Generic[W]):
                     return True
         return False
 
-    def may_come(self, state: ClusterState, job: Job, before: int) -> bool:
-        """Return whether words of steps below `before` wait to be settled, or somebody may have
-        some that it has not told. Agents tell in order: who has told of a later step has none."""
-        members = planned(job)
-        return any(number < before for number in self._claims) or any(
-            node.registered
-            and name not in job.lineage.emptied
-            and (name in members or _has_trained(node.seen.status, job.id))
-            and (name in self._left or self._told.get(name, 0) < before)
-            for name, node in state.nodes.items()
-        )
-
     def judge(
         self, state: ClusterState, job: Job, now: float, words: Iterable[W] | None = None
     ) -> Verdict[W]:
@@ -284,10 +271,6 @@ class Witnesses(Generic[W]):
 
     def _forget(self, number: int) -> None:
         self._waiting.subtract(self._claims.pop(number).words.keys())
-
-
-def _has_trained(status: NodeStatus, job_id: JobId) -> bool:
-    return status.job_id == job_id and any(worker.generation for worker in status.workers)
 
 
 def _unlike(one: W, other: W) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ def has_part(state: ClusterState, node: NodeName, job_id: JobId) -> bool:
     """Return whether the node has, or not long ago had, workers of that job by the master's word:
     so there may be output of theirs."""
     job, known = state.jobs[job_id], state.nodes[node]
-    return known.desired.job_id == job_id or node in job.left_out or node in planned(job)
+    return known.desired.job_id == job_id or node in job.left_out or node in _planned(job)
 
 
 def tellers(job: Job, generation: Generation) -> frozenset[NodeName] | None:
@@ -65,7 +65,7 @@ def tellers(job: Job, generation: Generation) -> frozenset[NodeName] | None:
         if plan.generation == generation:
             return frozenset(plan.nodes)
     # Long ago: an agent that was away hands over what it kept.
-    return planned(job)
+    return _planned(job)
 
 
 def believed(state: ClusterState, node: NodeName, status: NodeStatus) -> NodeStatus:
@@ -206,8 +206,7 @@ _KINDS: Mapping[type, _Kind] = {
 }
 
 
-def planned(job: Job) -> frozenset[NodeName]:
-    """Return the nodes of all plans that are kept."""
+def _planned(job: Job) -> frozenset[NodeName]:
     return frozenset(name for plan in _plans(job) for name in plan.nodes)
 
 

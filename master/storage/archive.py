@@ -6,7 +6,7 @@ journal.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,13 +88,10 @@ class Archive:
         has."""
         return [job_id for job_id in self._gaps if self.metrics(job_id).is_held_up]
 
-    def given_up(
-        self, now: float, late_s: float, may_come: Callable[[JobId, int], bool]
-    ) -> dict[JobId, range]:
+    def given_up(self, now: float, late_s: float) -> dict[JobId, range]:
         """Return the steps whose records nobody has sent for long though others wait for them: all
         that had them are gone, or the file has lost them. `late_s`: of that the master itself was
-        away; `may_come`: whether somebody may have some of steps below a number. A gap behind one
-        that was given up has lasted as long as what waits behind both."""
+        away. A gap behind one that was given up has lasted as long as what waits behind both."""
         found = {}
         for job_id, gap in list(self._gaps.items()):
             metrics = self.metrics(job_id)
@@ -106,11 +103,7 @@ class Archive:
             lasts = missing == gap.missing or (gap.passed and missing.stop <= gap.behind)
             if self.storage.problem or not lasts:
                 self._gaps[job_id] = _Gap(missing, now, metrics.furthest)
-            elif (
-                missing
-                and now - gap.since < GAP_S
-                and (metrics.left_some or may_come(job_id, missing.stop))
-            ):
+            elif missing and now - gap.since < GAP_S:
                 gap.missing, gap.passed = missing, False
             elif missing:
                 gap.passed = True

@@ -226,27 +226,6 @@ def test_words_that_a_newer_generation_has_overtaken_are_replaced() -> None:
     assert not telling.told.wait_long(telling.job, telling.now), "nothing comes of n3's word"
 
 
-def test_who_has_told_of_a_later_step_has_none_of_before(telling: Telling) -> None:
-    def may_come() -> bool:
-        return telling.told.may_come(telling.state, telling.job, 9)
-
-    assert may_come()
-    for node in (N1, N2):
-        assert may_come(), "somebody else may have them"
-        telling.tell(node, 10)
-    assert may_come(), "n3 has only not told yet"
-    telling.tell(N3, 7)
-    assert may_come()
-    telling.tell(N3, 9)
-    assert may_come(), "step 7 waits for another node's word"
-    assert telling.judged()[0] == (7, N3)
-    assert not may_come(), "n9 has never trained"
-    telling.told.begin_again(N2)
-    assert may_come(), "a new session tells all again"
-    telling.state.nodes[N2].registered = False
-    assert not may_come()
-
-
 def of_its_end(process: str, what: Happening) -> WorkerReport:
     return WorkerReport(job_id=JobId("demo-1"), slot=0, incarnation=Incarnation(process), what=what)
 

@@ -186,7 +186,7 @@ def test_any_number_of_jobs_needs_no_more_files(tmp_path: Path) -> None:
 def look(archive: Archive, now: float, late_s: float = 0.0) -> list[int]:
     """Return the steps whose records go on, as the master has them do."""
     found = list(archive.held_up())
-    for job_id, steps in archive.given_up(now, late_s, lambda *_: True).items():
+    for job_id, steps in archive.given_up(now, late_s).items():
         archive.lose(job_id, steps)
         found.append(job_id)
     return [record.step for job_id in found for record in archive.take_records(job_id, ())]
@@ -237,16 +237,11 @@ def test_records_that_a_job_ended_with_are_waited_for_and_then_given_up(tmp_path
     archive.take_records(JOB, tuple(record(step, 1, float(step)) for step in (1, 2)))
     archive.write()
     archive.expect(JOB, 6)
-
-    def may_come(job_id: JobId, before: int) -> bool:
-        return True
-
-    assert archive.given_up(0.0, 0.0, may_come) == {}
+    assert archive.given_up(0.0, 0.0) == {}
     archive.take_records(JOB, (record(3, 1, 3.0),))
     archive.write()
-    assert [archive.given_up(now, 0.0, may_come) for now in (1.0, 60.0)] == [{}, {}]
-    assert archive.given_up(61.0, 0.0, may_come) == {JOB: range(4, 7)}
-    assert archive.given_up(0.5, 0.0, lambda *_: False) == {JOB: range(4, 7)}, "nobody has them"
+    assert [archive.given_up(now, 0.0) for now in (1.0, 60.0)] == [{}, {}]
+    assert archive.given_up(61.0, 0.0) == {JOB: range(4, 7)}
     archive.lose(JOB, range(4, 7))
     archive.expect(JOB, 6)
     assert not archive.metrics(JOB).waits, "the next master knows"
