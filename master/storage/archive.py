@@ -26,7 +26,7 @@ GAP_S = 60.0
 
 @dataclass(slots=True)
 class _Gap:
-    """What records of a job wait for, and since when they do."""
+    """Gap in a job's records: the steps that later ones wait for, and since when they do."""
 
     missing: range = range(0)
     since: float = 0.0
