@@ -308,6 +308,9 @@ class Watch:
         """What a job fails or begins anew for want of is with nobody, whether the master hears of
         him or not."""
         state, known = self._state(book), book.plans
+        made = state.jobs[job_id].current.made
+        if made is not None and made.plan.nodes == (self._world.liar,):
+            return  # it says how far it came alone, and so that what others hold is out of date
         if any(
             trainer.job_id == job_id and trainer.entered and (job_id, trainer.entered) not in known
             for trainer in self._world.trainers()
