@@ -139,11 +139,12 @@ class Ledger:
     def agreed(self, generation: Generation, agreement: Agreement, world: "World") -> None:
         """No step that anyone has committed is lost, unless all go back to a checkpoint. One that
         only a worker outside of this plan has seen the vote of is done again, by all."""
-        if generation < self._agreed:
+        begins = not any(agreement.held.values()) and world.watch.begins(self.job_id, generation)
+        if generation < self._agreed and not begins:
             return  # one that was stopped meanwhile; nobody goes on with it
         self._agreed, self._agreed_step = generation, agreement.step
         self.is_split |= world.watch.has_others(self.job_id, generation)
-        if not any(agreement.held.values()) and world.watch.begins(self.job_id, generation):
+        if begins:
             # Its head goes on from before the job was trained.
             self.furthest, self.steps = {0: 0}, set()
         if not self._is_known(agreement.step + 1, generation, world):
