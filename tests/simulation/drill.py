@@ -177,12 +177,14 @@ class Drill:
                 stuck_since = self.world.loop.clock
             elif self.world.loop.clock > stuck_since + 30.0:
                 # An operator looks why, and gives it what was taken from it, or gives it up where
-                # it began on the stranger, whose like does not come again.
+                # it began on the stranger, whose like does not come again, or needs a liar that has
+                # called its own workers ended.
                 stuck_since = self.world.loop.clock
                 if self.world.state is not None and self.world.state.superseded is not None:
                     self.faults.heads.go_above()
                 for job in waiting:
-                    if "because the job uses nodes with" in job.reason:
+                    lied = f"not ready after 15 s: {self.world.liar}" in job.reason
+                    if lied or "because the job uses nodes with" in job.reason:
                         self.operator.cancel_now(job.id)
                 for name in self._nodes:
                     self.operator.undrain_later(0.0, name)
