@@ -14,7 +14,7 @@ Prints, from the times in the steps' records:
 - `median`: of the spans from one step to the next in the `--away` seconds before the loss,
 - `longest`: the longest of those,
 - `without`: the longest while there was no head,
-- `since`: the longest in the `--away` seconds after the next head was started.
+- `since`: the longest from the next head's start until `--away` seconds after it has the job.
 
 Training stands where one of the last two is much longer than `longest`. Workers must be the same
 processes all along.
@@ -113,9 +113,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    print(
-        f"{given.nodes} nodes, {given.away:g} s without a head; ms between steps, and the longest"
-    )
+    print(f"{given.nodes} nodes, {given.away:g} s without a head; ms from one step to the next")
     print(f"{'the next head':>14} {'median':>8} {'longest':>8} {'without':>8} {'since':>8}")
     for way in WAYS:
         for _ in range(given.rounds):

@@ -67,19 +67,19 @@ def take_up(context: Context) -> Decision | None:
 
 
 def _may_go_on(state: ClusterState, job: Job | None, others: Collection[NodeName]) -> bool:
-    """Return whether a node has a process of the job's plan, or as many as `others` may have one,
-    since they are away."""
+    """Return whether a node has a process of the job's plan, or as many nodes as `others` may have
+    some, since they are away."""
     if job is None or job.current.made is None:
         return False
-    away = 0
+    away: set[NodeName] = set()
     for worker, process in job.current.processes().items():
         node = state.nodes.get(worker.node)
         status = None if node is None else node.seen.status.worker(worker.slot)
         if node is None or not node.connected:
-            away += 1
+            away.add(worker.node)
         elif node.held is None and status is not None and status.incarnation == process:
             return True
-    return away >= len(others)
+    return len(away) >= len(others)
 
 
 def _lacks_profile(job: Job) -> bool:

@@ -13,6 +13,7 @@ from oobleck.master.events.reports import StreamOpened
 from oobleck.master.events.unions import MasterStarted, TermBegan
 from oobleck.master.planning.solve import AtOnce
 from oobleck.master.rules.decision import Context, Decision
+from oobleck.master.rules.jobs import job_queue
 from oobleck.master.rules.jobs.job_queue import take_up
 from oobleck.master.rules.nodes.admission import Refusal, admit, next_term
 from oobleck.master.rules.plans.adoption import NotAdopted, check_adoptable
@@ -32,7 +33,7 @@ from oobleck.proto.types import (
     Registration,
     WorkerStatus,
 )
-from support.scenario import job_spec
+from support.scenario import Player, job_spec
 
 FIRST, AGAIN, ELSEWHERE = "00000001", "00000002", "0000000c"
 HISTORY, OWN, OTHER, SECOND = "11" * 8, "aaaaaaaa", "bbbbbbbb", "dddddddd"
@@ -394,3 +395,16 @@ def test_it_has_no_turn_where_its_nodes_are_few() -> None:
     assert waits.holds_plans, "n3 may come back"
     assert alone.decides(after) is None, "half of the cluster"
     assert alone.state.held, "and its workers are not ended"
+
+
+def test_a_node_that_is_away_counts_once_however_many_workers_it_has() -> None:
+    player = Player()
+    player.play(
+        "0.0 register n1:4 n2:4\n0.1 submit demo f=0 min_nodes=1\n0.5 ready n1 n2\n"
+        "1.0 silent n1 n2\n1.0 close n1 n2\n"
+    )
+    job = player.state.job
+    assert job is not None
+    assert len(job.current.processes()) == 8
+    assert not job_queue._may_go_on(player.state, job, [NodeName(f"n{n}") for n in (3, 4, 5)])
+    assert job_queue._may_go_on(player.state, job, [NodeName(f"n{n}") for n in (3, 4)])
