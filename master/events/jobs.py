@@ -13,6 +13,8 @@ from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, Worker
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.profile import Profile
 
+_NO_GENERATION = Generation(0)
+
 
 class JobSubmitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
@@ -32,8 +34,8 @@ class JobAdopted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     spec: JobSpec
     #: Held until now.
     nodes: tuple[NodeName, ...]
-    #: The newest that they have told.
-    generation: Generation
+    #: The newest that they have told; 0: a journal from before does not say.
+    generation: Generation = _NO_GENERATION
 
 
 class JobCancelRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):

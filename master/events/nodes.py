@@ -53,7 +53,7 @@ class NodeHeld(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     node: NodeName
     job_id: JobId
     #: By the journal, the job waits in the queue; else it has none of that id, or another one.
-    queued: bool
+    queued: bool = False
 
 
 class NodeCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -128,7 +128,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
     job_id: JobId
     since: float
-    queued: bool
+    queued: bool = False
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.job import Job
+from oobleck.master.state.job import NO_GENERATION, Job
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Node, NodeSeen
 from oobleck.master.storage.earlier import with_routes
@@ -66,8 +66,11 @@ _GROUPED = {
     "abrupt": ("current", "abrupt"),
     "losses": ("current", "losses"),
 }
-#: Fields of a job that snapshots may have and that follow from others.
-_DERIVED = ("stepped",)
+#: Fields that snapshots may have and that nothing asks for any more, or that follow from others.
+_PASSED_OVER: Mapping[type, tuple[str, ...]] = {
+    ClusterState: ("found",),
+    Job: ("stepped", "adopted"),
+}
 
 
 class _Text(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,8 +121,10 @@ def _parts(value: Any) -> dict[str, msgspec.Raw]:
 
 
 def _grouped(parts: Mapping[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
-    """The same with each field of a job in its group."""
-    whole = {name: text for name, text in parts.items() if name not in (*_GROUPED, *_DERIVED)}
+    """The same with each field of a job in its group, and the generation of an adopted one."""
+    whole = {name: text for name, text in parts.items() if name not in _GROUPED}
+    if "adopted" in parts and msgspec.msgpack.decode(parts["adopted"]):
+        whole["adopted_in"] = msgspec.Raw(msgspec.msgpack.encode(NO_GENERATION))
     groups: dict[str, dict[str, msgspec.Raw]] = {}
     for name in parts.keys() & _GROUPED.keys():
         group, field = _GROUPED[name]
@@ -132,6 +137,8 @@ def _whole(kind: Any, parts: Mapping[str, msgspec.Raw], **observed: object) -> A
     values: dict[str, Any] = dict(observed)
     bounded: dict[str, Any] = {}
     for name, text in parts.items():
+        if name in _PASSED_OVER.get(kind, ()):
+            continue
         if name not in hints:
             raise ValueError(f"{kind.__name__} has no {name}")
         hint = hints[name]

@@ -95,3 +95,21 @@ def test_a_snapshot_is_read() -> None:
     assert changed != msgspec.msgpack.encode(whole)
     restored, _ = snapshots.restore(base64.b64encode(zlib.compress(changed)).decode(), 0.0)
     assert durable(restored) == durable(player.state)
+
+
+def test_a_snapshot_with_fields_that_are_asked_for_no_more_is_read() -> None:
+    player = Player()
+    player.play(SCENARIO.read_text())
+    packed = zlib.decompress(base64.b64decode(snapshots.take(player.state, {})))
+    whole = msgspec.msgpack.decode(packed)
+    whole["state"]["found"] = 7
+    for job in whole["jobs"].values():
+        del job["adopted_in"]
+        job["adopted"] = True
+    changed = base64.b64encode(zlib.compress(msgspec.msgpack.encode(whole))).decode()
+    restored, _ = snapshots.restore(changed, 0.0)
+    assert {job.adopted_in for job in restored.jobs.values()} == {0}
+    whole["state"]["unheard_of"] = 7
+    changed = base64.b64encode(zlib.compress(msgspec.msgpack.encode(whole))).decode()
+    with pytest.raises(ValueError, match="ClusterState has no unheard_of"):
+        snapshots.restore(changed, 0.0)
