@@ -26,7 +26,7 @@ from support.reference import train_reference
 from support.routes import random_listed, random_pipelines
 
 #: Several times as many as are done before the last node has left.
-STEPS = 400
+STEPS = 1500
 PLANS = 60
 
 
