@@ -55,8 +55,9 @@ def replan(context: Context, job: Job) -> Decision | None:
     patience = _for_replacements(context, job, missing)
     if patience and not all(worker_losses.takes_longer(job, node) for node in missing):
         return patience
-    if (told := _for_words(context, job)) is not None:
-        return told
+    on_the_way = job.current.on_the_way and job.state != "waiting for nodes"
+    if on_the_way and (late := _wait_for_reports(context, job, 2 * GATHER_WORDS_S)) is not None:
+        return late
     live = [node for node in state.candidates(job) if state.is_ready(node, job) or node in coming]
     try:
         answer = draining.plan_without_drained(context, job, live)
@@ -65,7 +66,7 @@ def replan(context: Context, job: Job) -> Decision | None:
     except PlanInfeasible as infeasible:
         given_up_at = holders.given_up_at(context, job)
         waits = replace(wait(state, job, infeasible), wake_at=given_up_at)
-        return patience or give_up_lost(context, job) or waits
+        return patience or _give_up_lost(context, job) or waits
     found = answer.found
     if not any(is_up(state, worker) for worker in found.plan.workers):
         return Decision(reason=f"{names(coming)}: to be up before planning")
@@ -118,19 +119,31 @@ def _for_replacements(context: Context, job: Job, missing: list[Node]) -> Decisi
     return Decision(wake_at=due, reason=f"{names(missing)}: replacement to come", holds_plans=True)
 
 
-def _for_words(context: Context, job: Job) -> Decision | None:
+def _wait_for_reports(context: Context, job: Job, patience_s: float) -> Decision | None:
     """Wait while agents may still report that their workers have entered the newest plan, if
-    without such reports some state has no holder; None: do not wait."""
+    without such reports some state has no holder; None: do not wait.
+
+    `patience_s` counts from the newest loss.
+    """
     seen = job.seen
     since = [at for at, _ in seen.peers_lost.values()]
     since += [seen.loss.declared_at] if seen.loss is not None else []
-    due = max(since, default=0.0) + 2 * GATHER_WORDS_S
-    if context.now >= due or not job.current.on_the_way or job.state == "waiting for nodes":
-        return None
-    if not holders.may_be_untold(context.state, job):
+    due = max(since, default=0.0) + patience_s
+    if context.now >= due or not holders.may_be_untold(context.state, job):
         return None
     reason = "agents may have more to tell of the way into the plan"
     return Decision(wake_at=due, reason=reason, holds_plans=True)
+
+
+def _give_up_lost(context: Context, job: Job) -> Decision | None:
+    """End a job whose state is lost for good; None: it may still be found.
+
+    The end waits as long as a lease for reports of connected agents, because it cannot be taken
+    back: an agent whose report takes longer is lost itself.
+    """
+    if (end := give_up_lost(context, job)) is None:
+        return None
+    return _wait_for_reports(context, job, context.timing.lease_s) or end
 
 
 def _way_back(job: Job) -> str:
