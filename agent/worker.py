@@ -54,6 +54,8 @@ from oobleck.proto.types import Hung
 NO_GENERATION = Generation(0)
 #: Evaluations of a worker that a new session of the master is told of.
 KEPT_EVALUATIONS = 256
+#: Entered generations that are reported; more follow each other without a step only by a fault.
+KEPT_ENTERED = 16
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,6 +77,8 @@ class WorkerState:
     sent: Generation = NO_GENERATION
     #: Newest generation that it has entered, its transfers done.
     entered: Generation = NO_GENERATION
+    #: Generations before it that it has entered since it last committed a step.
+    also_entered: tuple[Generation, ...] = ()
     #: Which layers it held last on the way into a generation.
     received: PhaseReached | None = None
     committed_step: int | None = None
@@ -168,6 +172,8 @@ class WorkerState:
                     self.told_at = None
             case PhaseReached(phase="transferred", generation=generation):
                 # A loss at the very end starts a generation for what is still to be saved.
+                if self.entered not in (NO_GENERATION, generation):
+                    self.also_entered = (*self.also_entered, self.entered)[-KEPT_ENTERED:]
                 self.entered, self.finished, self.received = generation, False, None
             case PhaseReached(phase="received"):
                 self.received = message
@@ -176,6 +182,7 @@ class WorkerState:
             case Committed(record=record, memory=memory, compute=compute):
                 self.committed_step = record.step
                 self.stepped = max(self.stepped, record.generation)
+                self.also_entered = tuple(g for g in self.also_entered if g >= self.stepped)
                 self.memory = memory or self.memory
                 self.compute = compute if compute and compute.makes_sense else None
             case Evaluated():

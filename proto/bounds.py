@@ -88,6 +88,7 @@ _LINES = frozenset(
 _LISTS: Mapping[str, int] = {
     # An agent sends 256 at a time.
     "StepRecords.records": 1024,
+    "WorkerStatus.also_entered": 64,
     # Of all workers of a cluster.
     "Assign.leaving": 1 << 17,
     "PeerLost.unreached": 1 << 17,

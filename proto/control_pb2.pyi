@@ -179,12 +179,13 @@ class NodeStatus(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., leaving: _Optional[bool] = ..., trouble: _Optional[str] = ..., failed_starts: _Optional[int] = ..., ending: _Optional[bool] = ..., sick: _Optional[str] = ..., concern: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("slot", "incarnation", "pid", "card", "generation", "committed_step", "stepped", "finished", "data", "peak_memory_bytes", "base_memory_bytes", "compute_steps", "compute_s", "rate", "hindrance", "beats", "doing", "waiting")
+    __slots__ = ("slot", "incarnation", "pid", "card", "generation", "also_entered", "committed_step", "stepped", "finished", "data", "peak_memory_bytes", "base_memory_bytes", "compute_steps", "compute_s", "rate", "hindrance", "beats", "doing", "waiting")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     CARD_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ALSO_ENTERED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
     STEPPED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +204,7 @@ class WorkerStatus(_message.Message):
     pid: int
     card: str
     generation: int
+    also_entered: _containers.RepeatedScalarFieldContainer[int]
     committed_step: int
     stepped: int
     finished: bool
@@ -216,7 +218,7 @@ class WorkerStatus(_message.Message):
     beats: int
     doing: str
     waiting: bool
-    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., card: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., stepped: _Optional[int] = ..., finished: _Optional[bool] = ..., data: _Optional[str] = ..., peak_memory_bytes: _Optional[int] = ..., base_memory_bytes: _Optional[int] = ..., compute_steps: _Optional[int] = ..., compute_s: _Optional[float] = ..., rate: _Optional[float] = ..., hindrance: _Optional[str] = ..., beats: _Optional[int] = ..., doing: _Optional[str] = ..., waiting: _Optional[bool] = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., card: _Optional[str] = ..., generation: _Optional[int] = ..., also_entered: _Optional[_Iterable[int]] = ..., committed_step: _Optional[int] = ..., stepped: _Optional[int] = ..., finished: _Optional[bool] = ..., data: _Optional[str] = ..., peak_memory_bytes: _Optional[int] = ..., base_memory_bytes: _Optional[int] = ..., compute_steps: _Optional[int] = ..., compute_s: _Optional[float] = ..., rate: _Optional[float] = ..., hindrance: _Optional[str] = ..., beats: _Optional[int] = ..., doing: _Optional[str] = ..., waiting: _Optional[bool] = ...) -> None: ...
 
 class Evaluation(_message.Message):
     __slots__ = ("step", "loss", "samples", "seconds", "time")

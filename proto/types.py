@@ -77,6 +77,9 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     data: str = ""
     #: Generation whose layers the worker holds; 0: none.
     generation: Generation = Generation(0)
+    #: Generations before it that the worker has entered since it last committed a step. It still
+    #: holds their layers.
+    also_entered: tuple[Generation, ...] = ()
     #: -1: none.
     committed_step: int = -1
     #: Newest generation that it has committed a step in; 0: none.

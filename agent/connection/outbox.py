@@ -270,7 +270,8 @@ def _aged(report: WorkerReport, seconds: float) -> WorkerReport:
 
 
 def _without_plan(status: NodeStatus) -> NodeStatus:
-    workers = tuple(msgspec.structs.replace(w, generation=Generation(0)) for w in status.workers)
+    nothing = {"generation": Generation(0), "also_entered": ()}
+    workers = tuple(msgspec.structs.replace(w, **nothing) for w in status.workers)
     return msgspec.structs.replace(status, generation=Generation(0), workers=workers)
 
 

@@ -83,6 +83,7 @@ def _worker_status(state: NodeState, worker: WorkerState) -> types.WorkerStatus:
         card=worker.card,
         data=worker.data,
         generation=worker.entered,
+        also_entered=worker.also_entered,
         committed_step=-1 if worker.committed_step is None else worker.committed_step,
         stepped=worker.stepped,
         finished=worker.finished,

@@ -222,6 +222,7 @@ def _plans(job: Job) -> Iterator[Plan]:
 
 _NOTHING_DONE = {
     "generation": Generation(0),
+    "also_entered": (),
     "committed_step": -1,
     "stepped": Generation(0),
     "finished": False,
@@ -235,7 +236,8 @@ def _believed(job: Job, node: NodeName, worker: WorkerStatus) -> WorkerStatus:
     if not _was_member(job, place, worker.incarnation) and not _has_entered(job, place, worker):
         return msgspec.structs.replace(worker, **_NOTHING_DONE)
     steps, newest = job.spec.training.steps, job.newest_known
-    if worker.committed_step <= steps and max(worker.generation, worker.stepped) <= newest:
+    entered = (worker.generation, *worker.also_entered)
+    if worker.committed_step <= steps and max(worker.stepped, *entered) <= newest:
         return worker
     return msgspec.structs.replace(worker, **_NOTHING_DONE)
 

@@ -47,6 +47,7 @@ from oobleck.agent.worker import KEPT_EVALUATIONS
 from oobleck.host.ipc.messages import (
     Acknowledged,
     CheckpointSaved,
+    Committed,
     Evaluated,
     EvaluationRecord,
     Failed,
@@ -60,7 +61,7 @@ from oobleck.host.ipc.messages import (
 from oobleck.planner.ids import Generation, JobId, NodeName, WorkerId
 from oobleck.planner.job.own import OwnModelSpec
 from oobleck.proto.types import Assignment
-from support.agents import A, B, Node, desired, sent
+from support.agents import A, B, Node, desired, record, sent
 from support.scripted_master import plan
 
 G1 = Generation(1)
@@ -462,3 +463,19 @@ def test_a_replacement_does_not_get_the_fault_that_ended_its_predecessor() -> No
     joined = PhaseReached(generation=Generation(1), phase="joined", committed_step=3)
     node.after(WorkerSaid(incarnation=A, message=joined), WorkerExited(incarnation=A))
     assert node.state.faults_for(0) == ()
+
+
+def test_a_worker_is_told_to_hold_all_plans_that_it_entered_since_its_last_step() -> None:
+    node = Node()
+    node.with_worker()
+
+    def say(message: PhaseReached | Committed) -> tuple[Generation, ...]:
+        node.state.apply(WorkerSaid(incarnation=A, message=message), node.now)
+        return node.state.workers[A].also_entered
+
+    def enter(generation: int) -> tuple[Generation, ...]:
+        return say(PhaseReached(generation=Generation(generation), phase="transferred"))
+
+    assert [enter(1), enter(2), enter(2), enter(3)] == [(), (1,), (1,), (1, 2)]
+    assert say(Committed(record=record(5, generation=2))) == (2,)
+    assert say(Committed(record=record(6, generation=3))) == ()

@@ -88,9 +88,9 @@ def test_no_field_takes_everything(field: FieldDescriptor) -> None:
             bounds.check_bounds(holding(field, value))
     if field.is_repeated:
         message = GetMessageClass(field.containing_type)()
-        getattr(message, field.name).extend(
-            [(field.message_type and GetMessageClass(field.message_type)()) or ""] * ((1 << 17) + 1)
-        )
+        number = field.cpp_type == FieldDescriptor.CPPTYPE_UINT64
+        item = GetMessageClass(field.message_type)() if field.message_type else 0 if number else ""
+        getattr(message, field.name).extend([item] * ((1 << 17) + 1))
         with pytest.raises(ValueError, match=f"^{field.name}: .* items"):
             bounds.check_bounds(message)
 

@@ -87,9 +87,12 @@ class Truth:
     def _explains(self, struck: Struck, root: dict[str, Any]) -> bool:
         # All looked for a checkpoint that the master had not been told of, and there was none.
         looked = root["kind"] == "job error" and GONE in root["summary"]
+        node = None if looked else root["node"]
+        # The stranger ends with its lies, also if a job that waited has begun on it.
+        if node == STRANGER and struck.kind == "lie_outside":
+            return True
         if struck.kind not in (_ANY if looked else _EXPLAINS[root["kind"]]):
             return False
-        node = None if looked else root["node"]
         if node is not None and struck.kind not in _EVERYWHERE and node not in struck.nodes:
             return False
         found_s = root["declared_at"] - root["time"]

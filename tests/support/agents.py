@@ -109,14 +109,14 @@ class Node:
         return self
 
 
-def record(step: int, *, step_seconds: float = 0.1) -> StepRecord:
+def record(step: int, *, step_seconds: float = 0.1, generation: int = 1) -> StepRecord:
     return StepRecord(
         step=step,
         loss=1.0,
         grad_norm=1.0,
         tokens=64,
         samples_digest="0" * 64,
-        generation=Generation(1),
+        generation=Generation(generation),
         step_seconds=step_seconds,
         time=0.0,
     )

@@ -129,6 +129,7 @@ def words(
         generation=_GENERATIONS,
         committed_step=_NUMBERS,
         stepped=_GENERATIONS,
+        also_entered=st.lists(_GENERATIONS, max_size=3).map(tuple),
         finished=st.booleans(),
         compute_steps=_NUMBERS,
         compute_s=_SECONDS,

@@ -506,6 +506,7 @@ class Player:
             card=f"{agent.facts.node}:{4000 + slot}",
             data=agent.data,
             generation=Generation(0),
+            also_entered=(),
             committed_step=-1,
             stepped=Generation(0),
             compute_steps=0,
@@ -524,7 +525,13 @@ class Player:
             agent = self.agents[name]
             agent._status(generation=Generation(int(generation)))
             for worker in agent.status.workers:
-                agent.worker(worker.slot, generation=Generation(int(generation)), finished=False)
+                before = () if worker.generation == Generation(0) else (worker.generation,)
+                agent.worker(
+                    worker.slot,
+                    generation=Generation(int(generation)),
+                    also_entered=(*worker.also_entered, *before),
+                    finished=False,
+                )
             self._tell(agent)
 
     def do_phase(self, phase: str, generation: str, *names: str) -> None:
@@ -584,7 +591,8 @@ class Player:
         for name in names:
             agent = self.agents[name]
             for worker in agent.status.workers:
-                agent.worker(worker.slot, stepped=Generation(int(generation)))
+                kept = tuple(g for g in worker.also_entered if g >= int(generation))
+                agent.worker(worker.slot, stepped=Generation(int(generation)), also_entered=kept)
             self._tell(agent)
 
     def do_compute(self, seconds: str, steps: str, *paces: str) -> None:

@@ -166,7 +166,8 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
                 changed |= worker.stepped != last.stepped and bool(job.seen.peers_lost)
             changed |= _take_progress(state, job, node.facts.node, worker, now)
             changed |= _take_pace(job, node.facts.node, worker, now)
-            note_entered(job, worker.incarnation, worker.generation)
+            for generation in (*worker.also_entered, worker.generation):
+                note_entered(job, worker.incarnation, generation)
         changed |= job.due_report() is not None
     return changed
 
