@@ -205,6 +205,9 @@ class Outbox:
             self._words_due(now)
         self._records.session_began(now)
 
+    def session_ended(self) -> None:
+        self._records.session_ended()
+
     def take(self, now: float) -> list[pb.AgentMessage]:
         """Take all messages that are due, in the order in which to send them.
 

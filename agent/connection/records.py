@@ -90,10 +90,13 @@ class RecordBuffer:
         for step in [step for step in self._kept if step <= through_step]:
             del self._kept[step]
 
-    def session_began(self, now: float) -> None:
-        """Queue all kept records again. An earlier session's may not have arrived, and another
-        master may lack those that the one before acknowledged."""
+    def session_ended(self) -> None:
+        """Keep all records from now on. The next master may be another one, and lack those that
+        this one acknowledged: a job that goes back makes them again."""
         self._through = 0
+
+    def session_began(self, now: float) -> None:
+        """Queue all kept records again, since an earlier session's may not have arrived."""
         self._kept = {step: replace(self._kept[step], since=now) for step in sorted(self._kept)}
         self._waiting = deque(self._kept.values())
 

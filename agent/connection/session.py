@@ -242,6 +242,7 @@ class Session:
                 half.cancel()
             results = await asyncio.gather(*halves, return_exceptions=True)
         self._node.heard(False)
+        self._outbox.session_ended()
         for result in results:
             if isinstance(result, Exception):
                 raise result

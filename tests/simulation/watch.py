@@ -328,7 +328,11 @@ class Watch:
             and not agent.supervisor._state.shutting_down
             and (
                 (node := state.nodes.get(agent.name)) is None
-                or node.facts.incarnation == agent.incarnation
+                or (
+                    node.facts.incarnation == agent.incarnation
+                    # An operator who drains the last holder by force gives the job up.
+                    and not (node.drain is not None and node.drain.force and node.drain.done)
+                )
             )
             for trainer in agent.trainers.values()
             if trainer.job_id == job_id and trainer.entered and not trainer.stuck

@@ -22,7 +22,7 @@ from oobleck.master.rules.stragglers import stand_by
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.evidence import carried
 from oobleck.master.state.history import GENERATIONS_PER_TERM
-from oobleck.master.state.job import MOST_GENERATION, Job
+from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
@@ -40,17 +40,22 @@ _BACK = "put that right, and 'oobleck node undrain NODE' takes a node back"
 
 
 def next_generation(context: Context, job: Job) -> Generation:
-    """Above every generation that anyone knows of, and all that the lost head of an adopted job may
-    have made since."""
+    """Return a generation above all that anyone knows of, and above all that the lost head of an
+    adopted job may have made since.
+
+    Generations of another term are not counted: agents that act on them follow another head, and
+    this head must not make plans in that head's range.
+    """
+    first = context.state.history.first_generation
+    if job.adopted_in is not None:
+        first += (job.adopted_in // GENERATIONS_PER_TERM + 1) * GENERATIONS_PER_TERM
+    own = range(first, first + GENERATIONS_PER_TERM)
     told = (
         node.seen.status.generation
         for node in context.state.nodes.values()
         if node.connected and node.held is None and node.seen.status.job_id == job.id
-        if node.seen.status.generation <= MOST_GENERATION
+        if node.seen.status.generation in own
     )
-    first = context.state.history.first_generation
-    if job.adopted_in is not None:
-        first += (job.adopted_in // GENERATIONS_PER_TERM + 1) * GENERATIONS_PER_TERM
     return Generation(max(job.newest_known, *told, first) + 1)
 
 

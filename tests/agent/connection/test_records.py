@@ -60,6 +60,12 @@ def test_another_master_is_told_again_what_the_one_before_had() -> None:
     """A job that goes back to a checkpoint does steps again, which an old copy never had."""
     buffer = filled(5)
     buffer.acknowledge(JOB, 5)
+    buffer.session_ended()
+    buffer.add(JOB, record(4, FIRST), 0.0)
+    buffer.session_began(0.0)
+    assert steps(buffer, 0.0, held_s=0.0) == [4]
+    buffer.acknowledge(JOB, 4)
+    buffer.session_ended()
     buffer.session_began(0.0)
     buffer.acknowledge(JOB, 2)
     buffer.add(JOB, record(2, FIRST), 0.0)
