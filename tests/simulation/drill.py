@@ -183,7 +183,10 @@ class Drill:
                 if self.world.state is not None and self.world.state.superseded is not None:
                     self.faults.heads.go_above()
                 for job in waiting:
-                    lied = f"not ready after 15 s: {self.world.liar}" in job.reason
+                    lied = self.world.liar is not None and (
+                        f"not ready after 15 s: {self.world.liar}" in job.reason
+                        or "to hold the model" in job.reason
+                    )
                     if lied or "because the job uses nodes with" in job.reason:
                         self.operator.cancel_now(job.id)
                 for name in self._nodes:

@@ -31,7 +31,8 @@ _HEADS = {"mistake_directory", "lose_directory", "start_old_copy", "part_heads"}
 _ANY = _HEADS | _ENDS | _WORKER_ENDS | _STOPS | _DATA_CUTS | _CONTROL_CUTS | _LIES
 #: By the kind of the root cause: what may have struck the node that it names.
 _EXPLAINS = {
-    "worker died": _HEADS | _ENDS | _WORKER_ENDS | _STOPS | _LIES,
+    # A drain ends workers, and a plan that takes the node back may meet one on its way out.
+    "worker died": _HEADS | _ENDS | _WORKER_ENDS | _STOPS | _LIES | {"drain_node"},
     "node lost": _HEADS | _ENDS | {"freeze_host", "freeze_agent"} | _CONTROL_CUTS,
     "agent restarted": _HEADS | _ENDS,
     "hang": _STOPS | _LIES,
