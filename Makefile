@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PINS := constraints.txt requirements.txt requirements-dev.txt
 # What looks at the pins; not among them, since nothing of Oobleck is made or run by these.
 TOOLS := uv==0.13.9 cyclonedx-bom==7.5.0 pip-audit==2.10.1
-PACKAGES := planner proto host master agent worker cli
+PACKAGES := core planner proto host master agent worker cli
 # Twice the cores of a small machine: with so many, a run keeps both of its cores busy.
 TEST_PROCESSES ?= 4
 GENERATED := proto/control_pb2.py proto/control_pb2.pyi proto/control_pb2_grpc.py
@@ -44,7 +44,7 @@ soak: setup
 	$(BIN)/python -m pytest --numprocesses 3 --dist load --maxschedchunk 1 -m soak tests/fault
 	$(BIN)/python -m pytest -m soak tests/fuzz
 	$(BIN)/python -m pytest -m soak tests/cli/ssh tests/cli/dashboard tests/deploy
-	$(BIN)/python -m pytest -m soak tests/worker tests/cluster tests/master tests/planner
+	$(BIN)/python -m pytest -m soak tests/worker tests/cluster tests/master tests/planner tests/core
 	$(BIN)/python -m bench.soak
 
 # What happened in one seed of the simulation, as in `make replay SEED=7`. Its modules load gRPC before

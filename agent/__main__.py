@@ -27,20 +27,20 @@ from oobleck.agent.processes.environment import passed_on, read_patterns
 from oobleck.agent.processes.gpu_watch import watch
 from oobleck.agent.processes.pool import new_incarnation
 from oobleck.agent.supervisor import Supervisor
+from oobleck.core.codec import decode
+from oobleck.core.ids import NodeName, nearest_name
+from oobleck.core.messages import FaultRule
+from oobleck.core.units import parse_bytes
 from oobleck.host import command, log
 from oobleck.host.address import own_hostname, split_address, split_addresses
 from oobleck.host.device import worker_environment
 from oobleck.host.display import inline
 from oobleck.host.gpu.choice import GpuReport, interface_address, network_environment
-from oobleck.host.ipc.messages import FaultRule
 from oobleck.host.metrics.page import MetricsPage, bind
 from oobleck.host.security.credentials import Credentials
 from oobleck.host.system.environment import Environment
 from oobleck.host.system.files import read_regular
 from oobleck.host.system.process import die_with_parent, end_signals, with_parent
-from oobleck.planner.codec import decode
-from oobleck.planner.ids import NodeName, nearest_name
-from oobleck.planner.units import parse_bytes
 from oobleck.proto.health import ALIVE, READY, HealthPort
 
 logger = logging.getLogger(__name__)

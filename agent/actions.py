@@ -5,9 +5,9 @@ An action that is done is an event too: the state notes it as it was decided.
 
 from dataclasses import dataclass
 
-from oobleck.host.ipc.messages import Acknowledged, Assign, FaultRule, Measure
-from oobleck.planner.ids import Incarnation, JobId
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.ids import Incarnation, JobId
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.messages import Acknowledged, Assign, FaultRule, Measure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

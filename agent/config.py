@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from oobleck.core.ids import NodeName, check_name
+from oobleck.core.messages import FaultRule
 from oobleck.host.device import device_kind
 from oobleck.host.gpu.choice import Gpu
-from oobleck.host.ipc.messages import FaultRule
 from oobleck.host.versions import Versions
-from oobleck.planner.ids import NodeName, check_name
 
 #: No host holds more; a larger number is a typing error.
 MOST_WORKERS = 1024

@@ -18,10 +18,10 @@ from oobleck.agent.actions import (
     StartWarm,
     StopWorker,
 )
+from oobleck.core.ids import Incarnation, JobId
+from oobleck.core.messages import Acknowledged, FromWorker
 from oobleck.host.detection import Detection
 from oobleck.host.gpu.sample import Sample
-from oobleck.host.ipc.messages import Acknowledged, FromWorker
-from oobleck.planner.ids import Incarnation, JobId
 from oobleck.proto import types
 
 

@@ -12,16 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from oobleck.agent.config import AgentConfig
+from oobleck.core.orders import About, Answer, Clock, Order, Place, ReadClock, Unable
 from oobleck.host.address import split_addresses
-from oobleck.host.doctor.orders import (
-    About,
-    Answer,
-    Clock,
-    Order,
-    Place,
-    ReadClock,
-    Unable,
-)
 from oobleck.host.doctor.process import Doctor
 from oobleck.host.system.environment import Environment
 from oobleck.host.timeline import boot_id

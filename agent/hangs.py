@@ -21,11 +21,11 @@ from functools import lru_cache
 
 from oobleck.agent.state import NodeState
 from oobleck.agent.worker import NO_GENERATION, WorkerState
+from oobleck.core.errors import LayerLost
+from oobleck.core.ids import WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.routes import require_holders
 from oobleck.host.detection import Detection, patience_s
-from oobleck.planner.errors import LayerLost
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.shards import require_holders
 
 #: What the kernel says of a process that a signal has stopped, or a debugger holds.
 STOPPED, TRACED, IN_KERNEL = "T", "t", "D"

@@ -27,9 +27,9 @@ from oobleck.agent.actions import (
 from oobleck.agent.hangs import worst_doubt
 from oobleck.agent.state import NodeState
 from oobleck.agent.worker import NO_GENERATION, WorkerState
-from oobleck.host.ipc.messages import Assign, Measure
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.ids import WorkerId
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.messages import Assign, Measure
 
 #: From Stop to SIGKILL.
 STOP_GRACE_S = 2.0

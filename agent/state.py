@@ -33,9 +33,9 @@ from oobleck.agent.events import (
 )
 from oobleck.agent.health import GpuHealth
 from oobleck.agent.worker import WorkerState
+from oobleck.core.ids import Incarnation, NodeName, WorkerId
+from oobleck.core.messages import Acknowledged, Committed, Failed, FaultRule, Ready
 from oobleck.host.detection import Detection
-from oobleck.host.ipc.messages import Acknowledged, Committed, Failed, FaultRule, Ready
-from oobleck.planner.ids import Incarnation, NodeName, WorkerId
 from oobleck.proto import types
 
 #: For an agent without workers: from SIGTERM to its end, if the master does not answer.

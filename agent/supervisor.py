@@ -46,10 +46,8 @@ from oobleck.agent.processes.ending import How
 from oobleck.agent.processes.pool import ProcessPool, StartWarmProcess, StartWorker
 from oobleck.agent.reconcile import decide
 from oobleck.agent.state import NodeState
-from oobleck.host.detection import Detection
-from oobleck.host.gpu.sample import Sample
-from oobleck.host.ipc.marker import with_last_line
-from oobleck.host.ipc.messages import (
+from oobleck.core.ids import Incarnation, JobId
+from oobleck.core.messages import (
     Acknowledged,
     Alive,
     Assign,
@@ -62,11 +60,13 @@ from oobleck.host.ipc.messages import (
     Record,
     Recorded,
 )
+from oobleck.host.detection import Detection
+from oobleck.host.gpu.sample import Sample
+from oobleck.host.ipc.marker import with_last_line
 from oobleck.host.metrics.families import Reading
 from oobleck.host.system.environment import Environment
 from oobleck.host.system.memory import kernel_kills
 from oobleck.host.system.process import signal_name
-from oobleck.planner.ids import Incarnation, JobId
 from oobleck.proto import types
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,8 @@ from oobleck.agent.events import (
     WorkerForked,
     WorkerSaid,
 )
-from oobleck.host.ipc.messages import (
+from oobleck.core.ids import Generation, Incarnation, JobId
+from oobleck.core.messages import (
     Acknowledged,
     Alive,
     CheckpointSaved,
@@ -48,7 +49,6 @@ from oobleck.host.ipc.messages import (
     Restored,
     SaveFailed,
 )
-from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.proto.types import Hung
 
 NO_GENERATION = Generation(0)

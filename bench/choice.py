@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bench.support.models import profile as model_profile
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, NodeName
+from oobleck.core.profile import Links, Profile
 from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.cost.kinds import Kind
 from oobleck.planner.cost.replay import computed_s
 from oobleck.planner.cost.stagetable import StageTable
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.profile.profile import Links, Profile
 from oobleck.planner.search.catalogue import Catalogue, Offer
 from oobleck.planner.search.choose import choose_schedule
 from oobleck.planner.search.firstplan import make_first_plan

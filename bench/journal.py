@@ -15,13 +15,13 @@ import time
 from pathlib import Path
 
 from bench.support.scratch import run_folder
+from oobleck.core.ids import Incarnation, NodeName
 from oobleck.host.detection import Detection
 from oobleck.host.system.environment import Environment
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.nodes import NodeLost, NodeRegistered
 from oobleck.master.storage.journal import Journal
 from oobleck.master.storage.ledger import Ledger
-from oobleck.planner.ids import Incarnation, NodeName
 from oobleck.proto.types import NodeFacts
 
 #: Events that are committed together, as those of one iteration are.

@@ -17,8 +17,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from oobleck.planner.job.code import NO_ARGUMENTS, Code
-from oobleck.planner.job.spec import DataSpec, TrainingSpec
+from oobleck.core.job.code import NO_ARGUMENTS, Code
+from oobleck.core.job.spec import DataSpec, TrainingSpec
 from oobleck.worker.data.dataset import Dataset, row_digest
 from oobleck.worker.data.loaders import Loaders
 from oobleck.worker.data.own import OwnDataset

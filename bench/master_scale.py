@@ -39,11 +39,11 @@ from bench.support.daemons import with_parent
 from bench.support.ports import choose_address
 from bench.support.scale_crowd import Crowd, neighbours, processor_s
 from bench.support.scratch import run_folder
+from oobleck.core.ids import JobId
+from oobleck.core.job.file import format_job
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.security.credentials import read_credentials
-from oobleck.planner.ids import JobId
-from oobleck.planner.job.file import format_job
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.secure import open_aio_channel

@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
-from oobleck.planner.codec import encode
-from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.core.codec import encode
+from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.worker.recovery.recover import Standing, read_standings
 from oobleck.worker.recovery.rejoin import Held, RecoveryState, agree
 from oobleck.worker.step.salvage import Attempt

@@ -19,16 +19,16 @@ from typing import Any
 import torch
 
 from bench.support.engine import ENDLESS, engine, plan_of
-from oobleck.host.ipc.messages import Committed, MemoryUse
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.optimization import OptimizerSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.messages import Committed, MemoryUse
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Profile
 from oobleck.planner.cost.estimate import worker_peak_bytes
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.measurement import assemble_profile
-from oobleck.planner.profile.profile import Profile
 from oobleck.planner.profile.sharing import sharing_sizes
-from oobleck.planner.programs.plan import Plan
 from oobleck.worker.profiling.measure_layers import measure_layers
 
 TEXT = str(Path(__file__).resolve().parents[1] / "LICENSE")

@@ -32,8 +32,8 @@ import psutil
 
 from bench.support.cluster import LocalCluster
 from bench.throughput import SIZES, TEXT
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.worker.data.dataset import row_digest
 
 Event = Mapping[str, Any]

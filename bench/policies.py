@@ -28,18 +28,18 @@ from itertools import pairwise
 
 from bench import redundant, uneven
 from bench.support.slots import bound, dropped, equal_pipelines, no_loss, replanned, slot
-from oobleck.planner.ids import Generation, WorkerId
+from oobleck.core.ids import Generation, WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Listing
+from oobleck.core.schedules import Schedule
 from oobleck.planner.programs.compiler.own import compile_own
 from oobleck.planner.programs.compiler.proof import prove
 from oobleck.planner.programs.listing.bound import least_makespan
 from oobleck.planner.programs.listing.schedule import list_schedule, listed_routes, planned
-from oobleck.planner.programs.listing.ticks import Listing
 from oobleck.planner.programs.listing.visits import visits_of
-from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.moves import Moves
 from oobleck.planner.recovery.normalise import MOST_SCHEDULED
 from oobleck.planner.recovery.reroute import layer_count, reroute
-from oobleck.planner.schedules import Schedule
 
 #: Pipelines, stages, micro-batches of each.
 CASES = (

@@ -27,13 +27,12 @@ import psutil
 
 from bench.support.client import Record
 from bench.support.cluster import LocalCluster
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.plan import Pipeline, Plan
+from oobleck.core.profile import Profile
+from oobleck.core.profile_file import parse_profile
+from oobleck.core.routes import Hold
 from oobleck.planner.cost.estimate import estimate_step
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.profile.file import parse_profile
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.pipeline import Pipeline
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold
 
 WARM_UP_STEPS = 3
 TEXT = str(Path(__file__).resolve().parents[1] / "LICENSE")

@@ -31,8 +31,8 @@ from statistics import fmean
 from typing import Literal, NamedTuple
 
 from bench.support.slots import no_loss
+from oobleck.core.schedules import Schedule
 from oobleck.planner.programs.compiler.schedule import splits_backward
-from oobleck.planner.schedules import Schedule
 
 Kind = Literal["backward", "forward", "weight", "ahead"]
 #: By priority.

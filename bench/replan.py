@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator
 from typing import get_args
 
 from bench.support.trained import planned_job, ready_node
+from oobleck.core.ids import Generation, JobId
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, RecoveryPolicy, TrainingSpec
 from oobleck.host.detection import Detection
 from oobleck.master.planning.solve import AtOnce
 from oobleck.master.rules.decision import Context
 from oobleck.master.rules.plans.next_plan import next_plan
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import Generation, JobId
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, RecoveryPolicy, TrainingSpec
 from oobleck.planner.profile.estimate import estimate_profile
 
 JOB = JobId("replan-1")

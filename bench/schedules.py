@@ -22,21 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from bench.support.engine import engine
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.plan import Pipeline, Plan
+from oobleck.core.profile import LayerProfile, Links, Profile
+from oobleck.core.routes import Hold
+from oobleck.core.schedules import SCHEDULES, Schedule
+from oobleck.core.units import format_bytes
 from oobleck.planner.cost.estimate import estimate_step
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.measurement import assemble_profile
-from oobleck.planner.profile.profile import LayerProfile, Links, Profile
 from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.planner.programs.compiler.dryrun import dry_run
-from oobleck.planner.programs.pipeline import Pipeline
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold
-from oobleck.planner.schedules import SCHEDULES, Schedule
 from oobleck.planner.search.choose import choose_schedule
-from oobleck.planner.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = str(ROOT / "LICENSE")

@@ -34,7 +34,7 @@ from pathlib import Path
 from bench.support.busy import all_cores_busy
 from bench.support.cluster import LocalCluster
 from bench.support.throttle import Throttle, throttled
-from oobleck.planner.units import count
+from oobleck.core.units import count
 
 _VICTIM = "n2/0"
 _SAMPLES = 32

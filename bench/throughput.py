@@ -40,11 +40,11 @@ from bench.support.baselines import Baseline, TorchContender
 from bench.support.engine import ENDLESS, ROOT, EngineContender, engine, plan_of
 from bench.support.turns import Contender, Turn, saving, speed, take_turns
 from oobleck.cli.jobs.own_model import with_description
-from oobleck.planner.job.code import Json
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import DataPlane, DataSpec, JobSpec, Precision, TrainingSpec
-from oobleck.planner.programs.plan import Plan
+from oobleck.core.job.code import Json
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import DataPlane, DataSpec, JobSpec, Precision, TrainingSpec
+from oobleck.core.plan import Plan
 
 BLOCKS = 8
 LAYERS = BLOCKS + 2

@@ -12,12 +12,11 @@ layers. Each worker has room for twice what the first stage keeps.
 
 from collections.abc import Iterator, Sequence
 
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.plan import Pipeline, Plan
+from oobleck.core.profile import LayerProfile, Links, Profile
+from oobleck.core.routes import Hold
 from oobleck.planner.cost.estimate import estimate_step
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.profile.profile import LayerProfile, Links, Profile
-from oobleck.planner.programs.pipeline import Pipeline
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold
 from oobleck.planner.recovery.uneven.candidates import Situation, candidates, staying_s
 
 PIPELINES, STAGES, MICROBATCHES, LAYERS = 3, 4, 8, 12

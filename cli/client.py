@@ -15,10 +15,12 @@ import grpc
 from google.protobuf.message import Message
 
 from oobleck.cli import options
+from oobleck.core.codec import decode
+from oobleck.core.finding import Finding
 from oobleck.host.address import split_address
 from oobleck.host.command import CommandFailed
-from oobleck.host.finding import Finding
 from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
+from oobleck.planner.report.planning import Planning
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.control_pb2_grpc import OperatorStub, PkiStub
 from oobleck.proto.examinations import read_finding
@@ -155,9 +157,12 @@ class MasterClient:
         reply: pb.ProfileReply = self._ask("GetProfile", pb.JobRequest(job_id=job_id))
         return reply
 
-    def planning(self, job_id: str) -> pb.PlanningReply:
+    def planning(self, job_id: str) -> Planning:
         reply: pb.PlanningReply = self._ask("GetPlanning", pb.JobRequest(job_id=job_id))
-        return reply
+        try:
+            return decode(Planning, reply.planning)
+        except ValueError as error:
+            raise CommandFailed(f"the master is of another release: {error}") from error
 
     def timeline(self, job_id: str, steps: int) -> str:
         """Text of a Chrome trace of `steps` steps to come; takes as long as they do."""

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from oobleck.core.units import parse_seconds
 from oobleck.host.address import split_address, split_addresses
 from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
-from oobleck.planner.units import parse_seconds
 
 DEFAULT_MASTER = "127.0.0.1:4600"
 

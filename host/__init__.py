@@ -1,5 +1,5 @@
 """Services that every process needs of its machine.
 
 Log lines, dying with the parent, stopping children, and the channel between an agent and its
-workers. A leaf under master, agent, worker and cli: it may import the planner's types only.
+workers. A leaf under master, agent, worker and cli: it may import `core` only.
 """

@@ -5,7 +5,7 @@ window's title, hide or reorder other text. All code that prints such text passe
 Must not know what the text is.
 """
 
-from oobleck.planner.redact import redact
+from oobleck.core.redact import redact
 
 
 def inline(text: str) -> str:

@@ -8,8 +8,8 @@ import logging
 import sys
 import time
 
+from oobleck.core.redact import redact
 from oobleck.host.display import inline, printable
-from oobleck.planner.redact import redact
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 

@@ -7,51 +7,20 @@ open. Must not know where a recording comes from.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from oobleck.planner.ids import Generation, WorkerId
+from oobleck.core.ids import WorkerId
+from oobleck.core.messages import Recording
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-#: What a span is part of. Those of one worker's `step` and `recovery` lie side by side or one
-#: inside the other, since one thread does them all; `sum`s are under way beside them.
-Category = Literal["step", "recovery", "sum"]
-
-
-class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Activity of a worker, or a wait of it."""
-
-    name: str
-    category: Category
-    #: On the worker's monotonic clock, which all processes of a machine share.
-    start_ns: int
-    duration_ns: int
-
-    @property
-    def end_ns(self) -> int:
-        return self.start_ns + self.duration_ns
 
 
 def boot_id() -> str:
     """Return the id of this boot: processes with the same one share a monotonic clock. Empty if the
     kernel does not say."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-
-
-class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """Recording by one worker, for one request."""
-
-    #: Of the request.
-    number: int
-    generation: Generation
-    #: Steps that were recorded from begin to end; none: the request came too late.
-    steps: tuple[int, ...]
-    #: The recorded steps, and how the worker came into its generation.
-    spans: tuple[Span, ...]
-    #: Of the recorded steps, when the device computed what was queued there; none: it is the host.
-    device: tuple[Span, ...] = ()
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True):

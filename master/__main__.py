@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import click
 
+from oobleck.core.units import parse_seconds
 from oobleck.host import command, log
 from oobleck.host.address import leaves_host, split_address, split_addresses
 from oobleck.host.detection import MODES, Detection, Mode, choose
@@ -38,7 +39,6 @@ from oobleck.master.storage.restore import (
     check_target,
     restore,
 )
-from oobleck.planner.units import parse_seconds
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

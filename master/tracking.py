@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
+from oobleck.core.ids import JobId
+from oobleck.core.job.spec import JobSpec
 from oobleck.host.system.process import with_parent
 from oobleck.master.loop import Master
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED
-from oobleck.planner.ids import JobId
-from oobleck.planner.job.spec import JobSpec
 
 log = logging.getLogger(__name__)
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from oobleck.client import Client
+    from oobleck.core.ids import JobId
+    from oobleck.core.messages import StepRecord
     from oobleck.errors import (
         Denied,
         Error,
@@ -25,9 +27,7 @@ if TYPE_CHECKING:
         Refused,
         Unreachable,
     )
-    from oobleck.host.ipc.messages import StepRecord
     from oobleck.local_cluster import LocalCluster, local
-    from oobleck.planner.ids import JobId
     from oobleck.records import Checkpoint, JobStatus, Node
 
 __all__ = [
@@ -54,9 +54,9 @@ _MODULES = {
     "oobleck.errors": (
         "Denied", "Error", "InvalidJob", "JobFailed", "NotFound", "Refused", "Unreachable",
     ),
-    "oobleck.host.ipc.messages": ("StepRecord",),
+    "oobleck.core.messages": ("StepRecord",),
     "oobleck.local_cluster": ("LocalCluster", "local"),
-    "oobleck.planner.ids": ("JobId",),
+    "oobleck.core.ids": ("JobId",),
     "oobleck.records": ("Checkpoint", "JobStatus", "Node"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

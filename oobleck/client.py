@@ -19,11 +19,11 @@ from oobleck.cli import options
 from oobleck.cli.jobs import away, job_file
 from oobleck.cli.jobs.checkpoint import take
 from oobleck.cli.jobs.submit import send
+from oobleck.core.codec import decode
+from oobleck.core.ids import JobId
+from oobleck.core.messages import StepRecord
 from oobleck.errors import InvalidJob, JobFailed, Refused, from_command
 from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
-from oobleck.host.ipc.messages import StepRecord
-from oobleck.planner.codec import decode
-from oobleck.planner.ids import JobId
 from oobleck.records import Checkpoint, JobStatus, Node, job_status, node
 
 log = logging.getLogger(__name__)

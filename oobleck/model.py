@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from oobleck.planner.purpose import derive
+from oobleck.core.purpose import derive
 
 #: Held by whoever seeds torch's generator and draws from it: threads share it.
 GENERATOR = threading.RLock()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from oobleck.cli.output.text import ENDED, plain
-from oobleck.planner.ids import JobId, NodeName
+from oobleck.core.ids import JobId, NodeName
 from oobleck.proto import control_pb2 as pb
 
 

@@ -1,6 +1,5 @@
 """Planning: pure, deterministic functions over plain data.
 
-Owns the words of the system (job, profile, template, plan, program) and every decision about
-who holds which layer and who does what when. Must not know torch, gRPC, asyncio, the clock or
-any I/O beyond parsing a text that it is given.
+Owns every decision about who holds which layer and who does what when, on the words of
+`oobleck.core`. Must not know torch, gRPC, asyncio, the clock or any I/O.
 """

@@ -2,10 +2,10 @@
 
 from functools import lru_cache
 
-from oobleck.host.ipc.messages import Assign, Measure
-from oobleck.planner.ids import check_name
-from oobleck.planner.job.file import format_job, parse_job
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.ids import check_name
+from oobleck.core.job.file import format_job, parse_job
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.messages import Assign, Measure
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.checks import at_least, in_field, read_card, read_incarnation, read_job_id
 from oobleck.proto.heads import head_message, head_of

@@ -21,7 +21,7 @@ import msgspec
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from oobleck.planner.ids import WorkerId, check_name
+from oobleck.core.ids import WorkerId, check_name
 
 #: Of a text.
 MOST_CHARACTERS = 64 << 10

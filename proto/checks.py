@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from oobleck.planner.ids import Incarnation, JobId, check_name
+from oobleck.core.ids import Incarnation, JobId, check_name
 from oobleck.proto.bounds import MOST_CHARACTERS, MOST_SLOTS
 
 _INCARNATION = re.compile(r"[0-9a-f]{4,64}")

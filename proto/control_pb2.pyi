@@ -527,46 +527,10 @@ class ProfileReply(_message.Message):
     def __init__(self, profile: _Optional[str] = ..., key: _Optional[str] = ...) -> None: ...
 
 class PlanningReply(_message.Message):
-    __slots__ = ("plan", "base", "profile", "least_nodes", "most_nodes", "fault_tolerance", "tied", "schedule_named", "shadows", "policy", "nodes", "slow")
-    PLAN_FIELD_NUMBER: _ClassVar[int]
-    BASE_FIELD_NUMBER: _ClassVar[int]
-    PROFILE_FIELD_NUMBER: _ClassVar[int]
-    LEAST_NODES_FIELD_NUMBER: _ClassVar[int]
-    MOST_NODES_FIELD_NUMBER: _ClassVar[int]
-    FAULT_TOLERANCE_FIELD_NUMBER: _ClassVar[int]
-    TIED_FIELD_NUMBER: _ClassVar[int]
-    SCHEDULE_NAMED_FIELD_NUMBER: _ClassVar[int]
-    SHADOWS_FIELD_NUMBER: _ClassVar[int]
-    POLICY_FIELD_NUMBER: _ClassVar[int]
-    NODES_FIELD_NUMBER: _ClassVar[int]
-    SLOW_FIELD_NUMBER: _ClassVar[int]
-    plan: Plan
-    base: Plan
-    profile: str
-    least_nodes: int
-    most_nodes: int
-    fault_tolerance: int
-    tied: _containers.RepeatedCompositeFieldContainer[Layers]
-    schedule_named: bool
-    shadows: bool
-    policy: str
-    nodes: _containers.RepeatedScalarFieldContainer[str]
-    slow: _containers.RepeatedCompositeFieldContainer[WorkerRate]
-    def __init__(self, plan: _Optional[_Union[Plan, _Mapping]] = ..., base: _Optional[_Union[Plan, _Mapping]] = ..., profile: _Optional[str] = ..., least_nodes: _Optional[int] = ..., most_nodes: _Optional[int] = ..., fault_tolerance: _Optional[int] = ..., tied: _Optional[_Iterable[_Union[Layers, _Mapping]]] = ..., schedule_named: _Optional[bool] = ..., shadows: _Optional[bool] = ..., policy: _Optional[str] = ..., nodes: _Optional[_Iterable[str]] = ..., slow: _Optional[_Iterable[_Union[WorkerRate, _Mapping]]] = ...) -> None: ...
-
-class Layers(_message.Message):
-    __slots__ = ("layers",)
-    LAYERS_FIELD_NUMBER: _ClassVar[int]
-    layers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, layers: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class WorkerRate(_message.Message):
-    __slots__ = ("worker", "rate")
-    WORKER_FIELD_NUMBER: _ClassVar[int]
-    RATE_FIELD_NUMBER: _ClassVar[int]
-    worker: WorkerId
-    rate: float
-    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., rate: _Optional[float] = ...) -> None: ...
+    __slots__ = ("planning",)
+    PLANNING_FIELD_NUMBER: _ClassVar[int]
+    planning: bytes
+    def __init__(self, planning: _Optional[bytes] = ...) -> None: ...
 
 class SubmitReply(_message.Message):
     __slots__ = ("job_id", "warning")

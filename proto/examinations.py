@@ -2,8 +2,8 @@
 
 import msgspec
 
-from oobleck.host.doctor.orders import Answer, Order
-from oobleck.host.finding import Finding
+from oobleck.core.finding import Finding
+from oobleck.core.orders import Answer, Order
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.bounds import check_bounds
 from oobleck.proto.checks import in_field

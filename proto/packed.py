@@ -7,7 +7,7 @@ without an edit here or in the .proto file. Must not know what the data mean.
 import zlib
 from typing import TypeVar
 
-from oobleck.planner.codec import decode, encode
+from oobleck.core.codec import decode, encode
 from oobleck.proto.bounds import MOST_BYTES, check_bounds
 
 T = TypeVar("T")

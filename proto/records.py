@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from oobleck.host.ipc.messages import StepRecord
-from oobleck.planner.ids import Generation, JobId
+from oobleck.core.ids import Generation, JobId
+from oobleck.core.messages import StepRecord
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.checks import at_least, in_field, read_job_id, read_slot
 from oobleck.proto.fields import message_of, struct_of

@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-from oobleck.planner.codec import decode, encode
-from oobleck.planner.units import head
+from oobleck.core.codec import decode, encode
+from oobleck.core.units import head
 from oobleck.proto.bounds import check_bounds
 from oobleck.proto.checks import ending, in_field, read_incarnation, read_job_id, read_slot
 from oobleck.proto.types import WorkerReport

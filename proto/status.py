@@ -1,8 +1,8 @@
 """Conversion of an agent's registration and status to messages and back."""
 
+from oobleck.core.ids import check_name
+from oobleck.core.units import head
 from oobleck.host.versions import FIRST_ENGINE, Versions
-from oobleck.planner.ids import check_name
-from oobleck.planner.units import head
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import assignment_message, read_assignment
 from oobleck.proto.bounds import MOST_SLOTS

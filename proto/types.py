@@ -5,10 +5,10 @@ The other modules of this package turn them into messages and back. Must not kno
 
 import msgspec
 
-from oobleck.host.ipc.messages import Assign, Measure, Report
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.messages import Assign, Measure, Report
 from oobleck.host.versions import Versions
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
-from oobleck.planner.job.spec import JobSpec
 from oobleck.proto.protocol import OLDEST
 
 
@@ -93,7 +93,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     #: 0: not known.
     compute_steps: int = 0
     compute_s: float = 0.0
-    #: See oobleck.host.ipc.messages.Alive; empty `doing`: not known yet.
+    #: See oobleck.core.messages.Alive; empty `doing`: not known yet.
     beats: int = 0
     doing: str = ""
     waiting: bool = False

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from oobleck.planner.ids import JobId, WorkerId
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.ids import JobId, WorkerId
+from oobleck.core.job.spec import JobSpec
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.faults import FaultInjector
 from oobleck.worker.runtime.records import RecordLog

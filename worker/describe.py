@@ -21,13 +21,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from oobleck.core.job.code import Json
+from oobleck.core.job.description import Description, LayerSketch, read_description
+from oobleck.core.job.file import parse_job
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.marker import Marker
-from oobleck.planner.job.code import Json
-from oobleck.planner.job.description import Description, LayerSketch, read_description
-from oobleck.planner.job.file import parse_job
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.data.check import check_data
 from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.models.checks.check import SAMPLES, check

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from oobleck.host.ipc.messages import Assign, PeerLost
-from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.programs.plan import Plan
+from oobleck.core.ids import Generation, WorkerId
+from oobleck.core.messages import Assign, PeerLost
+from oobleck.core.plan import Plan
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError, Unreached
 from oobleck.worker.transport.connect import NO_WIRING, Moving, Wiring, wiring_of

@@ -7,9 +7,9 @@ import logging
 
 import torch
 
+from oobleck.core.messages import Failed, Launch
+from oobleck.core.redact import redact
 from oobleck.host.data.token_file import DataError
-from oobleck.host.ipc.messages import Failed, Launch
-from oobleck.planner.redact import redact
 from oobleck.worker.runtime.code import described
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.device import take_place

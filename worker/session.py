@@ -11,23 +11,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from oobleck.core.ids import Generation
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.messages import Assign, Committed, Finished, Launch, Measure, PhaseReached, Ready
+from oobleck.core.plan import Plan
 from oobleck.host.address import is_loopback
 from oobleck.host.data.token_file import DataError
-from oobleck.host.ipc.messages import (
-    Assign,
-    Committed,
-    Finished,
-    Launch,
-    Measure,
-    PhaseReached,
-    Ready,
-)
 from oobleck.host.system.memory import total_memory
-from oobleck.planner.ids import Generation
-from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.compiler.own import OwnProgram, compile_own
 from oobleck.planner.programs.compiler.work import Work
-from oobleck.planner.programs.plan import Plan
 from oobleck.worker.checkpoint.location import check_place
 from oobleck.worker.checkpoint.output import check_writable, write_result
 from oobleck.worker.checkpoint.saver import Saver

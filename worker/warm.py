@@ -23,10 +23,7 @@ import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 # The built-in model, which most jobs train.
 import oobleck.worker.models.families.gpt  # noqa: F401
-from oobleck.host import log as host_log
-from oobleck.host.ipc.channel import Channel
-from oobleck.host.ipc.marker import Marker
-from oobleck.host.ipc.messages import (
+from oobleck.core.messages import (
     ChildExited,
     Fork,
     Forked,
@@ -36,6 +33,9 @@ from oobleck.host.ipc.messages import (
     ToWorker,
     Warm,
 )
+from oobleck.host import log as host_log
+from oobleck.host.ipc.channel import Channel
+from oobleck.host.ipc.marker import Marker
 from oobleck.host.system.process import (
     allow_open_files,
     die_with_parent,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import grpc
 
 from oobleck.agent.processes.code import NoCode
+from oobleck.core.job.wheel import MOST_WHEEL_BYTES
 from oobleck.host.ipc.endpoint import Endpoint
-from oobleck.planner.job.wheel import MOST_WHEEL_BYTES
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.control_pb2_grpc import ControlStub
 from oobleck.proto.secure import open_aio_channel

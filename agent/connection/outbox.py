@@ -14,11 +14,11 @@ import msgspec
 
 from oobleck.agent.connection.records import HOLD_S, RecordBuffer
 from oobleck.agent.processes.output import LogQueue
+from oobleck.core.ids import Generation, Incarnation, JobId
+from oobleck.core.messages import PhaseReached, Recording, StepRecord
+from oobleck.core.orders import Answer
 from oobleck.host.detection import GATHER_WORDS_S
-from oobleck.host.doctor.orders import Answer
-from oobleck.host.ipc.messages import PhaseReached, StepRecord
-from oobleck.host.timeline import Recording, boot_id
-from oobleck.planner.ids import Generation, Incarnation, JobId
+from oobleck.host.timeline import boot_id
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.bounds import check_bounds
 from oobleck.proto.examinations import examined_message

@@ -12,8 +12,8 @@ since the master writes them in step order; later ones are lost and counted.
 from collections import deque
 from dataclasses import dataclass, replace
 
-from oobleck.host.ipc.messages import StepRecord
-from oobleck.planner.ids import Generation, JobId
+from oobleck.core.ids import Generation, JobId
+from oobleck.core.messages import StepRecord
 
 LIMIT = 65_536
 #: Records per message.

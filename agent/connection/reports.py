@@ -8,8 +8,8 @@ import msgspec
 from oobleck.agent.connection.records import HOLD_S, MOST_HOLD_S, NEXT_S
 from oobleck.agent.state import NodeState
 from oobleck.agent.worker import WorkerState
-from oobleck.planner.ids import NodeName
-from oobleck.planner.programs.plan import Plan
+from oobleck.core.ids import NodeName
+from oobleck.core.plan import Plan
 from oobleck.proto import types
 
 

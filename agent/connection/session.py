@@ -15,12 +15,12 @@ from oobleck.agent.connection.heads import Heads
 from oobleck.agent.connection.outbox import Outbox
 from oobleck.agent.connection.reports import newest_plan
 from oobleck.agent.connection.stream import Refused, SessionEnded, Stream, opened, refused
+from oobleck.core.ids import Incarnation, JobId
+from oobleck.core.messages import Record
 from oobleck.host.address import split_addresses
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.endpoint import Endpoint
-from oobleck.host.ipc.messages import Record
 from oobleck.host.system.environment import Environment
-from oobleck.planner.ids import Incarnation, JobId
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import read_assignment
 from oobleck.proto.control_pb2_grpc import ControlStub

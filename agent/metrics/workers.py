@@ -7,8 +7,8 @@ import psutil
 
 from oobleck.agent.state import NodeState
 from oobleck.agent.worker import WorkerState
+from oobleck.core.ids import NodeName
 from oobleck.host.metrics.families import Family, Reading, single
-from oobleck.planner.ids import NodeName
 
 _SLOT = ("slot",)
 

@@ -19,9 +19,8 @@ import msgspec
 
 from oobleck.agent.processes.ending import EndWatch, How
 from oobleck.agent.processes.output import Tail, read_available
-from oobleck.host.ipc.channel import frame, read_frame
-from oobleck.host.ipc.marker import Marker
-from oobleck.host.ipc.messages import (
+from oobleck.core.ids import Incarnation
+from oobleck.core.messages import (
     ChildExited,
     Fork,
     Forked,
@@ -32,7 +31,8 @@ from oobleck.host.ipc.messages import (
     ToWorker,
     Warm,
 )
-from oobleck.planner.ids import Incarnation
+from oobleck.host.ipc.channel import frame, read_frame
+from oobleck.host.ipc.marker import Marker
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from oobleck.host.ipc.messages import Launch
+from oobleck.core.job.wheel import digest_of, stored_as, unpacked_in
+from oobleck.core.messages import Launch
 from oobleck.host.system.home import below_home
 from oobleck.host.wheel import Wheel
-from oobleck.planner.job.wheel import digest_of, stored_as, unpacked_in
 
 #: Below the home of the user whom the workers run as.
 FOLDER = "~/.cache/oobleck/code"

@@ -30,9 +30,9 @@ from oobleck.agent.config import AgentConfig
 from oobleck.agent.events import Asked, Event, ForkAsked, ShutDown
 from oobleck.agent.processes.children import Listener, WarmProcess, WorkerProcess
 from oobleck.agent.processes.code import CodeCache
-from oobleck.host.ipc.messages import Ask, Fork, Launch, Save, Stop
+from oobleck.core.ids import Incarnation, WorkerId
+from oobleck.core.messages import Ask, Fork, Launch, Save, Stop
 from oobleck.host.system.environment import Environment
-from oobleck.planner.ids import Incarnation, WorkerId
 
 logger = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from typing import Any
 import grpc
 
 from bench.support.daemons import CHECKOUT, with_parent
+from oobleck.core.ids import Incarnation, NodeName
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.security.credentials import read_credentials
 from oobleck.host.security.join_token import read_token
 from oobleck.host.system.process import allow_open_files
-from oobleck.planner.ids import Incarnation, NodeName
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.protocol import NEWEST, OLDEST
 from oobleck.proto.secure import open_aio_channel

@@ -34,7 +34,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.support.turns import Turn, footprint
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.worker.models import build_layer, initialise_parameters
 from oobleck.worker.runtime.random import RowKeys
 

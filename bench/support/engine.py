@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import Any
 
 from bench.support.turns import Turn, footprint
-from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.schedules import Schedule
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.plan import Plan
+from oobleck.core.schedules import Schedule
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Steps of a benchmark's job: more than any benchmark runs.

@@ -2,7 +2,7 @@
 
 import random
 
-from oobleck.planner.profile.profile import LayerProfile, Links, Profile
+from oobleck.core.profile import LayerProfile, Links, Profile
 
 #: d GPUs share a layer in 1/d^0.85 of the time of one.
 SCALING = 0.85

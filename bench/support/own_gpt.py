@@ -6,8 +6,8 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from oobleck.core.job.model import ModelSpec
 from oobleck.model import Model
-from oobleck.planner.job.model import ModelSpec
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.families.gpt import Block, Embedding, Head
 

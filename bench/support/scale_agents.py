@@ -29,14 +29,14 @@ from oobleck.agent.connection.outbox import Outbox
 from oobleck.agent.connection.records import HOLD_S
 from oobleck.agent.connection.reports import hold_s
 from oobleck.agent.connection.session import Session, channel_options
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.core.messages import PeerLost, PhaseReached, Record, StepRecord
+from oobleck.core.plan import Plan
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.endpoint import Endpoint
-from oobleck.host.ipc.messages import PeerLost, PhaseReached, Record, StepRecord
 from oobleck.host.security.credentials import Credentials
 from oobleck.host.security.pki import Authority, Identity, key_pem, new_key, read_key
 from oobleck.host.system.environment import Environment
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
-from oobleck.planner.programs.plan import Plan
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.types import Assignment, NodeStatus, WorkerReport, WorkerStatus

@@ -3,14 +3,12 @@
 A slot is what one stage's forward takes, its input gradient, or its weight gradient.
 """
 
-from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.instructions import BackwardWeight, Forward
+from oobleck.core.plan import Pipeline, Plan
+from oobleck.core.routes import Hold, Hop, HopTicks
+from oobleck.core.schedules import Schedule
 from oobleck.planner.programs.compiler.schedule import compute_order, splits_backward
-from oobleck.planner.programs.instructions import BackwardWeight, Forward
-from oobleck.planner.programs.listing.ticks import HopTicks
-from oobleck.planner.programs.pipeline import Pipeline
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold, Hop
-from oobleck.planner.schedules import Schedule
 
 
 def equal_pipelines(pipelines: int, stages: int, microbatches: int) -> Plan:

@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 
-from oobleck.host.ipc.messages import Rendezvous
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.messages import Rendezvous
+from oobleck.core.profile import Profile
 from oobleck.master.events.jobs import ProfileChosen
 from oobleck.master.events.plans import PlanMade
 from oobleck.master.planning import client
@@ -10,9 +13,6 @@ from oobleck.master.planning.solve import AtOnce
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node, NodeSeen
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
-from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.profile.profile import Profile
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.proto.types import NodeFacts, NodeStatus, WorkerStatus
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from oobleck.cli.output.text import seconds
-from oobleck.planner.units import count
+from oobleck.core.units import count
 
 #: What can be done to a node, and whether that heals by itself.
 KINDS = {

@@ -10,13 +10,13 @@ import click
 import msgspec
 
 from oobleck.cli.options import FAILED, USAGE, master_option
+from oobleck.core.codec import decode, encode
 from oobleck.host.command import CommandFailed
 from oobleck.host.ipc import own_master
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.security.credentials import AUTHORITY_KEY, write_private
 from oobleck.host.storage.backup import AUTHORITY, SUMMARY, StoredFile, Summary, check_path
 from oobleck.host.system.files import sync_directory
-from oobleck.planner.codec import decode, encode
 
 if TYPE_CHECKING:
     from oobleck.proto import control_pb2 as pb

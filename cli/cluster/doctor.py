@@ -17,10 +17,10 @@ import msgspec
 from oobleck.cli import options
 from oobleck.cli.cluster.examine import Question, of_cluster, of_host, show
 from oobleck.cli.completion import node_names
+from oobleck.core.finding import Finding
 from oobleck.host.command import CommandFailed
 from oobleck.host.device import find_gpus, worker_environment
 from oobleck.host.doctor import gpus as host_gpus
-from oobleck.host.finding import Finding
 from oobleck.host.gpu.choice import GpuReport, chosen_gpus
 from oobleck.host.system.process import completed, with_parent
 

@@ -15,8 +15,8 @@ import click
 import msgspec
 
 from oobleck.cli.options import FAILED
+from oobleck.core.finding import Finding
 from oobleck.host.display import inline
-from oobleck.host.finding import Finding
 from oobleck.host.ipc.endpoint import Endpoint
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _absolute(path: str) -> str:
 
 def of_host(question: Question) -> Iterator[Finding]:
     """Yield the findings of this host, without a master."""
-    from oobleck.host.doctor.orders import About, Look, Looked, Place
+    from oobleck.core.orders import About, Look, Looked, Place
     from oobleck.host.doctor.process import Doctor
 
     own = [Place(path=os.environ.get("TMPDIR", "/tmp"), use="own")]

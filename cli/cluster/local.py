@@ -13,6 +13,7 @@ import click
 
 from oobleck.cli.cluster.cluster import Cluster
 from oobleck.cli.options import DEFAULT_MASTER, USAGE
+from oobleck.core.units import enough_bytes, format_bytes
 from oobleck.host.address import split_address
 from oobleck.host.command import CommandFailed
 from oobleck.host.detection import MODES, Mode
@@ -20,7 +21,6 @@ from oobleck.host.ipc.endpoint import check_insecure
 from oobleck.host.security.credentials import make_private
 from oobleck.host.system.home import below_home
 from oobleck.host.system.process import end_signals
-from oobleck.planner.units import enough_bytes, format_bytes
 
 #: More than this is a mistake on any machine; --oversubscribe says that it is none.
 WORKERS_PER_CORE = 16

@@ -17,6 +17,7 @@ from oobleck.cli.options import (
     master_option,
     time_option,
 )
+from oobleck.core.ids import check_name
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint, endpoint_at
@@ -30,7 +31,6 @@ from oobleck.host.security.credentials import (
     write_private,
 )
 from oobleck.host.system.home import below_home
-from oobleck.planner.ids import check_name
 
 if TYPE_CHECKING:
     from oobleck.cli.output.form import Form

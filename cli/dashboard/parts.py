@@ -16,8 +16,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from oobleck.cli.dashboard import chart
 from oobleck.cli.output import text
 from oobleck.cli.output.incident import clock
+from oobleck.core.units import count, format_bytes
 from oobleck.host.display import inline
-from oobleck.planner.units import count, format_bytes
 
 #: Renderings that may still be what a browser has, and their characters: one of 1,000 nodes has
 #: half a million, and differs every second.

@@ -1,6 +1,6 @@
 """Process that asks the planner one question: an answer for many nodes takes a core for seconds.
 
-Standard input: a line of JSON, `{"lost": [node, ...]}`, and the bytes of a PlanningReply. Standard
+Standard input: a line of JSON, `{"lost": [node, ...]}`, and a Planning as JSON text. Standard
 output: a line of JSON, what `WhatIf.data` gives or `{"refused": reason}`, and the bytes of the Plan
 that would come, if there is one.
 """
@@ -9,18 +9,19 @@ import json
 import os
 import sys
 
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import NodeName
+from oobleck.core.codec import decode
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import NodeName
+from oobleck.planner.report.planning import Planning
 from oobleck.planner.report.what_if import what_if
-from oobleck.proto import control_pb2 as pb
-from oobleck.proto.plans import plan_message, read_planning
+from oobleck.proto.plans import plan_message
 
 
 def answer(asked: bytes) -> bytes:
     head, _, message = asked.partition(b"\n")
     lost = [NodeName(name) for name in json.loads(head)["lost"]]
     try:
-        found = what_if(read_planning(pb.PlanningReply.FromString(message)), lost)
+        found = what_if(decode(Planning, message), lost)
     except (PlanInfeasible, ValueError) as refusal:
         return json.dumps({"refused": str(refusal)}).encode() + b"\n"
     plan = b"" if found.taken is None else plan_message(found.taken.found.plan).SerializeToString()

@@ -13,8 +13,8 @@ from oobleck.cli.jobs.own_model import Found, look_at, refuse, tell
 
 if TYPE_CHECKING:
     from oobleck.cli.output.form import Form
-    from oobleck.planner.job.description import TreeSketch
-    from oobleck.planner.job.spec import JobSpec
+    from oobleck.core.job.description import TreeSketch
+    from oobleck.core.job.spec import JobSpec
 
 EPILOG = """\b
 Exit codes: 0 nothing is wrong, 2 the job would be refused, with a line on standard error for each
@@ -52,7 +52,7 @@ def check(job_file: Path, overrides: tuple[str, ...], form: "Form") -> int:
 
 def _show(found: Found, layers: list[dict[str, Any]], *, wide: bool) -> None:
     from oobleck.cli.output.table import table, terminal_width
-    from oobleck.planner.units import format_bytes
+    from oobleck.core.units import format_bytes
 
     if layers:
         compiled = any(layer["compiled"] for layer in layers)
@@ -84,7 +84,7 @@ def _range(first: int, last: int) -> str:
 def _layers(job: "JobSpec") -> list[dict[str, Any]]:
     """Return a record for each run of alike layers of a user's model; empty for other models, and
     where its layers are not known."""
-    from oobleck.planner.job.own import OwnModelSpec
+    from oobleck.core.job.own import OwnModelSpec
 
     model = job.model
     if not isinstance(model, OwnModelSpec) or not model.known:

@@ -21,18 +21,18 @@ from oobleck.cli.options import (
     json_option,
     master_option,
 )
+from oobleck.core.redact import HIDDEN
 from oobleck.host.command import CommandFailed, nearest, no_command
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
-from oobleck.planner.redact import HIDDEN
 
 if TYPE_CHECKING:
     from oobleck.cli.client import MasterClient
     from oobleck.cli.output.form import Form
     from oobleck.cli.output.table import Column
+    from oobleck.core.checkpoint import InvalidCheckpoint, Manifest
     from oobleck.host.storage.checkpoints import StoredCheckpoint
     from oobleck.host.storage.folder import Folder
-    from oobleck.planner.recovery.checkpoint import InvalidCheckpoint, Manifest
 
 _EPILOG = """\b
 Examples:
@@ -150,8 +150,8 @@ def verify(path: str, as_json: bool) -> int:
     goes on from it and none counts it as kept; one that is whole again is taken back.
     """
     from oobleck.cli.output import text
+    from oobleck.core.checkpoint import MANIFEST, RECORDS
     from oobleck.host.storage.checkpoints import verify as verify_files
-    from oobleck.planner.recovery.checkpoint import MANIFEST, RECORDS
 
     whole, damaged = _checkpoints(path, set_aside=True)
     bad = [{"checkpoint": n, "file": MANIFEST, "problem": p} for n, p in damaged.items()]
@@ -181,8 +181,8 @@ def verify(path: str, as_json: bool) -> int:
 
 def _records_problem(folder: "Folder", manifest: "Manifest") -> str:
     """Return why the records beside a checkpoint cannot be used; empty: they can."""
+    from oobleck.core.checkpoint import InvalidCheckpoint
     from oobleck.host.storage.checkpoints import read_records
-    from oobleck.planner.recovery.checkpoint import InvalidCheckpoint
 
     try:
         if manifest.records is not None:
@@ -231,9 +231,9 @@ def export(path: str, output: Path) -> None:
     """
     from tqdm import tqdm
 
+    from oobleck.core.checkpoint import InvalidCheckpoint
     from oobleck.host.storage.export import export as write_model
     from oobleck.host.storage.weight_files import WeightsError
-    from oobleck.planner.recovery.checkpoint import InvalidCheckpoint
 
     folder, found, older = _newest(path, output)
     layers = len(found.manifest.files)
@@ -290,8 +290,8 @@ def _checkpoints(
     and by name what is wrong with the others. Ends the command where there is neither.
 
     `set_aside`: those too that were found damaged before."""
+    from oobleck.core.checkpoint import InvalidCheckpoint
     from oobleck.host.storage.checkpoints import list_checkpoints, read_checkpoint, read_mark
-    from oobleck.planner.recovery.checkpoint import InvalidCheckpoint
 
     folder = _open(path)
     name = path.rstrip("/").rpartition("/")[2]
@@ -377,6 +377,6 @@ def _plain(found: "StoredCheckpoint", folder: "Folder") -> dict[str, object]:
 
 
 def _size(found: "StoredCheckpoint") -> str:
-    from oobleck.planner.units import format_bytes
+    from oobleck.core.units import format_bytes
 
     return format_bytes(found.manifest.bytes)

@@ -29,7 +29,7 @@ def config() -> None:
 @config.command()
 def schema() -> None:
     """Print the JSON Schema of job files, for editors."""
-    from oobleck.planner.job.schema import job_schema
+    from oobleck.core.job.schema import job_schema
 
     click.echo(json.dumps(job_schema(), indent=2))
 
@@ -44,7 +44,7 @@ def show(job_file: Path, overrides: tuple[str, ...], output: str) -> None:
     """Print JOB.yaml (- for standard input) with every key written out: defaults, and all numbers
     of a model that is named by a preset or a config. It is a job file again, for the same job."""
     from oobleck.cli.output.form import document
-    from oobleck.planner.job.file import format_job
+    from oobleck.core.job.file import format_job
 
     tree = _readable(json.loads(format_job(read_form(job_file, overrides))))
     click.echo(document(tree, "json" if output == "json" else "yaml"))

@@ -157,7 +157,7 @@ def _show_alone(
 ) -> None:
     """Print the size, type and first ids of a token file without a FILE.json."""
     from oobleck.cli.output import text
-    from oobleck.planner.units import format_bytes
+    from oobleck.core.units import format_bytes
 
     size, width = os.path.getsize(file), int(dtype[4:]) // 8
     if as_json:
@@ -169,7 +169,7 @@ def _show_alone(
 
 
 def _summary(path: Path, info: "TokenFileInfo") -> str:
-    from oobleck.planner.units import format_bytes
+    from oobleck.core.units import format_bytes
 
     documents = f"{info.documents:,} document" + ("" if info.documents == 1 else "s")
     size = format_bytes(info.tokens * info.width)

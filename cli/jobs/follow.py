@@ -19,9 +19,9 @@ from oobleck.cli.jobs.away import Away
 from oobleck.cli.output import text
 from oobleck.cli.output.events import event_line
 from oobleck.cli.output.table import cut
+from oobleck.core.units import count
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
-from oobleck.planner.units import count
 from oobleck.proto import control_pb2 as pb
 
 #: Between two lines where the output is not a terminal.

@@ -15,8 +15,8 @@ from oobleck.cli.output.text_file import CONFIG_OF_MODEL, JOB_FILE, PROFILE_OF_J
 from oobleck.host.command import CommandFailed
 
 if TYPE_CHECKING:
-    from oobleck.planner.job.model import AnyModel
-    from oobleck.planner.job.spec import DataSpec, JobSpec
+    from oobleck.core.job.model import AnyModel
+    from oobleck.core.job.spec import DataSpec, JobSpec
 
 #: Tokens of text that no tokenizer cuts, and how much of it is looked at before a submit.
 _BYTES = 256
@@ -72,8 +72,8 @@ def _parsed(
 def _formed(
     text: str, overrides: Sequence[str], source: str, base: Path, shown_as: Mapping[str, str]
 ) -> "JobSpec":
-    from oobleck.planner.errors import InvalidJob
-    from oobleck.planner.job.file import parse_job
+    from oobleck.core.errors import InvalidJob
+    from oobleck.core.job.file import parse_job
 
     def read(name: str) -> str:
         return read_text(base / os.path.expanduser(name), CONFIG_OF_MODEL)
@@ -97,8 +97,8 @@ def _formed(
 
 def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
     """Workers run elsewhere, so relative paths would mean something else there."""
-    from oobleck.planner.job.model import ModelSpec
-    from oobleck.planner.job.own import OwnModelSpec
+    from oobleck.core.job.model import ModelSpec
+    from oobleck.core.job.own import OwnModelSpec
 
     def absolute(path: str | None) -> str | None:
         return None if path is None else str(base / os.path.expanduser(path))
@@ -152,7 +152,7 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
 
 def read_profile(job: "JobSpec") -> str:
     """The text of the profile file that the job names, checked; empty where it names none."""
-    from oobleck.planner.profile.file import parse_profile
+    from oobleck.core.profile_file import parse_profile
     from oobleck.planner.profile.measurement import check_fits
 
     if job.profile_path is None:
@@ -168,9 +168,9 @@ def read_profile(job: "JobSpec") -> str:
 def check_checkpoints(job: "JobSpec") -> None:
     """Check, for a cluster on this machine, that the job may begin with the checkpoints it names.
     Raises CommandFailed."""
+    from oobleck.core.checkpoint import why_not_begin
     from oobleck.host.storage.checkpoints import list_checkpoints
     from oobleck.host.storage.folder import open_folder
-    from oobleck.planner.recovery.checkpoint import why_not_begin
 
     spec = job.checkpoint
     if spec is None:

@@ -22,7 +22,7 @@ from oobleck.host.ipc.marker import Marker, with_last_line
 from oobleck.host.system.process import with_parent
 
 if TYPE_CHECKING:
-    from oobleck.planner.job.spec import JobSpec
+    from oobleck.core.job.spec import JobSpec
 
 _MODULE = "oobleck.worker.describe"
 #: The module that imports the user's modules.
@@ -37,7 +37,7 @@ def code_folder(
     """Return the folder that the module of `python` lies in: `path`, or the job file's folder,
     `base`, where it is beside the job file. Return None where it is installed, or one of those that
     the job's wheel has, `carried`."""
-    from oobleck.planner.job.wheel import is_carried
+    from oobleck.core.job.wheel import is_carried
 
     if python is None or is_carried(python, path, carried):
         return None
@@ -78,8 +78,8 @@ class Found:
 
 def look_at(job: "JobSpec", *, always: bool = False) -> Found:
     """`always`: run the model for real, however large it is."""
-    from oobleck.planner.job.file import format_job
-    from oobleck.planner.job.own import OwnModelSpec
+    from oobleck.core.job.file import format_job
+    from oobleck.core.job.own import OwnModelSpec
 
     own, optimizer = isinstance(job.model, OwnModelSpec), job.training.optimizer
     if not own and optimizer.code is None and not optimizer.no_decay:
@@ -123,7 +123,7 @@ def look_at(job: "JobSpec", *, always: bool = False) -> Found:
 def with_description(job: "JobSpec") -> "JobSpec":
     """The job with its model's layers known, and what its optimizer keeps. What is wrong with it is
     told; the last line of that is raised."""
-    from oobleck.planner.job.own import OwnModelSpec
+    from oobleck.core.job.own import OwnModelSpec
 
     found = look_at(job)
     for problem in found.problems:
@@ -150,8 +150,8 @@ def refuse(problems: Sequence[Problem]) -> None:
 
 def _given(job: "JobSpec", descriptions: Mapping[str, str]) -> "JobSpec":
     """The job with these descriptions of what is the user's in it. Raises ValueError."""
-    from oobleck.planner.job.code import Json
-    from oobleck.planner.job.own import OwnModelSpec
+    from oobleck.core.job.code import Json
+    from oobleck.core.job.own import OwnModelSpec
 
     model, training = job.model, job.training
     if isinstance(model, OwnModelSpec) and "model" in descriptions:

@@ -19,7 +19,7 @@ from oobleck.host.ipc.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from oobleck.cli.client import MasterClient
-    from oobleck.planner.job.spec import JobSpec
+    from oobleck.core.job.spec import JobSpec
     from oobleck.proto import control_pb2 as pb
 
 #: States of a job whose workers take steps, and checkpoints between them.

@@ -6,10 +6,10 @@ from typing import Any
 import click
 
 from oobleck.cli.options import FAILED, USAGE
+from oobleck.core.units import count
 from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.timeline import DEVICE_THREADS
-from oobleck.planner.units import count
 
 
 def record(master: Endpoint, job_id: str, steps: int) -> str:

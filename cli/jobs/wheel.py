@@ -12,15 +12,15 @@ from oobleck.host.command import CommandFailed
 
 if TYPE_CHECKING:
     from oobleck.cli.client import MasterClient
+    from oobleck.core.job.spec import JobSpec
     from oobleck.host.wheel import Wheel
-    from oobleck.planner.job.spec import JobSpec
 
 
 def read_wheel(path: str) -> "Wheel":
     """Raises CommandFailed with the fix."""
+    from oobleck.core.job.wheel import MOST_WHEEL_BYTES
     from oobleck.host.system.files import read_regular
     from oobleck.host.wheel import Wheel
-    from oobleck.planner.job.wheel import MOST_WHEEL_BYTES
 
     try:
         return Wheel(read_regular(path, MOST_WHEEL_BYTES))
@@ -34,7 +34,7 @@ def read_wheel(path: str) -> "Wheel":
 @contextmanager
 def unpacked(job: "JobSpec") -> Iterator["JobSpec"]:
     """The job as it is on this machine, with its wheel unpacked for as long."""
-    from oobleck.planner.job.wheel import unpacked_in
+    from oobleck.core.job.wheel import unpacked_in
 
     if job.code is None:
         yield job
@@ -54,8 +54,8 @@ def unpacked(job: "JobSpec") -> Iterator["JobSpec"]:
 
 def sent_text(connection: "MasterClient", job: "JobSpec") -> str:
     """The job's text for the master, which has the job's wheel then. Raises CommandFailed."""
-    from oobleck.planner.job.file import format_job
-    from oobleck.planner.job.wheel import stored_as
+    from oobleck.core.job.file import format_job
+    from oobleck.core.job.wheel import stored_as
 
     if job.code is not None:
         wheel = read_wheel(job.code)

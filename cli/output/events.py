@@ -5,9 +5,9 @@ from typing import Any
 from oobleck.cli.output.incident import clock
 from oobleck.cli.output.table import folded
 from oobleck.cli.output.text import lost_records, seconds
+from oobleck.core.units import count, format_bytes
 from oobleck.host.display import inline
 from oobleck.host.versions import described
-from oobleck.planner.units import count, format_bytes
 from oobleck.proto import control_pb2 as pb
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from oobleck.cli.output.table import folded, grouped, longest_word, wrapped
+from oobleck.core.units import count, format_bytes
 from oobleck.host.display import inline
-from oobleck.planner.units import count, format_bytes
 
 #: Longest list of witnesses, of slow workers or of plans around them; the others are counted.
 _MOST_LISTED = 8

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oobleck.cli.output.text import lost_records, moment
+from oobleck.core.messages import StepRecord
 from oobleck.host.display import inline
-from oobleck.host.ipc.messages import StepRecord
 from oobleck.proto import control_pb2 as pb
 
 #: Key, head and width of each column. Fixed, so that a table can grow while it is shown.

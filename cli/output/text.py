@@ -8,9 +8,9 @@ from typing import Any
 from google.protobuf.message import Message
 
 from oobleck.cli.output.table import Column, folded, listing, table
+from oobleck.core.units import count, format_bytes
 from oobleck.host.display import inline
 from oobleck.host.versions import Versions, described, differences
-from oobleck.planner.units import count, format_bytes
 from oobleck.proto import control_pb2 as pb
 
 #: States that a job stays in.

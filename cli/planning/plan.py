@@ -9,15 +9,15 @@ import click
 
 from oobleck.cli.options import USAGE, form_options, set_option
 from oobleck.cli.planning.question import Flags, Question, from_job, from_profile
+from oobleck.core.schedules import SCHEDULES, Schedule
+from oobleck.core.units import count, format_bytes
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import printable
 from oobleck.planner.profile.machine import GPUS
-from oobleck.planner.schedules import SCHEDULES, Schedule
-from oobleck.planner.units import count, format_bytes
 
 if TYPE_CHECKING:
     from oobleck.cli.output.form import Form
-    from oobleck.planner.job.spec import RecoveryPolicy
+    from oobleck.core.job.spec import RecoveryPolicy
     from oobleck.planner.report.report import PlanReport
 
 

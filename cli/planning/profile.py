@@ -32,15 +32,15 @@ from oobleck.cli.options import (
     json_option,
     set_option,
 )
+from oobleck.core.units import count, format_bytes
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline, printable
 from oobleck.host.ipc.endpoint import Endpoint
-from oobleck.planner.units import count, format_bytes
 
 if TYPE_CHECKING:
     from oobleck.cli.client import MasterClient
-    from oobleck.planner.job.spec import JobSpec
-    from oobleck.planner.profile.profile import LayerProfile, Profile
+    from oobleck.core.job.spec import JobSpec
+    from oobleck.core.profile import LayerProfile, Profile
 
 #: Two, so that there is a link to measure.
 _LOCAL_NODES = 2
@@ -244,7 +244,7 @@ def _say(line: str) -> None:
 def _table(text: str) -> str:
     """Each kind of layer once, a column for each; then the links."""
     from oobleck.cli.output.table import table
-    from oobleck.planner.profile.file import parse_profile
+    from oobleck.core.profile_file import parse_profile
 
     found = parse_profile(text)
     notes = json.loads(text).get("measured", {})

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oobleck.planner.ties import Ties
-from oobleck.planner.units import count, parse_bytes
+from oobleck.core.ties import Ties
+from oobleck.core.units import count, parse_bytes
 
 if TYPE_CHECKING:
-    from oobleck.planner.job.spec import JobSpec, RecoveryPolicy
+    from oobleck.core.job.spec import JobSpec, RecoveryPolicy
+    from oobleck.core.profile import Profile
+    from oobleck.core.schedules import Schedule
     from oobleck.planner.profile.machine import Machine
-    from oobleck.planner.profile.profile import Profile
     from oobleck.planner.report.speed import Speed
-    from oobleck.planner.schedules import Schedule
 
 _NOMINAL_TIMES = (
     "times are of one nominal CPU core per worker: only their proportions mean something; --gpu "
@@ -66,7 +66,7 @@ class Question:
 def from_profile(path: Path, flags: Flags) -> Question:
     """Any stages that the profile allows. Raises ValueError or CommandFailed."""
     from oobleck.cli.output.text_file import PROFILE_FILE, read_text
-    from oobleck.planner.profile.file import parse_profile
+    from oobleck.core.profile_file import parse_profile
 
     text = read_text(path, PROFILE_FILE)
     try:
@@ -95,7 +95,7 @@ def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
     """Return the question for a job, with `overrides`, as it would be trained. Raises ValueError or
     CommandFailed."""
     from oobleck.cli.jobs.job_file import read_job, read_profile
-    from oobleck.planner.profile.file import parse_profile
+    from oobleck.core.profile_file import parse_profile
     from oobleck.planner.search.specification import on_usable_gpus
 
     given = {
@@ -163,7 +163,7 @@ def _machine(flags: Flags) -> "Machine":
 def _speed(job: "JobSpec", flags: Flags) -> "Speed | None":
     """Return the speed of an estimate for a GPU; None for other machines, and for a model of the
     user's."""
-    from oobleck.planner.job.model import ModelSpec
+    from oobleck.core.job.model import ModelSpec
     from oobleck.planner.profile.estimate import flops_per_token
     from oobleck.planner.report.speed import Speed
 

@@ -13,10 +13,10 @@ import click
 
 from oobleck.cli import options
 from oobleck.cli.completion import job_argument, node_names
+from oobleck.core.units import parse_seconds
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
-from oobleck.planner.units import parse_seconds
 
 if TYPE_CHECKING:
     from oobleck.cli.client import MasterClient

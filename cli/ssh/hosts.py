@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oobleck.cli.options import USAGE
+from oobleck.core.ids import check_name, nearest_name
 from oobleck.host.command import CommandFailed, nearest
 from oobleck.host.system.files import read_regular
-from oobleck.planner.ids import check_name, nearest_name
 
 _MOST_BYTES = 1 << 20
 _TARGET = re.compile(

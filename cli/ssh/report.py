@@ -11,8 +11,8 @@ import click
 from oobleck.cli.options import FAILED
 from oobleck.cli.ssh.connection import HostFailed
 from oobleck.cli.ssh.hosts import Host
+from oobleck.core.units import count
 from oobleck.host.display import inline
-from oobleck.planner.units import count
 
 #: What was done on the host, in words; empty: nothing was to be done. Raises HostFailed.
 Work = Callable[[Host], Awaitable[Sequence[str]]]

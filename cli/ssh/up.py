@@ -13,11 +13,11 @@ import click
 from oobleck.cli.options import USAGE, master_option
 from oobleck.cli.ssh.hosts import Host, read_hosts
 from oobleck.cli.ssh.options import hosts_argument, ssh_options
+from oobleck.core.units import format_bytes
 from oobleck.host.address import is_loopback, split_address
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
-from oobleck.planner.units import format_bytes
 
 if TYPE_CHECKING:
     from oobleck.cli.client import MasterClient

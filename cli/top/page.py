@@ -25,9 +25,9 @@ from oobleck.cli.top.feed import Feed, View
 from oobleck.cli.top.lists import Choices, Rows
 from oobleck.cli.top.questions import Details, Question
 from oobleck.cli.view.cluster import Cluster, cluster
+from oobleck.core.units import count
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
-from oobleck.planner.units import count
 
 #: Between two looks at the feed.
 _LOOK_S = 0.25

@@ -20,8 +20,8 @@ from oobleck.cli.view.cluster import Cluster, NodeRow
 from oobleck.cli.view.job import open_incident, progress
 from oobleck.cli.view.series import Point
 from oobleck.cli.view.tone import Tone, tone
+from oobleck.core.units import count
 from oobleck.host.display import inline
-from oobleck.planner.units import count
 
 #: Text and its style.
 Part = tuple[str, str]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from oobleck.cli.output import text
 from oobleck.cli.view.job import Progress, open_incident, progress
 from oobleck.cli.view.tone import ORDER, Tone, tone, worst
-from oobleck.planner.units import count
+from oobleck.core.units import count
 from oobleck.proto import control_pb2 as pb
 
 #: A node that was not heard of for longer says so.

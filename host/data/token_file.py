@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from oobleck.core.codec import decode, encode
 from oobleck.host.system.files import open_regular, read_regular, sync_directory
-from oobleck.planner.codec import decode, encode
 
 #: Of a description; it has a dozen fields.
 _MOST_INFO_BYTES = 1 << 20

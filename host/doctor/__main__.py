@@ -17,8 +17,8 @@ from typing import TypeVar
 
 import msgspec
 
-from oobleck.host.doctor import gpus, network, places, system, way
-from oobleck.host.doctor.orders import (
+from oobleck.core.finding import Finding
+from oobleck.core.orders import (
     About,
     Answer,
     Asked,
@@ -35,7 +35,7 @@ from oobleck.host.doctor.orders import (
     Seen,
     Unable,
 )
-from oobleck.host.finding import Finding
+from oobleck.host.doctor import gpus, network, places, system, way
 
 #: For a folder, and for names; GPUs take as long as their driver is waited for.
 PLACE_S, GPUS_S = 10.0, 40.0

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import msgspec
 
+from oobleck.core.finding import Finding, Level
+from oobleck.core.orders import About
+from oobleck.core.units import format_bytes
 from oobleck.host.device import worker_environment
-from oobleck.host.doctor.orders import About
-from oobleck.host.finding import Finding, Level
 from oobleck.host.gpu.choice import driver_version
 from oobleck.host.gpu.health import hindrance, troubles
 from oobleck.host.gpu.kernel_log import read_xids
 from oobleck.host.gpu.peers import Peers, read_peers
 from oobleck.host.gpu.sample import GpuSample, Sample
 from oobleck.host.gpu.users import described, read_sample
-from oobleck.planner.units import format_bytes
 
 #: NCCL's buffers in shared memory, for eight GPUs with many communicators.
 _LEAST_SHARED = 1 << 30

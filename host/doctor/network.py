@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from oobleck.core.finding import Finding
+from oobleck.core.orders import About
 from oobleck.host.address import is_loopback, is_number, own_hostname, split_address
-from oobleck.host.doctor.orders import About
-from oobleck.host.finding import Finding
 
 #: A host has more than enough of these.
 _FEW_PORTS = 4096

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import msgspec
 
-from oobleck.host.doctor.orders import MARK, Place, Seen
-from oobleck.host.finding import Finding, Level
+from oobleck.core.finding import Finding, Level
+from oobleck.core.orders import MARK, Place, Seen
+from oobleck.core.units import format_bytes
 from oobleck.host.storage.folder import is_remote
 from oobleck.host.system.files import open_regular
-from oobleck.planner.units import format_bytes
 
 SHARED = ("checkpoints", "output")
 #: What is written to see how fast that is, and while a job trains.

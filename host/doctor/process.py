@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import msgspec
 
-from oobleck.host.doctor.orders import About, Answer, Asked, Order, Unable
+from oobleck.core.orders import About, Answer, Asked, Order, Unable
 from oobleck.host.system.process import with_parent
 
 MODULE = "oobleck.host.doctor"

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from oobleck.host.doctor.orders import About
-from oobleck.host.finding import Finding, Level
+from oobleck.core.finding import Finding, Level
+from oobleck.core.orders import About
+from oobleck.core.units import format_bytes
 from oobleck.host.system.memory import control_file, total_memory
-from oobleck.planner.units import format_bytes
 
 #: Open at the start, and for each session or link: a connection, its wake-ups, a file or two.
 _BASE_FILES, _FILES_EACH = 512, 4

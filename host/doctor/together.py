@@ -4,10 +4,10 @@ should share. Pure."""
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from oobleck.host.doctor.orders import Looked, Seen
-from oobleck.host.finding import Finding, Level
+from oobleck.core.finding import Finding, Level
+from oobleck.core.orders import Looked, Seen
+from oobleck.core.units import comma_separated
 from oobleck.host.versions import Versions, differences, series
-from oobleck.planner.units import comma_separated
 
 #: Of a log that people compare; of certificates, which begin and end by the calendar.
 _APART_S, _FAR_APART_S = 1.0, 60.0

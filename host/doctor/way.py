@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from oobleck.host.doctor.orders import Call, Listening, Way
+from oobleck.core.orders import Call, Listening, Way
 
 _NONCE_BYTES = _PROOF_BYTES = 32
 #: To connect, and for each thing that is said.

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from oobleck.host.doctor.orders import Way
-from oobleck.host.finding import Finding, Level
-from oobleck.planner.units import comma_separated, count
+from oobleck.core.finding import Finding, Level
+from oobleck.core.orders import Way
+from oobleck.core.units import comma_separated, count
 
 #: Who measured, and to whom.
 End = tuple[str, str]

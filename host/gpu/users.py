@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 import psutil
 
+from oobleck.core.units import format_bytes
 from oobleck.host.gpu.choice import Gpu
 from oobleck.host.gpu.sample import GpuProcess, Sample
 from oobleck.host.system.process import output_of, python
-from oobleck.planner.units import format_bytes
 
 READER = "oobleck.host.gpu.nvml"
 #: A healthy driver answers in a second or two.

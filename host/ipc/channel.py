@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from oobleck.planner.codec import choose, encode
+from oobleck.core.codec import choose, encode
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ import mmap
 import os
 import re
 
+from oobleck.core.units import MOST_REASON_BYTES, head
 from oobleck.host.display import inline
-from oobleck.planner.units import MOST_REASON_BYTES, head
 
 _BYTES = 1024
 _LENGTH_BYTES = 2

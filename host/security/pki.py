@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from oobleck.core.ids import check_name
 from oobleck.host.security.credentials import MASTER_NAME, ROLES, Role
-from oobleck.planner.ids import check_name
 
 _SCHEME = "oobleck://"
 _AUTHORITY_LIFE = timedelta(days=3650)

@@ -12,9 +12,9 @@ from typing import BinaryIO
 
 import msgspec
 
+from oobleck.core.codec import decode
 from oobleck.host.security.credentials import AUTHORITY_KEY
 from oobleck.host.system.files import open_regular, read_regular
-from oobleck.planner.codec import decode
 
 SUMMARY = "backup.json"
 JOURNAL = "journal.log"

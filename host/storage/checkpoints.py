@@ -9,10 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
-from oobleck.host.storage.folder import Folder
-from oobleck.host.system.files import WrongFile
-from oobleck.planner.codec import decode, encode
-from oobleck.planner.recovery.checkpoint import (
+from oobleck.core.checkpoint import (
     MANIFEST,
     MOST_MANIFEST_BYTES,
     MOST_RECORDS_BYTES,
@@ -23,6 +20,9 @@ from oobleck.planner.recovery.checkpoint import (
     read_manifest,
     step_of,
 )
+from oobleck.core.codec import decode, encode
+from oobleck.host.storage.folder import Folder
+from oobleck.host.system.files import WrongFile
 
 #: Stands beside the manifest of a checkpoint that is set aside, which whoever looks for checkpoints
 #: passes over. The folder keeps its name, since object stores have no rename.

@@ -15,7 +15,11 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from oobleck.core.checkpoint import MOST_LAYER_HEADER_BYTES, InvalidCheckpoint, LayerFile, Manifest
+from oobleck.core.job.model import AnyModel
+from oobleck.core.job.own import OwnModelSpec
 from oobleck.host.storage.checkpoints import StoredCheckpoint, read_layer
+from oobleck.host.storage.exported import Array, exported, exported_config, has_adapters
 from oobleck.host.storage.folder import Folder, LocalFolder
 from oobleck.host.storage.weight_files import (
     WeightsError,
@@ -23,15 +27,6 @@ from oobleck.host.storage.weight_files import (
     open_weights,
     read_tensor,
 )
-from oobleck.planner.job.model import AnyModel
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.recovery.checkpoint import (
-    MOST_LAYER_HEADER_BYTES,
-    InvalidCheckpoint,
-    LayerFile,
-    Manifest,
-)
-from oobleck.planner.report.export import Array, exported, exported_config, has_adapters
 
 #: Of weights per file, as transformers itself cuts.
 FILE_BYTES = 5 << 30

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from oobleck.core.redact import redact
 from oobleck.host.system.files import check_size, open_regular, read_regular, sync_directory
-from oobleck.planner.redact import redact
 
 #: Read and hashed at a time.
 CHUNK_BYTES = 4 << 20

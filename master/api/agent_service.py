@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from oobleck.host.doctor.orders import Answer, Unable
+from oobleck.core.orders import Answer, Unable
 from oobleck.master.api.access import caller
 from oobleck.master.api.code import CodeOfJobs
 from oobleck.master.api.limits import MOST_DETAILS

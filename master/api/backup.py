@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import closing
 
+from oobleck.core.codec import encode
 from oobleck.host.storage.backup import Summary
 from oobleck.host.versions import installed
 from oobleck.master.loop import Master
 from oobleck.master.storage.backup import Capture, Part
-from oobleck.planner.codec import encode
 from oobleck.proto import control_pb2 as pb
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import grpc
 
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.job.wheel import digest_of, stored_as
 from oobleck.master.loop import Master
 from oobleck.master.state.job import ENDED
 from oobleck.master.storage.code import CodeFolder
-from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.job.wheel import digest_of, stored_as
 
 CHUNK_BYTES = 1 << 20
 #: Between two looks at what is still named.

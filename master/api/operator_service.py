@@ -13,6 +13,13 @@ from typing import Any
 
 import grpc
 
+from oobleck.core.codec import encode
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import JobId, NodeName, WorkerId
+from oobleck.core.job.file import parse_job
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.profile import Profile
+from oobleck.core.profile_file import format_profile, parse_profile
 from oobleck.master.api.access import caller
 from oobleck.master.api.backup import backup
 from oobleck.master.api.code import CodeOfJobs
@@ -30,17 +37,10 @@ from oobleck.master.state.job import ENDED, Job
 from oobleck.master.storage.logs import Line
 from oobleck.master.storage.records.step_log import read_steps
 from oobleck.master.tracking import check_installed
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import JobId, NodeName, WorkerId
-from oobleck.planner.job.file import parse_job
-from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.profile.file import format_profile, parse_profile
 from oobleck.planner.profile.measurement import check_fits
-from oobleck.planner.profile.profile import Profile
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.examinations import finding_message
-from oobleck.proto.plans import planning_message
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -202,7 +202,8 @@ class OperatorService(rpc.OperatorServicer):
         try:
             if job.state in ENDED:
                 raise PlanInfeasible(f"job {job.id} is {job.state}: nothing is planned any more")
-            return planning_message(planning(job, self._master.state.candidates(job)))
+            asked = planning(job, self._master.state.candidates(job))
+            return pb.PlanningReply(planning=encode(asked))
         except PlanInfeasible as infeasible:
             text = str(infeasible)[:MOST_DETAILS]
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)

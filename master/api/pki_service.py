@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 
+from oobleck.core.ids import check_name
 from oobleck.host.security.credentials import Role
 from oobleck.master.api.access import caller
 from oobleck.master.clients.requests import Requests
@@ -30,7 +31,6 @@ from oobleck.master.state.trust import (
     is_revoked,
     joined_by,
 )
-from oobleck.planner.ids import check_name
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 

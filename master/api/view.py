@@ -8,8 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from statistics import fmean, median
 
+from oobleck.core.ids import JobId, NodeName, WorkerId
+from oobleck.core.messages import StepRecord
+from oobleck.core.redact import redact
+from oobleck.core.units import comma_separated, count
 from oobleck.host.address import is_loopback
-from oobleck.host.ipc.messages import StepRecord
 from oobleck.master.config import MasterConfig
 from oobleck.master.planning import client
 from oobleck.master.rules.jobs import job_queue, stalls
@@ -20,10 +23,7 @@ from oobleck.master.state.incidents.incident_summary import headline_of, slowdow
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Drain, Node
-from oobleck.planner.ids import JobId, NodeName, WorkerId
-from oobleck.planner.redact import redact
 from oobleck.planner.report.speed import utilization
-from oobleck.planner.units import comma_separated, count
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.fields import message_of
 from oobleck.proto.heads import head_message

@@ -11,15 +11,15 @@ import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 
+from oobleck.core.ids import JobId, NodeName
+from oobleck.core.job.file import parse_job
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.job.wheel import digest_of
 from oobleck.host.system.environment import Environment
 from oobleck.master.clients.outbox import AgentSession
 from oobleck.master.clients.requests import Requests
 from oobleck.master.rules.plans.adoption import NotAdopted, check_adoptable, nodes_of
 from oobleck.master.state.cluster import ClusterState
-from oobleck.planner.ids import JobId, NodeName
-from oobleck.planner.job.file import parse_job
-from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.job.wheel import digest_of
 from oobleck.proto import control_pb2 as pb
 
 #: For all its nodes to say what job it is; and for one of them to give the job's wheel back.

@@ -11,13 +11,13 @@ from typing import Literal
 
 import msgspec
 
-from oobleck.host.ipc.messages import EvaluationRecord, Restored, StepRecord
+from oobleck.core.ids import Generation, JobId, NodeName
+from oobleck.core.messages import EvaluationRecord, Restored, StepRecord
 from oobleck.master.clients.witnesses import Differs, Witnesses
 from oobleck.master.events.jobs import RecordsDiffer
 from oobleck.master.events.reports import EvaluationReceived, RecordsReceived, RestoreReceived
 from oobleck.master.state.job import NO_GENERATION, Job
 from oobleck.master.storage.ledger import Ledger
-from oobleck.planner.ids import Generation, JobId, NodeName
 
 log = logging.getLogger(__name__)
 

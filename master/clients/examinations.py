@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from oobleck.host.address import split_address
-from oobleck.host.doctor import rounds, together, ways
-from oobleck.host.doctor.orders import (
+from oobleck.core.finding import Finding, Level
+from oobleck.core.ids import NodeName
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.orders import (
     MARK,
     About,
     Answer,
@@ -38,9 +39,10 @@ from oobleck.host.doctor.orders import (
     Unable,
     Way,
 )
+from oobleck.host.address import split_address
+from oobleck.host.doctor import rounds, together, ways
 from oobleck.host.doctor.places import SHARED
 from oobleck.host.doctor.process import ANSWER_S, Doctor
-from oobleck.host.finding import Finding, Level
 from oobleck.host.system.environment import Environment
 from oobleck.host.versions import installed
 from oobleck.master.clients.outbox import AgentSession
@@ -49,8 +51,6 @@ from oobleck.master.rules.plans.adoption import ways_on
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import NodeName
-from oobleck.planner.job.spec import JobSpec
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.examinations import examine_message
 from oobleck.proto.protocol import EXAMINES

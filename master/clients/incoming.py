@@ -2,8 +2,8 @@
 
 import msgspec
 
-from oobleck.host.ipc.messages import StepRecord
-from oobleck.planner.ids import Generation, JobId
+from oobleck.core.ids import Generation, JobId
+from oobleck.core.messages import StepRecord
 from oobleck.proto.types import NodeStatus, WorkerReport
 
 

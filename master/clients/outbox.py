@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from oobleck.core.ids import Incarnation, JobId, NodeName
 from oobleck.master.clients.budget import Budget
 from oobleck.master.rules.nodes.admission import Refusal
-from oobleck.planner.ids import Incarnation, JobId, NodeName
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import assignment_message
 from oobleck.proto.types import Assignment

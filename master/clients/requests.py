@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from oobleck.core.ids import JobId, NodeName
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.profile import Profile
 from oobleck.master.clients.sessions import Sessions
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.jobs import (
@@ -36,9 +39,6 @@ from oobleck.master.state.node import Node
 from oobleck.master.state.trust import Decide, Denied, check_caller
 from oobleck.master.storage.disk import StorageFailed
 from oobleck.master.storage.ledger import Ledger
-from oobleck.planner.ids import JobId, NodeName
-from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.profile.profile import Profile
 
 if TYPE_CHECKING:
     from oobleck.host.security.pki import Identity

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from oobleck.host.ipc.messages import Evaluated, Restored
+from oobleck.core.ids import Incarnation, JobId, NodeName, WorkerId
+from oobleck.core.messages import Evaluated, Restored
 from oobleck.master.clients.budget import Budget
 from oobleck.master.clients.confirmations import Confirmations
 from oobleck.master.clients.incoming import Incoming, Output, Records
@@ -35,7 +36,6 @@ from oobleck.master.state.node import Node
 from oobleck.master.state.senders import believed, has_part, why_refused
 from oobleck.master.state.trust import Denied, check_caller, was_revoked
 from oobleck.master.storage.ledger import Ledger
-from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.proto.protocol import NEWEST
 from oobleck.proto.records import dropped_line
 from oobleck.proto.types import Head, NodeStatus, Registration, WorkerReport

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from oobleck.host.timeline import Clock, Recording, Track, boot_id, chrome_trace
+from oobleck.core.codec import decode
+from oobleck.core.ids import JobId, NodeName, WorkerId
+from oobleck.core.messages import Recording
+from oobleck.core.plan import Plan
+from oobleck.host.timeline import Clock, Track, boot_id, chrome_trace
 from oobleck.master.clients.outbox import AgentSession
 from oobleck.master.state.job import ENDED, Job
-from oobleck.planner.codec import decode
-from oobleck.planner.ids import JobId, NodeName, WorkerId
-from oobleck.planner.programs.plan import Plan
 from oobleck.proto import control_pb2 as pb
 
 #: Round trips per node.

@@ -19,11 +19,11 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from oobleck.host.ipc.messages import EvaluationRecord, Restored, StepRecord
+from oobleck.core.ids import Generation, NodeName
+from oobleck.core.messages import EvaluationRecord, Restored, StepRecord
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import NO_GENERATION, Job
 from oobleck.master.state.senders import tellers
-from oobleck.planner.ids import Generation, NodeName
 
 W = TypeVar("W", StepRecord, EvaluationRecord, Restored)
 

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from oobleck.host.ipc.messages import CheckpointSaved, Measure, Restored, SaveFailed
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.messages import CheckpointSaved, Measure, Restored, SaveFailed
+from oobleck.core.profile import Profile
 from oobleck.master.events.nodes import Evidence
 from oobleck.master.events.plans import ReconfigurationStats
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
-from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.profile.profile import Profile
 
 _NO_GENERATION = Generation(0)
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
+from oobleck.core.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.proto.types import NodeFacts, WorkerExited
 
 

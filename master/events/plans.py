@@ -9,12 +9,11 @@ from typing import Literal, get_args
 
 import msgspec
 
-from oobleck.host.ipc.messages import Assign
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.core.messages import Assign
+from oobleck.core.plan import Plan, WorkerRate
 from oobleck.host.versions import FIRST_ENGINE
 from oobleck.master.events.nodes import Evidence
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.rates import WorkerRate
 from oobleck.planner.recovery.rules import OF_OTHER_NODES, Next
 
 #: Of the way into a generation, in order: the loss is found out, no plan is found and none can be

@@ -4,9 +4,9 @@ know what the events change.
 
 import msgspec
 
-from oobleck.host.ipc.messages import EvaluationRecord, Restored, StepRecord
-from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
-from oobleck.planner.profile.profile import Profile
+from oobleck.core.ids import Incarnation, JobId, NodeName, WorkerId
+from oobleck.core.messages import EvaluationRecord, Restored, StepRecord
+from oobleck.core.profile import Profile
 from oobleck.proto.types import Assignment, Happening, Head, NodeStatus
 
 

@@ -18,12 +18,12 @@ Owns the two unions, and the events of the master and its journal themselves.
 
 import msgspec
 
+from oobleck.core.ids import JobId
 from oobleck.master.events.jobs import JobEvent
 from oobleck.master.events.nodes import NodeEvent, UnknownJobEnded
 from oobleck.master.events.plans import PlanEvent
 from oobleck.master.events.reports import Observed
 from oobleck.master.events.trust import TrustChanged
-from oobleck.planner.ids import JobId
 
 
 class MasterStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):

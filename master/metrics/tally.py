@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import get_args
 
+from oobleck.core.ids import JobId
 from oobleck.host.metrics.families import LONG_S, Durations
 from oobleck.master.events.jobs import (
     CheckpointPublished,
@@ -34,7 +35,6 @@ from oobleck.master.events.plans import (
 from oobleck.master.events.reports import Observed, RecordsReceived
 from oobleck.master.events.unions import Event, Journaled
 from oobleck.master.state.cluster import ClusterState
-from oobleck.planner.ids import JobId
 from oobleck.planner.recovery.answer import Policy
 
 log = logging.getLogger(__name__)

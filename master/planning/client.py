@@ -10,6 +10,12 @@ from functools import lru_cache
 
 import msgspec
 
+from oobleck.core.errors import ModelTooLarge, PlanInfeasible
+from oobleck.core.ids import Generation, WorkerId
+from oobleck.core.plan import Plan, WorkerRate, pipelines_within
+from oobleck.core.profile import Profile
+from oobleck.core.ties import Ties
+from oobleck.core.units import count
 from oobleck.master.events.nodes import NodeLeftOut
 from oobleck.master.events.plans import PlanMade
 from oobleck.master.planning.machines import Machines, profile_on, template_sizes
@@ -29,16 +35,8 @@ from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
 from oobleck.planner.cost.estimate import worker_peak_bytes
 from oobleck.planner.cost.listed import estimate_listed
-from oobleck.planner.errors import ModelTooLarge, PlanInfeasible
-from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.rates import WorkerRate
 from oobleck.planner.recovery.answer import Answer
-from oobleck.planner.recovery.pipelines import pipelines_within
 from oobleck.planner.report.planning import Planning
-from oobleck.planner.ties import Ties
-from oobleck.planner.units import count
 
 
 def predicted_bytes(job: Job, nodes: Sequence[Node]) -> Mapping[WorkerId, int]:
@@ -152,18 +150,20 @@ def planning(job: Job, nodes: Sequence[Node]) -> Planning:
         raise PlanInfeasible(f"job {job.id} has no plan")
     plan, base = _plans(job, made)
     spec, machines = job.spec, Machines.of(job, nodes)
+    sizes = template_sizes(spec, machines, max(job.lineage.most_nodes, len(nodes)))
     return Planning(
         plan=plan,
         base=base,
         profile=profile_on(spec, machines),
-        sizes=template_sizes(spec, machines, max(job.lineage.most_nodes, len(nodes))),
+        least_nodes=sizes.start,
+        most_nodes=sizes.stop - 1,
         fault_tolerance=spec.fault_tolerance,
         tied=spec.model.ties,
         schedule_named=spec.training.wanted_schedule is not None,
         shadows=spec.recovery.shadows == "auto",
         policy=spec.recovery.policy,
         nodes=tuple(node.facts.node for node in nodes),
-        rates=dict(job.rates),
+        rates=tuple(WorkerRate(worker=w, rate=rate) for w, rate in sorted(job.rates.items())),
     )
 
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from oobleck.core.errors import ModelTooLarge, PlanInfeasible
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.profile import InvalidProfile, Profile
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
-from oobleck.planner.errors import ModelTooLarge, PlanInfeasible
-from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.machine import slowest_of
 from oobleck.planner.profile.memory import budget_bytes
-from oobleck.planner.profile.profile import InvalidProfile, Profile
 from oobleck.planner.search.specification import node_specification, on_usable_gpus
 
 

@@ -12,12 +12,11 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, NodeName
+from oobleck.core.job.spec import JobSpec, RecoveryPolicy
+from oobleck.core.plan import Plan, WorkerRate
 from oobleck.master.planning.machines import Machines
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.job.spec import JobSpec, RecoveryPolicy
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.rates import WorkerRate
 from oobleck.planner.recovery.answer import Answer
 
 #: Whose plan. `plain`: templates with nothing beside, where the answer by another policy failed.

@@ -10,6 +10,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 
+from oobleck.core.errors import PlanInfeasible, ProgramDeadlock
+from oobleck.core.ids import Generation
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Profile
+from oobleck.core.ties import Ties
 from oobleck.master.planning.machines import profile_on, template_sizes
 from oobleck.master.planning.requests import (
     FirstPlanReply,
@@ -20,19 +26,13 @@ from oobleck.master.planning.requests import (
     PlanReply,
     PlanRequest,
 )
-from oobleck.planner.errors import PlanInfeasible, ProgramDeadlock
-from oobleck.planner.ids import Generation
-from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.compiler import proof
-from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.answer import Change
 from oobleck.planner.recovery.lost import by_templates
 from oobleck.planner.recovery.policies import answer, behind
 from oobleck.planner.recovery.uneven.answer import uneven
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import make_first_plan
-from oobleck.planner.ties import Ties
 
 
 def work_out(request: PlanRequest) -> PlanReply:

@@ -10,14 +10,14 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from oobleck.host.ipc.messages import Measure
+from oobleck.core.ids import JobId, NodeName, WorkerId
+from oobleck.core.messages import Measure
+from oobleck.core.profile import Profile
 from oobleck.host.versions import Differences, differences
 from oobleck.master.state.history import History
 from oobleck.master.state.job import ENDED, MOST_GENERATION, Job
 from oobleck.master.state.node import Build, Node
 from oobleck.master.state.trust import Trust
-from oobleck.planner.ids import JobId, NodeName, WorkerId
-from oobleck.planner.profile.profile import Profile
 from oobleck.proto.types import Assignment, Head
 
 #: So many of the last requests about nodes are known again when they are repeated.

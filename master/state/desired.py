@@ -9,13 +9,13 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
+from oobleck.core.ids import NodeName
 from oobleck.master.events.nodes import NodeEvent, NodeRegistered, WorkerLost
 from oobleck.master.events.trust import TrustChanged
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Build, Desired, Node
-from oobleck.planner.ids import NodeName
 
 
 def follow(state: ClusterState, event: Journaled, now: float, unix: float) -> None:

@@ -8,14 +8,14 @@ back, or a peer's report without a loss, belongs to no incident.
 
 import msgspec
 
-from oobleck.host.ipc.messages import Failed, PeerLost
+from oobleck.core.ids import WorkerId
+from oobleck.core.messages import Failed, PeerLost
+from oobleck.core.units import head
 from oobleck.master.events.nodes import Evidence
 from oobleck.master.events.reports import StreamClosed, WorkerReported
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.incidents.incident import MOST_EVIDENCE
 from oobleck.master.state.job import Job
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.units import head
 from oobleck.proto.types import Hung, WorkerExited
 
 #: Older ones have nothing to do with a failure that is found now.

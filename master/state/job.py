@@ -10,7 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from oobleck.host.ipc.messages import CheckpointSaved, Restored
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.core.job.spec import JobSpec, RecoveryPolicy
+from oobleck.core.messages import CheckpointSaved, Restored
+from oobleck.core.plan import Plan
 from oobleck.master.events.jobs import (
     MeasuringStarted,
     ProfileChosen,
@@ -30,9 +33,6 @@ from oobleck.master.state.incidents.incident import Incident, LastIncident
 from oobleck.master.state.incidents.slowdown import Slowdown
 from oobleck.master.state.job_observed import JobSeen, SaveReport
 from oobleck.master.state.stand_by import StandBy, StandByTimes
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
-from oobleck.planner.job.spec import JobSpec, RecoveryPolicy
-from oobleck.planner.programs.plan import Plan
 
 #: So many of the workers' last words on checkpoints are known again when they are repeated.
 KNOWN_REPORTS = 64

@@ -9,7 +9,8 @@ it.
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from oobleck.host.ipc.messages import (
+from oobleck.core.ids import Generation, Incarnation, NodeName, WorkerId
+from oobleck.core.messages import (
     CheckpointSaved,
     EvaluationRecord,
     LinkMeasured,
@@ -19,12 +20,11 @@ from oobleck.host.ipc.messages import (
     SaveFailed,
     StepRecord,
 )
+from oobleck.core.profile import Scope
 from oobleck.master.events.nodes import Evidence
 from oobleck.master.events.plans import Phase, ReconfigurationStats
 from oobleck.master.state.readings import PaceSeen
 from oobleck.master.state.stand_by import StandByTimes
-from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
-from oobleck.planner.profile.measurement import Scope
 from oobleck.proto.types import Hung, WorkerExited
 
 #: What workers say of checkpoints.

@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from oobleck.core.ids import Generation, Incarnation, JobId
 from oobleck.host.versions import series
-from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.proto.types import Assignment, NodeFacts, NodeStatus
 
 

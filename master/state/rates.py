@@ -6,6 +6,7 @@ events.jsonl can tell the end from the event alone. Must not know how a worker i
 
 from collections.abc import Callable
 
+from oobleck.core.ids import Incarnation, JobId, WorkerId
 from oobleck.master.events.jobs import JobEnded, JobPutBack, RateChanged
 from oobleck.master.events.nodes import (
     NodeDrained,
@@ -19,7 +20,6 @@ from oobleck.master.events.plans import PlanMade
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
-from oobleck.planner.ids import Incarnation, JobId, WorkerId
 
 #: Whether a worker's process is gone, or about to go.
 Gone = Callable[[WorkerId, Incarnation], bool]

@@ -9,7 +9,7 @@ generation. Must not know what is slow (`oobleck.master.rules.stragglers.pace`).
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from oobleck.planner.ids import Generation, Incarnation, WorkerId
+from oobleck.core.ids import Generation, Incarnation, WorkerId
 
 #: Between two rounds: shares of a processor's time are given out in tenths of a second.
 ROUND_S = 1.0

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from oobleck.host.ipc.messages import (
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.core.messages import (
     CheckpointSaved,
     Evaluated,
     Failed,
@@ -24,10 +25,9 @@ from oobleck.host.ipc.messages import (
     Restored,
     SaveFailed,
 )
+from oobleck.core.plan import Plan
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
-from oobleck.planner.programs.plan import Plan
 from oobleck.proto.types import Hung, NodeStatus, WorkerExited, WorkerReport, WorkerStatus
 
 #: A node whose words about lost peers steps have refuted so often is not believed any more.

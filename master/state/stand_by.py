@@ -8,8 +8,8 @@ forgotten with it. Must not know how long anyone must stand by
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from oobleck.core.ids import Incarnation, WorkerId
 from oobleck.master.events.plans import PlanMade
-from oobleck.planner.ids import Incarnation, WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterator
 from itertools import pairwise
 from typing import TypeVar
 
+from oobleck.core.ids import NodeName, WorkerId
 from oobleck.master.events.nodes import NodeYielded, WorkerLost
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED, CurrentPlan, Job, Loss
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import NodeName, WorkerId
 
 T = TypeVar("T")
 #: A sentence, and whether it holds of one thing in a state.

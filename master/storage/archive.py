@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from oobleck.host.ipc.messages import EvaluationRecord, StepRecord
+from oobleck.core.ids import JobId, WorkerId
+from oobleck.core.messages import EvaluationRecord, StepRecord
 from oobleck.master.config import MasterConfig
 from oobleck.master.storage.disk import Storage, StorageFailed, storing
 from oobleck.master.storage.logs import LogStore
 from oobleck.master.storage.records.event_log import EventLog
 from oobleck.master.storage.records.step_log import EvaluationLog, MetricsLog
-from oobleck.planner.ids import JobId, WorkerId
 
 log = logging.getLogger(__name__)
 

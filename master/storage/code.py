@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
+from oobleck.core.job.wheel import MOST_WHEEL_BYTES
 from oobleck.host.system.files import open_regular, sync_directory
 from oobleck.master.storage.disk import storing
-from oobleck.planner.job.wheel import MOST_WHEEL_BYTES
 
 #: Of all wheels together.
 _MOST_BYTES = 1 << 30

@@ -29,11 +29,11 @@ from typing import IO, NamedTuple
 
 import msgspec
 
+from oobleck.core.codec import decode, encode
 from oobleck.master import crash
 from oobleck.master.events.unions import Journaled
 from oobleck.master.storage.disk import append, storing
 from oobleck.master.storage.earlier import with_routes
-from oobleck.planner.codec import decode, encode
 
 #: Of events and snapshots. A master that reads a lower one raises the file's to its own, and
 #: refuses a higher one; so it grows where a master of before would read on and decide wrongly.

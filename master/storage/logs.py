@@ -15,7 +15,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
-from oobleck.planner.ids import JobId, NodeName, WorkerId
+from oobleck.core.ids import JobId, NodeName, WorkerId
 
 MOST_BYTES = 8 << 20
 #: A longer line is cut; it is not text that anybody reads.

@@ -5,10 +5,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from oobleck.core.profile import Profile
+from oobleck.core.profile_file import format_profile, parse_profile
 from oobleck.host.system.files import read_regular
 from oobleck.master.events.reports import ProfilesFound
-from oobleck.planner.profile.file import format_profile, parse_profile
-from oobleck.planner.profile.profile import Profile
 
 log = logging.getLogger(__name__)
 

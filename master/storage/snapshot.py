@@ -14,13 +14,13 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from oobleck.core.codec import choose
+from oobleck.core.ids import JobId, NodeName
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import NO_GENERATION, Job
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Node, NodeSeen
 from oobleck.master.storage.earlier import with_routes
-from oobleck.planner.codec import choose
-from oobleck.planner.ids import JobId, NodeName
 
 #: What is observed, what the files of profiles tell anew, and what is written beside the cluster.
 _LEFT_OUT: Mapping[type, tuple[str, ...]] = {

@@ -5,12 +5,12 @@ Workers' own measurements are held against this. Must not know rates, nor the or
 
 from collections.abc import Mapping
 
+from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import Share
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Profile
+from oobleck.core.routes import Hop
 from oobleck.planner.cost.stagecost import stage_cost
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.instructions import Share
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hop
 
 
 def computing_s(plan: Plan, profile: Profile) -> Mapping[WorkerId, float]:

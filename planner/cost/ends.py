@@ -6,12 +6,11 @@ they hold. Must not know how routes compute.
 
 from collections.abc import Mapping, Sequence
 
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.profile.links import all_reduce_s
-from oobleck.planner.profile.profile import Profile
+from oobleck.core.ids import WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Profile, all_reduce_s
+from oobleck.core.ties import Ties
 from oobleck.planner.programs.compiler.gradients import gradient_buckets
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.ties import Ties
 
 #: Loss, norm and flags of a vote.
 _VOTE_BYTES = 64

@@ -9,6 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from oobleck.core.ids import WorkerId
+from oobleck.core.plan import Pipeline, Plan
+from oobleck.core.profile import Profile
+from oobleck.core.schedules import Schedule
+from oobleck.core.ties import Ties
 from oobleck.planner.cost.ends import plan_end_s
 from oobleck.planner.cost.kinds import (
     Cut,
@@ -22,13 +27,7 @@ from oobleck.planner.cost.kinds import (
 from oobleck.planner.cost.replay import Ends, Question, computed_s
 from oobleck.planner.cost.stagecost import StageCost, idle_bytes
 from oobleck.planner.cost.sums import Computed, step_end_s
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.compiler.schedule import in_flight
-from oobleck.planner.programs.pipeline import Pipeline
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.schedules import Schedule
-from oobleck.planner.ties import Ties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,8 @@ the slowest never hangs on rounding.
 from dataclasses import dataclass
 from itertools import pairwise
 
-from oobleck.planner.profile.links import all_reduce_s, message_s
-from oobleck.planner.profile.profile import Links, Profile
-from oobleck.planner.programs.template import PipelineTemplate
+from oobleck.core.plan import PipelineTemplate
+from oobleck.core.profile import Links, Profile, all_reduce_s, message_s
 
 TICKS_PER_S = 10**15
 

@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from oobleck.core.plan import Pipeline, PipelineTemplate, Plan
+from oobleck.core.profile import Profile, message_s
+from oobleck.core.routes import Hold
 from oobleck.planner.cost.stagecost import StageCost, stage_cost
-from oobleck.planner.profile.links import message_s
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.pipeline import Pipeline
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold
-from oobleck.planner.programs.template import PipelineTemplate
 
 
 class Place(NamedTuple):

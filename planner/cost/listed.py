@@ -9,6 +9,11 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
+from oobleck.core.ids import WorkerId
+from oobleck.core.plan import Pipeline, Plan
+from oobleck.core.profile import Profile, message_s
+from oobleck.core.routes import Hop, HopTicks, Listing, Route
+from oobleck.core.ties import Ties
 from oobleck.planner.cost.ends import plan_end_s
 from oobleck.planner.cost.estimate import shadow_bytes, stage_peak_bytes
 from oobleck.planner.cost.kinds import (
@@ -21,15 +26,7 @@ from oobleck.planner.cost.kinds import (
 )
 from oobleck.planner.cost.replay import computed_s
 from oobleck.planner.cost.stagecost import StageCost, idle_bytes, stage_cost
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.profile.links import message_s
-from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes, planned
-from oobleck.planner.programs.listing.ticks import HopTicks, Listing
-from oobleck.planner.programs.pipeline import Pipeline
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hop, Route
-from oobleck.planner.ties import Ties
 
 #: The longest forward or backward of any hop has so many ticks.
 _FINENESS = 1024

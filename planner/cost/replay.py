@@ -14,16 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from oobleck.core.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward
+from oobleck.core.schedules import Schedule
 from oobleck.planner.cost.kinds import Kind
 from oobleck.planner.programs.compiler.schedule import backward_slot, forward_slot, splits_backward
-from oobleck.planner.programs.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Compute,
-    Forward,
-)
-from oobleck.planner.schedules import Schedule
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]

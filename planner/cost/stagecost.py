@@ -7,8 +7,8 @@ things.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.profile.profile import Profile, working_bytes
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.profile import Profile, working_bytes
 from oobleck.planner.profile.sharing import exchange_bytes
 
 #: Share of the backward that makes the input's gradient where the profile does not tell: measured
@@ -79,7 +79,7 @@ def stage_cost(
 ) -> StageCost:
     """The cost of layers first_layer .. last_layer on `gpus` GPUs of a node.
 
-    `resident`: as a stage's flag of that name (`oobleck.planner.programs.routes.Hold`). Raises
+    `resident`: as a stage's flag of that name (`oobleck.core.routes.Hold`). Raises
     PlanInfeasible where the profile has no time of a layer for so many GPUs.
     """
     layers = profile.layers[first_layer : last_layer + 1]

@@ -13,8 +13,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from oobleck.core.profile import Profile
 from oobleck.planner.cost.formula import ticks
-from oobleck.planner.profile.profile import Profile
 from oobleck.planner.profile.sharing import running_exchange_bytes
 
 Floats = NDArray[np.float64]

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from oobleck.core.instructions import Share
+from oobleck.core.profile import Profile, all_reduce_s
+from oobleck.core.ties import Ties, groups
 from oobleck.planner.cost.kinds import Kind, Place
-from oobleck.planner.profile.links import all_reduce_s
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.instructions import Share
-from oobleck.planner.ties import Ties, groups
 
 #: Loss, norm and flags of a vote.
 _VOTE_BYTES = 64

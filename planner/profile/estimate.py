@@ -8,11 +8,12 @@ know the machine beyond that.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from oobleck.planner.job.description import LayerSketch
-from oobleck.planner.job.families import Counts, LayerCount, decode_config, family_of
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.job.description import LayerSketch
+from oobleck.core.job.families import Counts, LayerCount, decode_config, family_of
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.profile import LayerProfile, Links, Profile
 from oobleck.planner.profile.machine import NOMINAL, Machine
 from oobleck.planner.profile.memory import (
     ACTIVATION_ITEM_BYTES,
@@ -25,7 +26,6 @@ from oobleck.planner.profile.memory import (
     state_bytes,
     with_holes,
 )
-from oobleck.planner.profile.profile import LayerProfile, Links, Profile
 from oobleck.planner.profile.sharing import gathered_bytes, sharing_sizes, with_exchanges
 from oobleck.planner.profile.sums import with_sums
 

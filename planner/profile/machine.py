@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from oobleck.planner.job.spec import Precision, TrainingSpec
+from oobleck.core.job.spec import Precision, TrainingSpec
 
 _PRODUCTS_SHARE = 0.6
 _MEMORY_SHARE = 0.8

@@ -6,21 +6,26 @@ measurements may stand for each other. Must not know how anything is measured.
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
-from typing import Literal
 
-from oobleck.planner.codec import encode
-from oobleck.planner.job.model import AnyModel, ModelSpec
-from oobleck.planner.job.spec import JobSpec, Recompute
+from oobleck.core.codec import encode
+from oobleck.core.job.model import AnyModel, ModelSpec
+from oobleck.core.job.spec import JobSpec, Recompute
+from oobleck.core.profile import (
+    BYTES,
+    InvalidProfile,
+    LayerProfile,
+    LinkMeasurement,
+    Links,
+    Measurement,
+    Profile,
+)
+from oobleck.core.units import count
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.machine import NOMINAL
-from oobleck.planner.profile.profile import BYTES, InvalidProfile, LayerProfile, Links, Profile
 from oobleck.planner.profile.sharing import gathered_bytes, with_exchanges
 from oobleck.planner.profile.sums import with_sums
-from oobleck.planner.units import count
-
-Scope = Literal["intra_node", "inter_node"]
 
 #: Part of the key: measurements of another way of measuring do not stand for one of this.
 _METHOD = 5
@@ -28,30 +33,6 @@ _TIMES = ("forward_s", "backward_s", "backward_input_s", "update_s")
 #: What follows from the model alone, and how far off a profile may be.
 _COMPARED = ("parameter_bytes", "output_bytes")
 _SAME_BYTES = 0.01
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """Measurement by one worker: each kind of layer once, since layers of a kind are alike.
-
-    Times for several GPUs are those of one worker's part of the work, without exchanges.
-    """
-
-    #: By kind: see `oobleck.planner.job.model.AnyModel.order`.
-    kinds: tuple[LayerProfile, ...]
-    #: What it was measured on, such as `cpu Xeon, 1 thread`, and by which torch.
-    device: str
-    torch: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkMeasurement:
-    """Measurement of a link: a message between two workers takes latency_s + bytes /
-    bytes_per_s."""
-
-    scope: Scope
-    latency_s: float
-    bytes_per_s: float
 
 
 def profile_key(

@@ -5,7 +5,7 @@ The one place for both, shared by the estimate, the profiler and the master. Mus
 
 from collections.abc import Iterable
 
-from oobleck.planner.job.spec import Precision, TrainingSpec
+from oobleck.core.job.spec import Precision, TrainingSpec
 
 #: Of weights as they are trained, gradients and moments.
 STATE_ITEM_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 4, "fp64": 8}

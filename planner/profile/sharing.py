@@ -13,10 +13,9 @@ Owns the sizes that a profile offers and the bytes of both ways. Must not know c
 from collections.abc import Sequence
 from dataclasses import replace
 
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.profile.links import exchange_s
-from oobleck.planner.profile.profile import LayerProfile, Links
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.profile import LayerProfile, Links, exchange_s
 
 #: Beside the gathered weights, in units of a layer's parameters: the gradient of the whole layer,
 #: and the other workers' shares of the sum on their way.

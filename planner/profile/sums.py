@@ -5,8 +5,8 @@ Must not know how sums are made.
 
 from dataclasses import replace
 
-from oobleck.planner.job.spec import TrainingSpec
-from oobleck.planner.profile.profile import LayerProfile
+from oobleck.core.job.spec import TrainingSpec
+from oobleck.core.profile import LayerProfile
 
 
 def with_sums(layer: LayerProfile, training: TrainingSpec) -> LayerProfile:

@@ -10,10 +10,11 @@ result from below.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from oobleck.planner.ids import WorkerId
+from oobleck.core.ids import WorkerId
+from oobleck.core.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,3 +116,19 @@ class _Loads:
                         reached[there] = number, here
                         queue.append(there)
         return None
+
+
+def writers(plan: Plan, sizes: Sequence[int]) -> Mapping[WorkerId, tuple[int, ...]]:
+    """The layers that each worker of the plan writes: each layer once, by one of its holders, and
+    the one with most to write has as little as possible. `sizes`: bytes per layer."""
+    owners: dict[int, list[WorkerId]] = {layer: [] for layer in range(plan.layer_count)}
+    for worker in plan.workers:
+        for layer in plan.held[worker]:
+            owners[layer].append(worker)
+    tasks = [
+        Task(size=sizes[layer], near=(), far=tuple(holders)) for layer, holders in owners.items()
+    ]
+    chosen: dict[WorkerId, list[int]] = {worker: [] for worker in plan.workers}
+    for layer, worker in zip(owners, balance(tasks), strict=True):
+        chosen[worker].append(layer)
+    return {worker: tuple(layers) for worker, layers in chosen.items()}

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from oobleck.planner.ids import WorkerId
+from oobleck.core.ids import WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.ties import Ties
 from oobleck.planner.profile.memory import link_bytes, stage_bytes, sum_bytes
 from oobleck.planner.programs.compiler.compile import rows_in_common
 from oobleck.planner.programs.compiler.gradients import gradient_buckets
-from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.transfer import Transfer
-from oobleck.planner.ties import Ties
 
 #: A worker can be in so many: torch has 32 streams of a priority, beyond which two share one, where
 #: operations of the one wait behind those of the other, in another order than at their peers

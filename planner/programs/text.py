@@ -15,7 +15,7 @@ the second quarter of the rows, `SYNC2[3(0:1/2)]@...` sums the first half of lay
 
 from collections.abc import Iterable, Mapping
 
-from oobleck.planner.programs.instructions import (
+from oobleck.core.instructions import (
     WHOLE,
     Action,
     Backward,

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
-from oobleck.planner.errors import LayerLost
-from oobleck.planner.ids import WorkerId
+from oobleck.core.errors import LayerLost
+from oobleck.core.ids import WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Shard, ShardTable
 from oobleck.planner.programs.balance import Task, balance
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.shards import Shard, ShardTable
 
 #: Shares of a layer's numbers begin at multiples of this. Vectorised kernels round the last few
 #: numbers of a tensor, fewer than these, unlike the others; so an update gives the same result to

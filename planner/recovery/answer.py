@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Plan
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Profile
+from oobleck.core.ties import Ties
 from oobleck.planner.recovery.reconfigure import Reconfiguration, Templates
 from oobleck.planner.recovery.rules import Next
 from oobleck.planner.recovery.uneven.candidates import Situation
 from oobleck.planner.search.demand import Costs
 from oobleck.planner.search.instantiate import Judge, by_formula
-from oobleck.planner.ties import Ties
 
 Policy = Literal["templates", "reroute", "uneven", "shadow", "normalise"]
 

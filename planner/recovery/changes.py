@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from oobleck.planner.ids import NodeName
-from oobleck.planner.programs.plan import Plan
+from oobleck.core.ids import NodeName
+from oobleck.core.plan import Plan
 from oobleck.planner.recovery.placement import Slot, keep_fitting
 from oobleck.planner.recovery.rules import (
     Group,

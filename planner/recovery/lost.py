@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.plan import Plan, place
+from oobleck.core.units import comma_separated
 from oobleck.planner.cost.estimate import estimate_step
-from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.programs.compiler.proof import prove
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.programs.pipeline import place
-from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.answer import Answer, Change, answer, idle, situation
 from oobleck.planner.recovery.reconfigure import Reconfiguration, reconfigure
 from oobleck.planner.recovery.reroute import reroute
@@ -16,7 +16,6 @@ from oobleck.planner.recovery.uneven.candidates import hop_ticks, scheduled
 from oobleck.planner.recovery.uneven.shares import reshared
 from oobleck.planner.search.choose import keep_schedule, settled
 from oobleck.planner.search.shadows import with_shadows
-from oobleck.planner.units import comma_separated
 
 
 def by_templates(change: Change) -> Answer:

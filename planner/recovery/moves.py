@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold, Hop, Route
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Hold, Hop, Route
 from oobleck.planner.recovery.reroute import Spread, add_load, held_layers, routes_around
 
 Ticks = Callable[[Hop], int]

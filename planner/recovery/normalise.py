@@ -10,9 +10,10 @@ taken. Must not know how state comes there, nor which moves there are.
 from contextlib import suppress
 from dataclasses import replace
 
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold, Route
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Hold, Route
+from oobleck.core.units import comma_separated
 from oobleck.planner.recovery.answer import Answer, Change, answer, idle, situation
 from oobleck.planner.recovery.moves import Moves, Ticks, most_load
 from oobleck.planner.recovery.reconfigure import Reconfiguration
@@ -20,7 +21,6 @@ from oobleck.planner.recovery.rules import Next
 from oobleck.planner.recovery.shadowed import shadows_behind
 from oobleck.planner.recovery.uneven.candidates import hop_ticks, scheduled, staying_s
 from oobleck.planner.recovery.worth import LEAST_GAIN, worth_a_change
-from oobleck.planner.units import comma_separated
 
 #: Of the moves with the least load, how many get a schedule.
 MOST_SCHEDULED = 3

@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.programs.pipeline import Pipeline, place
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.template import PipelineTemplate
+from oobleck.core.ids import Generation, NodeName
+from oobleck.core.plan import Pipeline, PipelineTemplate, Plan, place
 
 Templates = Mapping[int, PipelineTemplate]
 Matrix = NDArray[np.float64]

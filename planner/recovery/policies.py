@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.job.spec import RecoveryPolicy
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.planner.recovery.answer import Answer, Change, Policy
 from oobleck.planner.recovery.lost import by_reroute, by_templates
 from oobleck.planner.recovery.normalise import normalised, promising

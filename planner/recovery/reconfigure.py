@@ -20,11 +20,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.template import PipelineTemplate
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, NodeName
+from oobleck.core.plan import PipelineTemplate, Plan
+from oobleck.core.profile import Profile
+from oobleck.core.units import are, count
 from oobleck.planner.recovery.changes import Change, by_rules, reshaped
 from oobleck.planner.recovery.placement import Seats, Slot, put_in_place, seat
 from oobleck.planner.recovery.rules import Rule
@@ -39,7 +39,6 @@ from oobleck.planner.search.instantiate import (
     template_costs,
 )
 from oobleck.planner.search.templates import feasible_sizes, generate_templates
-from oobleck.planner.units import are, count
 
 Templates = Mapping[int, PipelineTemplate]
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from itertools import groupby
 
-from oobleck.planner.errors import LayerLost, PlanInfeasible
-from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold, Hop, Route
+from oobleck.core.errors import LayerLost, PlanInfeasible
+from oobleck.core.ids import Generation, WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Hold, Hop, Route
 
 #: Workers that hold layers together.
 _Group = tuple[WorkerId, ...]

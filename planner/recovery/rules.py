@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from oobleck.planner.programs.pipeline import Pipeline
+from oobleck.core.plan import Pipeline
 
 #: How a plan came about, by the paper's three or: "takeover", of pipelines lost whole the others
 #: take the shares; "reshape", sizes chosen anew; "join", newcomers; "replace", the same nodes;

@@ -6,18 +6,18 @@ how much of it they are left. Must not know who holds what.
 
 from dataclasses import replace
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.plan import Plan
+from oobleck.core.units import comma_separated, count
 from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.cost.listed import estimate_listed, with_listing
-from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.programs.compiler.proof import prove
-from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.answer import Answer, Change, answer, idle
 from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose
 from oobleck.planner.recovery.rules import Next
 from oobleck.planner.recovery.worth import LEAST_GAIN
 from oobleck.planner.search.choose import settled
 from oobleck.planner.search.shadows import with_shadows
-from oobleck.planner.units import comma_separated, count
 
 #: What list-scheduled workers are left at least of the memory that micro-batches take now, in the
 #: order of trying. An order is made for speed alone and often keeps more than it needs.

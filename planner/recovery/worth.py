@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from oobleck.planner.errors import PlanInfeasible
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.plan import Plan
 from oobleck.planner.programs.compiler.proof import prove
 from oobleck.planner.programs.compiler.schedule import splits_backward
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.reconfigure import HORIZON_S
 from oobleck.planner.search.choose import TIE

@@ -6,14 +6,14 @@ may be; sentences are on one line, which whoever prints it folds. Must not decid
 
 from collections.abc import Sequence
 
+from oobleck.core.ids import NodeName
+from oobleck.core.instructions import BackwardInput, BackwardWeight, Forward
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Hold, runs
+from oobleck.core.schedules import Schedule
+from oobleck.core.units import count, format_bytes
 from oobleck.planner.cost.estimate import KindEstimate, StepEstimate
 from oobleck.planner.cost.replay import Event, timeline
-from oobleck.planner.ids import NodeName
-from oobleck.planner.programs.instructions import BackwardInput, BackwardWeight, Forward
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold, runs
-from oobleck.planner.schedules import Schedule
-from oobleck.planner.units import count, format_bytes
 
 #: Columns of a drawing where nobody says how many there are, and the fewest.
 WIDTH, NARROWEST = 80, 40

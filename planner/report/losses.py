@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.job.spec import RecoveryPolicy
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, NodeName
+from oobleck.core.job.spec import RecoveryPolicy
 from oobleck.planner.recovery.answer import Answer, Change
 from oobleck.planner.recovery.lost import by_templates
 from oobleck.planner.recovery.policies import Answers, answer, answers, behind

@@ -3,14 +3,13 @@
 Must not know how plans are made.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.job.spec import RecoveryPolicy
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.ties import Ties
+from oobleck.core.ids import NodeName
+from oobleck.core.job.spec import RecoveryPolicy
+from oobleck.core.plan import Plan, WorkerRate
+from oobleck.core.profile import Profile
+from oobleck.core.ties import Ties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +21,9 @@ class Planning:
     base: Plan
     #: With the memory that there is.
     profile: Profile
-    #: Numbers of nodes that templates are for.
-    sizes: range
+    #: Templates are for so many nodes, and up to so many.
+    least_nodes: int
+    most_nodes: int
     fault_tolerance: int
     tied: Ties = False
     schedule_named: bool = False
@@ -32,4 +32,4 @@ class Planning:
     #: All that may take part.
     nodes: tuple[NodeName, ...]
     #: Of slow workers.
-    rates: Mapping[WorkerId, float]
+    rates: tuple[WorkerRate, ...] = ()

@@ -4,15 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from oobleck.core.ids import Generation, NodeName
+from oobleck.core.job.spec import RecoveryPolicy
+from oobleck.core.plan import PipelineTemplate, Plan
+from oobleck.core.profile import Profile
+from oobleck.core.routes import runs
+from oobleck.core.schedules import Schedule
+from oobleck.core.ties import Ties
+from oobleck.core.units import count, format_bytes
 from oobleck.planner.cost.estimate import KindEstimate, StepEstimate
-from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.profile.memory import GPU_CONTEXT_BYTES, gpu_reserve_bytes
-from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.communicators import MOST_COMMUNICATORS, Needed, needed
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import runs
-from oobleck.planner.programs.template import PipelineTemplate
 from oobleck.planner.recovery.answer import Change
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.report.drawing import (
@@ -24,13 +26,10 @@ from oobleck.planner.report.drawing import (
 )
 from oobleck.planner.report.losses import Loss, losses
 from oobleck.planner.report.slow import Slowness, read_rates, slowness
-from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.catalogue import Catalogue, Offer
 from oobleck.planner.search.choose import ScheduleChoice, choose_schedule
 from oobleck.planner.search.firstplan import make_first_plan
 from oobleck.planner.search.specification import node_specification
-from oobleck.planner.ties import Ties
-from oobleck.planner.units import count, format_bytes
 
 #: Planning for more takes too long to be of use.
 MOST_NODES = 1 << 16

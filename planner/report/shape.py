@@ -2,9 +2,9 @@
 
 from collections import Counter
 
+from oobleck.core.plan import Plan
+from oobleck.core.units import count
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.units import count
 
 
 def shape(plan: Plan) -> str:

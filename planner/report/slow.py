@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import NodeName, WorkerId
 from oobleck.planner.recovery.answer import Answer, Change
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Rule

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.planner.profile.estimate import flops_per_token
 from oobleck.planner.profile.machine import GPUS, machine_of
 

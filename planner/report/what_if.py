@@ -5,19 +5,19 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, NodeName
+from oobleck.core.routes import runs
+from oobleck.core.units import comma_separated
 from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.cost.listed import estimate_listed, with_listing
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.programs.routes import runs
 from oobleck.planner.recovery.answer import Answer, Change
 from oobleck.planner.recovery.policies import Answers, answer, answers
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.report.planning import Planning
 from oobleck.planner.report.shape import shape
 from oobleck.planner.search.catalogue import Catalogue
-from oobleck.planner.units import comma_separated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,8 @@ def what_if(planning: Planning, lost: Collection[NodeName]) -> WhatIf:
 def _change(planning: Planning, live: tuple[NodeName, ...]) -> Change:
     """Raises PlanInfeasible."""
     catalogue = Catalogue(tied=planning.tied)
-    offer = catalogue.offer(planning.profile, planning.sizes, planning.base)
+    sizes = range(planning.least_nodes, planning.most_nodes + 1)
+    offer = catalogue.offer(planning.profile, sizes, planning.base)
     return Change(
         plan=planning.plan,
         base=planning.base,
@@ -108,7 +109,7 @@ def _change(planning: Planning, live: tuple[NodeName, ...]) -> Change:
         shadows=planning.shadows,
         judge=offer.judge,
         costs=offer.costs,
-        rates={worker: rate for worker, rate in planning.rates.items() if worker.node in live},
+        rates={one.worker: one.rate for one in planning.rates if one.worker.node in live},
     )
 
 

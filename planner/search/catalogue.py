@@ -10,17 +10,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from oobleck.core.plan import PipelineTemplate, Plan
+from oobleck.core.profile import Profile
+from oobleck.core.ties import Ties
 from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.cost.formula import PipelineCost
 from oobleck.planner.cost.kinds import Kind
 from oobleck.planner.cost.stagetable import StageTable
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.template import PipelineTemplate
 from oobleck.planner.search.instantiate import Instantiation
 from oobleck.planner.search.shortlist import Costed, Shortlist
 from oobleck.planner.search.templates import shortlisted_templates
-from oobleck.planner.ties import Ties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

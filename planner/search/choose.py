@@ -8,19 +8,18 @@ the last step of every plan, its proof (`settled`). The time of a step is
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import WorkerId
+from oobleck.core.plan import Pipeline, Plan
+from oobleck.core.profile import Profile
+from oobleck.core.schedules import SCHEDULES, Schedule
+from oobleck.core.ties import Ties
+from oobleck.core.units import format_bytes
 from oobleck.planner.cost.estimate import Replays, StepEstimate, peak_bytes, shadow_bytes
 from oobleck.planner.cost.kinds import replicas
 from oobleck.planner.cost.stagecost import stage_cost
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.compiler.proof import prove
 from oobleck.planner.programs.compiler.schedule import in_flight
-from oobleck.planner.programs.pipeline import Pipeline
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.schedules import SCHEDULES, Schedule
-from oobleck.planner.ties import Ties
-from oobleck.planner.units import format_bytes
 
 #: A schedule that is faster by less than this share of the step is not worth leaving 1F1B for:
 #: splitting the backward was measured to cost 0.5 % of it in wide layers and 7 % in narrow ones,

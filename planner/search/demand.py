@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
 
+from oobleck.core.profile import Links
 from oobleck.planner.cost.formula import PipelineCost, sync_ticks
-from oobleck.planner.profile.profile import Links
 from oobleck.planner.search.shares import makespan, share_batch
 
 Costs = Mapping[int, PipelineCost]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.programs.shards import ShardTable
+from oobleck.core.ids import NodeName, WorkerId
+from oobleck.core.routes import ShardTable
 
 #: Workers that the search for room asks, some 10 ms: all there is to ask of a dozen layers.
 _EFFORT = 50_000

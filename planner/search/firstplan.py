@@ -13,19 +13,18 @@ from functools import partial
 from itertools import count as numbers
 from itertools import islice
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, NodeName
+from oobleck.core.plan import Plan, place
+from oobleck.core.profile import Profile
+from oobleck.core.schedules import SCHEDULES, Schedule
+from oobleck.core.units import are, count
 from oobleck.planner.cost.estimate import Replays
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.pipeline import place
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.schedules import SCHEDULES, Schedule
 from oobleck.planner.search.catalogue import Catalogue, Offer
 from oobleck.planner.search.choose import ScheduleChoice, choose_among, settled
 from oobleck.planner.search.instantiate import Instantiation, instantiate
 from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.shares import share_batch
-from oobleck.planner.units import are, count
 
 #: Instantiations that are estimated under their schedules, for each set of templates.
 _MOST_ESTIMATED = 6

@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, NodeName
+from oobleck.core.plan import Pipeline, PipelineTemplate, Plan, place
+from oobleck.core.profile import Profile
+from oobleck.core.units import are, count
 from oobleck.planner.cost.formula import pipeline_cost
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.pipeline import Pipeline, place
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.template import PipelineTemplate
 from oobleck.planner.search.demand import BAND, Costs, Demand, Sizes, worth_judging
 from oobleck.planner.search.sizesearch import EXACT, BestSizes, Floats, SizeSearch
-from oobleck.planner.units import are, count
 
 #: How many candidates near the best the search looks for, the best one included.
 MOST_CANDIDATES = 6

@@ -9,14 +9,13 @@ Owns who holds them. Must not know how state comes there.
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from oobleck.core.ids import WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Profile
+from oobleck.core.routes import Hold, ShardTable, runs
 from oobleck.planner.cost.estimate import shadow_bytes, worker_peak_bytes
 from oobleck.planner.cost.listed import listed_bytes
 from oobleck.planner.cost.stagecost import idle_bytes
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold, runs
-from oobleck.planner.programs.shards import ShardTable
 from oobleck.planner.search.filling import Gap, whole_layers
 
 

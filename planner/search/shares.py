@@ -7,8 +7,8 @@ Owns the shares of given pipelines; which pipelines there are is
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from oobleck.core.errors import PlanInfeasible
 from oobleck.planner.cost.formula import PipelineCost
-from oobleck.planner.errors import PlanInfeasible
 
 
 def share_batch(costs: Sequence[PipelineCost], microbatches: int) -> tuple[int, ...]:

@@ -11,12 +11,12 @@ from functools import cached_property
 
 import numpy as np
 
+from oobleck.core.plan import PipelineTemplate
+from oobleck.core.profile import Profile
 from oobleck.planner.cost.formula import PipelineCost, pipeline_cost
 from oobleck.planner.cost.kinds import Cut, Kind, template_cut
 from oobleck.planner.cost.replay import computed_s
 from oobleck.planner.cost.stagetable import Floats, Integers, Stages, StageTable
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.template import PipelineTemplate
 from oobleck.planner.search.partition import Bounds, Sweep, swept_together
 from oobleck.planner.search.trace import trace
 

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from functools import lru_cache
 
-from oobleck.planner.errors import ModelTooLarge, PlanInfeasible
-from oobleck.planner.profile.profile import MOST_BYTES, Profile
+from oobleck.core.errors import ModelTooLarge, PlanInfeasible
+from oobleck.core.profile import MOST_BYTES, Profile
+from oobleck.core.units import are, count, enough_bytes, format_bytes
 from oobleck.planner.search.templates import feasible_sizes
-from oobleck.planner.units import are, count, enough_bytes, format_bytes
 
 #: Missing memory is told to this part of it.
 _MEMORY_STEPS = 1000

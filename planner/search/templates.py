@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.plan import PipelineTemplate, StageTemplate
+from oobleck.core.profile import Profile
 from oobleck.planner.cost.formula import seconds
 from oobleck.planner.cost.stagetable import Floats, Integers, Stages, StageTable
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.template import PipelineTemplate, StageTemplate
 from oobleck.planner.search.partition import Bounds, Sweep, swept_together
 from oobleck.planner.search.shortlist import Costed, Shortlist, equal_cuts, shortlists
 from oobleck.planner.search.trace import Cuts, trace

@@ -24,8 +24,10 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from msgspec.structs import replace as replace_struct
 
-from oobleck.host.detection import Detection
-from oobleck.host.ipc.messages import (
+from oobleck.core.codec import encode
+from oobleck.core.ids import NodeName, WorkerId
+from oobleck.core.job.file import format_job
+from oobleck.core.messages import (
     Assign,
     Failed,
     LinkMeasured,
@@ -36,12 +38,10 @@ from oobleck.host.ipc.messages import (
     PhaseReached,
     Rendezvous,
 )
+from oobleck.core.profile import LinkMeasurement
+from oobleck.host.detection import Detection
 from oobleck.host.system.process import end_signals
 from oobleck.host.versions import FIRST_ENGINE
-from oobleck.planner.codec import encode
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.job.file import format_job
-from oobleck.planner.profile.measurement import LinkMeasurement
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.detection import keepalive_options
 from oobleck.proto.health import ALIVE, CHECK, READY

@@ -6,9 +6,9 @@ import pytest
 
 from oobleck.agent.actions import AskStacks, AskWorker, GiveUpWorker
 from oobleck.agent.events import Asked, Assigned, Paused, WorkerSaid
+from oobleck.core.ids import Generation
+from oobleck.core.messages import Alive, Committed, PhaseReached
 from oobleck.host.detection import Detection
-from oobleck.host.ipc.messages import Alive, Committed, PhaseReached
-from oobleck.planner.ids import Generation
 from oobleck.proto.types import Hung
 from support.agents import A, Node, desired, record, sent
 

@@ -15,8 +15,8 @@ from oobleck.agent.health import GpuHealth
 from oobleck.agent.processes import gpu_watch
 from oobleck.agent.processes.gpu_watch import watch
 from oobleck.agent.state import NodeState
+from oobleck.core.ids import NodeName
 from oobleck.host.gpu.sample import Sample, Xid
-from oobleck.planner.ids import NodeName
 from oobleck.proto.status import read_status, status_message
 from oobleck.proto.types import NodeStatus
 from support import loops

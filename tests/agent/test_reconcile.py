@@ -44,7 +44,9 @@ from oobleck.agent.reconcile import (
     decide,
 )
 from oobleck.agent.worker import KEPT_EVALUATIONS
-from oobleck.host.ipc.messages import (
+from oobleck.core.ids import Generation, JobId, NodeName, WorkerId
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.messages import (
     Acknowledged,
     CheckpointSaved,
     Committed,
@@ -58,8 +60,6 @@ from oobleck.host.ipc.messages import (
     Ready,
     SaveFailed,
 )
-from oobleck.planner.ids import Generation, JobId, NodeName, WorkerId
-from oobleck.planner.job.own import OwnModelSpec
 from oobleck.proto.types import Assignment
 from support.agents import A, B, Node, desired, record, sent
 from support.scripted_master import plan

@@ -8,7 +8,7 @@ import pytest
 
 from bench.support.client import Record
 from bench.support.cluster import LocalCluster
-from oobleck.planner.job.file import parse_job
+from oobleck.core.job.file import parse_job
 from support.reference import train_reference
 from support.waiting import all_gone
 

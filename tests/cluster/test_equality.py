@@ -21,7 +21,7 @@ from bench.support.client import Record, read_lines
 from bench.support.cluster import LocalCluster
 from bench.support.preloaded import Preloaded
 from bench.support.throttle import throttled
-from oobleck.planner.job.file import parse_job
+from oobleck.core.job.file import parse_job
 from oobleck.worker.checkpoint.output import read_output
 from support.clusters import PATIENT, bring_into, make_whole
 from support.folders import TEXT

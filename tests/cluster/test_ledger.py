@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.support.separate import Daemons
-from oobleck.planner.recovery.checkpoint import MANIFEST, RECORDS
+from oobleck.core.checkpoint import MANIFEST, RECORDS
 from support.clusters import PATIENT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]

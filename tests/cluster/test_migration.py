@@ -15,7 +15,7 @@ import pytest
 
 from bench.support.client import BIN
 from bench.support.cluster import LocalCluster
-from oobleck.planner.job.file import parse_job
+from oobleck.core.job.file import parse_job
 from support.folders import ROOT
 
 PAGES = ROOT / "docs" / "migrate"

@@ -7,7 +7,7 @@ import pytest
 
 from bench.support.cluster import LocalCluster
 from bench.support.throttle import throttled
-from oobleck.planner.job.file import parse_job
+from oobleck.core.job.file import parse_job
 from support.reference import train_reference
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]

@@ -16,9 +16,9 @@ import pytest
 
 from bench.support.preloaded import Preloaded
 from bench.support.separate import Daemons
+from oobleck.core.codec import encode
+from oobleck.core.job.file import parse_job
 from oobleck.host.versions import ENGINE, FIRST_ENGINE
-from oobleck.planner.codec import encode
-from oobleck.planner.job.file import parse_job
 from oobleck.proto.protocol import NEWEST, OLDEST, OLDEST_MASTER
 from support import compiled, earlier
 from support.clusters import PATIENT

@@ -17,7 +17,7 @@ import psutil
 from fuzz.mutation import REQUESTS, agent_message, mutated, register
 from google.protobuf.message import DecodeError
 
-from oobleck.planner.job.file import format_job
+from oobleck.core.job.file import format_job
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from support.fake_agent import FakeAgent, MasterProcess

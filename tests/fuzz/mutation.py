@@ -10,7 +10,8 @@ import msgspec
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from oobleck.host.ipc.messages import (
+from oobleck.core.ids import Generation, Incarnation, JobId
+from oobleck.core.messages import (
     CheckpointSaved,
     Evaluated,
     EvaluationRecord,
@@ -22,8 +23,7 @@ from oobleck.host.ipc.messages import (
     Restored,
     SaveFailed,
 )
-from oobleck.planner.ids import Generation, Incarnation, JobId
-from oobleck.planner.profile.measurement import LinkMeasurement
+from oobleck.core.profile import LinkMeasurement
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.protocol import OLDEST
 from oobleck.proto.types import Happening, Hung, WorkerExited, WorkerReport

@@ -13,8 +13,8 @@ import pytest
 from fuzz.mutation import change_bytes, mutated
 from google.protobuf.message import DecodeError
 
-from oobleck.host.ipc.channel import Channel, frame, read_frame
-from oobleck.host.ipc.messages import (
+from oobleck.core.ids import Generation, Incarnation, JobId
+from oobleck.core.messages import (
     Assign,
     Committed,
     Failed,
@@ -31,8 +31,8 @@ from oobleck.host.ipc.messages import (
     ToWarm,
     ToWorker,
 )
-from oobleck.host.ipc.messages import Record as RecordWish
-from oobleck.planner.ids import Generation, Incarnation, JobId
+from oobleck.core.messages import Record as RecordWish
+from oobleck.host.ipc.channel import Channel, frame, read_frame
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import assignment_message, read_assignment
 from oobleck.proto.bounds import check_bounds

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.host.ipc.messages import Evaluated, EvaluationRecord
+from oobleck.core.ids import Generation, JobId
+from oobleck.core.messages import Evaluated, EvaluationRecord
 from oobleck.master.events.jobs import JobWaiting
 from oobleck.master.storage.journal import Journal
-from oobleck.planner.ids import Generation, JobId
 from oobleck.proto import control_pb2 as pb
 from support import loops
 from support.fake_agent import DEADLINE_S, QUICK, FakeAgent, MasterProcess, master, operator

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import pytest
 
+from oobleck.core.ids import Incarnation, JobId, NodeName
 from oobleck.host.detection import DETECTIONS
 from oobleck.host.system.environment import Environment
 from oobleck.master.clients.incoming import Output, Records
@@ -19,7 +20,6 @@ from oobleck.master.loop import Master
 from oobleck.master.rules.nodes.admission import Refusal
 from oobleck.master.state.trust import Denied, Trust
 from oobleck.master.storage.journal import Journal
-from oobleck.planner.ids import Incarnation, JobId, NodeName
 from oobleck.proto.protocol import OLDEST
 from oobleck.proto.types import NodeStatus, Registration, WorkerStatus
 from support import loops

@@ -13,6 +13,7 @@ from typing import IO
 import psutil
 import pytest
 
+from oobleck.core.ids import JobId
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.own_master import OwnMaster, find
 from oobleck.host.system.environment import Environment
@@ -22,7 +23,6 @@ from oobleck.master.events.jobs import JobSubmitted
 from oobleck.master.server import announce
 from oobleck.master.storage.journal import Journal
 from oobleck.master.storage.ledger import Ledger
-from oobleck.planner.ids import JobId
 from support.fake_agent import MasterProcess, master
 from support.forked import run_forked
 from support.scenario import job_spec

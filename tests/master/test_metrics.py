@@ -2,6 +2,7 @@
 
 import pytest
 
+from oobleck.core.ids import Incarnation, JobId, NodeName
 from oobleck.host.metrics.families import Family
 from oobleck.master.api.calls import Calls
 from oobleck.master.events.jobs import JobCancelled
@@ -10,7 +11,6 @@ from oobleck.master.events.plans import PlanMade
 from oobleck.master.metrics import jobs, nodes
 from oobleck.master.metrics.tally import Tally
 from oobleck.master.state.cluster import ClusterState
-from oobleck.planner.ids import Incarnation, JobId, NodeName
 from support.scenario import UNIX, Player
 
 LOST = NodeLost(

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from oobleck.core.ids import JobId
 from oobleck.master.events.jobs import JobStarted
 from oobleck.master.state.job import Job
 from oobleck.master.state.job_states import InvalidTransition
 from oobleck.master.state.reducer.apply import apply
-from oobleck.planner.ids import JobId
 from support.scenario import TIMING, Player
 
 SCENARIOS = sorted(Path(__file__).with_name("scenarios").glob("*.txt"))

@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from oobleck.core.ids import NodeName
 from oobleck.host.detection import DETECTIONS
 from oobleck.master.api.view import problem_of
 from oobleck.master.config import MasterConfig
 from oobleck.master.loop import Master
 from oobleck.master.rules.nodes.admission import Refusal
 from oobleck.master.storage.journal import Journal
-from oobleck.planner.ids import NodeName
 from oobleck.proto.protocol import OLDEST
 from oobleck.proto.types import NodeStatus, Registration
 from support import loops

@@ -5,6 +5,8 @@ import dataclasses
 import logging
 from pathlib import Path
 
+from oobleck.core.ids import JobId
+from oobleck.core.job.spec import JobSpec
 from oobleck.host.address import own_address
 from oobleck.host.detection import Detection
 from oobleck.master.config import MasterConfig
@@ -14,8 +16,6 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.reducer.apply import apply
 from oobleck.master.storage.journal import Journal
 from oobleck.master.tracking import Tracking, last_line, wanted
-from oobleck.planner.ids import JobId
-from oobleck.planner.job.spec import JobSpec
 from support import loops
 from support.scenario import job_spec
 

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from oobleck.agent.connection.outbox import _PART_CHARACTERS
 from oobleck.agent.connection.records import BATCH
-from oobleck.host.doctor.orders import Answer, Clock, Looked
-from oobleck.host.finding import Finding
-from oobleck.host.ipc.messages import Assign, Measure
-from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
+from oobleck.core.finding import Finding
+from oobleck.core.ids import Incarnation, JobId, NodeName, WorkerId
+from oobleck.core.messages import Assign, Measure
+from oobleck.core.orders import Answer, Clock, Looked
 from oobleck.proto import bounds
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import read_assignment

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from google.protobuf.message import Message
 
-from oobleck.host.ipc.messages import EvaluationRecord, StepRecord
+from oobleck.core.ids import Generation
+from oobleck.core.messages import EvaluationRecord, StepRecord
 from oobleck.host.versions import Versions
-from oobleck.planner.ids import Generation
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.fields import message_of, struct_of
 from oobleck.proto.types import NodeFacts, NodeStatus, WorkerStatus

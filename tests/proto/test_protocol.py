@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from oobleck.core.job.file import format_job, parse_job
 from oobleck.host.detection import DETECTIONS, Detection
-from oobleck.planner.job.file import format_job, parse_job
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import protocol
 from oobleck.proto.detection import read_welcome, welcome_message

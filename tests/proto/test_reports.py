@@ -2,9 +2,9 @@
 
 import pytest
 
-from oobleck.host.ipc.messages import Failed, LinkMeasured, Measured, PeerLost, Restored, SaveFailed
-from oobleck.planner.codec import encode
-from oobleck.planner.ids import Generation, Incarnation, JobId
+from oobleck.core.codec import encode
+from oobleck.core.ids import Generation, Incarnation, JobId
+from oobleck.core.messages import Failed, LinkMeasured, Measured, PeerLost, Restored, SaveFailed
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.bounds import check_bounds
 from oobleck.proto.reports import read_report, report_bytes

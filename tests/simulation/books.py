@@ -4,8 +4,8 @@ has too. Must not know what the master makes of them.
 
 from dataclasses import dataclass, field
 
+from oobleck.core.ids import Generation, JobId, NodeName
 from oobleck.master.events.unions import Journaled
-from oobleck.planner.ids import Generation, JobId, NodeName
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -16,11 +16,11 @@ from simulation.peace import Peace
 from simulation.watch import Broken
 from simulation.world import World
 
+from oobleck.core.ids import Incarnation, NodeName
 from oobleck.master.config import MasterConfig
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import Incarnation, NodeName
 from support.scenario import job_spec
 
 #: Since peace, for the last consequences of what struck before.

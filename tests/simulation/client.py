@@ -11,13 +11,13 @@ from simulation.network import Aborted, Context
 from simulation.trainer import DISK_ERROR
 from simulation.watch import GONE, Broken
 
+from oobleck.core.ids import JobId, NodeName
+from oobleck.core.job.file import format_job
+from oobleck.core.job.spec import JobSpec
 from oobleck.master.api.operator_service import OperatorService
 from oobleck.master.inbox import MasterEnded
 from oobleck.master.state.job import Job
 from oobleck.master.storage.disk import StorageFailed
-from oobleck.planner.ids import JobId, NodeName
-from oobleck.planner.job.file import format_job
-from oobleck.planner.job.spec import JobSpec
 from oobleck.proto import control_pb2 as pb
 
 if TYPE_CHECKING:

@@ -22,13 +22,13 @@ from simulation.peace import Peace
 from simulation.watch import Broken
 from simulation.world import World
 
+from oobleck.core.ids import NodeName
+from oobleck.core.job.file import parse_job
+from oobleck.core.job.spec import JobSpec
 from oobleck.host.detection import Detection
 from oobleck.master.api import operator_service
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.storage import journal
-from oobleck.planner.ids import NodeName
-from oobleck.planner.job.file import parse_job
-from oobleck.planner.job.spec import JobSpec
 from support.scenario import job_spec
 
 #: Faults strike in this span; by the end of it all is mended.

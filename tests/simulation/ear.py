@@ -5,8 +5,8 @@ without its threads.
 import asyncio
 from collections.abc import Callable
 
-from oobleck.host.ipc.messages import Assign, Measure
-from oobleck.planner.ids import Generation
+from oobleck.core.ids import Generation
+from oobleck.core.messages import Assign, Measure
 from oobleck.worker.runtime.errors import Superseded
 
 

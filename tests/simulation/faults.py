@@ -19,7 +19,7 @@ from simulation.truth import Truth
 from simulation.upkeep import Upkeep
 from simulation.world import World
 
-from oobleck.planner.ids import NodeName
+from oobleck.core.ids import NodeName
 
 #: No host is back sooner.
 BOOT_S = 3.0

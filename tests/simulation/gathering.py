@@ -8,8 +8,8 @@ dies. Who leaves or dies breaks the gathering for the others, as far as they can
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from oobleck.host.ipc.messages import Assign
-from oobleck.planner.ids import WorkerId
+from oobleck.core.ids import WorkerId
+from oobleck.core.messages import Assign
 from oobleck.worker.runtime.errors import Superseded, TransportError, Unreached
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from simulation.client import Operator
 from simulation.machines import MasterHost
 
+from oobleck.core.ids import NodeName
 from oobleck.master import crash
 from oobleck.master.config import MasterConfig
-from oobleck.planner.ids import NodeName
 from support.scenario import job_spec
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from oobleck.host.ipc.messages import CheckpointSaved
+from oobleck.core.ids import NodeName
+from oobleck.core.messages import CheckpointSaved
 from oobleck.master.clients.incoming import Incoming, Output, Records
-from oobleck.planner.ids import NodeName
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.records import records_message
 from oobleck.proto.reports import read_report, report_bytes

@@ -23,8 +23,9 @@ from oobleck.agent.processes.children import Listener
 from oobleck.agent.processes.output import Tail
 from oobleck.agent.processes.pool import new_incarnation
 from oobleck.agent.supervisor import Supervisor
+from oobleck.core.ids import Incarnation, JobId, NodeName
+from oobleck.core.messages import Fork, FromWorker, Launch, ToWorker
 from oobleck.host.ipc.endpoint import Endpoint
-from oobleck.host.ipc.messages import Fork, FromWorker, Launch, ToWorker
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.reports import StreamOpened
 from oobleck.master.events.unions import Event, Journaled
@@ -35,7 +36,6 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.statelock import locked
 from oobleck.master.storage.disk import StorageFailed
 from oobleck.master.storage.journal import Journal
-from oobleck.planner.ids import Incarnation, JobId, NodeName
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.types import Assignment, Head
 

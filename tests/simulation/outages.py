@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from simulation.world import World
 
+from oobleck.core.ids import NodeName
 from oobleck.master import crash
 from oobleck.master.config import Unusable
 from oobleck.master.statelock import locked
-from oobleck.planner.ids import NodeName
 
 
 class Outages:

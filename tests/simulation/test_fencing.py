@@ -17,8 +17,8 @@ from simulation.drill import TIMING
 from simulation.network import Stream
 from simulation.world import World
 
-from oobleck.host.doctor.orders import Done
-from oobleck.host.ipc.messages import (
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.core.messages import (
     CheckpointSaved,
     Evaluated,
     EvaluationRecord,
@@ -30,8 +30,8 @@ from oobleck.host.ipc.messages import (
     Restored,
     SaveFailed,
 )
+from oobleck.core.orders import Done
 from oobleck.master.state.cluster import ClusterState
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.examinations import examined_message
 from oobleck.proto.reports import report_bytes

@@ -10,9 +10,9 @@ from simulation.drill import TIMING
 from simulation.network import Context
 from simulation.world import World
 
+from oobleck.core.ids import NodeName
+from oobleck.core.job.file import format_job
 from oobleck.master.api.operator_service import OperatorService
-from oobleck.planner.ids import NodeName
-from oobleck.planner.job.file import format_job
 from oobleck.proto import control_pb2 as pb
 from support.scenario import job_spec
 

@@ -14,7 +14,9 @@ from simulation.ear import Ear
 from simulation.gathering import Gathering
 from simulation.watch import GONE
 
-from oobleck.host.ipc.messages import (
+from oobleck.core.errors import LayerLost
+from oobleck.core.ids import Generation, Incarnation, WorkerId
+from oobleck.core.messages import (
     Acknowledged,
     Alive,
     Ask,
@@ -40,11 +42,9 @@ from oobleck.host.ipc.messages import (
     StepRecord,
     Stop,
 )
-from oobleck.planner.errors import LayerLost
-from oobleck.planner.ids import Generation, Incarnation, WorkerId
-from oobleck.planner.profile.measurement import LinkMeasurement
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.shards import Shard
+from oobleck.core.plan import Plan
+from oobleck.core.profile import LinkMeasurement
+from oobleck.core.routes import Shard
 from oobleck.planner.programs.transfer import plan_transfers
 from oobleck.worker.recovery.rejoin import Agreement, Held, RecoveryState, agree, is_whole
 from oobleck.worker.runtime.errors import Superseded, TransportError, Unreached

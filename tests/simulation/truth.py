@@ -12,7 +12,7 @@ import msgspec
 from simulation.lies import STRANGER
 from simulation.watch import GONE, Broken
 
-from oobleck.planner.ids import JobId, NodeName
+from oobleck.core.ids import JobId, NodeName
 
 if TYPE_CHECKING:
     from simulation.world import World

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from simulation.client import Operator
 
+from oobleck.core.ids import NodeName
 from oobleck.master.rules.nodes.node_faults import MOST_FAILURES
-from oobleck.planner.ids import NodeName
 
 if TYPE_CHECKING:
     from simulation.world import World

@@ -8,7 +8,10 @@ from simulation.books import Book
 
 from oobleck.agent.connection import outbox as outboxes
 from oobleck.agent.connection.records import LIMIT
-from oobleck.host.ipc.messages import Assign, StepRecord
+from oobleck.core.errors import LayerLost
+from oobleck.core.ids import Generation, Incarnation, JobId
+from oobleck.core.messages import Assign, StepRecord
+from oobleck.core.routes import Shard, require_holders
 from oobleck.master.events.jobs import (
     JobAdopted,
     JobCancelled,
@@ -22,9 +25,6 @@ from oobleck.master.events.plans import FirstStepCommitted, PlanMade
 from oobleck.master.events.unions import Journaled, MasterStarted
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.desired import follow
-from oobleck.planner.errors import LayerLost
-from oobleck.planner.ids import Generation, Incarnation, JobId
-from oobleck.planner.programs.shards import Shard, require_holders
 from oobleck.proto.types import Assignment, Head
 from oobleck.worker.recovery.rejoin import Agreement
 

@@ -20,16 +20,16 @@ from simulation.network import Wire
 from simulation.trainer import Trainer
 from simulation.watch import Ledger, Watch
 
+from oobleck.core.errors import LayerLost
+from oobleck.core.ids import JobId, NodeName, WorkerId
+from oobleck.core.messages import Assign
+from oobleck.core.routes import require_holders
 from oobleck.host.detection import Detection
-from oobleck.host.ipc.messages import Assign
 from oobleck.host.system.environment import Environment
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
-from oobleck.planner.errors import LayerLost
-from oobleck.planner.ids import JobId, NodeName, WorkerId
-from oobleck.planner.programs.shards import require_holders
 from oobleck.worker.recovery.rejoin import agree
 from support.scenario import told
 

@@ -15,8 +15,8 @@ from oobleck.agent.events import (
 )
 from oobleck.agent.reconcile import decide
 from oobleck.agent.state import NodeState
-from oobleck.host.ipc.messages import Alive, Assign, FaultRule, Ready, Rendezvous, StepRecord
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.core.messages import Alive, Assign, FaultRule, Ready, Rendezvous, StepRecord
 from oobleck.proto.types import Assignment
 from support.scripted_master import job, plan
 

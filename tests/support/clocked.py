@@ -8,11 +8,8 @@ when its last owner has come to it; what a worker sums passes its link one after
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from oobleck.planner.cost.stagecost import StageCost, stage_cost
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.profile.links import all_reduce_s, message_s
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.instructions import (
+from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -28,7 +25,9 @@ from oobleck.planner.programs.instructions import (
     SyncGradient,
     Vote,
 )
-from oobleck.planner.programs.plan import Plan
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Profile, all_reduce_s, message_s
+from oobleck.planner.cost.stagecost import StageCost, stage_cost
 
 #: Of a vote.
 VOTE_BYTES = 64

@@ -7,9 +7,9 @@ the release before runs it too.
 import hashlib
 import sys
 
-from oobleck.planner.codec import decode
+from oobleck.core.codec import decode
+from oobleck.core.plan import Plan
 from oobleck.planner.programs.compiler.own import compile_own, compile_own_evaluation
-from oobleck.planner.programs.plan import Plan
 
 
 def main() -> None:

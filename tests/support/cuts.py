@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from oobleck.planner.profile.profile import Profile
+from oobleck.core.profile import Profile
 
 Cut = tuple[tuple[int, int, int], ...]
 

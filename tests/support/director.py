@@ -20,9 +20,9 @@ from typing import IO
 
 import msgspec
 
-from oobleck.host.ipc.channel import Channel
-from oobleck.host.ipc.marker import Marker
-from oobleck.host.ipc.messages import (
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.messages import (
     Assign,
     CheckpointSaved,
     ChildExited,
@@ -49,12 +49,11 @@ from oobleck.host.ipc.messages import (
     Stop,
     Warm,
 )
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
-from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.programs.pipeline import Pipeline
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold
-from oobleck.planner.schedules import Schedule
+from oobleck.core.plan import Pipeline, Plan
+from oobleck.core.routes import Hold
+from oobleck.core.schedules import Schedule
+from oobleck.host.ipc.channel import Channel
+from oobleck.host.ipc.marker import Marker
 from oobleck.worker.transport.links.calls import ANSWER_LIMIT_S
 from support import devices
 from support.devices import Transport

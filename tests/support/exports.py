@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oobleck.core.ids import NodeName, WorkerId
+from oobleck.core.job.code import Json
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import CheckpointSpec, DataSpec, JobSpec, TrainingSpec
 from oobleck.host.storage.checkpoints import StoredCheckpoint, list_checkpoints
 from oobleck.host.storage.export import export
 from oobleck.host.storage.folder import Folder, LocalFolder
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.job.code import Json
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import CheckpointSpec, DataSpec, JobSpec, TrainingSpec
 from oobleck.worker.checkpoint.snapshots import Ring, Snapshots
 from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
 from oobleck.worker.models import check_weights

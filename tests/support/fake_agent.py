@@ -15,8 +15,8 @@ import grpc
 
 from bench.support.ports import choose_address
 from oobleck.agent.connection.reports import newest_plan
-from oobleck.host.ipc.messages import Evaluated, PeerLost, PhaseReached, StepRecord
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.core.messages import Evaluated, PeerLost, PhaseReached, StepRecord
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.assignments import read_assignment

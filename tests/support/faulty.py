@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.support.drill import Drill
-from oobleck.planner.job.file import parse_job
+from oobleck.core.job.file import parse_job
 from support.folders import TEXT
 from support.reference import train_reference
 

@@ -7,10 +7,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from oobleck.planner.job.families import decode_config
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.model_file import family_model
-from oobleck.planner.report.export import foreign_name
+from oobleck.core.job.families import decode_config
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.model_file import family_model
+from oobleck.host.storage.exported import foreign_name
 from oobleck.worker.models import Layer
 from oobleck.worker.models.registry import tied_parameter
 

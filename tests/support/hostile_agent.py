@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from oobleck.host.ipc.messages import (
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.core.messages import (
     CheckpointSaved,
     Evaluated,
     EvaluationRecord,
@@ -22,7 +23,6 @@ from oobleck.host.ipc.messages import (
     StepRecord,
 )
 from oobleck.master.clients.incoming import Incoming, Output, Records
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.proto.types import Hung, NodeStatus, WorkerExited, WorkerReport, WorkerStatus
 
 _NUMBERS = st.sampled_from((0, 1, 2, 3, 5, 6, 7, 2**31, 2**40, 2**62, 2**63 - 1))

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
+from oobleck.core.ids import JobId
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.messages import Launch, ToWorker
 from oobleck.host.ipc.channel import Channel
-from oobleck.host.ipc.messages import Launch, ToWorker
-from oobleck.planner.ids import JobId
-from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.compiler.own import compile_own
 from oobleck.worker.checkpoint.saver import Saver
 from oobleck.worker.context import WorkerContext

@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.programs.pipeline import Pipeline, place
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold, Hop, Route
-from oobleck.planner.programs.template import PipelineTemplate
-from oobleck.planner.schedules import Schedule
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.plan import Pipeline, PipelineTemplate, Plan, place
+from oobleck.core.routes import Hold, Hop, Route
+from oobleck.core.schedules import Schedule
 
 #: Layers of a stage, or (layers, GPUs).
 Cut = int | tuple[int, int]

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from oobleck.planner.profile.profile import LayerProfile, Links, Profile
+from oobleck.core.profile import LayerProfile, Links, Profile
 
 LINKS = Links(intra_node_bytes_per_s=1e10, inter_node_bytes_per_s=1e9, latency_s=1e-5)
 

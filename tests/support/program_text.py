@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.programs.instructions import (
+from oobleck.core.ids import NodeName, WorkerId
+from oobleck.core.instructions import (
     WHOLE,
     Instruction,
     LayerPart,

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Profile
 from oobleck.planner.cost.estimate import peak_bytes
 from oobleck.planner.cost.listed import estimate_listed, with_listing
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation
-from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.reroute import reroute
 from support.plans import plan_of_cuts
 from support.profiles import profile_of

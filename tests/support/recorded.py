@@ -1,7 +1,7 @@
 """What a worker has recorded of its steps."""
 
-from oobleck.host.ipc.messages import EvaluationRecord
-from oobleck.planner.ids import Generation
+from oobleck.core.ids import Generation
+from oobleck.core.messages import EvaluationRecord
 from oobleck.worker.runtime.records import RecordLog
 from support.scenario import record
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import lr_scheduler
 
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.worker.data.dataset import Dataset, row_digest, samples_digest
 from oobleck.worker.data.objective import IGNORED, inputs_and_targets
 from oobleck.worker.models import Layer, build_layer, initialise_parameters

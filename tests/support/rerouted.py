@@ -5,15 +5,15 @@ import os
 import signal
 from contextlib import suppress
 
-from oobleck.host.ipc.messages import PhaseReached
+from oobleck.core.ids import Generation, WorkerId
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.messages import PhaseReached
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Profile
+from oobleck.core.routes import Hold
 from oobleck.planner.cost.listed import with_listing
-from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.estimate import estimate_profile
-from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold
 from oobleck.planner.recovery.reroute import reroute
 from support.director import Director, worker_named
 

@@ -5,18 +5,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from oobleck.core.errors import LayerLost
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.instructions import Instruction
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Profile
+from oobleck.core.routes import Hold, Hop, HopTicks, Listing, Route
+from oobleck.core.schedules import SCHEDULES
 from oobleck.planner.cost.listed import with_listing
-from oobleck.planner.errors import LayerLost
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.compiler.compile import add_communication
-from oobleck.planner.programs.instructions import Instruction
 from oobleck.planner.programs.listing.schedule import ListSchedule, listed_routes
-from oobleck.planner.programs.listing.ticks import HopTicks, Listing
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold, Hop, Route
 from oobleck.planner.recovery.reroute import reroute
-from oobleck.planner.schedules import SCHEDULES
 from support.plans import Cut, plan_of_cuts
 from support.profiles import profile_of
 

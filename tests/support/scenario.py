@@ -21,8 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from oobleck.agent.connection.reports import newest_plan
-from oobleck.host.detection import Detection
-from oobleck.host.ipc.messages import (
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import (
+    CheckpointSpec,
+    DataSpec,
+    EvaluationSpec,
+    JobSpec,
+    RecoverySpec,
+    ResourceSpec,
+    TrainingSpec,
+)
+from oobleck.core.messages import (
     Assign,
     CheckpointSaved,
     EvaluationRecord,
@@ -36,6 +46,10 @@ from oobleck.host.ipc.messages import (
     SaveFailed,
     StepRecord,
 )
+from oobleck.core.plan import Pipeline, Plan
+from oobleck.core.profile import LayerProfile, LinkMeasurement, Measurement, Profile
+from oobleck.core.routes import Hold
+from oobleck.host.detection import Detection
 from oobleck.host.versions import FIRST_ENGINE, Versions
 from oobleck.master.config import Retention
 from oobleck.master.events.jobs import (
@@ -97,23 +111,7 @@ from oobleck.master.state.validate import validate
 from oobleck.master.storage import snapshot
 from oobleck.master.storage.records.event_lines import lines_of
 from oobleck.planner.cost.computing import computing_by_layer_s
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import (
-    CheckpointSpec,
-    DataSpec,
-    EvaluationSpec,
-    JobSpec,
-    RecoverySpec,
-    ResourceSpec,
-    TrainingSpec,
-)
 from oobleck.planner.profile.estimate import estimate_profile
-from oobleck.planner.profile.measurement import LinkMeasurement, Measurement
-from oobleck.planner.profile.profile import LayerProfile, Profile
-from oobleck.planner.programs.pipeline import Pipeline
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold
 from oobleck.proto.protocol import OLDEST
 from oobleck.proto.types import (
     Assignment,

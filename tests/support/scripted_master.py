@@ -9,14 +9,13 @@ from typing import Any
 import grpc
 
 from bench.support.ports import choose_address
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.messages import Assign, Measure, Rendezvous
+from oobleck.core.plan import Pipeline, Plan
+from oobleck.core.routes import Hold
 from oobleck.host.detection import Detection
-from oobleck.host.ipc.messages import Assign, Measure, Rendezvous
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
-from oobleck.planner.programs.pipeline import Pipeline
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import assignment_message
 from oobleck.proto.control_pb2_grpc import (

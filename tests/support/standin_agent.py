@@ -11,10 +11,10 @@ from pathlib import Path
 from oobleck.agent.__main__ import serve
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.connection.enrol import Holder
+from oobleck.core.ids import NodeName, WorkerId
+from oobleck.core.messages import FaultRule
 from oobleck.host import log
 from oobleck.host.gpu.choice import Gpu
-from oobleck.host.ipc.messages import FaultRule
-from oobleck.planner.ids import NodeName, WorkerId
 
 if __name__ == "__main__":
     master, name, workers = sys.argv[1:]

@@ -26,9 +26,8 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
-from oobleck.host.ipc.channel import Channel
-from oobleck.host.ipc.marker import Marker
-from oobleck.host.ipc.messages import (
+from oobleck.core.ids import Generation
+from oobleck.core.messages import (
     Alive,
     Ask,
     Assign,
@@ -53,9 +52,10 @@ from oobleck.host.ipc.messages import (
     ToWorker,
     Warm,
 )
+from oobleck.core.profile import LinkMeasurement
+from oobleck.host.ipc.channel import Channel
+from oobleck.host.ipc.marker import Marker
 from oobleck.host.system.process import die_with_parent
-from oobleck.planner.ids import Generation
-from oobleck.planner.profile.measurement import LinkMeasurement
 
 
 def record(step: int, generation: Generation) -> StepRecord:

@@ -3,16 +3,16 @@
 from typing import Literal
 
 from bench.support.trained import planned_job, ready_node
+from oobleck.core.ids import JobId
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, ResourceSpec, TrainingSpec
+from oobleck.core.profile import Profile
 from oobleck.host.detection import Detection
 from oobleck.master.planning.solve import AtOnce
 from oobleck.master.rules.decision import Context
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import JobId
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, ResourceSpec, TrainingSpec
-from oobleck.planner.profile.profile import Profile
 
 JOB = JobId("planning-1")
 

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from oobleck.planner.codec import encode
-from oobleck.planner.job.code import Json
-from oobleck.planner.job.description import Description, LayerSketch, TensorSketch, TreeSketch
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
-from oobleck.planner.programs.instructions import Share
+from oobleck.core.codec import encode
+from oobleck.core.instructions import Share
+from oobleck.core.job.code import Json
+from oobleck.core.job.description import Description, LayerSketch, TensorSketch, TreeSketch
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.worker.models import Layer
 from oobleck.worker.models.linear import Linear
 from oobleck.worker.models.tree import flatten, map_tensors, structure

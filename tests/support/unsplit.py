@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.optimization import OptimizerSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.worker.checkpoint.output import read_output
 from support.director import Director
 from support.folders import TEXT

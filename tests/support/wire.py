@@ -23,8 +23,8 @@ import msgspec
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 
-from oobleck.host.doctor.orders import Answer, Order
-from oobleck.host.ipc.messages import Assign, Measure
+from oobleck.core.messages import Assign, Measure
+from oobleck.core.orders import Answer, Order
 from oobleck.master.events.unions import Journaled
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.types import WorkerReport

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from support.director import WarmWorkers
 
 MakeJob = Callable[..., JobSpec]

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from oobleck.planner.job.file import parse_job
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.job.file import parse_job
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.checks.describe import describe as describe_model
 from oobleck.worker.process import describe

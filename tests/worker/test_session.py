@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from oobleck.core.ids import JobId
+from oobleck.core.messages import Launch, ToWorker
 from oobleck.host.ipc.channel import Channel
-from oobleck.host.ipc.messages import Launch, ToWorker
-from oobleck.planner.ids import JobId
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.session import Session

@@ -6,10 +6,10 @@ import socket
 import subprocess
 import sys
 
+from oobleck.core.ids import Incarnation
+from oobleck.core.messages import ChildExited, Fork, Forked, ForkFailed, FromWarm, Warm
 from oobleck.host.ipc.channel import Channel, frame
 from oobleck.host.ipc.marker import Marker
-from oobleck.host.ipc.messages import ChildExited, Fork, Forked, ForkFailed, FromWarm, Warm
-from oobleck.planner.ids import Incarnation
 
 #: The first fork finds no process left, as under a limit that others have used up. Each worker has
 #: a process beside it, as a job's code may start one, that would go on.
@@ -38,9 +38,9 @@ import sys
 from oobleck.worker import warm
 loaded = set(sys.modules)
 import torch
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
-from oobleck.planner.job.optimization import OptimizerSpec
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.job.optimization import OptimizerSpec
 from oobleck.worker.models import build_layer, initialise_parameters
 from oobleck.worker.state import own_optimizer
 from oobleck.worker.state.optimizer import Slice, update

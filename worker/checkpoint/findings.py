@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.units import comma_separated
+from oobleck.core.ids import NodeName, WorkerId
+from oobleck.core.units import comma_separated
 
 #: unseen: what another worker sees does not appear here. unreadable: this node cannot read or
 #: write it. damaged: a layer's file is not what was written. unfit: it can be used nowhere.

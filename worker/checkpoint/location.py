@@ -10,13 +10,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from oobleck.core.checkpoint import misfit, step_of, why_not_begin
+from oobleck.core.ids import NodeName
+from oobleck.core.job.spec import CheckpointSpec
+from oobleck.core.messages import Assign
 from oobleck.host.display import inline
-from oobleck.host.ipc.messages import Assign
 from oobleck.host.storage.checkpoints import StoredCheckpoint, list_checkpoints
 from oobleck.host.storage.folder import Folder, open_folder
-from oobleck.planner.ids import NodeName
-from oobleck.planner.job.spec import CheckpointSpec
-from oobleck.planner.recovery.checkpoint import misfit, step_of, why_not_begin
 from oobleck.worker.checkpoint.findings import Finding, at_fault, distinct_reasons
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime.errors import JobError, NodeError, TransportError

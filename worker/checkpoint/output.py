@@ -19,15 +19,15 @@ import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save
 
-from oobleck.host.ipc.messages import SaveFailed
+from oobleck.core.checkpoint import MANIFEST, RECORDS, RecordsFile, layer_file
+from oobleck.core.codec import decode, encode
+from oobleck.core.ids import Generation
+from oobleck.core.job.model import AnyModel
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.messages import SaveFailed
+from oobleck.core.plan import Plan
 from oobleck.host.storage.folder import LocalFolder
 from oobleck.host.system.files import read_regular
-from oobleck.planner.codec import decode, encode
-from oobleck.planner.ids import Generation
-from oobleck.planner.job.model import AnyModel
-from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.recovery.checkpoint import MANIFEST, RECORDS, RecordsFile, layer_file
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.control import Control

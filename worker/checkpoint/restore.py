@@ -8,8 +8,12 @@ import logging
 import time
 from collections.abc import Iterable
 
+from oobleck.core.checkpoint import MOST_LAYER_HEADER_BYTES, InvalidCheckpoint, Manifest
+from oobleck.core.ids import NodeName
+from oobleck.core.job.spec import CheckpointSpec
+from oobleck.core.messages import Assign, Restored
+from oobleck.core.routes import Shard
 from oobleck.host.display import inline
-from oobleck.host.ipc.messages import Assign, Restored
 from oobleck.host.storage.checkpoints import (
     Damaged,
     StoredCheckpoint,
@@ -20,10 +24,6 @@ from oobleck.host.storage.checkpoints import (
     verify_layer,
 )
 from oobleck.host.storage.folder import Folder
-from oobleck.planner.ids import NodeName
-from oobleck.planner.job.spec import CheckpointSpec
-from oobleck.planner.programs.shards import Shard
-from oobleck.planner.recovery.checkpoint import MOST_LAYER_HEADER_BYTES, InvalidCheckpoint, Manifest
 from oobleck.worker.checkpoint.findings import (
     Finding,
     Kind,

@@ -15,10 +15,11 @@ from functools import partial
 
 import torch
 
-from oobleck.host.ipc.messages import Assign
+from oobleck.core.checkpoint import folder_name
+from oobleck.core.ids import WorkerId
+from oobleck.core.messages import Assign
 from oobleck.host.storage.folder import open_folder
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.recovery.checkpoint import folder_name, writers
+from oobleck.planner.programs.balance import writers
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.worker.checkpoint.snapshots import Ring, Snapshots
 from oobleck.worker.checkpoint.writer import CheckpointWriter, Order

@@ -14,15 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from oobleck.host.ipc.messages import CheckpointSaved, SaveFailed
-from oobleck.host.storage.checkpoints import prune, sweep
-from oobleck.host.storage.folder import CHUNK_BYTES, Content, Folder
-from oobleck.planner.codec import decode, encode
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.job.model import AnyModel, ModelSpec
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.recovery.checkpoint import (
+from oobleck.core.checkpoint import (
     MANIFEST,
     MOST_MANIFEST_BYTES,
     RECORDS,
@@ -34,7 +26,15 @@ from oobleck.planner.recovery.checkpoint import (
     misfit,
     part_file,
 )
-from oobleck.planner.redact import redact
+from oobleck.core.codec import decode, encode
+from oobleck.core.ids import WorkerId
+from oobleck.core.job.model import AnyModel, ModelSpec
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.messages import CheckpointSaved, SaveFailed
+from oobleck.core.redact import redact
+from oobleck.host.storage.checkpoints import prune, sweep
+from oobleck.host.storage.folder import CHUNK_BYTES, Content, Folder
 from oobleck.worker.checkpoint.snapshots import Snapshots
 from oobleck.worker.runtime.records import RecordLog, describe_file
 from oobleck.worker.state.layer_file import pack

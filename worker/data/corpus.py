@@ -16,6 +16,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from oobleck.core.job.spec import DataSpec
 from oobleck.host.data.documents import is_plain
 from oobleck.host.data.token_file import (
     DataError,
@@ -27,7 +28,6 @@ from oobleck.host.data.token_file import (
 from oobleck.host.data.tokenizer import load_tokenizer
 from oobleck.host.display import inline
 from oobleck.host.system.files import open_regular
-from oobleck.planner.job.spec import DataSpec
 from oobleck.worker.data.token_cache import cached_tokens
 
 Ids = NDArray[np.unsignedinteger]

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from oobleck.core.job.spec import DataSpec
 from oobleck.host.data.token_file import DataError
-from oobleck.planner.job.spec import DataSpec
 from oobleck.worker.data.corpus import Corpus
 from oobleck.worker.data.order import Order
 

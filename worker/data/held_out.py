@@ -6,7 +6,7 @@ Must not know plans, programs or the model.
 import hashlib
 from collections.abc import Mapping
 
-from oobleck.planner.job.spec import EvaluationSpec, JobSpec
+from oobleck.core.job.spec import EvaluationSpec, JobSpec
 from oobleck.worker.data.dataset import Dataset, Tokens
 from oobleck.worker.data.loaders import Loaders
 from oobleck.worker.data.opening import EVALUATION, open_dataset

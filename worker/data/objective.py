@@ -8,8 +8,8 @@ worker.
 import torch
 from torch import Tensor
 
-from oobleck.planner.job.families import decode_config, mask_token
-from oobleck.planner.job.model import AnyModel, ModelSpec
+from oobleck.core.job.families import decode_config, mask_token
+from oobleck.core.job.model import AnyModel, ModelSpec
 from oobleck.worker.models.cross_entropy import cross_entropy
 from oobleck.worker.runtime.random import RowKeys, generator
 

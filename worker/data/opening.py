@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import torch
 
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec
 from oobleck.worker.data.dataset import Dataset
 from oobleck.worker.data.loaders import Loaders
 from oobleck.worker.data.objective import inputs_and_targets

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from oobleck.planner.purpose import derive
+from oobleck.core.purpose import derive
 
 _FEISTEL_ROUNDS = 6
 #: No epoch: the order of samples of which the last ones are held out, whatever the job's seed.

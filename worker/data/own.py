@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from oobleck.core.job.code import Code
 from oobleck.host.data.token_file import DataError
-from oobleck.planner.job.code import Code
 from oobleck.worker.data.loaders import Loaders
 from oobleck.worker.data.order import Order
 from oobleck.worker.data.samples import Reader, Samples

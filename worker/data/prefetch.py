@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from oobleck.core.job.spec import TrainingSpec
 from oobleck.host.data.token_file import DataError
-from oobleck.planner.job.spec import TrainingSpec
 from oobleck.worker.data.dataset import Dataset, Tokens, row_digest
 from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.data.samples import Samples

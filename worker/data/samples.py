@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from oobleck.core.job.code import Code
+from oobleck.core.job.description import ITEM_BYTES
 from oobleck.host.data.token_file import DataError
 from oobleck.model import drawing
-from oobleck.planner.job.code import Code
-from oobleck.planner.job.description import ITEM_BYTES
 from oobleck.worker.models.tree import flatten, map_tensors, shown, structure, unflatten
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import msgspec
 
+from oobleck.core.job.spec import DataSpec
 from oobleck.host.data.token_file import DataError, TokenFileInfo, TokenWriter, narrowest, read_info
 from oobleck.host.data.tokenise import tokenise
 from oobleck.host.data.tokenizer import Tokenizer
-from oobleck.planner.job.spec import DataSpec
 
 log = logging.getLogger(__name__)
 

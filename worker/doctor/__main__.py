@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from oobleck.host.finding import Finding
+from oobleck.core.finding import Finding
 from oobleck.worker.doctor import (
     block,
     engine,

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.attention import SDPBackend
 
-from oobleck.host.finding import Finding
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.finding import Finding
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.profile import LayerProfile
+from oobleck.core.units import format_bytes
 from oobleck.planner.profile.estimate import flops_per_token
 from oobleck.planner.profile.machine import GPUS, machine_of
 from oobleck.planner.profile.memory import GPU_CONTEXT_BYTES, MARGIN_SHARE
-from oobleck.planner.profile.profile import LayerProfile
-from oobleck.planner.units import format_bytes
 from oobleck.worker.checkpoint.snapshots import Ring
 from oobleck.worker.profiling.measure_layers import measure_layers
 

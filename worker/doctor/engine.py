@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import oobleck.worker
-from oobleck.host.finding import Finding
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, Recompute, TrainingSpec
+from oobleck.core.finding import Finding
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, Recompute, TrainingSpec
 from oobleck.worker.runtime.errors import for_want_of_memory, whose_fault
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState

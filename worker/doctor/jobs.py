@@ -13,12 +13,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from oobleck.host.finding import Finding
-from oobleck.host.ipc.messages import FaultRule
+from oobleck.core.codec import encode
+from oobleck.core.finding import Finding
+from oobleck.core.ids import NodeName, WorkerId
+from oobleck.core.messages import FaultRule
+from oobleck.core.units import format_bytes
 from oobleck.host.system.process import python, with_parent
-from oobleck.planner.codec import encode
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.units import format_bytes
 from oobleck.worker.doctor.pair import pair
 from oobleck.worker.doctor.replicas import job_of
 

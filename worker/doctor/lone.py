@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch._C._distributed_c10d import AllreduceOptions
 
-from oobleck.host.finding import Finding
+from oobleck.core.finding import Finding
+from oobleck.core.units import format_bytes
 from oobleck.planner.profile.memory import GROUP_CTAS
-from oobleck.planner.units import format_bytes
 from oobleck.worker.runtime.device import nccl_version
 from oobleck.worker.transport.nccl.aborts import Aborts
 from oobleck.worker.transport.nccl.group import GroupMaker, Identifiers, NcclMaker

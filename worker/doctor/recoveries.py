@@ -11,9 +11,9 @@ from typing import Literal
 
 import torch
 
-from oobleck.host.finding import Finding
+from oobleck.core.finding import Finding
+from oobleck.core.units import format_bytes
 from oobleck.planner.profile.machine import GPUS, machine_of
-from oobleck.planner.units import format_bytes
 from oobleck.worker.doctor.communicators import (
     RECOVERIES,
     Folder,

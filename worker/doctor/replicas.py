@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from oobleck.host.finding import Finding
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.finding import Finding
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.units import format_bytes
 from oobleck.planner.profile.memory import GROUP_CTAS, sum_bytes
-from oobleck.planner.units import format_bytes
 from oobleck.worker.data.objective import loss
 from oobleck.worker.doctor.pair import SMALL, pair
 from oobleck.worker.models import build_layer, initialise_parameters

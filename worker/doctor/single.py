@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
+from oobleck.core.finding import Finding
+from oobleck.core.units import format_bytes
 from oobleck.host.detection import Detection
-from oobleck.host.finding import Finding
 from oobleck.planner.profile.machine import GPUS, machine_of
-from oobleck.planner.units import format_bytes
 
 #: Forked at once, as an agent does for a node of so many workers.
 _FORKS = 4

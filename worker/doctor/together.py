@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from oobleck.host.finding import Finding
+from oobleck.core.finding import Finding
 from oobleck.planner.profile.machine import GPUS, machine_of
 from oobleck.worker.doctor.pair import END_S, SMALL, pair
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from oobleck.planner.job.model import AnyModel, ModelSpec
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.job.model import AnyModel, ModelSpec
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.base import Layer, place_parameters
 from oobleck.worker.models.initial import check_weights, load_parameters

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from oobleck.planner.job.model import ModelSpec
+from oobleck.core.job.model import ModelSpec
 from oobleck.worker.models.tree import Tree
 from oobleck.worker.runtime.random import RowKeys, Site, generator, keep_mask
 

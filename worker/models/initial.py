@@ -9,6 +9,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from safetensors import SafetensorError, safe_open
 
+from oobleck.core.job.families import family_of
+from oobleck.core.job.model import AnyModel, ModelSpec
+from oobleck.host.storage.exported import foreign_name
 from oobleck.host.storage.weight_files import (
     StoredTensor,
     WeightFiles,
@@ -16,9 +19,6 @@ from oobleck.host.storage.weight_files import (
     check_unchanged,
     open_weights,
 )
-from oobleck.planner.job.families import family_of
-from oobleck.planner.job.model import AnyModel, ModelSpec
-from oobleck.planner.report.export import foreign_name
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.modes import cached
 from oobleck.worker.models.registry import build_layer, tied_parameter

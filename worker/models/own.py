@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from oobleck.core.job.code import Code
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.model import FUNCTION, GENERATOR, Model, drawing, seed_all
-from oobleck.planner.job.code import Code
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.models.base import Layer, RowLosses
 from oobleck.worker.models.compiled import run_compiled
 from oobleck.worker.models.linear import is_hooked, split_linear

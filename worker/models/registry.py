@@ -10,9 +10,9 @@ import sys
 
 import torch
 
-from oobleck.planner.job.families import FAMILIES
-from oobleck.planner.job.model import AnyModel, ModelSpec
-from oobleck.planner.job.own import OwnModelSpec
+from oobleck.core.job.families import FAMILIES
+from oobleck.core.job.model import AnyModel, ModelSpec
+from oobleck.core.job.own import OwnModelSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.base import Family, Layer
 from oobleck.worker.runtime.errors import JobError

@@ -9,7 +9,7 @@ from fractions import Fraction
 import msgspec
 import torch
 
-from oobleck.planner.ids import Generation
+from oobleck.core.ids import Generation
 from oobleck.worker.transport.links.frame import Kind, Label
 
 #: Of numbers in one frame: what is urgent waits for no more than this to go out first.

@@ -14,11 +14,11 @@ from collections.abc import Callable, Container, Sequence
 
 import torch
 
-from oobleck.host.ipc.messages import Assign
-from oobleck.planner.errors import LayerLost
-from oobleck.planner.ids import Generation, WorkerId
+from oobleck.core.errors import LayerLost
+from oobleck.core.ids import Generation, WorkerId
+from oobleck.core.messages import Assign
+from oobleck.core.plan import Plan
 from oobleck.planner.programs.compiler.own import OwnProgram
-from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.transfer import Transfer, plan_transfers
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.membership import meeting_of

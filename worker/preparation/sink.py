@@ -16,8 +16,8 @@ from functools import partial
 import msgspec
 import torch
 
-from oobleck.planner.job.spec import TrainingSpec
-from oobleck.planner.programs.shards import Shard
+from oobleck.core.job.spec import TrainingSpec
+from oobleck.core.routes import Shard
 from oobleck.worker.preparation.items import (
     ACKNOWLEDGED,
     NUMBERS,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import torch
 
-from oobleck.planner.ids import Generation
+from oobleck.core.ids import Generation
 from oobleck.planner.programs.transfer import Transfer
 from oobleck.worker.preparation.items import (
     HEAD,

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from oobleck.planner.job.description import TensorSketch, TreeSketch
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.job.description import TensorSketch, TreeSketch
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.worker.models.tree import Tree, unflatten
 
 

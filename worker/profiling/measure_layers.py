@@ -13,11 +13,10 @@ from statistics import fmean, median
 import torch
 from torch import Tensor, nn
 
-from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.profile.measurement import Measurement
+from oobleck.core.instructions import LayerPart
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.profile import LayerProfile, Measurement
 from oobleck.planner.profile.memory import heap_and_mapped, with_holes
-from oobleck.planner.profile.profile import LayerProfile
-from oobleck.planner.programs.instructions import LayerPart
 from oobleck.worker.models.own import constant_bytes, constants
 from oobleck.worker.models.tree import Tree, flatten, map_tensors
 from oobleck.worker.profiling.footprint import peak_bytes

@@ -11,7 +11,7 @@ from statistics import quantiles
 
 import torch
 
-from oobleck.planner.profile.measurement import LinkMeasurement, Scope
+from oobleck.core.profile import LinkMeasurement, Scope
 from oobleck.worker.profiling.measure_layers import Check
 from oobleck.worker.transport.transport import Transport
 

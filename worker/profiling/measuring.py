@@ -7,9 +7,9 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from oobleck.host.ipc.messages import LinkMeasured, LinkPair, Measure, Measured
-from oobleck.planner.ids import Generation
-from oobleck.planner.profile.measurement import LinkMeasurement, Scope
+from oobleck.core.ids import Generation
+from oobleck.core.messages import LinkMeasured, LinkPair, Measure, Measured
+from oobleck.core.profile import LinkMeasurement, Scope
 from oobleck.planner.profile.sharing import sharing_sizes
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.profiling.measure_layers import measure_alone, measure_layers

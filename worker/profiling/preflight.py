@@ -22,9 +22,9 @@ from threading import Timer
 import torch
 from torch import Tensor
 
-from oobleck.host.ipc.messages import Failed
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.messages import Failed
 from oobleck.worker.data.dataset import Dataset
 from oobleck.worker.data.opening import first_row
 from oobleck.worker.data.own import OwnDataset

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import torch
 
-from oobleck.host.ipc.messages import Assign
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.units import format_bytes
+from oobleck.core.ids import WorkerId
+from oobleck.core.messages import Assign
+from oobleck.core.units import format_bytes
 from oobleck.worker.membership import Membership
 from oobleck.worker.runtime.errors import (
     NodeError,

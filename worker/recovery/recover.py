@@ -12,19 +12,12 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from oobleck.core.codec import decode, encode
+from oobleck.core.ids import Generation, WorkerId
+from oobleck.core.messages import Assign, Committed, Evaluated, Handed, PhaseReached, Restored
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Shard
 from oobleck.host.data.token_file import DataError
-from oobleck.host.ipc.messages import (
-    Assign,
-    Committed,
-    Evaluated,
-    Handed,
-    PhaseReached,
-    Restored,
-)
-from oobleck.planner.codec import decode, encode
-from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.shards import Shard
 from oobleck.worker.checkpoint.restore import restore
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.membership import handover_members

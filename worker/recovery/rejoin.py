@@ -16,9 +16,9 @@ forward, or they have lost a layer since and those with s have all."""
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
-from oobleck.planner.errors import LayerLost
-from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.programs.shards import Shard, ShardTable, require_holders
+from oobleck.core.errors import LayerLost
+from oobleck.core.ids import Generation, WorkerId
+from oobleck.core.routes import Shard, ShardTable, require_holders
 from oobleck.worker.runtime.errors import InvariantViolation
 from oobleck.worker.state.progress import Position
 from oobleck.worker.state.usage import Missed

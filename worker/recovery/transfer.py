@@ -18,10 +18,10 @@ from functools import partial
 
 import torch
 
-from oobleck.planner.errors import LayerLost
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.programs.plan import Plan
+from oobleck.core.errors import LayerLost
+from oobleck.core.ids import WorkerId
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.plan import Plan
 from oobleck.planner.programs.transfer import Transfer, plan_transfers
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.recovery.rejoin import Agreement

@@ -1,7 +1,7 @@
 """Loads and runs the user's functions that a job names, where this node allows them.
 
 Owns the error sentences of user code, the fingerprint of its sources, and `running`, which wraps
-every call of it. Names that no job may use are refused by `oobleck.planner.job.code`.
+every call of it. Names that no job may use are refused by `oobleck.core.job.code`.
 """
 
 import ast
@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from oobleck.core.job.code import NO_ARGUMENTS, TORCH_OPTIM, Code
+from oobleck.core.units import MOST_REASON_BYTES, head
 from oobleck.host.display import inline
 from oobleck.host.ipc.marker import Marker
-from oobleck.planner.job.code import NO_ARGUMENTS, TORCH_OPTIM, Code
-from oobleck.planner.units import MOST_REASON_BYTES, head
 from oobleck.worker.runtime.errors import JobError, NodeError, of_the_device
 from oobleck.worker.runtime.extensions import bound_waits
 

@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from oobleck.host.ipc.channel import Channel
-from oobleck.host.ipc.messages import (
+from oobleck.core.ids import Generation
+from oobleck.core.messages import (
     Acknowledged,
     Ask,
     Assign,
@@ -26,7 +26,7 @@ from oobleck.host.ipc.messages import (
     Stop,
     ToWorker,
 )
-from oobleck.planner.ids import Generation
+from oobleck.host.ipc.channel import Channel
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.code import end_process
 from oobleck.worker.runtime.errors import Superseded

@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from oobleck.planner.ids import Generation, WorkerId
+from oobleck.core.ids import Generation, WorkerId
 
 
 class TransportError(Exception):

@@ -11,8 +11,8 @@ import time
 
 import torch
 
-from oobleck.host.ipc.messages import FaultRule, Launch
-from oobleck.planner.ids import Generation
+from oobleck.core.ids import Generation
+from oobleck.core.messages import FaultRule, Launch
 from oobleck.worker.runtime.control import Control
 
 log = logging.getLogger(__name__)

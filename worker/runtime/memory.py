@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from oobleck.host.ipc.messages import MemoryUse
+from oobleck.core.messages import MemoryUse
 
 _STATUS = Path("/proc/self/status")
 #: Writing 5 to it sets the peak to what is there now.

@@ -6,7 +6,7 @@ hang. A process has one training thread, so it has one pulse."""
 
 from types import TracebackType
 
-from oobleck.host.ipc.messages import Alive
+from oobleck.core.messages import Alive
 
 
 class _Section:

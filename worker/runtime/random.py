@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oobleck.planner.purpose import derive
+from oobleck.core.purpose import derive
 
 #: Where in a layer a mask is used, such as `mlp`: unlike for unlike places.
 Site = str

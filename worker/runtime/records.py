@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from oobleck.host.ipc.messages import EvaluationRecord, StepRecord
-from oobleck.planner.codec import decode, encode
-from oobleck.planner.recovery.checkpoint import (
+from oobleck.core.checkpoint import (
     MOST_RECORDS,
     MOST_RECORDS_BYTES,
     RECORDS,
     InvalidCheckpoint,
     RecordsFile,
 )
+from oobleck.core.codec import decode, encode
+from oobleck.core.messages import EvaluationRecord, StepRecord
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

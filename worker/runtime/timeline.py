@@ -10,9 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
-from oobleck.host.ipc.messages import Record, Recorded
-from oobleck.host.timeline import Category, Recording, Span
-from oobleck.planner.ids import Generation
+from oobleck.core.ids import Generation
+from oobleck.core.messages import Category, Record, Recorded, Recording, Span
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.device_clock import DeviceClock
 

@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from oobleck.planner.codec import encode
-from oobleck.planner.job.code import Json
-from oobleck.planner.job.optimization import OptimizerSketch, OptimizerSpec, ScheduleSpec, StateRow
-from oobleck.planner.job.spec import TrainingSpec
+from oobleck.core.codec import encode
+from oobleck.core.job.code import Json
+from oobleck.core.job.optimization import OptimizerSketch, OptimizerSpec, ScheduleSpec, StateRow
+from oobleck.core.job.spec import TrainingSpec
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.state import own_optimizer

@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from oobleck.core.checkpoint import MOST_LAYER_HEADER_BYTES, InvalidCheckpoint
 from oobleck.host.storage.folder import Content
 from oobleck.host.storage.weight_files import WeightsError, check_content
-from oobleck.planner.recovery.checkpoint import MOST_LAYER_HEADER_BYTES, InvalidCheckpoint
 from oobleck.worker.state.layout import Layout
 
 _DTYPES = {torch.float32: "F32", torch.float64: "F64"}

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from oobleck.planner.programs.instructions import LayerPart
-from oobleck.planner.programs.shards import Shard
+from oobleck.core.instructions import LayerPart
+from oobleck.core.routes import Shard
 from oobleck.worker.models import Layer
 from oobleck.worker.state.layout import Layout, Numbers
 from oobleck.worker.state.optimizer import Apart, Slice

@@ -16,11 +16,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from oobleck.planner.job.model import AnyModel
-from oobleck.planner.programs.instructions import LayerPart
-from oobleck.planner.programs.shards import Shard
+from oobleck.core.instructions import LayerPart
+from oobleck.core.job.model import AnyModel
+from oobleck.core.routes import Shard
+from oobleck.core.ties import groups
 from oobleck.planner.programs.transfer import CUT_NUMBERS, cut
-from oobleck.planner.ties import groups
 from oobleck.worker.models import Layer, build_layer, place_parameters, tied_parameters
 from oobleck.worker.runtime.errors import JobError
 

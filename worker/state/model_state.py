@@ -11,9 +11,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.programs.instructions import LayerPart
-from oobleck.planner.programs.shards import Shard
+from oobleck.core.instructions import LayerPart
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.routes import Shard
 from oobleck.worker.models import (
     Layer,
     build_layer,

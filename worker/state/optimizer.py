@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
-from oobleck.planner.job.spec import TrainingSpec
+from oobleck.core.job.optimization import OptimizerSpec, ScheduleSpec
+from oobleck.core.job.spec import TrainingSpec
 from oobleck.planner.programs.transfer import CUT_NUMBERS
 from oobleck.worker.state import own_optimizer
 

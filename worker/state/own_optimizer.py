@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from oobleck.planner.job.code import Code
-from oobleck.planner.job.optimization import OptimizerSketch, OptimizerSpec
+from oobleck.core.job.code import Code
+from oobleck.core.job.optimization import OptimizerSketch, OptimizerSpec
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, NodeError
 

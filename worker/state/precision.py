@@ -10,8 +10,8 @@ bear to be rounded."""
 
 import torch
 
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import JobSpec, Precision
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import JobSpec, Precision
 from oobleck.worker.runtime.errors import NodeError
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from oobleck.planner.ids import Generation
+from oobleck.core.ids import Generation
 from oobleck.worker.state.usage import Missed
 
 _NO_GENERATION = Generation(0)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 
-from oobleck.planner.job.model import AnyModel
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.job.model import AnyModel
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.worker.state.layout import layout
 
 #: Number of committed steps that left a parameter out, by key; without those never left out.

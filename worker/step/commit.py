@@ -7,9 +7,9 @@ peers or programs.
 import math
 import time
 
-from oobleck.host.ipc.messages import StepRecord
-from oobleck.planner.ids import Generation
-from oobleck.planner.job.spec import JobSpec, TrainingSpec
+from oobleck.core.ids import Generation
+from oobleck.core.job.spec import JobSpec, TrainingSpec
+from oobleck.core.messages import StepRecord
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.optimizer import clip_scale

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from oobleck.host.ipc.messages import Evaluated, EvaluationRecord
-from oobleck.planner.ids import Generation
-from oobleck.planner.programs import instructions as ops
+from oobleck.core import instructions as ops
+from oobleck.core.ids import Generation
+from oobleck.core.instructions import Action, Instruction
+from oobleck.core.messages import Evaluated, EvaluationRecord
+from oobleck.core.plan import Plan
 from oobleck.planner.programs.compiler.own import compile_own_evaluation
-from oobleck.planner.programs.instructions import Action, Instruction
-from oobleck.planner.programs.plan import Plan
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.held_out import HeldOut
 from oobleck.worker.runtime import pulse

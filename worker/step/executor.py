@@ -7,12 +7,12 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from oobleck.host.ipc.messages import ComputeTime, StepRecord
-from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.programs import instructions as ops
+from oobleck.core import instructions as ops
+from oobleck.core.ids import Generation, WorkerId
+from oobleck.core.instructions import Action, Instruction, Program, Visit
+from oobleck.core.messages import ComputeTime, StepRecord
+from oobleck.core.plan import Plan
 from oobleck.planner.programs.compiler.own import OwnProgram
-from oobleck.planner.programs.instructions import Action, Instruction, Program, Visit
-from oobleck.planner.programs.plan import Plan
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.prefetch import Prefetcher
 from oobleck.worker.preparation.preparing import Preparing

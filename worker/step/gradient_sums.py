@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.instructions import Program, SyncGradient
+from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import Program, SyncGradient
 from oobleck.worker.runtime.timeline import OpenSpan, Timeline
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.transport.transport import Group, Pending, Transport

@@ -10,12 +10,12 @@ from itertools import groupby
 
 import torch
 
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs import instructions as ops
+from oobleck.core import instructions as ops
+from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import Action, Instruction, Share, Visit
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Hold
 from oobleck.planner.programs.compiler.own import OwnProgram
-from oobleck.planner.programs.instructions import Action, Instruction, Share, Visit
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.dataset import Tokens
 from oobleck.worker.data.objective import inputs_and_targets

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs import instructions as ops
+from oobleck.core import instructions as ops
+from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import Content, Instruction, Message, Share
 from oobleck.planner.programs.compiler.own import OwnProgram
-from oobleck.planner.programs.instructions import Content, Instruction, Message, Share
 from oobleck.worker.step.wire import Packing, Wire
 from oobleck.worker.transport.transport import Pending, Transport
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from oobleck.planner.ids import WorkerId
+from oobleck.core.ids import WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Hold
 from oobleck.planner.programs.compiler.work import Work, spread
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold
 
 Bools = NDArray[np.bool_]
 

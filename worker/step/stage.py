@@ -15,9 +15,9 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.model import at_step
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.data.objective import loss
 from oobleck.worker.models import Layer
 from oobleck.worker.models.linear import DeferredGradients, deferring

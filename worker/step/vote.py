@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from oobleck.planner.ids import Generation
-from oobleck.planner.job.spec import TrainingSpec
+from oobleck.core.ids import Generation
+from oobleck.core.job.spec import TrainingSpec
 from oobleck.worker.data.dataset import samples_digest
 from oobleck.worker.runtime.errors import InvariantViolation
 

@@ -11,15 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from oobleck.planner.job.description import (
-    TensorSketch,
-    TreeSketch,
-    packed_bytes,
-    travels_plain,
-)
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.job.description import TensorSketch, TreeSketch, packed_bytes, travels_plain
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.worker.models.tree import TENSOR, Tree, flatten, structure, unflatten
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.state.precision import stream_dtype

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.shards import Shard
+from oobleck.core.ids import WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Shard
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.transport.transport import Transport
 

@@ -12,20 +12,20 @@ from typing import Literal
 
 import msgspec
 
+from oobleck.core.codec import decode, encode
+from oobleck.core.ids import WorkerId
+from oobleck.core.job.spec import TransportName
+from oobleck.core.messages import Launch
+from oobleck.core.plan import Plan
+from oobleck.core.ties import Ties
 from oobleck.host.device import SHARED
-from oobleck.host.ipc.messages import Launch
-from oobleck.planner.codec import decode, encode
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.job.spec import TransportName
 from oobleck.planner.programs.communicators import (
     MOST_COMMUNICATORS,
     communicators,
     for_state,
     in_rounds,
 )
-from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.transfer import Transfer
-from oobleck.planner.ties import Ties
 from oobleck.worker.runtime.device import (
     held_by_others,
     limit_allocator,

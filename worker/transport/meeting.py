@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from oobleck.planner.ids import Generation
+from oobleck.core.ids import Generation
 from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError, Unreached
 from oobleck.worker.transport.links import greeting
 from oobleck.worker.transport.links.card import Card

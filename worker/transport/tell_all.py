@@ -2,7 +2,7 @@
 
 from typing import TypeVar
 
-from oobleck.planner.codec import decode, encode
+from oobleck.core.codec import decode, encode
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.transport import Transport
 

@@ -5,7 +5,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 
-from oobleck.planner.units import head
+from oobleck.core.units import head
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.links.link import Incoming
 

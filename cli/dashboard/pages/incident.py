@@ -12,7 +12,7 @@ from oobleck.cli.output.events import sentence
 from oobleck.cli.output.incident import facts, how_it_ended
 from oobleck.cli.view import incident
 from oobleck.cli.view.job import open_incident
-from oobleck.planner.units import count
+from oobleck.core.units import count
 
 
 class IncidentPage(JobBased):

@@ -17,7 +17,7 @@ from oobleck.cli.view import places
 from oobleck.cli.view.cluster import job_row, loss
 from oobleck.cli.view.job import open_incident
 from oobleck.cli.view.series import Point
-from oobleck.planner.units import count
+from oobleck.core.units import count
 from oobleck.proto import control_pb2 as pb
 
 _MOST_EVENTS = 30

@@ -14,9 +14,11 @@ from oobleck.cli.dashboard.calls import Calls
 from oobleck.cli.dashboard.problem import Problem
 from oobleck.cli.dashboard.web import Web
 from oobleck.cli.view import places
-from oobleck.cli.view.cluster import members
+from oobleck.core.codec import encode
 from oobleck.host.system.process import with_parent
+from oobleck.planner.report.planning import Planning
 from oobleck.proto import control_pb2 as pb
+from oobleck.proto.plans import plan_message
 
 #: Questions at a time, and how long one may take.
 _AT_ONCE = 2
@@ -57,19 +59,17 @@ class PlanPage:
             title=f"Plan of {job}",
             active="plan",
             job_id=job,
-            nodes=members(planning.plan),
-            spare=sorted(set(planning.nodes) - set(members(planning.plan))),
+            nodes=planning.plan.nodes,
+            spare=sorted(set(planning.nodes) - set(planning.plan.nodes)),
             lost=lost,
             found=found,
-            before=_map(planning.plan, nodes),
+            before=_map(plan_message(planning.plan), nodes),
             after=_map(found.plan, nodes) if found is not None and found.plan is not None else None,
         )
 
-    async def _ask(
-        self, request: Request, planning: pb.PlanningReply, lost: Sequence[str]
-    ) -> Found:
+    async def _ask(self, request: Request, planning: Planning, lost: Sequence[str]) -> Found:
         """Raises Problem."""
-        question = json.dumps({"lost": lost}).encode() + b"\n" + planning.SerializeToString()
+        question = json.dumps({"lost": lost}).encode() + b"\n" + encode(planning)
         async with self._turn:
             child = await asyncio.create_subprocess_exec(
                 *with_parent("oobleck.cli.dashboard.plan_process"),

@@ -8,8 +8,10 @@ from statistics import median
 
 import msgspec
 
+from oobleck.core.ids import NodeName
+from oobleck.core.messages import CheckpointSaved, Restored, SaveFailed
+from oobleck.core.units import head
 from oobleck.host.detection import GATHER_WORDS_S
-from oobleck.host.ipc.messages import CheckpointSaved, Restored, SaveFailed
 from oobleck.master.events.jobs import (
     CheckpointPublished,
     JobCancelled,
@@ -25,8 +27,6 @@ from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.evidence import carried
 from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import SaveReport
-from oobleck.planner.ids import NodeName
-from oobleck.planner.units import head
 
 
 def reconfiguration_stats(context: Context, job: Job) -> ReconfigurationStats | None:

@@ -14,6 +14,8 @@ step in between. A job that cannot do without the node waits for another one.
 from collections import Counter
 from collections.abc import Collection
 
+from oobleck.core.ids import NodeName, WorkerId
+from oobleck.core.units import comma_separated
 from oobleck.master.rules.decision import Context, Decision, decide
 from oobleck.master.rules.jobs import stalls
 from oobleck.master.rules.jobs.completion import fail
@@ -21,8 +23,6 @@ from oobleck.master.rules.nodes import node_faults
 from oobleck.master.state.evidence import describe_exit, last_words
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.units import comma_separated
 
 #: Ends of one worker's processes that may follow each other without a committed step in between.
 _MOST_ENDS = 5

@@ -13,6 +13,8 @@ Jobs that ended long ago are forgotten, or the state would grow for ever; their 
 
 from collections.abc import Collection
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import NodeName
 from oobleck.master.events.jobs import JobForgotten, JobPutBack, JobStarted
 from oobleck.master.planning import client
 from oobleck.master.rules.decision import Context, Decision
@@ -20,8 +22,6 @@ from oobleck.master.rules.jobs.profiling import profile_of_adopted
 from oobleck.master.rules.plans import adoption, first_plan, holders
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED, Job
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import NodeName
 
 
 def next_job(context: Context) -> Decision | None:

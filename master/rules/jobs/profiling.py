@@ -10,16 +10,17 @@ was asked for is for this job alone. Pure.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from oobleck.host.ipc.messages import LinkPair, Measure, Rendezvous
+from oobleck.core.ids import Incarnation, NodeName, WorkerId
+from oobleck.core.messages import LinkPair, Measure, Rendezvous
+from oobleck.core.profile import Scope
+from oobleck.core.units import count
 from oobleck.master.events.jobs import JobFailed, JobSucceeded, MeasuringStarted, ProfileChosen
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import Incarnation, NodeName, WorkerId
-from oobleck.planner.profile.measurement import Scope, assemble_profile, check_measured, profile_key
+from oobleck.planner.profile.measurement import assemble_profile, check_measured, profile_key
 from oobleck.planner.profile.memory import budget_bytes
-from oobleck.planner.units import count
 
 #: Measurements that lost a worker of a link begin anew so often; after that the link is filled in.
 _MOST_ATTEMPTS = 3

@@ -20,8 +20,12 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import lru_cache
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import NodeName, WorkerId
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.messages import PeerLost
+from oobleck.core.plan import Plan
 from oobleck.host.detection import Detection, patience_s
-from oobleck.host.ipc.messages import PeerLost
 from oobleck.master.events.nodes import NodeLeftOut, NodeReset
 from oobleck.master.events.plans import Cause
 from oobleck.master.rules.decision import Context, Decision
@@ -29,11 +33,7 @@ from oobleck.master.rules.jobs.completion import fail
 from oobleck.master.rules.nodes import node_faults
 from oobleck.master.rules.plans.next_plan import next_generation, next_plan, plan_made
 from oobleck.master.state.job import Job
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.estimate import estimate_profile
-from oobleck.planner.programs.plan import Plan
 
 #: Steps after which it is known how long they take; the first one often takes longer.
 _KNOWN_STEPS = 2

@@ -8,6 +8,7 @@ its own journal might lack.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from oobleck.core.ids import Incarnation
 from oobleck.host.detection import Detection
 from oobleck.master.events.nodes import NodeHeld, NodeLost, NodeRegistered
 from oobleck.master.events.unions import Journaled, TermBegan
@@ -15,7 +16,6 @@ from oobleck.master.rules.nodes.losses import last_sign, reconnect_s
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import Incarnation
 from oobleck.proto.protocol import common, refusal
 from oobleck.proto.types import Head, Registration
 

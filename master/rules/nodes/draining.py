@@ -2,7 +2,7 @@
 
 A drain is a planned change, as a join is: the plan without the node is pushed while training goes
 on, and all switch after a vote; what the node alone holds is handed over first (`Assign` in
-`oobleck.host.ipc.messages`). Until that plan has committed a step the node goes on with its part,
+`oobleck.core.messages`). Until that plan has committed a step the node goes on with its part,
 and after a loss meanwhile the next plan may use it again. It is kept where the job cannot go on
 without it, unless the drain is forced, as that of an agent is that was told to end: then the job
 must do without it as after a loss. A node that no job needs is drained at once.
@@ -11,6 +11,8 @@ must do without it as after a loss. A node that no job needs is drained at once.
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.units import count
 from oobleck.master.events.jobs import CheckpointRequested
 from oobleck.master.events.nodes import NodeDrained, NodeDrainRequested, NodeKept, NodeLost
 from oobleck.master.events.unions import Journaled
@@ -21,10 +23,8 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.evidence import carried
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Drain, Node
-from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.reconfigure import can_lose
-from oobleck.planner.units import count
 
 TOLD_TO_END = "its agent was told to end"
 

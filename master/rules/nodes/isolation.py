@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
+from oobleck.core.ids import NodeName
 from oobleck.master.events.nodes import NodeQuarantined, NodeReset
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.jobs.stalls import plan_without
@@ -26,7 +27,6 @@ from oobleck.master.rules.nodes import node_faults
 from oobleck.master.rules.plans import holders
 from oobleck.master.state.job import Job
 from oobleck.master.state.reducer.worker_reports import Pair, ordered, rendezvous_host
-from oobleck.planner.ids import NodeName
 from oobleck.planner.recovery.reconfigure import can_lose
 
 Nodes = frozenset[NodeName]

@@ -21,6 +21,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from oobleck.core.ids import NodeName
 from oobleck.host.detection import Detection
 from oobleck.master.events.nodes import NodeCleared, NodeForgotten, NodeLost
 from oobleck.master.rules.decision import Context, Decision, decide
@@ -28,7 +29,6 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.evidence import carried
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import NodeName
 
 #: Of a heartbeat: so long all others have waited at a rendezvous when who is away is missed.
 _MISSED_AFTER = 0.5

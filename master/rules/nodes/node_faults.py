@@ -12,14 +12,14 @@ rather than go on waiting.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from oobleck.core.ids import NodeName
+from oobleck.core.units import count
 from oobleck.master.events.nodes import NodeLeftOut, NodeQuarantined, NodeReleased
 from oobleck.master.rules.decision import Context, Decision, decide
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.evidence import describe_exit, last_words
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import NodeName
-from oobleck.planner.units import count
 
 OTHER_DATA = "its data differ from those of the job's other nodes (same paths, other content)"
 #: Failures within the window that a node is put aside for.

@@ -9,6 +9,7 @@ them when it is.
 
 from collections.abc import Iterator, Sequence
 
+from oobleck.core.ids import NodeName, WorkerId
 from oobleck.master.events.nodes import Evidence, WorkerLost
 from oobleck.master.rules.decision import Context, Decision, decide
 from oobleck.master.rules.jobs import stalls
@@ -16,7 +17,6 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.evidence import describe_exit, of_exit, of_hang
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.proto.types import Hung, WorkerExited
 
 _NOT_THERE = "its agent does not have it any more"

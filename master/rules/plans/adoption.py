@@ -23,17 +23,17 @@ from typing import Literal
 
 import msgspec
 
-from oobleck.host.ipc.messages import Assign
+from oobleck.core.ids import Incarnation, JobId, NodeName, WorkerId
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.messages import Assign
+from oobleck.core.plan import Plan
 from oobleck.master.events.plans import PlanFound, PlanMade
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.jobs.completion import reconfiguration_stats
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import MOST_GENERATION, Job
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
-from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next
 from oobleck.proto.types import Assignment

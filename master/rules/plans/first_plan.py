@@ -3,6 +3,8 @@
 Nodes get ready for a job before it has a plan. Must not know later plans.
 """
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.units import count
 from oobleck.master.events.jobs import JobFailed, JobStarted
 from oobleck.master.planning import client
 from oobleck.master.rules.decision import Context, Decision
@@ -12,8 +14,6 @@ from oobleck.master.rules.plans.next_plan import names, next_generation, plan_ma
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.node import Node
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.units import count
 
 
 def start(context: Context, job: Job) -> Decision | None:

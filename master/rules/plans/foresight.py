@@ -7,13 +7,13 @@ made, nor what becomes of them.
 import logging
 from dataclasses import replace
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, JobId
 from oobleck.master.planning.requests import PlanReply, PlanRequest, StillPlanning
 from oobleck.master.planning.solve import AtOnce
 from oobleck.master.rules.decision import Context
 from oobleck.master.rules.nodes import draining
 from oobleck.master.rules.plans.boundary import undisturbed
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation, JobId
 
 log = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ reports. Pure. Must not know what is decided by it.
 import math
 from collections.abc import Iterable, Mapping
 
+from oobleck.core.errors import LayerLost
+from oobleck.core.ids import Generation, Incarnation, NodeName, WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Shard, ShardTable, require_holders
 from oobleck.master.rules.decision import Context
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import NO_GENERATION, Job
-from oobleck.planner.errors import LayerLost
-from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.shards import Shard, ShardTable, require_holders
 
 
 def lost_layers(

@@ -9,7 +9,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Literal
 
-from oobleck.host.ipc.messages import Rendezvous
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, Incarnation, NodeName, WorkerId
+from oobleck.core.job.spec import RecoveryPolicy
+from oobleck.core.messages import Rendezvous
+from oobleck.core.plan import Plan, WorkerRate
+from oobleck.core.units import comma_separated, count
 from oobleck.master.events.jobs import JobWaiting
 from oobleck.master.events.nodes import NodeLost, NodeYielded, WorkerLost
 from oobleck.master.events.plans import Cause, Expected, PlanMade
@@ -24,15 +29,9 @@ from oobleck.master.state.evidence import carried
 from oobleck.master.state.history import GENERATIONS_PER_TERM
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
-from oobleck.planner.job.spec import RecoveryPolicy
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.rates import WorkerRate
 from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Next
-from oobleck.planner.units import comma_separated, count
 
 #: Less is copied in no time.
 _WORTH_SAYING_BYTES = 1_000_000

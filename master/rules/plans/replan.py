@@ -6,6 +6,9 @@ A job's first plan is `oobleck.master.rules.plans.first_plan`'s. Must not know h
 from collections.abc import Sequence
 from dataclasses import replace
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import NodeName
+from oobleck.core.plan import Plan
 from oobleck.host.detection import GATHER_WORDS_S
 from oobleck.master.events.nodes import NodeDrained, NodeLost, NodeReset, WorkerLost
 from oobleck.master.events.plans import Cause, FollowUpDropped
@@ -27,9 +30,6 @@ from oobleck.master.rules.plans.next_plan import (
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import NodeName
-from oobleck.planner.programs.plan import Plan
 
 #: Nodes keep a join waiting for at most so many settle times.
 _MOST_SETTLES = 3

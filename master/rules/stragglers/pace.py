@@ -20,6 +20,9 @@ from itertools import pairwise
 from statistics import median, median_low
 from weakref import WeakKeyDictionary
 
+from oobleck.core.ids import WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.profile import LEAST_S, MOST_S, LayerProfile, Profile
 from oobleck.master.events.jobs import RateChanged
 from oobleck.master.planning.machines import Machines, profile_on
 from oobleck.master.rules.decision import Context, Decision, decide
@@ -27,9 +30,6 @@ from oobleck.master.rules.stragglers import stand_by
 from oobleck.master.state.job import Job
 from oobleck.master.state.readings import Alone, Round
 from oobleck.planner.cost.computing import computing_by_layer_s
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.profile.profile import LEAST_S, MOST_S, LayerProfile, Profile
-from oobleck.planner.programs.plan import Plan
 
 #: Of the median's time.
 SLOW, WELL = 1.2, 1.1

@@ -7,11 +7,11 @@ better, must do so for twice as long as before. Must not know how a worker is fo
 
 from collections.abc import Iterator
 
+from oobleck.core.ids import WorkerId
+from oobleck.core.plan import Plan
 from oobleck.master.events.plans import StandByFor
 from oobleck.master.rules.decision import Context
 from oobleck.master.state.job import Job
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.plan import Plan
 
 #: Nobody must for longer, seconds.
 LONGEST_S = 3600.0

@@ -8,6 +8,8 @@ that joins (`oobleck.master.rules.plans.replan`). Must not know how a worker is 
 from collections.abc import Iterable
 from typing import Literal
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.plan import WorkerRate
 from oobleck.master.events.plans import Cause, PlanMade
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.plans.boundary import undisturbed
@@ -15,8 +17,6 @@ from oobleck.master.rules.plans.next_plan import next_generation, next_plan, pla
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import EVENS_OUT, Job
 from oobleck.master.state.node import Node
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.programs.rates import WorkerRate
 from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.rules import OF_OTHER_NODES, Next
 

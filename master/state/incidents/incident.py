@@ -13,10 +13,10 @@ from typing import Literal
 
 import msgspec
 
+from oobleck.core.ids import Generation, WorkerId
+from oobleck.core.units import comma_separated
 from oobleck.master.events.nodes import Evidence
 from oobleck.master.events.plans import Cause, ReconfigurationStats
-from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.units import comma_separated
 
 Kind = Literal[
     "worker died",

@@ -1,5 +1,6 @@
 """An incident in one line: what failed or was slow, and how it ended. Pure."""
 
+from oobleck.core.units import comma_separated
 from oobleck.host.system.process import signal_name
 from oobleck.master.events.jobs import (
     JobCancelled,
@@ -13,7 +14,6 @@ from oobleck.master.events.plans import FirstStepCommitted, ReconfigurationStats
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.incidents.incident import Incident, Setback
 from oobleck.master.state.incidents.slowdown import Slowdown
-from oobleck.planner.units import comma_separated
 
 
 def outcome(event: Journaled) -> str:

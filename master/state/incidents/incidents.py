@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from oobleck.core.ids import JobId, WorkerId
 from oobleck.master.events.jobs import (
     JobCancelled,
     JobCaughtUp,
@@ -40,7 +41,6 @@ from oobleck.master.state.incidents.incident import (
     Setback,
 )
 from oobleck.master.state.job import Job
-from oobleck.planner.ids import JobId, WorkerId
 from oobleck.proto.types import WorkerExited
 
 replace = msgspec.structs.replace

@@ -8,9 +8,9 @@ its end, so failures come and go meanwhile as incidents of their own.
 
 import msgspec
 
+from oobleck.core.ids import Generation, WorkerId
 from oobleck.master.events.jobs import RateChanged
 from oobleck.master.state.incidents.incident import Attempt, Setback
-from oobleck.planner.ids import Generation, WorkerId
 
 #: One slow worker may keep a slowdown open for weeks: so many of the workers that are slow no more
 #: are kept, and so many of the plans, the newest ones.

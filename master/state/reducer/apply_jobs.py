@@ -4,6 +4,7 @@ Their plans are `oobleck.master.state.reducer.apply_plans`'s, and what they lose
 `oobleck.master.state.reducer.apply_nodes`'s.
 """
 
+from oobleck.core.ids import JobId
 from oobleck.master.events.jobs import (
     CheckpointPublished,
     CheckpointRequested,
@@ -40,7 +41,6 @@ from oobleck.master.state.job_observed import JobSeen, ProfilingSeen
 from oobleck.master.state.job_states import move
 from oobleck.master.state.node import Node
 from oobleck.master.state.rates import slow_after
-from oobleck.planner.ids import JobId
 
 
 def apply(state: ClusterState, event: JobEvent, now: float, unix: float) -> None:

@@ -9,6 +9,7 @@ Must not know when work can move off a node: `oobleck.master.rules.nodes.drainin
 from dataclasses import replace
 from typing import Literal
 
+from oobleck.core.ids import NodeName
 from oobleck.master.events.nodes import (
     DrainEvent,
     NodeCleared,
@@ -33,7 +34,6 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.job_states import lose
 from oobleck.master.state.node import WINDOW_S, Drain, Failures, Held, Node, NodeSeen
-from oobleck.planner.ids import NodeName
 from oobleck.proto.types import NodeFacts
 
 #: A quarantine so long after the last one is the first one again.

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from oobleck.core.ids import Incarnation
+from oobleck.core.plan import Plan, pipelines_within
 from oobleck.master.events.plans import (
     FirstStepCommitted,
     FollowUpDropped,
@@ -19,9 +21,6 @@ from oobleck.master.state.cluster import ClusterState, version_pairs
 from oobleck.master.state.job import KNOWN_PROCESSES, Job
 from oobleck.master.state.job_observed import LossSeen, RecoveryTimeline
 from oobleck.master.state.job_states import move
-from oobleck.planner.ids import Incarnation
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.recovery.pipelines import pipelines_within
 
 
 def apply(state: ClusterState, event: PlanEvent, now: float, unix: float) -> None:

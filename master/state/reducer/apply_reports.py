@@ -9,7 +9,8 @@ from heapq import nlargest
 
 import msgspec
 
-from oobleck.host.ipc.messages import StepRecord
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.messages import StepRecord
 from oobleck.master.events.reports import (
     AgentRefused,
     EvaluationReceived,
@@ -36,7 +37,6 @@ from oobleck.master.state.reducer.worker_reports import (
     note_entered,
     note_progress,
 )
-from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.proto.types import Assignment, NodeStatus, WorkerStatus
 
 #: A tick that is less late than this is not lateness.

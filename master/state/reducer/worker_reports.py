@@ -7,7 +7,8 @@ nothing. Must not know what is decided by it.
 
 import msgspec
 
-from oobleck.host.ipc.messages import (
+from oobleck.core.ids import Generation, Incarnation, NodeName, WorkerId
+from oobleck.core.messages import (
     CheckpointSaved,
     Evaluated,
     Failed,
@@ -23,7 +24,6 @@ from oobleck.master.state import evidence
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import KNOWN_REPORTS, Job
 from oobleck.master.state.job_observed import Received, SaveReport
-from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.proto.types import Hung, WorkerExited
 
 #: Two nodes, in the order of their names, one of which reported that it does not reach the other.

@@ -7,6 +7,7 @@ lines.
 
 from collections.abc import Iterator
 
+from oobleck.core.ids import JobId
 from oobleck.master.events.jobs import (
     CheckpointPublished,
     JobAdopted,
@@ -48,7 +49,6 @@ from oobleck.master.state.job import ENDED, Job
 from oobleck.master.storage.records.incident_line import incident_line
 from oobleck.master.storage.records.plan_lines import EventLine, end_lines, plan_lines
 from oobleck.master.storage.records.slowdown_line import slowdown_line
-from oobleck.planner.ids import JobId
 
 #: What the job that has its turn is told of nodes.
 _OfNode = NodeRegistered | NodeLost | DrainEvent

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
+from oobleck.core.codec import decode
+from oobleck.core.ids import JobId
 from oobleck.master.storage.disk import storing
 from oobleck.master.storage.records.json_lines import JsonLines, whole_lines
 from oobleck.master.storage.records.plan_lines import EventLine
-from oobleck.planner.codec import decode
-from oobleck.planner.ids import JobId
 
 
 class EventLog:

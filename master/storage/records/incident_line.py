@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from oobleck.core.ids import Generation
 from oobleck.host.system.process import signal_name
 from oobleck.master.events.plans import PHASES
 from oobleck.master.events.unions import Journaled
@@ -15,7 +16,6 @@ from oobleck.master.state.incidents.incident_summary import (
     summary_of,
 )
 from oobleck.master.state.job import Job
-from oobleck.planner.ids import Generation
 
 #: Steps of before are committed again, after all went back to a checkpoint.
 REDO = "redo"

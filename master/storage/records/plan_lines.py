@@ -5,12 +5,12 @@ Pure. Must not know files.
 
 from collections.abc import Mapping
 
+from oobleck.core.ids import Generation
+from oobleck.core.plan import Plan
 from oobleck.master.events.jobs import JobCancelled, JobFailed, JobSucceeded
 from oobleck.master.events.plans import FirstStepCommitted, PlanMade, ReconfigurationStats
 from oobleck.master.state.cluster import ClusterState, version_pairs
 from oobleck.master.state.job import Job
-from oobleck.planner.ids import Generation
-from oobleck.planner.programs.plan import Plan
 
 #: `event` and the fields that go with it.
 EventLine = Mapping[str, object]

@@ -15,10 +15,10 @@ from typing import BinaryIO
 
 import msgspec
 
-from oobleck.host.ipc.messages import EvaluationRecord, StepRecord
+from oobleck.core.codec import decode, encode
+from oobleck.core.messages import EvaluationRecord, StepRecord
 from oobleck.master.state.job_observed import RECENT_RECORDS
 from oobleck.master.storage.records.json_lines import JsonLines, whole_lines
-from oobleck.planner.codec import decode, encode
 
 #: Records that may wait for one before them; more are left to be sent again.
 _MOST_WAITING = 10_000

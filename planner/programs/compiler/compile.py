@@ -13,12 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.compiler.gradients import gradient_buckets, syncs_by_worker
-from oobleck.planner.programs.compiler.links import receives_hoisted
-from oobleck.planner.programs.compiler.schedule import compute_order
-from oobleck.planner.programs.compiler.work import Work
-from oobleck.planner.programs.instructions import (
+from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import (
     WHOLE,
     Action,
     Backward,
@@ -39,10 +35,14 @@ from oobleck.planner.programs.instructions import (
     Visit,
     Vote,
 )
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Hop, Route
+from oobleck.core.ties import Ties
+from oobleck.planner.programs.compiler.gradients import gradient_buckets, syncs_by_worker
+from oobleck.planner.programs.compiler.links import receives_hoisted
+from oobleck.planner.programs.compiler.schedule import compute_order
+from oobleck.planner.programs.compiler.work import Work
 from oobleck.planner.programs.listing.schedule import planned
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hop, Route
-from oobleck.planner.ties import Ties
 
 A = TypeVar("A", bound=Action)
 M = TypeVar("M", ReceiveActivation, SendActivation, ReceiveGradient, SendGradient)

@@ -11,9 +11,9 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from oobleck.planner.errors import ProgramDeadlock
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.instructions import (
+from oobleck.core.errors import ProgramDeadlock
+from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -31,7 +31,7 @@ from oobleck.planner.programs.instructions import (
     Visit,
     Vote,
 )
-from oobleck.planner.programs.plan import Plan
+from oobleck.core.plan import Plan
 from oobleck.planner.programs.text import format_instruction
 
 #: Sender and receiver.

@@ -12,12 +12,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.instructions import LayerPart, Share, SyncGradient
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold
-from oobleck.planner.programs.shards import Shard
-from oobleck.planner.ties import Ties, groups
+from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import LayerPart, Share, SyncGradient
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Hold, Shard
+from oobleck.core.ties import Ties, groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ before C in the order, and by induction that has run. Must not know times.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.instructions import (
+from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import (
     Content,
     Instruction,
     Message,

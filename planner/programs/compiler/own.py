@@ -8,13 +8,13 @@ there are.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from oobleck.planner.ids import WorkerId
+from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import Instruction, Message, Program
+from oobleck.core.plan import Plan
+from oobleck.core.ties import Ties
 from oobleck.planner.programs.compiler.compile import add_sync, compile_bodies, compile_evaluation
 from oobleck.planner.programs.compiler.gradients import gradient_buckets, syncs_by_worker
 from oobleck.planner.programs.compiler.work import Work
-from oobleck.planner.programs.instructions import Instruction, Message, Program
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.ties import Ties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

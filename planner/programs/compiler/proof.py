@@ -32,15 +32,14 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain, takewhile
 
-from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.instructions import Backward, BackwardWeight, Compute, Forward
+from oobleck.core.plan import Pipeline, Plan
+from oobleck.core.routes import Hold
 from oobleck.planner.programs.compiler.compile import add_communication, compile_bodies
 from oobleck.planner.programs.compiler.dryrun import dry_run
 from oobleck.planner.programs.compiler.schedule import Work, compute_order
-from oobleck.planner.programs.instructions import Backward, BackwardWeight, Compute, Forward
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.programs.pipeline import Pipeline
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold
 
 #: Micro-batches of a run beyond those that fill the stages.
 _ROUNDS = 4

@@ -10,14 +10,8 @@ follow that order (`oobleck.planner.programs.compiler.compile`), and so do estim
 from collections.abc import Iterator
 from typing import Any
 
-from oobleck.planner.programs.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Compute,
-    Forward,
-)
-from oobleck.planner.schedules import Schedule
+from oobleck.core.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward
+from oobleck.core.schedules import Schedule
 
 #: What to compute, for which micro-batch.
 Work = tuple[type[Compute], int]

@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from oobleck.planner.programs.plan import Plan
+from oobleck.core.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,20 +11,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 
-from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.programs.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Compute,
-    Forward,
-)
+from oobleck.core.ids import Generation, WorkerId
+from oobleck.core.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Hop, HopTicks
 from oobleck.planner.programs.listing.bound import least_makespan, loads
 from oobleck.planner.programs.listing.passes import Pass, run_pass
-from oobleck.planner.programs.listing.ticks import HopTicks
 from oobleck.planner.programs.listing.visits import Visits, visits_of
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hop
 
 #: Visits that all passes together may schedule, and the most passes: about 0.1 s. One is always
 #: made.

@@ -9,11 +9,10 @@ Must not know in which order anything is computed.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.listing.ticks import HopTicks
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hop, Route
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Hop, HopTicks, Route
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

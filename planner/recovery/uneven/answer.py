@@ -6,14 +6,14 @@ Must not know how a candidate comes to its routes.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from oobleck.planner.errors import PlanInfeasible
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.units import comma_separated, format_bytes
 from oobleck.planner.recovery.answer import Answer, Change, answer, idle, situation
 from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose
 from oobleck.planner.recovery.shadowed import can_lose_behind, shadows_behind
 from oobleck.planner.recovery.uneven.candidates import Situation, candidates, staying_s
 from oobleck.planner.recovery.uneven.others import of_other_nodes
 from oobleck.planner.recovery.worth import LEAST_GAIN, splitting_weight, worth_a_change
-from oobleck.planner.units import comma_separated, format_bytes
 
 
 def uneven(change: Change) -> Answer:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hop, Route
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Hop, Route
 from oobleck.planner.recovery.reroute import Spread, add_load, held_layers, merged
 
 _Hops = tuple[Hop, ...]

@@ -16,25 +16,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Profile
+from oobleck.core.routes import Hop
+from oobleck.core.schedules import Schedule
+from oobleck.core.ties import Ties
+from oobleck.core.units import format_bytes
 from oobleck.planner.cost.estimate import estimate_step, peak_bytes
 from oobleck.planner.cost.listed import estimate_listed, with_listing
 from oobleck.planner.cost.stagecost import stage_cost
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.compiler.schedule import splits_backward
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hop
 from oobleck.planner.recovery.rules import Rule
 from oobleck.planner.recovery.uneven.around import around
 from oobleck.planner.recovery.uneven.cuts import recut
 from oobleck.planner.recovery.uneven.shares import reshared
-from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.choose import keep_schedule, settled
 from oobleck.planner.search.shadows import with_shadows
-from oobleck.planner.ties import Ties
-from oobleck.planner.units import format_bytes
 
 #: Micro-batches times hops that are list-scheduled: a second and a half, on all workers. As many of
 #: each slow worker are moved around it in a second or two.

@@ -9,12 +9,11 @@ from types import EllipsisType
 import numpy as np
 from numpy.typing import NDArray
 
+from oobleck.core.plan import Pipeline, Plan
+from oobleck.core.profile import Profile
+from oobleck.core.routes import Hold
 from oobleck.planner.cost.stagetable import StageTable
-from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.compiler.schedule import in_flight
-from oobleck.planner.programs.pipeline import Pipeline
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold
 
 #: Cuts whose slowest stages differ by so much are equal, and the one that moves least is taken.
 _TIE = Fraction(1, 100)

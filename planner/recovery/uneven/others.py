@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import NodeName
+from oobleck.core.plan import Plan
 from oobleck.planner.cost.estimate import peak_bytes
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import NodeName
-from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.answer import Answer, Change, answer
 from oobleck.planner.recovery.lost import by_templates
 from oobleck.planner.recovery.reconfigure import can_lose

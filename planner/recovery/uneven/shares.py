@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from heapq import heapify, heapreplace
 
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Profile
 from oobleck.planner.cost.estimate import kinds_of
 from oobleck.planner.cost.kinds import Cut, Kind
 from oobleck.planner.cost.replay import computed_s
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Plan
 
 #: Hardly a pipeline gets more than so many times what each has on average.
 _USUAL = 4

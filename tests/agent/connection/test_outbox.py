@@ -10,17 +10,11 @@ from oobleck.agent.connection.outbox import (
     Outbox,
 )
 from oobleck.agent.connection.records import HOLD_S
+from oobleck.core.checkpoint import folder_name
+from oobleck.core.ids import Generation, Incarnation, JobId
+from oobleck.core.job.spec import CheckpointSpec
+from oobleck.core.messages import CheckpointSaved, PeerLost, PhaseReached, Restored, StepRecord
 from oobleck.host.detection import GATHER_WORDS_S
-from oobleck.host.ipc.messages import (
-    CheckpointSaved,
-    PeerLost,
-    PhaseReached,
-    Restored,
-    StepRecord,
-)
-from oobleck.planner.ids import Generation, Incarnation, JobId
-from oobleck.planner.job.spec import CheckpointSpec
-from oobleck.planner.recovery.checkpoint import folder_name
 from oobleck.proto.control_pb2 import AgentMessage
 from oobleck.proto.reports import read_report
 from oobleck.proto.types import NodeStatus, WorkerReport

@@ -6,7 +6,7 @@ from oobleck.agent.connection.outbox import Outbox
 from oobleck.agent.connection.records import BATCH, HOLD_S, NEXT_S, RecordBuffer
 from oobleck.agent.connection.reports import hold_s
 from oobleck.agent.processes.output import LINE_BYTES, TAIL_LINES, LogQueue, Tail
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.proto.types import NodeStatus
 from support.plans import plan_of_cuts
 from support.standin_warm import record

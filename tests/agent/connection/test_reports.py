@@ -4,8 +4,8 @@ import pytest
 
 from oobleck.agent.connection.reports import standing_reports, status_of
 from oobleck.agent.events import WorkerSaid
-from oobleck.host.ipc.messages import Committed, ComputeTime, PhaseReached
-from oobleck.planner.ids import Generation
+from oobleck.core.ids import Generation
+from oobleck.core.messages import Committed, ComputeTime, PhaseReached
 from oobleck.proto.status import read_status, status_message
 from support.agents import A, Node, record
 

@@ -9,8 +9,8 @@ from unittest.mock import create_autospec
 import pytest
 
 from oobleck.agent.processes.children import Listener, WorkerProcess
-from oobleck.host.ipc.messages import Launch
-from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
+from oobleck.core.ids import Incarnation, JobId, NodeName, WorkerId
+from oobleck.core.messages import Launch
 from support import loops
 from support.scripted_master import job
 from support.waiting import PATIENCE_S

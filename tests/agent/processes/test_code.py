@@ -13,13 +13,13 @@ import pytest
 from oobleck.agent.processes import code
 from oobleck.agent.processes.children import WorkerProcess
 from oobleck.agent.processes.code import CodeCache, NoCode
+from oobleck.core.ids import Incarnation, JobId, NodeName, WorkerId
+from oobleck.core.job.file import parse_job
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.wheel import stored_as
+from oobleck.core.messages import Launch, ToWorker
 from oobleck.host.ipc.channel import Channel
-from oobleck.host.ipc.messages import Launch, ToWorker
 from oobleck.host.wheel import Wheel
-from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
-from oobleck.planner.job.file import parse_job
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.wheel import stored_as
 from support import loops
 from support.wheels import wheel_of
 

@@ -12,10 +12,10 @@ from oobleck.agent.processes import pool as pools
 from oobleck.agent.processes.children import Complete
 from oobleck.agent.processes.code import CodeCache
 from oobleck.agent.processes.pool import ProcessPool
+from oobleck.core.ids import Incarnation, JobId, NodeName
+from oobleck.core.messages import Launch
 from oobleck.host.gpu.choice import Gpu
-from oobleck.host.ipc.messages import Launch
 from oobleck.host.system.environment import Environment
-from oobleck.planner.ids import Incarnation, JobId, NodeName
 from support import loops
 from support.scripted_master import job
 

@@ -14,7 +14,7 @@ import pytest
 import oobleck
 from bench.support.ports import choose_address
 from oobleck.cli.client import MasterClient
-from oobleck.planner.job.file import format_job
+from oobleck.core.job.file import format_job
 from support.commands import end, refused, run
 from support.operators_master import answering
 from support.scenario import job_spec

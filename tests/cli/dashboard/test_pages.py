@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.planner.units import count
+from oobleck.core.units import count
 from oobleck.proto import control_pb2 as pb
 from support.commands import end, refused, run, start_master
 from support.operators_master import answering

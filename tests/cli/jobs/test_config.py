@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from oobleck.cli.jobs.config import config
-from oobleck.planner.job.file import parse_job
-from oobleck.planner.job.schema import job_schema
+from oobleck.core.job.file import parse_job
+from oobleck.core.job.schema import job_schema
 from support.commands import run
 from support.folders import ROOT
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.jobs.init import TEMPLATES
-from oobleck.planner.job.file import parse_job
-from oobleck.planner.job.lora import LoraSpec
-from oobleck.planner.job.own import OwnModelSpec
+from oobleck.core.job.file import parse_job
+from oobleck.core.job.lora import LoraSpec
+from oobleck.core.job.own import OwnModelSpec
 from support.commands import refused, run
 from support.folders import ROOT
 

@@ -11,8 +11,9 @@ from oobleck.cli.jobs.timeline import summary
 from oobleck.cli.output.timeline import steps_table
 from oobleck.cli.planning.profile import profile
 from oobleck.cli.reading.timeline import timeline
-from oobleck.host.timeline import Recording, Span, Track, chrome_trace
-from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.messages import Recording, Span
+from oobleck.host.timeline import Track, chrome_trace
 from oobleck.proto import control_pb2 as pb
 from support.operators_master import answering
 

@@ -17,10 +17,10 @@ from oobleck.cli.main import oobleck
 from oobleck.cli.output import incident, text
 from oobleck.cli.output.events import event_line
 from oobleck.cli.reading.logs import logs as logs_command
+from oobleck.core.checkpoint import LayerFile, Manifest, format_manifest, layer_file
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import TrainingSpec
 from oobleck.host.log import FieldFormatter
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import TrainingSpec
-from oobleck.planner.recovery.checkpoint import LayerFile, Manifest, format_manifest, layer_file
 from oobleck.proto import control_pb2 as pb
 from support.operators_master import answering
 

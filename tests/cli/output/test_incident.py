@@ -10,7 +10,7 @@ import pytest
 
 from oobleck.cli.output import incident, text
 from oobleck.cli.output.events import event_line
-from oobleck.planner.ids import JobId
+from oobleck.core.ids import JobId
 from oobleck.proto import control_pb2 as pb
 from support.scenario import Player
 

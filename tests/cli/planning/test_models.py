@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.jobs.job_file import check_weights, read_job
+from oobleck.core.job.file import format_job, parse_job
 from oobleck.host.command import CommandFailed
-from oobleck.planner.job.file import format_job, parse_job
 
 JOB = """\
 name: demo

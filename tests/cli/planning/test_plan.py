@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from oobleck.cli.planning.question import Flags, notes_of_times
-from oobleck.planner.job.file import parse_job
+from oobleck.core.job.file import parse_job
+from oobleck.core.profile_file import format_profile
 from oobleck.planner.profile.estimate import estimate_profile
-from oobleck.planner.profile.file import format_profile
 from oobleck.planner.profile.memory import usable_bytes
 from support.commands import refused, run
 

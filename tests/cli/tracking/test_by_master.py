@@ -11,7 +11,7 @@ import pytest
 from mlflow.store.tracking.file_store import FileStore
 
 from oobleck.cli.tracking.track import TRACKERS
-from oobleck.planner.job import spec
+from oobleck.core.job import spec
 from support.commands import end, refused, run, start_agent, start_master
 from support.forked import Forked
 from support.waiting import until

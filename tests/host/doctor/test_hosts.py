@@ -2,11 +2,11 @@
 
 from msgspec.structs import replace
 
+from oobleck.core.finding import Finding
+from oobleck.core.orders import About
 from oobleck.host.doctor import gpus, network, system
 from oobleck.host.doctor.network import Interface, Network, nccl_choice
-from oobleck.host.doctor.orders import About
 from oobleck.host.doctor.system import System
-from oobleck.host.finding import Finding
 from oobleck.host.gpu.kernel_log import xids
 from oobleck.host.gpu.peers import Peers
 from oobleck.host.gpu.sample import GpuSample, Sample, Xid

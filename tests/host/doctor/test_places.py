@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from oobleck.host.doctor.orders import MARK, Place, Use
+from oobleck.core.orders import MARK, Place, Use
 from oobleck.host.doctor.places import (
     PlaceFacts,
     conclude,

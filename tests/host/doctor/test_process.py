@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.host.doctor import process
-from oobleck.host.doctor.__main__ import in_time
-from oobleck.host.doctor.orders import (
+from oobleck.core.orders import (
     About,
     Answer,
     Call,
@@ -23,6 +21,8 @@ from oobleck.host.doctor.orders import (
     Unable,
     Way,
 )
+from oobleck.host.doctor import process
+from oobleck.host.doctor.__main__ import in_time
 from oobleck.host.doctor.process import Doctor
 from support import loops
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
+from oobleck.core.finding import Finding
+from oobleck.core.orders import Looked, Seen, Way
 from oobleck.host.doctor import rounds, together, ways
-from oobleck.host.doctor.orders import Looked, Seen, Way
-from oobleck.host.finding import Finding
 from oobleck.host.versions import Versions
 
 NODES = ("n1", "n2", "n3", "n4")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from oobleck.host.doctor.orders import Call
+from oobleck.core.orders import Call
 from oobleck.host.doctor.way import Listener, measure
 from oobleck.host.doctor.ways import conclude
 

@@ -10,15 +10,15 @@ from click.testing import CliRunner
 
 from oobleck.cli.jobs.job_file import check_checkpoints, read_job
 from oobleck.cli.main import oobleck
+from oobleck.core.checkpoint import why_not_begin
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import CheckpointSpec, DataSpec, JobSpec, TrainingSpec
+from oobleck.core.redact import redact
 from oobleck.host import command
 from oobleck.host.display import inline
 from oobleck.host.log import FieldFormatter
 from oobleck.host.storage.checkpoints import list_checkpoints
 from oobleck.host.storage.folder import open_folder
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import CheckpointSpec, DataSpec, JobSpec, TrainingSpec
-from oobleck.planner.recovery.checkpoint import why_not_begin
-from oobleck.planner.redact import redact
 
 
 @pytest.mark.parametrize(

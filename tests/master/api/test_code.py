@@ -9,11 +9,11 @@ import pytest
 from oobleck.agent.connection import code
 from oobleck.agent.processes.code import NoCode
 from oobleck.cli.client import MasterClient
+from oobleck.core.job.wheel import stored_as
 from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.security.credentials import Credentials
 from oobleck.host.wheel import Wheel
-from oobleck.planner.job.wheel import stored_as
 from support import loops
 from support.crowd import job_text
 from support.fake_agent import MasterProcess

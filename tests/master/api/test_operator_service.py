@@ -9,8 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from oobleck.host.ipc.messages import Evaluated, EvaluationRecord
-from oobleck.planner.ids import Generation
+from oobleck.core.ids import Generation
+from oobleck.core.messages import Evaluated, EvaluationRecord
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.protocol import NEWEST

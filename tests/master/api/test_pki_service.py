@@ -10,6 +10,8 @@ import grpc
 import pytest
 
 from oobleck.cli.cluster import authority
+from oobleck.core.codec import decode
+from oobleck.core.ids import JobId, NodeName
 from oobleck.host.detection import DETECTIONS
 from oobleck.host.security import pki
 from oobleck.host.security.credentials import Credentials, Role
@@ -35,8 +37,6 @@ from oobleck.master.state.trust import (
     is_revoked,
 )
 from oobleck.master.storage.journal import Journal
-from oobleck.planner.codec import decode
-from oobleck.planner.ids import JobId, NodeName
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.protocol import OLDEST

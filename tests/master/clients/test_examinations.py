@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from oobleck.host.detection import Detection
-from oobleck.host.doctor.orders import (
+from oobleck.core.finding import Finding
+from oobleck.core.ids import Incarnation, JobId, NodeName
+from oobleck.core.orders import (
     Answer,
     Call,
     Clock,
@@ -28,7 +29,7 @@ from oobleck.host.doctor.orders import (
     Unable,
     Way,
 )
-from oobleck.host.finding import Finding
+from oobleck.host.detection import Detection
 from oobleck.host.system.environment import Environment
 from oobleck.master.clients import examinations
 from oobleck.master.clients.examinations import Busy, Examinations, Wish
@@ -37,7 +38,6 @@ from oobleck.master.config import MasterConfig
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node, NodeSeen
-from oobleck.planner.ids import Incarnation, JobId, NodeName
 from oobleck.proto.examinations import read_order
 from oobleck.proto.protocol import NEWEST, OLDEST
 from support import loops

@@ -1,7 +1,7 @@
 """Who is told when what is on disk: all in turn, nobody twice in a round, a few at a time."""
 
+from oobleck.core.ids import JobId
 from oobleck.master.clients.outbox import OTHERS_S, Rounds
-from oobleck.planner.ids import JobId
 
 SESSIONS = range(120)
 FIRST, SECOND = JobId("first-1"), JobId("second-2")

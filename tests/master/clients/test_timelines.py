@@ -10,13 +10,12 @@ import pytest
 from simulation.clockwork import VirtualLoop
 
 from oobleck.agent.connection.outbox import Outbox
-from oobleck.host.ipc.messages import Rendezvous
-from oobleck.host.timeline import Recording, Span
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.core.messages import Recording, Rendezvous, Span
 from oobleck.master.clients.outbox import AgentSession
 from oobleck.master.clients.timelines import NoTimeline, Timelines, round_trip
 from oobleck.master.events.plans import PlanMade
 from oobleck.master.state.job import Job
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.proto import control_pb2 as pb
 from support import loops
 from support.plans import plan_of_cuts

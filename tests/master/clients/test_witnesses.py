@@ -5,12 +5,12 @@ from typing import get_args
 import msgspec
 import pytest
 
-from oobleck.host.ipc.messages import Failed, StepRecord
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.core.messages import Failed, StepRecord
 from oobleck.master.clients import witnesses
 from oobleck.master.clients.budget import Budget
 from oobleck.master.clients.witnesses import LOST_S, MOST_WAITING, SILENT, Witnesses
 from oobleck.master.state import senders
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.proto.types import Happening, WorkerExited, WorkerReport
 from support.scenario import Player, record
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.profile import LayerProfile, Links, Profile
 from oobleck.master.planning import client, solve
 from oobleck.master.rules.plans.next_plan import next_plan
 from oobleck.master.state.job import Job
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
-from oobleck.planner.profile.profile import LayerProfile, Links, Profile
 from oobleck.planner.search import catalogue
 from oobleck.planner.search.templates import shortlisted_templates
 from oobleck.proto.types import NodeStatus, WorkerStatus

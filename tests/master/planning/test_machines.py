@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import msgspec
 
+from oobleck.core.profile import Profile
 from oobleck.master.planning.machines import Machines, profile_on
 from oobleck.master.state.node import Node
-from oobleck.planner.profile.profile import Profile
 from support.trained import node, trained_job
 
 H100, A100 = "cuda NVIDIA H100 80GB HBM3", "cuda NVIDIA A100-SXM4-80GB"

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from msgspec.structs import replace
 
+from oobleck.core.ids import Generation
 from oobleck.master.planning import client
 from oobleck.master.planning.machines import Machines
 from oobleck.master.planning.process import PlanningProcess
@@ -25,7 +26,6 @@ from oobleck.master.planning.requests import (
     StillPlanning,
 )
 from oobleck.master.planning.solve import AtOnce, work_out
-from oobleck.planner.ids import Generation
 from support import loops
 from support.trained import node, trained_job
 

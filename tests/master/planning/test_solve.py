@@ -7,15 +7,15 @@ from typing import NoReturn
 
 import pytest
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation
+from oobleck.core.schedules import Schedule
 from oobleck.master.planning import client, solve, worker
 from oobleck.master.planning.requests import PlanningFailed, PlanReply, PlanRequest
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation
 from oobleck.planner.programs.compiler import compile as compiler
 from oobleck.planner.programs.compiler import proof
 from oobleck.planner.programs.compiler.schedule import Work, compute_order
 from oobleck.planner.recovery import lost, policies
-from oobleck.planner.schedules import Schedule
 from support.scenario import Player
 from support.trained import node, trained_job
 

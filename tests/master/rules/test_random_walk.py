@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from oobleck.core.ids import NodeName
 from oobleck.host.detection import DETECTIONS
-from oobleck.planner.ids import NodeName
 from support.scenario import Player
 
 NODES = ("n1", "n2", "n3", "n4", "n5", "n6")

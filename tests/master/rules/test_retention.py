@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from oobleck.core.ids import NodeName
 from oobleck.host.detection import Detection
 from oobleck.master.__main__ import choose_retention
 from oobleck.master.config import MasterConfig, Retention
@@ -18,7 +19,6 @@ from oobleck.master.rules.reconcile import reconcile
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.reducer.apply import apply
 from oobleck.master.storage.journal import Journal
-from oobleck.planner.ids import NodeName
 from support import loops
 from support.scenario import Player, facts_of, job_spec
 

@@ -1,7 +1,7 @@
 """What is told late says when it was, and takes nothing back."""
 
-from oobleck.host.ipc.messages import PhaseReached
-from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.messages import PhaseReached
 from support.scenario import Player
 
 START = """

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.master.events.jobs import JobCancelled, JobSubmitted, RateChanged
 from oobleck.master.events.plans import PlanMade
 from oobleck.master.events.unions import Journaled, MasterStarted, TermBegan
@@ -22,7 +23,6 @@ from oobleck.master.state.node import Desired, Drain
 from oobleck.master.state.stand_by import StandBy
 from oobleck.master.state.validate import InvariantViolation, validate
 from oobleck.master.storage.journal import Journal
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from support.fake_agent import master
 from support.scenario import Player, copied, job_spec
 from support.waiting import PATIENCE_S

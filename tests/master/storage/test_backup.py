@@ -4,11 +4,11 @@ import contextlib
 import itertools
 from pathlib import Path
 
+from oobleck.core.ids import JobId, NodeName, WorkerId
 from oobleck.master.events.jobs import JobWaiting
 from oobleck.master.storage.backup import Capture, Part
 from oobleck.master.storage.journal import Journal
 from oobleck.master.storage.logs import LogStore
-from oobleck.planner.ids import JobId, NodeName, WorkerId
 
 _DEMO = JobId("demo-1")
 

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from oobleck.core.codec import decode, encode
+from oobleck.core.plan import Plan
 from oobleck.master.storage import snapshot as snapshots
 from oobleck.master.storage.earlier import with_routes
 from oobleck.master.storage.journal import Journal
-from oobleck.planner.codec import decode, encode
-from oobleck.planner.programs.plan import Plan
 from support.folders import ROOT
 from support.plans import plan_of_cuts
 from support.scenario import Player, durable

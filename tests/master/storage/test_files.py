@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from oobleck.core.ids import Generation, JobId, NodeName, WorkerId
+from oobleck.core.messages import EvaluationRecord, StepRecord
 from oobleck.host.detection import Detection
-from oobleck.host.ipc.messages import EvaluationRecord, StepRecord
 from oobleck.host.system.environment import Environment
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.jobs import (
@@ -27,7 +28,6 @@ from oobleck.master.storage.ledger import Ledger
 from oobleck.master.storage.logs import LogStore
 from oobleck.master.storage.records.event_log import EventLog
 from oobleck.master.storage.records.step_log import EvaluationLog, MetricsLog, read_steps
-from oobleck.planner.ids import Generation, JobId, NodeName, WorkerId
 from support.scenario import job_spec, record
 
 JOB = JobId("demo-1")

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from oobleck.core.ids import JobId
 from oobleck.master.events.jobs import JobCancelRequested, JobWaiting
 from oobleck.master.events.trust import CredentialIssued
 from oobleck.master.events.unions import Journaled
@@ -24,7 +25,6 @@ from oobleck.master.storage import journal
 from oobleck.master.storage import snapshot as snapshots
 from oobleck.master.storage.disk import StorageFailed
 from oobleck.master.storage.journal import Cut, Journal, JournalUnusable, Snapshot
-from oobleck.planner.ids import JobId
 from support.folders import ROOT
 from support.scenario import Player, durable
 

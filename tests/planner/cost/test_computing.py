@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Hold, Hop, Route
 from oobleck.planner.cost.computing import computing_by_layer_s, computing_s
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold, Hop, Route
 from support.profiles import profile_of
 
 

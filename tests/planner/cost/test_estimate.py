@@ -6,15 +6,15 @@ from itertools import pairwise
 
 import pytest
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Links, Profile
+from oobleck.core.schedules import Schedule
 from oobleck.planner.cost.estimate import estimate_step, worker_peak_bytes
 from oobleck.planner.cost.formula import pipeline_cost, seconds
 from oobleck.planner.cost.kinds import pipeline_kinds
 from oobleck.planner.cost.stagetable import StageTable
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.profile.profile import Links, Profile
 from oobleck.planner.programs.compiler.compile import compile_programs
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.choose import choose_schedule, keep_schedule
 from oobleck.planner.search.templates import generate_templates
 from support.clocked import run_clocked

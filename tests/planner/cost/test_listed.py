@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from oobleck.core.ids import Generation
+from oobleck.core.routes import Hold
 from oobleck.planner.cost.listed import estimate_listed, with_listing
-from oobleck.planner.ids import Generation
-from oobleck.planner.programs.routes import Hold
 from oobleck.planner.recovery.reroute import reroute
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of

@@ -5,20 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from oobleck.core.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward
+from oobleck.core.profile import Links
+from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.planner.cost.estimate import Replays, estimate_step
 from oobleck.planner.cost.kinds import Cut, Kind, Place, StageTimes, template_cut
 from oobleck.planner.cost.replay import Ends, Event, computed_s, timeline
-from oobleck.planner.profile.profile import Links
 from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.planner.programs.compiler.schedule import compute_order
-from oobleck.planner.programs.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Compute,
-    Forward,
-)
-from oobleck.planner.schedules import SCHEDULES, Schedule
 from oobleck.planner.search.templates import feasible_sizes, generate_templates
 from support.clocked import run_clocked
 from support.plans import plan_of_templates

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from oobleck.core.ids import Generation
+from oobleck.core.profile import LayerProfile, Profile
+from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.cost.listed import estimate_listed, with_listing
-from oobleck.planner.ids import Generation
-from oobleck.planner.profile.profile import LayerProfile, Profile
 from oobleck.planner.recovery.reroute import reroute
-from oobleck.planner.schedules import SCHEDULES, Schedule
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of
 

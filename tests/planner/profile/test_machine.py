@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.planner.job.file import parse_job
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.job.file import parse_job
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.profile import Profile
 from oobleck.planner.profile.estimate import estimate_profile, flops_per_token
 from oobleck.planner.profile.machine import GPUS, NOMINAL, OTHER_GPU, machine_of, slowest_of
-from oobleck.planner.profile.profile import Profile
 
 TOKENS = 8192
 JOB = parse_job(

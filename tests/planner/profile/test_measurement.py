@@ -5,20 +5,18 @@ from typing import Any
 
 import pytest
 
-from oobleck.planner.job.file import parse_job
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.job.file import parse_job
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.optimization import OptimizerSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.profile import LayerProfile, LinkMeasurement, Measurement, Profile
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.measurement import (
-    LinkMeasurement,
-    Measurement,
     assemble_profile,
     check_fits,
     check_measured,
     profile_key,
 )
-from oobleck.planner.profile.profile import LayerProfile, Profile
 
 JOB = JobSpec(
     name="job",

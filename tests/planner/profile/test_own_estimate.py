@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.planner.job.description import LayerSketch
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.job.description import LayerSketch
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.measurement import check_fits
 from support.sketches import LAYER, model_of

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.core.ids import NodeName, WorkerId
 from oobleck.planner.programs.balance import Task, balance, least_load
 
 

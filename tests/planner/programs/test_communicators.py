@@ -7,7 +7,9 @@ from itertools import chain
 
 import pytest
 
-from oobleck.planner.ids import WorkerId
+from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import Message, SendActivation, SendGradient, SyncGradient
+from oobleck.core.plan import Plan
 from oobleck.planner.profile.memory import (
     GPU_CONTEXT_BYTES,
     allocator_share,
@@ -26,13 +28,6 @@ from oobleck.planner.programs.communicators import (
     needed,
 )
 from oobleck.planner.programs.compiler.compile import compile_programs
-from oobleck.planner.programs.instructions import (
-    Message,
-    SendActivation,
-    SendGradient,
-    SyncGradient,
-)
-from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.transfer import Transfer
 from support.plans import plan_of_cuts, worker
 from support.routes import random_listed, random_pipelines

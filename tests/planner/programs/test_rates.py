@@ -5,10 +5,8 @@ import math
 
 import pytest
 
-from oobleck.planner.codec import decode, encode
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.rates import WorkerRate
-from oobleck.planner.recovery.pipelines import is_of_pipelines
+from oobleck.core.codec import decode, encode
+from oobleck.core.plan import Plan, WorkerRate, is_of_pipelines
 from support.plans import plan_of_cuts, worker
 
 PLAN = plan_of_cuts(([1, (2, 2)], 2), ([3], 1))

@@ -6,13 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.planner.errors import ProgramDeadlock
-from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.programs.compiler.compile import compile_evaluation, compile_programs
-from oobleck.planner.programs.compiler.dryrun import dry_run
-from oobleck.planner.programs.compiler.proof import prove
-from oobleck.planner.programs.compiler.work import Work, spread
-from oobleck.planner.programs.instructions import (
+from oobleck.core.errors import ProgramDeadlock
+from oobleck.core.ids import Generation, WorkerId
+from oobleck.core.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -25,8 +21,12 @@ from oobleck.planner.programs.instructions import (
     Visit,
     Vote,
 )
+from oobleck.core.plan import Plan
+from oobleck.planner.programs.compiler.compile import compile_evaluation, compile_programs
+from oobleck.planner.programs.compiler.dryrun import dry_run
+from oobleck.planner.programs.compiler.proof import prove
+from oobleck.planner.programs.compiler.work import Work, spread
 from oobleck.planner.programs.listing.schedule import listed_routes, planned
-from oobleck.planner.programs.plan import Plan
 from support.plans import plan_of_cuts
 from support.program_text import format_programs, parse_programs
 from support.routes import listed_workers, random_listed, random_routes, ticks_by_hop

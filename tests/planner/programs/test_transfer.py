@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.planner.errors import LayerLost, PlanInfeasible
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.programs.pipeline import Pipeline
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold
-from oobleck.planner.programs.shards import Shard, ShardTable, require_holders
+from oobleck.core.errors import LayerLost, PlanInfeasible
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.plan import Pipeline, Plan
+from oobleck.core.routes import Hold, Shard, ShardTable, require_holders
 from oobleck.planner.programs.transfer import Transfer, plan_transfers
 
 LAYERS = 4

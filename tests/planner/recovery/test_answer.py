@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.profile.profile import Links
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold, Hop, Route
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Links
+from oobleck.core.routes import Hold, Hop, Route
 from oobleck.planner.recovery.answer import Change, moves, outrun_bytes
 from support.plans import plan_of_cuts
 from support.profiles import profile_of

@@ -8,11 +8,10 @@ from itertools import accumulate
 
 import pytest
 
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.programs.pipeline import Pipeline
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold, Hop
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.plan import Pipeline, Plan
+from oobleck.core.routes import Hold, Hop
 from oobleck.planner.recovery import moves
 from oobleck.planner.recovery.answer import Change
 from oobleck.planner.recovery.moves import Move, Moves, most_load

@@ -5,9 +5,8 @@ import random
 
 import pytest
 
-from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.programs.pipeline import place
-from oobleck.planner.programs.plan import Plan
+from oobleck.core.ids import Generation, NodeName
+from oobleck.core.plan import Plan, place
 from oobleck.planner.recovery.placement import Seats, Slot, keep_fitting, put_in_place, seat
 from oobleck.planner.search.templates import generate_templates
 from support.profiles import profile_of

@@ -5,16 +5,15 @@ from dataclasses import replace
 
 import pytest
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, NodeName
+from oobleck.core.job.spec import RecoveryPolicy
+from oobleck.core.plan import Plan, place
+from oobleck.core.profile import Profile
+from oobleck.core.routes import Shard, require_holders
 from oobleck.planner.cost.estimate import estimate_step, peak_bytes
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.job.spec import RecoveryPolicy
-from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.communicators import communicators
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.programs.pipeline import place
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.shards import Shard, require_holders
 from oobleck.planner.programs.transfer import plan_transfers
 from oobleck.planner.recovery.answer import Answer, Change
 from oobleck.planner.recovery.policies import answer, answers

@@ -8,12 +8,10 @@ from fractions import Fraction
 
 import pytest
 
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.pipeline import place
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.template import PipelineTemplate
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.plan import PipelineTemplate, Plan, place
+from oobleck.core.profile import Profile
 from oobleck.planner.programs.transfer import plan_transfers
 from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose, reconfigure
 from oobleck.planner.search.catalogue import Catalogue

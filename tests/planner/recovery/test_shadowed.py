@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Profile
 from oobleck.planner.cost.listed import estimate_listed, with_listing
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.answer import Answer, Change
 from oobleck.planner.recovery.policies import answer, behind
 from oobleck.planner.recovery.reconfigure import can_lose

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.planner.codec import encode
+from oobleck.core.codec import encode
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, WorkerId
+from oobleck.core.job.spec import RecoveryPolicy
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Profile
 from oobleck.planner.cost.estimate import estimate_step, peak_bytes
 from oobleck.planner.cost.listed import estimate_listed
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.job.spec import RecoveryPolicy
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.answer import Change
 from oobleck.planner.recovery.policies import answer
 from oobleck.planner.recovery.reconfigure import can_lose

@@ -9,18 +9,18 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from oobleck.planner.codec import encode
+from oobleck.core.codec import encode
+from oobleck.core.errors import LayerLost, PlanInfeasible
+from oobleck.core.ids import Generation, WorkerId
+from oobleck.core.plan import Pipeline, Plan
+from oobleck.core.profile import Profile
+from oobleck.core.schedules import SCHEDULES
 from oobleck.planner.cost.estimate import estimate_step, peak_bytes
 from oobleck.planner.cost.listed import estimate_listed
 from oobleck.planner.cost.stagecost import stage_cost
-from oobleck.planner.errors import LayerLost, PlanInfeasible
-from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.planner.programs.compiler.dryrun import dry_run
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.programs.pipeline import Pipeline
-from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.reroute import reroute
 from oobleck.planner.recovery.uneven.around import around
 from oobleck.planner.recovery.uneven.candidates import (
@@ -31,7 +31,6 @@ from oobleck.planner.recovery.uneven.candidates import (
 )
 from oobleck.planner.recovery.uneven.cuts import recut
 from oobleck.planner.recovery.uneven.shares import reshared
-from oobleck.planner.schedules import SCHEDULES
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of
 from support.routes import random_pipelines

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.planner.errors import PlanInfeasible, ProgramDeadlock
-from oobleck.planner.ids import WorkerId
+from oobleck.core.errors import PlanInfeasible, ProgramDeadlock
+from oobleck.core.ids import WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.schedules import Schedule
 from oobleck.planner.programs.compiler import proof
 from oobleck.planner.programs.compiler.schedule import Work, compute_order
-from oobleck.planner.programs.plan import Plan
 from oobleck.planner.report.report import Outcome, draw, make_report
-from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.choose import choose_schedule
 from support.plans import plan_of_cuts
 from support.profiles import profile_of

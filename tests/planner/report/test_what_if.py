@@ -4,14 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.programs.pipeline import place
-from oobleck.planner.programs.plan import Plan
+from oobleck.core.codec import decode, encode
+from oobleck.core.ids import Generation, NodeName
+from oobleck.core.plan import Plan, WorkerRate, place
 from oobleck.planner.report.planning import Planning
 from oobleck.planner.report.what_if import what_if
 from oobleck.planner.search.templates import generate_templates
-from oobleck.proto import control_pb2 as pb
-from oobleck.proto.plans import planning_message, read_planning
 from support.plans import worker
 from support.profiles import profile_of
 
@@ -37,11 +35,12 @@ def planning(*sizes: int) -> Planning:
         plan=plan,
         base=plan,
         profile=profile,
-        sizes=SIZES,
+        least_nodes=SIZES.start,
+        most_nodes=SIZES.stop - 1,
         fault_tolerance=1,
         tied=((0, 7),),
         nodes=(*plan.nodes, NodeName("spare")),
-        rates={worker(0): 0.5},
+        rates=(WorkerRate(worker=worker(0), rate=0.5),),
     )
 
 
@@ -92,20 +91,16 @@ def test_questions_without_an_answer(lost: str, told: str) -> None:
 
 def test_what_is_sent_is_what_is_read() -> None:
     asked = planning(2, 3)
-    message = pb.PlanningReply.FromString(planning_message(asked).SerializeToString())
-    assert not message.HasField("base")
-    assert read_planning(message) == asked
+    assert decode(Planning, encode(asked)) == asked
     taken = what_if(replace(asked, policy="reroute"), names("n2")).taken
     assert taken is not None
     rerouted = taken.found.plan
     assert rerouted.listing is not None
-    sent = replace(asked, plan=rerouted)
-    read = read_planning(planning_message(sent))
-    assert read == replace(sent, plan=replace(rerouted, listing=None, rates=()))
+    read = decode(Planning, encode(replace(asked, plan=rerouted)))
+    assert read == replace(asked, plan=rerouted)
     assert what_if(read, names("n3")).step_s > 0
-    message.policy = "hope"
-    with pytest.raises(ValueError, match="policy: 'hope' is of another release"):
-        read_planning(message)
+    with pytest.raises(ValueError, match="'hope'"):
+        decode(Planning, encode(asked).replace(b'"auto"', b'"hope"'))
 
 
 def test_the_answer_is_the_policys() -> None:

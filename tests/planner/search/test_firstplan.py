@@ -4,14 +4,13 @@ import random
 
 import pytest
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, NodeName
+from oobleck.core.plan import Plan, place
+from oobleck.core.profile import Links, Profile
 from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.cost.formula import pipeline_cost
 from oobleck.planner.cost.stagetable import StageTable
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.profile.profile import Links, Profile
-from oobleck.planner.programs.pipeline import place
-from oobleck.planner.programs.plan import Plan
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.choose import choose_schedule
 from oobleck.planner.search.firstplan import FirstPlan, make_first_plan

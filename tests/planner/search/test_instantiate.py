@@ -9,11 +9,11 @@ from fractions import Fraction
 
 import pytest
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, NodeName
+from oobleck.core.profile import Links
 from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.cost.formula import PipelineCost, sync_ticks
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.profile.profile import Links
 from oobleck.planner.search.catalogue import Offer
 from oobleck.planner.search.demand import MOST_SIZES, Demand
 from oobleck.planner.search.instantiate import (

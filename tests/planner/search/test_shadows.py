@@ -9,6 +9,11 @@ from itertools import combinations, pairwise, product
 
 import pytest
 
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Profile
+from oobleck.core.routes import Hold, Shard
 from oobleck.planner.cost.estimate import (
     estimate_step,
     peak_bytes,
@@ -16,13 +21,7 @@ from oobleck.planner.cost.estimate import (
     worker_peak_bytes,
 )
 from oobleck.planner.cost.listed import estimate_listed, listed_bytes
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import planned
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold
-from oobleck.planner.programs.shards import Shard
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.choose import settled

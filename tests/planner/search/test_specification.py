@@ -4,7 +4,7 @@ from functools import cache, partial
 
 import pytest
 
-from oobleck.planner.errors import PlanInfeasible
+from oobleck.core.errors import PlanInfeasible
 from oobleck.planner.search.specification import node_specification
 from support.profiles import profile_of
 

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.profile.profile import LayerProfile, Profile
-from oobleck.planner.programs.template import PipelineTemplate
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.plan import PipelineTemplate
+from oobleck.core.profile import LayerProfile, Profile
 from oobleck.planner.search.templates import feasible_sizes, generate_templates
 from support.cuts import Cut, Shape, iteration_times, least_iteration_s
 from support.profiles import LINKS, profile_of, random_profile

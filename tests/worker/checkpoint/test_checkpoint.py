@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from oobleck.host.ipc.messages import (
+from oobleck.core.ids import NodeName, WorkerId
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.optimization import OptimizerSpec, ScheduleSpec
+from oobleck.core.job.spec import CheckpointSpec, DataSpec, JobSpec, TrainingSpec
+from oobleck.core.messages import (
     CheckpointSaved,
     Failed,
     FaultRule,
@@ -24,13 +28,9 @@ from oobleck.host.ipc.messages import (
     Restored,
     SaveFailed,
 )
+from oobleck.core.plan import Plan
 from oobleck.host.storage.checkpoints import list_checkpoints, verify
 from oobleck.host.storage.folder import LocalFolder
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
-from oobleck.planner.job.spec import CheckpointSpec, DataSpec, JobSpec, TrainingSpec
-from oobleck.planner.programs.plan import Plan
 from oobleck.worker.checkpoint.location import check_place
 from oobleck.worker.checkpoint.output import read_output
 from oobleck.worker.runtime.errors import JobError

@@ -22,7 +22,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.cli.main import oobleck
-from oobleck.host.ipc.messages import CheckpointSaved, SaveFailed
+from oobleck.core.checkpoint import (
+    MANIFEST,
+    InvalidCheckpoint,
+    Manifest,
+    folder_name,
+    layer_file,
+    misfit,
+    part_file,
+    step_of,
+    why_not_begin,
+)
+from oobleck.core.ids import NodeName, WorkerId
+from oobleck.core.job.optimization import OptimizerSpec
+from oobleck.core.job.spec import CheckpointSpec, JobSpec
+from oobleck.core.messages import CheckpointSaved, SaveFailed
 from oobleck.host.storage.checkpoints import (
     Damaged,
     list_checkpoints,
@@ -34,21 +48,7 @@ from oobleck.host.storage.checkpoints import (
 )
 from oobleck.host.storage.export import export
 from oobleck.host.storage.folder import Folder, LocalFolder, RemoteFolder, open_folder
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import CheckpointSpec, JobSpec
-from oobleck.planner.recovery.checkpoint import (
-    MANIFEST,
-    InvalidCheckpoint,
-    Manifest,
-    folder_name,
-    layer_file,
-    misfit,
-    part_file,
-    step_of,
-    why_not_begin,
-    writers,
-)
+from oobleck.planner.programs.balance import writers
 from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
 from oobleck.worker.state.layer_file import pack, unpack
 from oobleck.worker.state.layout import layout

@@ -17,6 +17,21 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from oobleck.cli.output import text
+from oobleck.core.checkpoint import (
+    RECORDS,
+    InvalidCheckpoint,
+    LayerFile,
+    Manifest,
+    format_manifest,
+    layer_file,
+    read_manifest,
+)
+from oobleck.core.errors import InvalidJob
+from oobleck.core.job.file import parse_job
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.model_file import family_model
+from oobleck.core.job.optimization import OptimizerSpec
+from oobleck.core.job.spec import DataSpec, TrainingSpec
 from oobleck.host.data.documents import read_documents
 from oobleck.host.data.token_file import DataError, TokenFileInfo, TokenWriter, info_path, read_info
 from oobleck.host.data.tokenizer import load_tokenizer
@@ -30,21 +45,6 @@ from oobleck.host.storage.checkpoints import (
 from oobleck.host.storage.folder import LocalFolder, bounded_names
 from oobleck.host.storage.weight_files import WeightsError, open_weights
 from oobleck.master.storage.profiles import read_profiles
-from oobleck.planner.errors import InvalidJob
-from oobleck.planner.job.file import parse_job
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.model_file import family_model
-from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import DataSpec, TrainingSpec
-from oobleck.planner.recovery.checkpoint import (
-    RECORDS,
-    InvalidCheckpoint,
-    LayerFile,
-    Manifest,
-    format_manifest,
-    layer_file,
-    read_manifest,
-)
 from oobleck.worker.data.corpus import Corpus
 from oobleck.worker.runtime.records import describe_file, read_lines
 from oobleck.worker.state.layer_file import pack, unpack

@@ -2,7 +2,7 @@
 
 import pytest
 
-from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.core.ids import NodeName, WorkerId
 from oobleck.worker.checkpoint.findings import (
     Finding,
     at_fault,

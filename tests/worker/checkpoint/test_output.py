@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from oobleck.planner.recovery.checkpoint import layer_file
+from oobleck.core.checkpoint import layer_file
 from oobleck.worker.checkpoint.output import (
     check_writable,
     read_manifest,

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from oobleck.core.checkpoint import folder_name
+from oobleck.core.ids import NodeName, WorkerId
+from oobleck.core.job.spec import CheckpointSpec
 from oobleck.host.storage.checkpoints import list_checkpoints, read_layer
 from oobleck.host.storage.folder import LocalFolder
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.job.spec import CheckpointSpec
-from oobleck.planner.recovery.checkpoint import folder_name
 from oobleck.worker.checkpoint.snapshots import SLOT_BYTES, Ring, Snapshots
 from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
 from oobleck.worker.state.layer_file import unpack

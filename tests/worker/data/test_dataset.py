@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from oobleck.core.job.spec import DataSpec
 from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.channel import frame
-from oobleck.planner.job.spec import DataSpec
 from oobleck.worker.data.corpus import Corpus
 from oobleck.worker.data.dataset import Dataset, row_digest, samples_digest
 from oobleck.worker.data.order import permute

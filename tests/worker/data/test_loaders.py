@@ -16,9 +16,9 @@ import psutil
 import pytest
 import torch
 
+from oobleck.core.job.code import NO_ARGUMENTS, Code, Json
+from oobleck.core.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
 from oobleck.host.data.token_file import DataError
-from oobleck.planner.job.code import NO_ARGUMENTS, Code, Json
-from oobleck.planner.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
 from oobleck.worker.data.loaders import Loaders
 from oobleck.worker.data.opening import start_loaders
 from oobleck.worker.data.own import OwnDataset
@@ -178,7 +178,7 @@ import multiprocessing
 import sys
 import time
 
-from oobleck.planner.job.code import NO_ARGUMENTS, Code
+from oobleck.core.job.code import NO_ARGUMENTS, Code
 from oobleck.worker.data.loaders import Loaders
 from oobleck.worker.runtime import code
 

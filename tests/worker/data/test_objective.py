@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.model_file import family_model
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.model_file import family_model
 from oobleck.worker.data.objective import IGNORED, inputs_and_targets, loss
 from oobleck.worker.profiling.footprint import peak_bytes
 from oobleck.worker.runtime.random import RowKeys

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from oobleck.planner.job.code import Code, Json
+from oobleck.core.job.code import Code, Json
 from oobleck.worker.data.check import check_data
 from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.runtime.errors import JobError, NodeError

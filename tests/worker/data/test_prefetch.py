@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from oobleck.core.job.spec import DataSpec, TrainingSpec
 from oobleck.host.data.token_file import DataError
-from oobleck.planner.job.spec import DataSpec, TrainingSpec
 from oobleck.worker.data.dataset import Dataset, row_digest
 from oobleck.worker.data.prefetch import Prefetcher
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
 from oobleck.worker.data.dataset import Dataset
 from oobleck.worker.data.held_out import HeldOut
 from oobleck.worker.data.order import permute

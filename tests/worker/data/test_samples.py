@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from oobleck.core.job.code import Code, Json
 from oobleck.host.data.token_file import DataError
-from oobleck.planner.job.code import Code, Json
 from oobleck.worker.data.check import check_data
 from oobleck.worker.data.loaders import Loaders
 from oobleck.worker.data.own import OwnDataset

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from oobleck.core.job.spec import DataSpec
 from oobleck.host.data.token_file import DataError
-from oobleck.planner.job.spec import DataSpec
 from oobleck.worker.data.corpus import Corpus
 from support.tokenizers import train_tokenizer
 
@@ -18,7 +18,7 @@ TEXT = "".join(f"Sentence number {n}.\n" for n in range(400))
 #: A worker's way to its data, which says how many tokens it made itself.
 OPEN = """
 import sys
-from oobleck.planner.job.spec import DataSpec
+from oobleck.core.job.spec import DataSpec
 from oobleck.worker.data import corpus, token_cache
 made = 0
 def counting(*arguments, **named):

@@ -13,7 +13,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from oobleck.host.finding import Finding
+from oobleck.core.finding import Finding
 from oobleck.worker.doctor import communicators
 from oobleck.worker.doctor.communicators import (
     RECOVERIES,

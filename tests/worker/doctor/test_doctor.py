@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from oobleck.cli.cluster.doctor import ALONE, TOGETHER, WITH_JOBS
+from oobleck.core.finding import Finding
 from oobleck.host.device import worker_environment
-from oobleck.host.finding import Finding
 from oobleck.planner.profile.memory import sum_bytes
 from oobleck.worker.doctor.__main__ import CHECKS
 from oobleck.worker.doctor.jobs import (

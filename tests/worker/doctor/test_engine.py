@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from oobleck.host.finding import Finding
+from oobleck.core.finding import Finding
 from oobleck.worker.doctor.block import Rates, block, of_attention, of_rates, of_reserved
 from oobleck.worker.doctor.engine import (
     apart,

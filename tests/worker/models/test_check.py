@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oobleck.planner.job.file import parse_job
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.job.file import parse_job
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.worker.describe import look_at
 from oobleck.worker.runtime import code
 from support.folders import ROOT

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch._inductor.config
 
-from oobleck.planner.job.code import Json
-from oobleck.planner.job.description import Description, read_description
-from oobleck.planner.job.file import parse_job
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import EvaluationSpec, JobSpec
+from oobleck.core.job.code import Json
+from oobleck.core.job.description import Description, read_description
+from oobleck.core.job.file import parse_job
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import EvaluationSpec, JobSpec
 from oobleck.worker.data.own import OwnDataset
 from oobleck.worker.describe import look_at
 from oobleck.worker.models import compiled

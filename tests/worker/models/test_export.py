@@ -8,8 +8,8 @@ import torch
 import transformers
 from safetensors.numpy import save_file
 
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.report.export import hugging_face_config, to_hugging_face
+from oobleck.core.job.model import ModelSpec
+from oobleck.host.storage.exported import hugging_face_config, to_hugging_face
 from oobleck.worker.models import build_layer, initialise_parameters
 from oobleck.worker.runtime.random import RowKeys
 from support import foreign

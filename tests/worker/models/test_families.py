@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from oobleck.planner.job.families import FAMILIES
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.job.families import FAMILIES
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.worker import warm
 from oobleck.worker.data.objective import loss

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.planner.job.code import Json
-from oobleck.planner.job.description import read_description
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.job.code import Json
+from oobleck.core.job.description import read_description
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.worker.describe import look_at
 from oobleck.worker.models import own
 from oobleck.worker.runtime import code

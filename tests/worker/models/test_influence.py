@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from oobleck.planner.job.file import parse_job
+from oobleck.core.job.file import parse_job
 from oobleck.worker.describe import look_at
 from oobleck.worker.runtime import code
 

@@ -14,12 +14,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from oobleck.core.job.file import format_job, parse_job
+from oobleck.core.job.lora import LoraSpec
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.host.storage.export import export
 from oobleck.host.storage.weight_files import WeightsError
-from oobleck.planner.job.file import format_job, parse_job
-from oobleck.planner.job.lora import LoraSpec
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.checks.check import SAMPLES, check
 from oobleck.worker.models.huggingface import pretrained

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oobleck.planner.job.model import ModelSpec
+from oobleck.core.job.model import ModelSpec
 from oobleck.worker.data.objective import loss
 from oobleck.worker.models import build_layer, initialise_parameters
 from oobleck.worker.runtime.random import RowKeys, keep_mask

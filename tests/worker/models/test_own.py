@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
+from oobleck.core.job.code import Json
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.model import initial, same_parameters
-from oobleck.planner.job.code import Json
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError

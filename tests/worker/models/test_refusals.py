@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from oobleck.core.job.file import parse_job
 from oobleck.model import initial
-from oobleck.planner.job.file import parse_job
 from oobleck.worker.describe import look_at
 from oobleck.worker.runtime import code, extensions
 from support import refused_models

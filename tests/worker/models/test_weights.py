@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.model_file import family_model
 from oobleck.host.storage.weight_files import WeightsError, open_weights
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.model_file import family_model
 from oobleck.worker.models import build_layer, check_weights, initialise_parameters
 from oobleck.worker.models.initial import weight_files
 from oobleck.worker.runtime.errors import JobError, NodeError

@@ -9,11 +9,11 @@ from fractions import Fraction
 import pytest
 import torch
 
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
-from oobleck.planner.programs.shards import Shard
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.optimization import OptimizerSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.routes import Shard
 from oobleck.planner.programs.transfer import Transfer
 from oobleck.worker.preparation.items import ACKNOWLEDGED, FRAME_BYTES, REFUSED, frames_of
 from oobleck.worker.preparation.sink import Sink

@@ -6,7 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from oobleck.host.ipc.messages import (
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.messages import (
     Committed,
     FaultRule,
     LinkMeasured,
@@ -15,9 +17,8 @@ from oobleck.host.ipc.messages import (
     Measured,
     Rendezvous,
 )
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.profile.measurement import Measurement, assemble_profile, check_fits
+from oobleck.core.profile import Measurement
+from oobleck.planner.profile.measurement import assemble_profile, check_fits
 from oobleck.worker.profiling.measure_layers import measure_layers
 from oobleck.worker.runtime.errors import Superseded
 from oobleck.worker.state.layout import layout

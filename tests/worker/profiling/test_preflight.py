@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
+from oobleck.core.job.file import parse_job
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.messages import Failed, FromWorker, ToWorker
 from oobleck.host.ipc.channel import Channel
-from oobleck.host.ipc.messages import Failed, FromWorker, ToWorker
-from oobleck.planner.job.file import parse_job
-from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.data.loaders import Loaders
 from oobleck.worker.data.opening import open_dataset
 from oobleck.worker.data.own import OwnDataset

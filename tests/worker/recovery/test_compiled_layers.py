@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.host.ipc.messages import FaultRule
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.job.code import Json
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
+from oobleck.core.ids import NodeName, WorkerId
+from oobleck.core.job.code import Json
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
+from oobleck.core.messages import FaultRule
 from oobleck.worker.describe import look_at
 from oobleck.worker.runtime import code
 from support.director import Director, WarmWorkers, make_plan

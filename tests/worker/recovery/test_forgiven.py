@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oobleck.host.ipc.messages import Assign, Rendezvous
+from oobleck.core.messages import Assign, Rendezvous
 from oobleck.worker.recovery.forgiven import Forgiven
 from oobleck.worker.runtime.errors import NodeError, TransportError, Unmapped
 from oobleck.worker.state.progress import TrainingProgress

@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 
-from oobleck.host.ipc.messages import FaultRule, Measure, Measured, PeerLost, PhaseReached
-from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
-from oobleck.planner.programs.plan import Plan
+from oobleck.core.ids import Generation, WorkerId
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.messages import FaultRule, Measure, Measured, PeerLost, PhaseReached
+from oobleck.core.plan import Plan
 from support.director import Director, WarmWorkers, make_plan, worker_named
 from support.folders import TEXT
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.planner.codec import decode, encode
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.programs.shards import Shard
+from oobleck.core.codec import decode, encode
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.routes import Shard
 from oobleck.worker.recovery.rejoin import Held, RecoveryState, agree
 from oobleck.worker.runtime.errors import InvariantViolation
 from oobleck.worker.step.commit import TrainingProgress

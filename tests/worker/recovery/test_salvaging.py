@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from oobleck.host.ipc.messages import FaultRule, PhaseReached
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, OptimizerSpec, TrainingSpec
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.schedules import Schedule
+from oobleck.core.ids import NodeName, WorkerId
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, OptimizerSpec, TrainingSpec
+from oobleck.core.messages import FaultRule, PhaseReached
+from oobleck.core.plan import Plan
+from oobleck.core.schedules import Schedule
 from support.director import Director, WarmWorkers, make_plan
 from support.folders import TEXT
 from support.reference import ReferenceRun, train_reference

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from oobleck.host.ipc.messages import FaultRule
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, OptimizerSpec, TrainingSpec
+from oobleck.core.ids import NodeName, WorkerId
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, OptimizerSpec, TrainingSpec
+from oobleck.core.messages import FaultRule
 from oobleck.worker.checkpoint.output import read_output
 from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.runtime import code

@@ -9,11 +9,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from oobleck.host.ipc.messages import FaultRule
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.optimization import OptimizerSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.messages import FaultRule
 from oobleck.planner.programs.communicators import communicators
 from oobleck.planner.programs.transfer import Transfer
 from oobleck.worker.recovery.transfer import carry_out, chunks_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.planner.job.code import NO_ARGUMENTS, Code
+from oobleck.core.job.code import NO_ARGUMENTS, Code
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, for_want_of_memory
 

@@ -4,9 +4,9 @@ import socket
 
 import msgspec
 
+from oobleck.core.ids import Generation
+from oobleck.core.messages import FromWorker, PeerLost, ToWorker
 from oobleck.host.ipc.channel import Channel
-from oobleck.host.ipc.messages import FromWorker, PeerLost, ToWorker
-from oobleck.planner.ids import Generation
 from oobleck.worker.runtime.control import Control
 
 

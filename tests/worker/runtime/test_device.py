@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from oobleck.host.ipc.messages import Launch
-from oobleck.planner.ids import JobId
+from oobleck.core.ids import JobId
+from oobleck.core.messages import Launch
 from oobleck.worker.runtime.device import take_place
 from support.director import worker_named
 from support.scripted_master import job

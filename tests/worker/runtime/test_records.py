@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from oobleck.planner.recovery.checkpoint import MOST_RECORDS, InvalidCheckpoint
+from oobleck.core.checkpoint import MOST_RECORDS, InvalidCheckpoint
 from oobleck.worker.runtime.records import RecordLog, Records, describe_file, read_lines
 from support.recorded import evaluation, recorded
 from support.scenario import record

@@ -8,7 +8,7 @@ from pathlib import Path
 _SCRIPT = """
 import os, socket, sys, threading, time
 from oobleck.host.ipc.channel import Channel
-from oobleck.host.ipc.messages import Assign, Rendezvous, ToWorker
+from oobleck.core.messages import Assign, Rendezvous, ToWorker
 from oobleck.worker.runtime import control as module
 from oobleck.worker.runtime.control import Control
 from support.director import make_plan

@@ -3,13 +3,13 @@
 import json
 from collections.abc import Callable, Sequence
 
-from oobleck.host.ipc.messages import Record, Recorded
-from oobleck.host.timeline import Clock, Recording, Span, Track, chrome_trace
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.instructions import Action, Forward, Program, SyncGradient
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.messages import Record, Recorded, Recording, Span
+from oobleck.core.plan import Plan
+from oobleck.host.timeline import Clock, Track, chrome_trace
 from oobleck.planner.programs.compiler.compile import compile_programs
-from oobleck.planner.programs.instructions import Action, Forward, Program, SyncGradient
-from oobleck.planner.programs.plan import Plan
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.device_clock import DeviceClock
 from oobleck.worker.runtime.timeline import Timeline

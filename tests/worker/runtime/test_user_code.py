@@ -13,11 +13,11 @@ from threading import Barrier, Thread
 import pytest
 import torch
 
+from oobleck.core.job.code import Code, Json
+from oobleck.core.job.file import parse_job
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.host.ipc.marker import Marker
-from oobleck.planner.job.code import Code, Json
-from oobleck.planner.job.file import parse_job
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.data.samples import Reader
 from oobleck.worker.models import own
 from oobleck.worker.models.checks.check import check

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import DataSpec
-from oobleck.planner.programs.instructions import LayerPart
+from oobleck.core.instructions import LayerPart
+from oobleck.core.job.optimization import OptimizerSpec
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import DataSpec
 from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
+from oobleck.core.job.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.worker.state.optimizer import clip_scale, learning_rate
 from support.reference import torch_schedule
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from oobleck.planner.job.code import Json
-from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
-from oobleck.planner.job.spec import TrainingSpec
-from oobleck.planner.programs.instructions import LayerPart
+from oobleck.core.instructions import LayerPart
+from oobleck.core.job.code import Json
+from oobleck.core.job.optimization import OptimizerSpec, ScheduleSpec
+from oobleck.core.job.spec import TrainingSpec
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, NodeError
 from oobleck.worker.state import own_optimizer

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.worker.checkpoint.output import read_output, write_layers, write_manifest
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.runtime.stopwatch import Stopwatch

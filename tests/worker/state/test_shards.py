@@ -6,8 +6,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.programs.instructions import LayerPart, Share
+from oobleck.core.instructions import LayerPart, Share
+from oobleck.core.job.spec import JobSpec
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import layout
 from oobleck.worker.state.model_state import ModelState

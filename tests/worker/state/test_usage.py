@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from oobleck.planner.job.code import Json
-from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
-from oobleck.planner.programs.instructions import LayerPart, Share
+from oobleck.core.instructions import LayerPart, Share
+from oobleck.core.job.code import Json
+from oobleck.core.job.optimization import OptimizerSpec, ScheduleSpec
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.worker.runtime.stopwatch import Stopwatch
 from support import foreign
 from support.one_worker import training

@@ -2,10 +2,10 @@
 
 import time
 
-from oobleck.host.ipc.messages import Committed, ComputeTime, FaultRule, StepRecord
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.ids import WorkerId
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.messages import Committed, ComputeTime, FaultRule, StepRecord
 from support.director import Director, WarmWorkers, make_plan, worker_named
 from support.folders import TEXT
 from support.waiting import is_stopped

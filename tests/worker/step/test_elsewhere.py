@@ -12,8 +12,8 @@ from multiprocessing.pool import Pool
 import pytest
 import torch
 
-from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.job.optimization import OptimizerSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.worker.models import modes
 from oobleck.worker.models.base import drop, keyed
 from oobleck.worker.runtime.random import RowKeys

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.host.ipc.messages import FaultRule
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
-from oobleck.planner.programs.plan import Plan
+from oobleck.core.ids import NodeName, WorkerId
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.optimization import OptimizerSpec
+from oobleck.core.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
+from oobleck.core.messages import FaultRule
+from oobleck.core.plan import Plan
 from support.director import Director, WarmWorkers, make_plan
 from support.folders import TEXT
 from support.reference import ReferenceRun, train_reference

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.programs.shards import Shard
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.routes import Shard
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.runtime.stopwatch import Stopwatch
 from oobleck.worker.runtime.timeline import Timeline

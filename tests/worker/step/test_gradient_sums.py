@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from oobleck.core.instructions import LayerPart
 from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.planner.programs.compiler.gradients import BUCKET_BYTES
-from oobleck.planner.programs.instructions import LayerPart
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.layout import layer_sizes
 from oobleck.worker.state.model_state import ModelState

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from oobleck.host.ipc.messages import FaultRule, PhaseReached
+from oobleck.core.job.optimization import OptimizerSpec
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import CheckpointSpec, DataSpec, JobSpec, TrainingSpec
+from oobleck.core.messages import FaultRule, PhaseReached
+from oobleck.core.plan import Plan
 from oobleck.host.storage.checkpoints import list_checkpoints
 from oobleck.host.storage.folder import LocalFolder
-from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import CheckpointSpec, DataSpec, JobSpec, TrainingSpec
-from oobleck.planner.programs.plan import Plan
 from oobleck.worker.checkpoint.output import read_output
 from oobleck.worker.data.order import Order
 from oobleck.worker.models.checks.describe import describe

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from oobleck.host.ipc.messages import PhaseReached
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, OptimizerSpec, TrainingSpec
-from oobleck.planner.schedules import Schedule
+from oobleck.core.ids import NodeName, WorkerId
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, OptimizerSpec, TrainingSpec
+from oobleck.core.messages import PhaseReached
+from oobleck.core.schedules import Schedule
 from support import foreign
 from support.devices import Transport
 from support.director import Director, WarmWorkers, make_plan

@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from oobleck.planner.ids import WorkerId
+from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import Message, Program, SendActivation, SendGradient
 from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.planner.programs.compiler.own import OwnProgram
-from oobleck.planner.programs.instructions import Message, Program, SendActivation, SendGradient
 from oobleck.worker.step.mailbox import Receive, Send, acknowledged
 from support.plans import plan_of_cuts
 

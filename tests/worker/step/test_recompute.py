@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.stage import StageRunner

@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from oobleck.host.ipc.messages import Committed, FaultRule, PhaseReached
+from oobleck.core.ids import Generation, WorkerId
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import JobSpec
+from oobleck.core.messages import Committed, FaultRule, PhaseReached
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Route
+from oobleck.core.schedules import Schedule
 from oobleck.planner.cost.listed import with_listing
-from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Route
 from oobleck.planner.recovery.answer import Change
 from oobleck.planner.recovery.normalise import normalised
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Rule
 from oobleck.planner.recovery.shadowed import shadowed
 from oobleck.planner.recovery.uneven.candidates import Situation, candidates
-from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.shadows import with_shadows
 from support import foreign
 from support.director import Director, WarmWorkers, make_plan, worker_named

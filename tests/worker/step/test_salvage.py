@@ -6,12 +6,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from oobleck.planner.codec import decode, encode
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.compiler.compile import compile_programs
-from oobleck.planner.programs.compiler.dryrun import dry_run
-from oobleck.planner.programs.compiler.work import spread
-from oobleck.planner.programs.instructions import (
+from oobleck.core.codec import decode, encode
+from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -21,8 +18,11 @@ from oobleck.planner.programs.instructions import (
     SendActivation,
     SendGradient,
 )
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.schedules import Schedule
+from oobleck.core.plan import Plan
+from oobleck.core.schedules import Schedule
+from oobleck.planner.programs.compiler.compile import compile_programs
+from oobleck.planner.programs.compiler.dryrun import dry_run
+from oobleck.planner.programs.compiler.work import spread
 from oobleck.worker.step.salvage import Attempt, Contribution, Salvage, plan_salvage
 from support.plans import plan_of_cuts, worker
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.host.ipc.messages import FaultRule
-from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.core.ids import NodeName, WorkerId
+from oobleck.core.instructions import BackwardInput, BackwardWeight
+from oobleck.core.messages import FaultRule
+from oobleck.core.plan import Plan
+from oobleck.core.schedules import Schedule
 from oobleck.planner.programs.compiler.compile import compile_programs
-from oobleck.planner.programs.instructions import BackwardInput, BackwardWeight
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.schedules import Schedule
 from support.director import Director, WarmWorkers, make_plan
 from support.unsplit import check, make_job
 

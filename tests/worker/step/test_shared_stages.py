@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.host.ipc.messages import CheckpointSaved, FaultRule, PhaseReached
-from oobleck.planner.ids import Generation
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import CheckpointSpec, DataSpec, EvaluationSpec, JobSpec, TrainingSpec
-from oobleck.planner.programs.plan import Plan
+from oobleck.core.ids import Generation
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.optimization import OptimizerSpec
+from oobleck.core.job.spec import CheckpointSpec, DataSpec, EvaluationSpec, JobSpec, TrainingSpec
+from oobleck.core.messages import CheckpointSaved, FaultRule, PhaseReached
+from oobleck.core.plan import Plan
 from oobleck.worker.checkpoint.output import read_output
 from support.director import Cut, Director, Transport, WarmWorkers, make_plan, worker_named
 from support.folders import TEXT

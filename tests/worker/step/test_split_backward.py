@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.worker.data.objective import loss
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState

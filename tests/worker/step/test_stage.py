@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
-from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.programs.instructions import LayerPart
+from oobleck.core.instructions import LayerPart
+from oobleck.core.job.optimization import OptimizerSpec, ScheduleSpec
+from oobleck.core.job.spec import JobSpec
 from oobleck.worker.data.dataset import Dataset, row_digest, samples_digest
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.runtime.random import RowKeys

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from oobleck.core.job.code import Json
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.model import at_step, step
-from oobleck.planner.job.code import Json
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.worker.models.checks.compilation import Compilation
 from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.runtime import code

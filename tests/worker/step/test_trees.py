@@ -5,10 +5,10 @@ from functools import partial
 import pytest
 import torch
 
-from oobleck.planner.programs import instructions as ops
+from oobleck.core import instructions as ops
+from oobleck.core.instructions import Share
 from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.planner.programs.compiler.own import OwnProgram
-from oobleck.planner.programs.instructions import Share
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.step.mailbox import Mailbox, joined
 from oobleck.worker.step.wire import wire

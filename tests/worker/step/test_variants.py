@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.host.ipc.messages import FaultRule
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
-from oobleck.planner.job.spec import DataPlane, DataSpec, JobSpec, TrainingSpec
+from oobleck.core.ids import NodeName, WorkerId
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.optimization import OptimizerSpec, ScheduleSpec
+from oobleck.core.job.spec import DataPlane, DataSpec, JobSpec, TrainingSpec
+from oobleck.core.messages import FaultRule
 from support.devices import Transport
 from support.director import Director, WarmWorkers, make_plan
 from support.folders import TEXT

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from oobleck.host.ipc.messages import Committed, FaultRule, PhaseReached
-from oobleck.planner.job.code import Json
-from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
-from oobleck.planner.programs.plan import Plan
+from oobleck.core.job.code import Json
+from oobleck.core.job.optimization import OptimizerSpec
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import DataSpec, EvaluationSpec, JobSpec, TrainingSpec
+from oobleck.core.messages import Committed, FaultRule, PhaseReached
+from oobleck.core.plan import Plan
 from oobleck.worker.checkpoint.output import read_output
 from oobleck.worker.models.checks.describe import describe
 from oobleck.worker.runtime import code

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from oobleck.planner.job.description import ITEM_BYTES, TensorSketch, TreeSketch
-from oobleck.planner.programs.instructions import Share
+from oobleck.core.instructions import Share
+from oobleck.core.job.description import ITEM_BYTES, TensorSketch, TreeSketch
 from oobleck.worker.models.tree import flatten, map_tensors, structure
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.step.wire import Packing, Wire, wire

@@ -16,9 +16,8 @@ from functools import partial
 import pytest
 import torch
 
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.compiler.compile import compile_programs
-from oobleck.planner.programs.instructions import (
+from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -29,7 +28,8 @@ from oobleck.planner.programs.instructions import (
     ReceiveGradient,
     SyncGradient,
 )
-from oobleck.planner.programs.plan import Plan
+from oobleck.core.plan import Plan
+from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.worker.runtime.errors import HelperLost, NodeError, TransportError, Unmapped
 from oobleck.worker.step.mailbox import AHEAD
 from oobleck.worker.transport.connect import wiring_of

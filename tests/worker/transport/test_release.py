@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from oobleck.host.ipc.messages import FaultRule, PeerLost
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
-from oobleck.planner.programs.plan import Plan
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.optimization import OptimizerSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.messages import FaultRule, PeerLost
+from oobleck.core.plan import Plan
 from support.director import Cut, Director, LiveWorker, WarmWorkers, make_plan
 from support.folders import TEXT
 from support.leftovers import opened

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, TrainingSpec
-from oobleck.planner.programs.plan import Plan
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
+from oobleck.core.plan import Plan
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.frame import HEADER, Kind

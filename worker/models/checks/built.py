@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from oobleck.planner.job.own import OwnModelSpec
-from oobleck.planner.job.spec import Precision
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import Precision
 from oobleck.worker.models import own
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.problem import Problem

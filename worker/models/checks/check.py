@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oobleck.core.job.description import TreeSketch
+from oobleck.core.job.own import OwnModelSpec
 from oobleck.model import at_step
-from oobleck.planner.job.description import TreeSketch
-from oobleck.planner.job.own import OwnModelSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.checks.check_layer import LayerCheck
 from oobleck.worker.models.checks.influence import WAYS, Influence

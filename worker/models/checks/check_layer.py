@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from oobleck.core.units import count
 from oobleck.model import at_step
-from oobleck.planner.units import count
 from oobleck.worker.models.checks.kept import changed, kept
 from oobleck.worker.models.checks.rows import (
     Batches,

@@ -17,10 +17,9 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from oobleck.model import at_step, same_parameters
-from oobleck.planner.codec import encode
-from oobleck.planner.job.code import Json
-from oobleck.planner.job.description import (
+from oobleck.core.codec import encode
+from oobleck.core.job.code import Json
+from oobleck.core.job.description import (
     ITEM_BYTES,
     Description,
     Foreign,
@@ -29,8 +28,9 @@ from oobleck.planner.job.description import (
     Tie,
     TreeSketch,
 )
-from oobleck.planner.job.own import MOST_LAYERS, OwnModelSpec
-from oobleck.planner.job.spec import JobSpec
+from oobleck.core.job.own import MOST_LAYERS, OwnModelSpec
+from oobleck.core.job.spec import JobSpec
+from oobleck.model import at_step, same_parameters
 from oobleck.worker.models import own
 from oobleck.worker.models.checks import built, hooks
 from oobleck.worker.models.checks.check_layer import PER_ROW

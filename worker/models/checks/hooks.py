@@ -13,8 +13,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from oobleck.planner.job.description import Tie
-from oobleck.planner.job.own import OwnModelSpec
+from oobleck.core.job.description import Tie
+from oobleck.core.job.own import OwnModelSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.checks.rows import same
 from oobleck.worker.models.linear import is_hooked

@@ -4,8 +4,8 @@ not train parameters of its own, or write into its targets."""
 import torch
 from torch import Tensor
 
+from oobleck.core.job.own import OwnModelSpec
 from oobleck.model import at_step
-from oobleck.planner.job.own import OwnModelSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.checks.check_layer import ANYWHERE, PER_ROW
 from oobleck.worker.models.checks.influence import crowded

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from oobleck.core.job.own import OwnModelSpec
 from oobleck.model import at_step
-from oobleck.planner.job.own import OwnModelSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.base import place_parameters
 from oobleck.worker.models.checks.rows import same

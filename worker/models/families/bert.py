@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertLayer, BertPredictionHeadTransform
 
-from oobleck.planner.job.model import ModelSpec
+from oobleck.core.job.model import ModelSpec
 from oobleck.worker.models.base import Dropout, Family, Layer
 from oobleck.worker.models.families.foreign import adapt, configuration, draw, table
 from oobleck.worker.models.linear import Linear

@@ -16,8 +16,8 @@ from transformers.activations import NewGELUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from oobleck.planner.job.families import decode_config, family_of
-from oobleck.planner.job.model import ModelSpec
+from oobleck.core.job.families import decode_config, family_of
+from oobleck.core.job.model import ModelSpec
 from oobleck.worker.models.base import Dropout, Layer, draw_parameters, drop, drops
 from oobleck.worker.models.linear import Linear, TransposedLinear
 from oobleck.worker.models.modes import cached

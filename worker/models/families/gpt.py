@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oobleck.planner.job.model import ModelSpec
+from oobleck.core.job.model import ModelSpec
 from oobleck.worker.models.base import Dropout, Family, Layer, draw_parameters
 from oobleck.worker.models.linear import Linear
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from oobleck.planner.job.model import ModelSpec
+from oobleck.core.job.model import ModelSpec
 from oobleck.worker.models.base import Dropout, Family, Layer
 from oobleck.worker.models.families.foreign import adapt, configuration, draw, table
 from oobleck.worker.models.linear import Linear, TransposedLinear

@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from oobleck.planner.job.model import ModelSpec
+from oobleck.core.job.model import ModelSpec
 from oobleck.worker.models.base import Family, Layer
 from oobleck.worker.models.families.foreign import adapt, configuration, draw, table
 from oobleck.worker.models.linear import Linear

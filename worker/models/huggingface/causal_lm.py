@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from oobleck.core.job.lora import LoraSpec
 from oobleck.model import Model, Tensors
-from oobleck.planner.job.lora import LoraSpec
 from oobleck.worker.models.compiled import Prepared
 from oobleck.worker.models.huggingface import pretrained
 from oobleck.worker.models.huggingface.architecture import Architecture, choose, configuration

@@ -1,7 +1,7 @@
 """Facts that an export of a model of transformers needs, found out where transformers is.
 
 Owns which tensors and what config.json make `from_pretrained` load the model as it was trained;
-`oobleck.planner.report.export` puts the names together. Must not know checkpoints or files.
+`oobleck.host.storage.exported` puts the names together. Must not know checkpoints or files.
 """
 
 import json
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import torch
 
-from oobleck.planner.job.code import NO_ARGUMENTS, Json
-from oobleck.planner.job.description import Foreign
-from oobleck.planner.job.own import OwnModelSpec
+from oobleck.core.job.code import NO_ARGUMENTS, Json
+from oobleck.core.job.description import Foreign
+from oobleck.core.job.own import OwnModelSpec
 from oobleck.worker.models.huggingface import pretrained
 from oobleck.worker.models.huggingface.architecture import Architecture, choose, fresh_configuration
 from oobleck.worker.models.huggingface.causal_lm import build, foreign_names

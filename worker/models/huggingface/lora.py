@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from oobleck.core.job.code import Json
+from oobleck.core.job.lora import LoraSpec
 from oobleck.host.command import nearest
-from oobleck.planner.job.code import Json
-from oobleck.planner.job.lora import LoraSpec
 from oobleck.worker.models.huggingface.architecture import Architecture
 from oobleck.worker.models.huggingface.unsplit import REFUSALS, take_apart
 from oobleck.worker.runtime.errors import JobError, NodeError

@@ -9,12 +9,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from oobleck.host.ipc.messages import LinkMeasured, Measured
+from oobleck.core.job.file import format_job
+from oobleck.core.messages import LinkMeasured, Measured
+from oobleck.core.profile import LinkMeasurement
+from oobleck.core.profile_file import format_profile, parse_profile
 from oobleck.master.storage.profiles import read_profiles
-from oobleck.planner.job.file import format_job
 from oobleck.planner.profile.estimate import estimate_profile
-from oobleck.planner.profile.file import format_profile, parse_profile
-from oobleck.planner.profile.measurement import LinkMeasurement
 from oobleck.proto import control_pb2 as pb
 from support import loops
 from support.fake_agent import FakeAgent, MasterProcess, master, operator

@@ -3,8 +3,11 @@
 import msgspec
 import pytest
 
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.core.messages import Assign, Rendezvous
+from oobleck.core.plan import Pipeline, Plan
+from oobleck.core.routes import Hold
 from oobleck.host.detection import Detection
-from oobleck.host.ipc.messages import Assign, Rendezvous
 from oobleck.master.api.view import held_note
 from oobleck.master.config import Retention
 from oobleck.master.events.jobs import JobPutBack, JobStarted, JobSubmitted
@@ -19,10 +22,6 @@ from oobleck.master.rules.nodes.admission import Refusal, admit, next_term
 from oobleck.master.rules.plans.adoption import NotAdopted, check_adoptable
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.reducer.apply import apply
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
-from oobleck.planner.programs.pipeline import Pipeline
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold
 from oobleck.proto.heads import MOST_TERM
 from oobleck.proto.protocol import NEWEST
 from oobleck.proto.types import (

@@ -9,6 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from oobleck.core.ids import JobId, NodeName
+from oobleck.core.job.file import format_job
 from oobleck.host.detection import Detection
 from oobleck.master.api import operator_service
 from oobleck.master.api.agent_service import ControlService
@@ -22,8 +24,6 @@ from oobleck.master.rules.decision import Context
 from oobleck.master.rules.nodes.draining import finish, is_undecided
 from oobleck.master.state.reducer.apply import apply
 from oobleck.master.storage.journal import Journal
-from oobleck.planner.ids import JobId, NodeName
-from oobleck.planner.job.file import format_job
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from support.crowd import connected, run, started, state_of

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from oobleck.agent.connection.reports import newest_plan
-from oobleck.host.ipc.messages import Assign, Rendezvous
-from oobleck.planner.ids import Generation, JobId, NodeName, WorkerId
-from oobleck.planner.programs.pipeline import Pipeline
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold
+from oobleck.core.ids import Generation, JobId, NodeName, WorkerId
+from oobleck.core.messages import Assign, Rendezvous
+from oobleck.core.plan import Pipeline, Plan
+from oobleck.core.routes import Hold
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.types import Assignment
 from support import loops

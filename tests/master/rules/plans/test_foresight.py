@@ -2,12 +2,12 @@
 
 import pytest
 
+from oobleck.core.ids import NodeName
 from oobleck.master.planning.requests import PlanReply, PlanRequest
 from oobleck.master.planning.solve import AtOnce
 from oobleck.master.rules import reconcile as rules
 from oobleck.master.rules.decision import Context
 from oobleck.master.rules.plans.foresight import Foresight
-from oobleck.planner.ids import NodeName
 from support.scenario import TIMING, Player
 
 START = """

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 
 import pytest
 
+from oobleck.core.ids import Incarnation, NodeName, WorkerId
+from oobleck.core.plan import Plan
+from oobleck.core.profile import Profile
 from oobleck.master.rules.stragglers import pace
 from oobleck.master.rules.stragglers.pace import _sample, slowness_of
 from oobleck.master.state.readings import Reading, Round
 from oobleck.planner.cost.computing import computing_by_layer_s, computing_s
-from oobleck.planner.ids import Incarnation, NodeName, WorkerId
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Plan
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of
 from support.scenario import Player

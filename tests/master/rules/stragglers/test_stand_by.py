@@ -3,9 +3,9 @@ the scenarios tells it once."""
 
 from dataclasses import replace
 
+from oobleck.core.ids import NodeName
 from oobleck.master.api.view import node_info
 from oobleck.master.events.plans import PlanMade
-from oobleck.planner.ids import NodeName
 from support.scenario import TIMING, Player
 
 #: Nobody waits for steps: the job trains on for hours in few words.

@@ -5,6 +5,7 @@ import dataclasses
 import msgspec
 import pytest
 
+from oobleck.core.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.master.events.jobs import JobCancelled, JobPutBack, JobWaiting, RateChanged
 from oobleck.master.events.nodes import (
     NodeDrained,
@@ -21,7 +22,6 @@ from oobleck.master.state.incidents.slowdown import MOST_KEPT
 from oobleck.master.state.job import Job
 from oobleck.master.state.reducer.apply import apply
 from oobleck.master.storage.records.event_lines import lines_of
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from support.scenario import Player, copied, facts_of
 
 DEMO, N1, N2 = JobId("demo-1"), NodeName("n1"), NodeName("n2")

@@ -7,15 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.compiler.compile import (
-    EVALUATION_ROUND,
-    compile_evaluation,
-    compile_programs,
-)
-from oobleck.planner.programs.compiler.dryrun import dry_run
-from oobleck.planner.programs.compiler.gradients import BUCKET_BYTES, gradient_buckets
-from oobleck.planner.programs.instructions import (
+from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import (
     Backward,
     Forward,
     LayerPart,
@@ -27,6 +20,13 @@ from oobleck.planner.programs.instructions import (
     SyncGradient,
     Vote,
 )
+from oobleck.planner.programs.compiler.compile import (
+    EVALUATION_ROUND,
+    compile_evaluation,
+    compile_programs,
+)
+from oobleck.planner.programs.compiler.dryrun import dry_run
+from oobleck.planner.programs.compiler.gradients import BUCKET_BYTES, gradient_buckets
 from oobleck.planner.programs.text import format_instruction
 from support.plans import plan_of_cuts, worker
 

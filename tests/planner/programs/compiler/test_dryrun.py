@@ -5,17 +5,11 @@ from collections import Counter
 
 import pytest
 
-from oobleck.planner.errors import ProgramDeadlock
-from oobleck.planner.ids import WorkerId
+from oobleck.core.errors import ProgramDeadlock
+from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import Backward, Forward, SendActivation, Share, SyncGradient
 from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.planner.programs.compiler.dryrun import dry_run
-from oobleck.planner.programs.instructions import (
-    Backward,
-    Forward,
-    SendActivation,
-    Share,
-    SyncGradient,
-)
 from oobleck.planner.programs.text import format_instruction
 from oobleck.planner.search.templates import generate_templates
 from support.plans import plan_of_cuts, plan_of_templates, worker

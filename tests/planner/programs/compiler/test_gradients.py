@@ -2,12 +2,12 @@
 
 import pytest
 
-from oobleck.planner.ids import Generation, WorkerId
+from oobleck.core.ids import Generation, WorkerId
+from oobleck.core.instructions import LayerPart, Share, Vote
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Hold, Hop, Route
 from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.planner.programs.compiler.gradients import gradient_buckets, syncs_by_worker
-from oobleck.planner.programs.instructions import LayerPart, Share, Vote
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold, Hop, Route
 from support.plans import plan_of_cuts, worker
 
 

@@ -5,11 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from oobleck.planner.errors import ProgramDeadlock
-from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.compiler.dryrun import dry_run
-from oobleck.planner.programs.compiler.links import receives_hoisted
-from oobleck.planner.programs.instructions import (
+from oobleck.core.errors import ProgramDeadlock
+from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import (
     Instruction,
     Message,
     ReceiveActivation,
@@ -17,8 +15,10 @@ from oobleck.planner.programs.instructions import (
     SendActivation,
     SendGradient,
 )
+from oobleck.core.plan import Plan
+from oobleck.planner.programs.compiler.dryrun import dry_run
+from oobleck.planner.programs.compiler.links import receives_hoisted
 from oobleck.planner.programs.listing.schedule import list_schedule
-from oobleck.planner.programs.plan import Plan
 from support.routes import (
     equal_pipelines,
     least_room,

@@ -6,13 +6,13 @@ from types import FrameType
 
 import pytest
 
-from oobleck.planner.ids import WorkerId
+from oobleck.core.ids import WorkerId
+from oobleck.core.instructions import Action, Message
+from oobleck.core.plan import Plan
 from oobleck.planner.programs.compiler.compile import compile_evaluation, compile_programs
 from oobleck.planner.programs.compiler.gradients import BUCKET_BYTES
 from oobleck.planner.programs.compiler.own import OwnProgram, compile_own, compile_own_evaluation
 from oobleck.planner.programs.compiler.work import Work, spread
-from oobleck.planner.programs.instructions import Action, Message
-from oobleck.planner.programs.plan import Plan
 from support.routes import equal_pipelines, random_listed, random_pipelines
 
 

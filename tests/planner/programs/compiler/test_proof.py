@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 
-from oobleck.planner.errors import ProgramDeadlock
-from oobleck.planner.programs.compiler import compile as compiler
-from oobleck.planner.programs.compiler import proof
-from oobleck.planner.programs.compiler.compile import add_communication, compile_programs
-from oobleck.planner.programs.compiler.dryrun import dry_run
-from oobleck.planner.programs.compiler.schedule import Work, compute_order
-from oobleck.planner.programs.instructions import (
+from oobleck.core.errors import ProgramDeadlock
+from oobleck.core.instructions import (
     Backward,
     BackwardInput,
     Compute,
@@ -26,8 +21,13 @@ from oobleck.planner.programs.instructions import (
     SendActivation,
     SendGradient,
 )
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.schedules import SCHEDULES, Schedule
+from oobleck.core.plan import Plan
+from oobleck.core.schedules import SCHEDULES, Schedule
+from oobleck.planner.programs.compiler import compile as compiler
+from oobleck.planner.programs.compiler import proof
+from oobleck.planner.programs.compiler.compile import add_communication, compile_programs
+from oobleck.planner.programs.compiler.dryrun import dry_run
+from oobleck.planner.programs.compiler.schedule import Work, compute_order
 from support.plans import plan_of_cuts
 
 Order = Callable[..., Iterator[Work]]

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from oobleck.core.errors import ProgramDeadlock
+from oobleck.core.instructions import Backward, BackwardInput, BackwardWeight, Forward
+from oobleck.core.profile import Links, Profile
+from oobleck.core.schedules import SCHEDULES, Schedule
 from oobleck.planner.cost.estimate import estimate_step, worker_peak_bytes
-from oobleck.planner.errors import ProgramDeadlock
-from oobleck.planner.profile.profile import Links, Profile
 from oobleck.planner.programs.compiler.compile import compile_programs
 from oobleck.planner.programs.compiler.dryrun import dry_run
 from oobleck.planner.programs.compiler.schedule import compute_order, in_flight
-from oobleck.planner.programs.instructions import Backward, BackwardInput, BackwardWeight, Forward
-from oobleck.planner.schedules import SCHEDULES, Schedule
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of
 from support.program_text import format_programs, parse_programs

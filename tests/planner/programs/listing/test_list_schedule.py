@@ -6,15 +6,11 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.programs.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Compute,
-    Forward,
-)
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.instructions import Backward, BackwardInput, BackwardWeight, Compute, Forward
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Hold, Hop, HopTicks, Route
 from oobleck.planner.programs.listing.bank import Bank
 from oobleck.planner.programs.listing.bound import least_makespan
 from oobleck.planner.programs.listing.schedule import (
@@ -22,10 +18,7 @@ from oobleck.planner.programs.listing.schedule import (
     list_schedule,
     listed_routes,
 )
-from oobleck.planner.programs.listing.ticks import HopTicks
 from oobleck.planner.programs.listing.visits import Visits, visits_of
-from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold, Hop, Route
 from oobleck.planner.recovery.reroute import reroute
 from support.routes import (
     equal_pipelines,

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from oobleck.planner.ids import Generation
+from oobleck.core.ids import Generation
 from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError
 from oobleck.worker.transport import tree
 from oobleck.worker.transport.linked import LinkTransport

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from oobleck.host.ipc.messages import PeerLost
-from oobleck.planner.job.model import ModelSpec
-from oobleck.planner.job.spec import DataPlane, DataSpec, JobSpec, TrainingSpec
-from oobleck.planner.programs.plan import Plan
+from oobleck.core.job.model import ModelSpec
+from oobleck.core.job.spec import DataPlane, DataSpec, JobSpec, TrainingSpec
+from oobleck.core.messages import PeerLost
+from oobleck.core.plan import Plan
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links import greeting

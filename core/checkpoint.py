@@ -1,0 +1,288 @@
+"""A checkpoint's manifest, its names, who writes which layer, and whether it fits a job.
+
+A checkpoint is a folder `step-SSSSSSSSS-XXXXXXXX` with one file per layer and a manifest, which is
+written last: a folder without a manifest is no checkpoint. The second part of the name tells two
+attempts at the same step apart, so that what a writer of an earlier one still does cannot touch
+what others have published since.
+
+Pure: no files. `oobleck.host.storage.checkpoints` reads and removes checkpoints, workers write
+them.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from oobleck.core.codec import decode, encode
+from oobleck.core.ids import check_name
+from oobleck.core.job.model import AnyModel
+from oobleck.core.job.own import OwnModelSpec
+from oobleck.core.job.spec import CheckpointSpec, JobSpec, Precision, TrainingSpec
+from oobleck.core.redact import redact
+
+MANIFEST = "manifest.json"
+RECORDS = "records.jsonl"
+FORMAT = 1
+
+_NAME = re.compile(r"step-([0-9]{9,10})-[0-9a-f]{8}")
+#: Of a manifest: one of the most layers and the longest config has a tenth of it.
+MOST_MANIFEST_BYTES = 4 << 20
+#: Of a file of records, and its lines: as many as agents keep. A line has some 300 bytes.
+MOST_RECORDS_BYTES = 32 << 20
+MOST_RECORDS = 65_536
+#: Of a layer's file: it names a few dozen tensors.
+MOST_LAYER_HEADER_BYTES = 1 << 20
+#: No path, nothing hidden, nothing that a file system refuses or a terminal obeys.
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_DATA = re.compile(r"[0-9a-f]{0,128}")
+_MOST_STEP = 10**9
+_MOST_BYTES = 1 << 62
+#: The end of the year 9999.
+_LATEST = 253_402_300_799.0
+#: Keys of the job that may change from one run to the next: they are not part of the state.
+_FREE_MODEL_KEYS = frozenset({"weights", "plugin", "python", "path", "arguments", "described"})
+
+
+class InvalidCheckpoint(ValueError):
+    """A checkpoint is torn, damaged or of something else; the text names it and says what."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFile:
+    """File of one layer's state on disk."""
+
+    name: str
+    layer: int
+    bytes: int
+    #: Hexadecimal, over the whole file.
+    sha256: str
+
+    def __post_init__(self) -> None:
+        if _FILE.fullmatch(self.name) is None:
+            raise ValueError(f"{self.name[:80]!r} is no name of a layer's file")
+        if not 0 < self.bytes <= _MOST_BYTES:
+            raise ValueError(f"bytes of {self.name}: {self.bytes} is not in 1 to {_MOST_BYTES}")
+        if _SHA256.fullmatch(self.sha256) is None:
+            raise ValueError(f"sha256 of {self.name}: is not 64 lower-case hex digits")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordsFile:
+    """Records of steps and evaluations on disk: those that the master may not have had."""
+
+    name: str = RECORDS
+    bytes: int
+    #: Hexadecimal, over the whole file.
+    sha256: str
+
+    def __post_init__(self) -> None:
+        if self.name != RECORDS:
+            raise ValueError(f"{self.name[:80]!r} is no name of a file of records")
+        if not 0 <= self.bytes <= MOST_RECORDS_BYTES:
+            raise ValueError(f"bytes of {RECORDS}: is not in 0 to {MOST_RECORDS_BYTES}")
+        if _SHA256.fullmatch(self.sha256) is None:
+            raise ValueError(f"sha256 of {RECORDS}: is not 64 lower-case hex digits")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Manifest of a checkpoint: all that resuming has to know besides the layers."""
+
+    format: int = FORMAT
+    job: str
+    #: Steps applied.
+    step: int
+    #: Unix time.
+    created: float
+    model: AnyModel
+    training: TrainingSpec
+    #: Fingerprint of the data, hexadecimal.
+    data: str
+    #: And of the initial weights, where a part of the model is in these alone; empty: it is not.
+    base: str = ""
+    #: Number of steps that left a parameter out for want of a gradient, by `LAYER.NAME`; without
+    #: parameters that no step left out.
+    missed: Mapping[str, int] = field(default_factory=dict)
+    #: In layer order.
+    files: tuple[LayerFile, ...]
+    #: None: an earlier release has saved it.
+    records: RecordsFile | None = None
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ValueError(f"format {self.format} is not known; this version reads {FORMAT}")
+        layers = [file.layer for file in self.files]
+        if layers != list(range(self.model.layer_count)):
+            raise ValueError(
+                f"names {len(layers)} layers, not each of {self.model.layer_count} once, in order"
+            )
+        check_name(self.job, "job")
+        if not 0 <= self.step <= _MOST_STEP:
+            raise ValueError(f"step: {self.step} is not in 0 to {_MOST_STEP}")
+        if not 0.0 <= self.created <= _LATEST:
+            raise ValueError(f"created: {self.created} is no Unix time up to the year 9999")
+        if any(not 0 < count <= self.step for count in self.missed.values()):
+            raise ValueError(f"missed: has numbers of steps that are not in 1 to {self.step}")
+        for name, digits in (("data", self.data), ("base", self.base)):
+            if _DATA.fullmatch(digits) is None:
+                raise ValueError(f"{name}: is no fingerprint in lower-case hex digits")
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+
+def folder_name(step: int, meeting: str) -> str:
+    """The folder of the checkpoint of `step` that the members of `meeting` write (the prefix of
+    their rendezvous: no two meetings have the same)."""
+    return f"step-{step:09}-{hashlib.sha256(meeting.encode()).hexdigest()[:8]}"
+
+
+def step_of(name: str) -> int | None:
+    """The step in a folder's name; None: it is no checkpoint's."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def layer_file(layer: int) -> str:
+    return f"layer-{layer:05}.safetensors"
+
+
+def part_file(rank: int) -> str:
+    """Return the name of the file in which the writer of that rank lists what it has written, for
+    whoever publishes the checkpoint."""
+    return f"part-{rank:05}.json"
+
+
+def read_manifest(text: bytes, name: str) -> Manifest:
+    """Raises InvalidCheckpoint."""
+    try:
+        return decode(Manifest, text)
+    except ValueError as error:
+        raise InvalidCheckpoint(f"{name}: {MANIFEST}: {error}") from error
+
+
+def format_manifest(manifest: Manifest) -> bytes:
+    return msgspec.json.format(encode(manifest), indent=2) + b"\n"
+
+
+def why_not_begin(
+    job: JobSpec,
+    spec: CheckpointSpec,
+    newest: tuple[str, Manifest] | None,
+    *,
+    damaged: Sequence[str],
+    data: str | None,
+    base: str = "",
+) -> str:
+    """Why `job` must not begin with what is in its checkpoints' path; empty: it may.
+
+    `newest`: name and manifest of the newest checkpoint there; `damaged`: what cannot be read, and
+    why; `data`, `base`: see `misfit`, None and empty: not known.
+    """
+    path = redact(spec.path).rstrip("/")
+    if newest is None:
+        if not damaged and spec.resume != "require":
+            return ""
+        what = "; ".join(damaged) or "there is none"
+        return (
+            f"checkpoint.path: no checkpoint in {path} can be used: {what}; name the path that "
+            "holds them, or set checkpoint.resume to auto in an empty one to begin anew"
+        )
+    name, manifest = newest
+    if spec.resume == "never":
+        return (
+            f"checkpoint.resume: is never, and {path} holds checkpoints up to step "
+            f"{manifest.step}; name another path, remove them, or set it to auto to go on from "
+            "there"
+        )
+    if manifest.step > job.training.steps:
+        return (
+            f"checkpoint.path: {path}/{name} is of a later step than the job's last one "
+            f"({job.training.steps}); raise training.steps, or name another path"
+        )
+    if other := misfit(manifest, job, manifest.data if data is None else data, base):
+        return (
+            f"checkpoint.path: {path}/{name} is of another training: {other}; name another path, "
+            "or make the job what it was"
+        )
+    return ""
+
+
+def misfit(manifest: Manifest, job: JobSpec, data: str, base: str = "") -> str:
+    """The first key in which a checkpoint is of another training than `job`'s; empty: it fits.
+
+    Learning rate, schedule and the number of steps may change between two runs. The contents of the
+    state may not, nor the settings that say which samples it has seen (seed, global batch, data).
+    `data`: the fingerprint of the data that the job reads, hexadecimal; `base`: of the initial
+    weights, where a part of the model is in these alone.
+    """
+    for key, there, here in _compared(manifest, job):
+        if there != here:
+            return f"{key} is {_shown(there)} there and {_shown(here)} here"
+    if manifest.data != data:
+        return (
+            "its data are other ones (files, tokenizer, separator, or evaluation.fraction, which "
+            f"decides what is trained on): fingerprint {manifest.data[:12]} there and "
+            f"{data[:12]} here"
+        )
+    if "" not in (manifest.base, base) and manifest.base != base:
+        return (
+            "model.weights, which it needs, are other ones by now: fingerprint "
+            f"{manifest.base[:12]} there and {base[:12]} here"
+        )
+    return ""
+
+
+def _compared(manifest: Manifest, job: JobSpec) -> list[tuple[str, object, object]]:
+    there, here = (msgspec.to_builtins(model) for model in (manifest.model, job.model))
+    pairs: list[tuple[str, object, object]] = [("model", manifest.model.family, job.model.family)]
+    pairs += [
+        (f"model.{key}", there.get(key), here.get(key))
+        for key in here
+        if key not in _FREE_MODEL_KEYS
+    ]
+    pairs.append(("the number of layers", manifest.model.layer_count, job.model.layer_count))
+    pairs += [
+        (f"model.layers[{number}]", before, now)
+        for number, (before, now) in enumerate(
+            zip(_sizes(manifest.model), _sizes(job.model), strict=False)
+        )
+    ]
+    old, new = manifest.training, job.training
+    pairs += [
+        ("training.seed", old.seed, new.seed),
+        ("training.global_batch", old.global_batch, new.global_batch),
+        ("training.precision", _state_precision(old.precision), _state_precision(new.precision)),
+        (f"training.optimizer.{_key_of(old)}", old.optimizer.label, new.optimizer.label),
+        ("the optimizer's state", old.optimizer.state, new.optimizer.state),
+    ]
+    return pairs
+
+
+def _key_of(training: TrainingSpec) -> str:
+    """Return the key of the job file by which the optimizer is named."""
+    optimizer = training.optimizer
+    return "name" if optimizer.name else "plugin" if optimizer.plugin else "python"
+
+
+def _sizes(model: AnyModel) -> list[str]:
+    """Return the names and sizes of the layers of a user's model, whose code may have another name
+    by now; empty for a built-in model."""
+    if not isinstance(model, OwnModelSpec):
+        return []
+    return [f"{layer.name} of {layer.parameters}" for layer in model.description.layers]
+
+
+def _state_precision(precision: Precision) -> str:
+    """bf16 is for computing; its state is kept in fp32."""
+    return "fp32" if precision == "bf16" else precision
+
+
+def _shown(value: object) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 40 else text[:36] + '..."'

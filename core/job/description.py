@@ -1,0 +1,201 @@
+"""Description of a user's model, found without running it for real: its layers in numbers.
+
+Made where the job is submitted, by a run of one micro-batch on torch's meta device, and sent along
+with the job, since planning knows no torch. Owns the types; what makes them is the worker's.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from oobleck.core import codec
+from oobleck.core.job.code import Json
+
+#: Bytes of a number, by torch's name of its type.
+ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+#: What travels without being packed: every transport can send these.
+_PLAIN = ("float16", "bfloat16", "float32", "float64")
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSketch:
+    """Tensor of a micro-batch."""
+
+    #: Of one row, without the dimension of rows.
+    shape: tuple[int, ...]
+    #: torch's name, such as float32.
+    dtype: str
+    #: Whether a gradient comes back for it.
+    gradient: bool
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"{self.dtype} is no type that can be sent between workers")
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"{self.shape} is no shape")
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def travels_plain(tensors: Sequence[TensorSketch]) -> bool:
+    """Return whether they are one tensor that is sent as it is; others are packed row by row."""
+    return len(tensors) == 1 and tensors[0].dtype in _PLAIN and tensors[0].row_bytes > 0
+
+
+def packed_bytes(tensors: Sequence[TensorSketch]) -> list[int]:
+    """Return the bytes of each tensor in a packed row, a multiple of the alignment that all types
+    need to be read in place. The total is more than 0, since a message has a content."""
+    sizes = [-(-tensor.row_bytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    return sizes if sum(sizes) else [*sizes, _ALIGNMENT]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeSketch:
+    """A tensor, or a tuple, list or dict of such."""
+
+    #: In the order of `structure`.
+    tensors: tuple[TensorSketch, ...]
+    #: How they are put together: JSON, as `oobleck.worker.models.tree` writes and reads it.
+    structure: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, in memory."""
+        return sum(tensor.row_bytes for tensor in self.tensors)
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of one row as it travels to the next layer."""
+        return self.row_bytes if travels_plain(self.tensors) else sum(packed_bytes(self.tensors))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSketch:
+    """A layer in numbers; layers with equal ones are alike, and measured once."""
+
+    #: The module's class.
+    name: str
+    #: Numbers of all parameters, and of those that are tied to another layer's.
+    parameters: int
+    tied: int
+    #: Of the largest parameter.
+    largest: int
+    #: Bytes of what is not trained: buffers, frozen parameters.
+    constant_bytes: int = 0
+    #: Of the forward of one row.
+    flops: float
+    #: Kept from a row's forward to its backward, the input included.
+    kept_bytes: int
+    #: The layer's, or the loss's with its rows alone in the last one.
+    output: TreeSketch
+    #: Whether it draws from torch's generator in training, as dropout does.
+    draws: bool
+    #: True if hooks of its parameters need the gradients of whole micro-batches.
+    whole: bool = False
+    #: Which of the model's compiled codes the layer runs, where the job wants them; None: it runs
+    #: as it is.
+    compiled: int | None = None
+    #: Why it runs as it is where the job wants it compiled.
+    not_compiled: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """Facts that an export needs about a model that transformers has."""
+
+    #: Its config.json; of adapters their adapter_config.json.
+    config: Json
+    #: What the names of a decoder layer's tensors begin with there, up to the layer's number;
+    #: those of the first and of the last layer have their whole names.
+    blocks: str
+    #: Tensors that are not trained: the name that an export has them under, and that which they
+    #: have in the files of the initial weights.
+    kept: tuple[tuple[str, str], ...] = ()
+    #: What is trained, and exported, are adapters of peft.
+    adapters: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tie:
+    """Layers that share parameters; each shares with these alone."""
+
+    #: Ascending.
+    layers: tuple[int, ...]
+    #: What each layer calls them: the first names are of one parameter, and so on.
+    names: tuple[tuple[str, ...], ...]
+
+    def __post_init__(self) -> None:
+        if len(self.layers) < 2 or list(self.layers) != sorted(set(self.layers)):
+            raise ValueError(f"{self.layers} are no layers in ascending order")
+        if len(self.names) != len(self.layers) or len(set(map(len, self.names))) != 1:
+            raise ValueError(f"layers {self.layers} share different numbers of parameters")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """A model of the user's, with what its data gives it."""
+
+    kinds: tuple[LayerSketch, ...]
+    #: Of each layer, its kind.
+    order: tuple[int, ...]
+    #: Of the data.
+    inputs: TreeSketch
+    targets: TreeSketch
+    #: No layer is in two.
+    tied: tuple[Tie, ...]
+    #: Fingerprint of the code that it was made from.
+    code: str
+    #: None: transformers does not know the model.
+    foreign: Foreign | None = None
+
+    def __post_init__(self) -> None:
+        if not self.order:
+            raise ValueError("a model has at least one layer")
+        if any(not 0 <= kind < len(self.kinds) for kind in self.order):
+            raise ValueError("a layer has a kind that there is not")
+        tied = [layer for tie in self.tied for layer in tie.layers]
+        if len(set(tied)) != len(tied) or any(not 0 <= n < len(self.order) for n in tied):
+            raise ValueError(f"layers {tied} are tied, which are not layers of one group each")
+
+    @property
+    def layers(self) -> tuple[LayerSketch, ...]:
+        return tuple(self.kinds[kind] for kind in self.order)
+
+    def shared(self, layer: int) -> Mapping[str, tuple[int, str]]:
+        """The parameters of `layer` that others have too, with the first layer that has them and
+        its name for them."""
+        for tie in self.tied:
+            if layer in tie.layers:
+                own = tie.names[tie.layers.index(layer)]
+                return {
+                    name: (tie.layers[0], first)
+                    for name, first in zip(own, tie.names[0], strict=True)
+                }
+        return {}
+
+    def input_of(self, layer: int) -> TreeSketch:
+        """Return the sketch of the input of `layer`."""
+        return self.kinds[self.order[layer - 1]].output if layer else self.inputs
+
+
+@lru_cache(maxsize=16)
+def read_description(text: Json) -> Description:
+    """Raises ValueError."""
+    return codec.decode(Description, text)

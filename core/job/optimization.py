@@ -1,0 +1,220 @@
+"""Settings of the update: the optimizer, and how its learning rate goes over the steps.
+
+Owns the settings, their defaults and their checks, and what planning must know of an optimizer: how
+many numbers it keeps per weight. For a class that the job names, the count is found where the job
+is submitted, and sent along. The update itself is the worker's.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Literal
+
+from oobleck.core import codec
+from oobleck.core.job.checks import PART, Limits, check_limits
+from oobleck.core.job.code import NO_ARGUMENTS, NOT_DESCRIBED, TORCH_OPTIM, Code, Json, check_code
+
+#: What each optimizer takes beside `lr`, and the defaults.
+_SETTINGS: Mapping[str, Mapping[str, float | bool]] = {
+    "adamw": {"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1.0e-8},
+    "sgd": {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False},
+}
+#: And of a class that the job names.
+_OWN_SETTINGS: Mapping[str, float | bool] = {"weight_decay": 0.0}
+
+
+#: Settings of a class that have a key of the job file, and so are no arguments of it.
+_KEYS = ("params", "lr", "weight_decay")
+#: Numbers that a class may keep per weight.
+_MOST_ROWS = 8
+_ENTRY = re.compile(r"[A-Za-z_]\w{0,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateRow:
+    """Number that a class keeps per weight: a tensor of each parameter's shape."""
+
+    #: Its key in the class's state of a parameter.
+    name: str
+    #: What it is before the first update.
+    initial: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSketch:
+    """State that a class keeps from step to step, of each parameter."""
+
+    rows: tuple[StateRow, ...]
+    #: Single numbers that count the steps.
+    counters: tuple[str, ...]
+    #: Other single numbers; they follow from the number of steps alone.
+    series: tuple[str, ...]
+    #: The names in `series` that also depend on the learning rates.
+    rated: tuple[str, ...] = ()
+    #: Fingerprint of the code that this was found by.
+    code: str
+
+    def __post_init__(self) -> None:
+        if len(self.rows) > _MOST_ROWS:
+            raise ValueError(f"{len(self.rows)} numbers per weight are more than {_MOST_ROWS}")
+        if len({*self.names}) != len(self.names) or not all(map(_ENTRY.fullmatch, self.names)):
+            raise ValueError(f"{self.names} are no different names")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*(row.name for row in self.rows), *self.counters, *self.series)
+
+
+@lru_cache(maxsize=16)
+def _read_sketch(text: Json) -> OptimizerSketch:
+    return codec.decode(OptimizerSketch, text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """torch.optim's AdamW or SGD, or a class that the job names. A setting that is left out has its
+    optimizer's default after construction; those of others stay None, and giving one raises
+    ValueError.
+    """
+
+    #: None after construction where the job names a class.
+    name: Literal["adamw", "sgd"] | None = None
+    lr: float = 3.0e-4
+    #: Acts on matrices and embeddings; norms and biases are not decayed. AdamW 0.1, others 0.
+    weight_decay: float | None = None
+    #: Parameters that are not decayed either: patterns of what an output calls them, behind their
+    #: layer, such as "0.*" and "*.scale".
+    no_decay: tuple[str, ...] = ()
+    #: AdamW: 0.9, 0.95 and 1e-8.
+    beta1: float | None = None
+    beta2: float | None = None
+    eps: float | None = None
+    #: SGD: 0 and false.
+    momentum: float | None = None
+    nesterov: bool | None = None
+    #: A torch.optim.Optimizer: an entry point of the group oobleck.optimizers, or a class
+    #: (package.module:Class; torch.optim:Class is allowed everywhere).
+    plugin: str | None = None
+    python: str | None = None
+    #: Directory on every node that the class's module lies in; None: it is installed.
+    path: str | None = None
+    #: What it is made with, beside parameters, lr and weight_decay.
+    arguments: Json = NO_ARGUMENTS
+    #: An `OptimizerSketch`, as JSON; empty: the class was not looked at.
+    described: Json = NOT_DESCRIBED
+    LIMITS: ClassVar[Mapping[str, Limits]] = {
+        **dict.fromkeys(("lr", "weight_decay", "eps"), Limits(at_least=0)),
+        **dict.fromkeys(("beta1", "beta2", "momentum"), PART),
+    }
+
+    def __post_init__(self) -> None:
+        check_code(plugin=self.plugin, python=self.python, path=self.path)
+        if self.code is not None:
+            self._check_own(self.code)
+        elif self.name is None:
+            object.__setattr__(self, "name", "adamw")
+        if self.code is None and (self.arguments != NO_ARGUMENTS or self.described):
+            raise ValueError("arguments: are those of plugin or python; leave them out")
+        own = _SETTINGS[self.name] if self.name else _OWN_SETTINGS
+        for other, settings in _SETTINGS.items():
+            for key in settings:
+                if key not in own and getattr(self, key) is not None:
+                    fix = (
+                        f"remove it, or set name: {other} ({self.name} takes lr, {', '.join(own)})"
+                        if self.name
+                        else "put what your class takes under arguments"
+                    )
+                    raise ValueError(f"{key}: is a setting of {other}; {fix}")
+        for key, default in own.items():
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, default)
+        check_limits(self, self.LIMITS)
+        if not all(self.no_decay):
+            raise ValueError("no_decay: has an empty pattern; remove it")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov: needs momentum; give momentum, such as 0.9, or remove it")
+
+    def _check_own(self, code: Code) -> None:
+        if self.name is not None:
+            raise ValueError(f"name: {self.name} is an optimizer of its own; leave name out")
+        if code.module == f"{TORCH_OPTIM}.lr_scheduler":
+            raise ValueError(
+                "python: is a schedule of the rate, not an optimizer; give training.schedule"
+            )
+        for key in json.loads(code.arguments or NO_ARGUMENTS):
+            if key in _KEYS:
+                raise ValueError(
+                    f"arguments: has {key}; give {key} beside them, as a key of its own"
+                )
+        if self.described:
+            try:
+                _read_sketch(self.described)
+            except ValueError as error:
+                raise ValueError(f"described: {error}") from error
+
+    @property
+    def code(self) -> Code | None:
+        """Code that makes the optimizer; None for one of those with a name."""
+        name = self.plugin or self.python
+        if name is None:
+            return None
+        group = "oobleck.optimizers" if self.plugin else None
+        return Code(name=name, group=group, path=self.path, arguments=self.arguments)
+
+    @property
+    def sketch(self) -> OptimizerSketch:
+        """Sketch of the state that the job's class keeps. Raises ValueError where it was not looked
+        at."""
+        if not self.described:
+            raise ValueError("described: the class was not looked at; submit by oobleck submit")
+        return _read_sketch(self.described)
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """Names that torch gives the numbers that are kept per weight from step to step."""
+        if self.code is not None:
+            # Of a class that was not looked at nothing is known; its workers refuse the job.
+            return tuple(row.name for row in self.sketch.rows) if self.described else ()
+        if self.name == "adamw":
+            return ("exp_avg", "exp_avg_sq")
+        return ("momentum_buffer",) if self.momentum else ()
+
+    @property
+    def initial(self) -> tuple[float, ...]:
+        """Values of the `state` numbers before the first update."""
+        if self.code is not None and self.described:
+            return tuple(row.initial for row in self.sketch.rows)
+        return (0.0,) * self.moments
+
+    @property
+    def moments(self) -> int:
+        """Count of the `state` numbers: two for AdamW, one for SGD with momentum, none for plain
+        SGD."""
+        return len(self.state)
+
+    @property
+    def label(self) -> str:
+        """Name of the optimizer, whatever its settings."""
+        return self.name or self.plugin or self.python or ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSpec:
+    """Learning rate over steps: linear warm-up, then constant, or a fall to `min_lr`, along a
+    line or half a cosine."""
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    #: Steps before the first one at the full rate.
+    warmup: int = 0
+    #: Rate that a fall would reach in the step after the last one.
+    min_lr: float = 0.0
+    LIMITS: ClassVar[Mapping[str, Limits]] = dict.fromkeys(("warmup", "min_lr"), Limits(at_least=0))
+
+    def __post_init__(self) -> None:
+        check_limits(self, self.LIMITS)
+        if self.min_lr and self.name == "constant":
+            raise ValueError(
+                "min_lr: is where linear and cosine end; remove it, or choose one of them"
+            )

@@ -1,0 +1,367 @@
+"""The job: what to train, on which data, for how long, and how many losses to survive.
+
+Owns the types and their checks; `oobleck.core.job.file` reads them from a file's text.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from oobleck.core.ids import check_name
+from oobleck.core.job.checks import MOST_PATH, Limits, check_limits, check_paths, check_place
+from oobleck.core.job.code import NO_ARGUMENTS, Code, Json, check_code
+from oobleck.core.job.model import AnyModel, ModelSpec
+from oobleck.core.job.optimization import OptimizerSpec, ScheduleSpec
+from oobleck.core.redact import redact
+from oobleck.core.schedules import Schedule
+
+Precision = Literal["fp32", "bf16", "fp64"]
+Products = Literal["highest", "high", "medium"]
+Recompute = Literal["none", "layer"]
+GradientSums = Literal["full", "bf16"]
+OnStateLost = Literal["fail", "restart"]
+RecoveryPolicy = Literal["auto", "templates", "reroute", "uneven"]
+Shadows = Literal["auto", "none"]
+TransportName = Literal["auto", "tcp"]
+DataPlane = Literal["auto", "sealed", "clear"]
+#: Programs that `track` may name.
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSpec:
+    """Source of samples: text files, one flat file of token ids, or the user's data set."""
+
+    text: tuple[str, ...] = ()
+    tokens: str | None = None
+    #: Of `tokens`; None: what stands beside the file says it.
+    dtype: Literal["uint8", "uint16", "uint32"] | None = None
+    #: A tokenizer.json for `text`; None: every byte is a token.
+    tokenizer: str | None = None
+    #: What stands after every document of `text`: a token of the tokenizer, or any text for bytes.
+    #: None: the token that usually does, nothing for bytes; empty: nothing.
+    separator: str | None = None
+    #: Where the text stands in files of JSON lines.
+    field: str = "text"
+    #: Directory on every node for texts as tokens; None: one in the home directory.
+    cache: str | None = None
+    #: A map-style data set: what an entry point of oobleck.data, or a function, returns.
+    plugin: str | None = None
+    python: str | None = None
+    #: Directory on every node that the function's module lies in; None: it is installed.
+    path: str | None = None
+    #: What it is called with.
+    arguments: Json = NO_ARGUMENTS
+    #: Processes of each worker that read its samples; 0: a thread does.
+    workers: int = 0
+    LIMITS: ClassVar[Mapping[str, Limits]] = {"workers": Limits(at_least=0, at_most=64)}
+
+    def __post_init__(self) -> None:
+        check_code(plugin=self.plugin, python=self.python, path=self.path)
+        check_limits(self, self.LIMITS)
+        own = self.code is not None
+        if (bool(self.text), self.tokens is not None, own).count(True) != 1:
+            raise ValueError(
+                "data: give exactly one of text (paths or globs), tokens (a file), and plugin or "
+                "python (a data set of your own)"
+            )
+        check_paths("text", self.text)
+        for name in ("tokens", "tokenizer", "cache", "path"):
+            check_paths(name, [getattr(self, name)])
+        for name in ("tokenizer", "separator", "cache"):
+            if not self.text and getattr(self, name) is not None:
+                what = "a data set of your own gives" if own else "a tokens file holds"
+                raise ValueError(f"{name}: goes with text; {what} samples already, so leave it out")
+        if not own and self.arguments != NO_ARGUMENTS:
+            raise ValueError("arguments: are those of plugin or python; leave them out")
+        if not own and self.workers:
+            raise ValueError(
+                "workers: read the samples of plugin or python; text and tokens need none, so "
+                "leave it out"
+            )
+
+    @property
+    def code(self) -> Code | None:
+        """Code that makes the data set; None where it is files of tokens."""
+        name = self.plugin or self.python
+        if name is None:
+            return None
+        group = "oobleck.data" if self.plugin else None
+        return Code(name=name, group=group, path=self.path, arguments=self.arguments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSpec:
+    steps: int
+    #: Samples per step over all pipelines.
+    global_batch: int
+    #: Samples per micro-batch.
+    microbatch: int = 1
+    seed: int = 0
+    precision: Precision = "fp32"
+    #: How exactly float32 matrices are multiplied, in torch's words.
+    float32_matmul: Products = "highest"
+    #: How gradients travel to be summed: as they are trained, or rounded.
+    gradient_sums: GradientSums = "full"
+    #: layer: keep each layer's input alone between forward and backward, and compute it twice.
+    recompute: Recompute = "none"
+    #: Layers of a model of the user's go through torch's compiler, as far as they can.
+    compile: bool = False
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    #: The order of compute in a pipeline; auto: the fastest whose memory fits.
+    pipeline_schedule: Literal["auto", Schedule] = "auto"
+    #: Largest global gradient norm; None: no clipping.
+    clip: float | None = 1.0
+    #: Steps in a row that nobody applied, since loss or gradients were not finite, after which the
+    #: job fails; None: it never does.
+    max_skipped_steps: int | None = 100
+    LIMITS: ClassVar[Mapping[str, Limits]] = {
+        "steps": Limits(at_least=1, at_most=10**9),
+        "global_batch": Limits(at_least=1, at_most=1 << 17),
+        "microbatch": Limits(at_least=1),
+        "seed": Limits(at_least=0, at_most=(1 << 63) - 1),
+        "max_skipped_steps": Limits(at_least=1),
+        "clip": Limits(above=0),
+    }
+
+    def __post_init__(self) -> None:
+        check_limits(self, self.LIMITS)
+        check_paths("path", [self.optimizer.path])
+        if self.gradient_sums == "bf16" and self.precision == "fp64":
+            raise ValueError(
+                "gradient_sums: bf16 rounds gradients to 8 bits, and precision is fp64; leave it "
+                "out, or choose precision fp32 or bf16"
+            )
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip: {self.clip} must be > 0; leave it out for no clipping")
+        if self.schedule.min_lr > self.optimizer.lr:
+            raise ValueError(
+                f"min_lr: {self.schedule.min_lr} is above the optimizer's lr "
+                f"({self.optimizer.lr}), from which the rate falls; lower it"
+            )
+        if self.global_batch % self.microbatch:
+            raise ValueError(
+                f"microbatch: {self.microbatch} does not divide global_batch "
+                f"({self.global_batch}); choose a divisor of it"
+            )
+
+    @property
+    def wanted_schedule(self) -> Schedule | None:
+        """The schedule that the job asks for; None: it leaves the choice to planning."""
+        return None if self.pipeline_schedule == "auto" else self.pipeline_schedule
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches per step over all pipelines."""
+        return self.global_batch // self.microbatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSpec:
+    """The loss on samples that are not trained on, now and then."""
+
+    #: After every so many steps, and after the last one.
+    every: int
+    #: The share of the job's data that is kept out of training for it.
+    fraction: float | None = None
+    #: Or data of its own.
+    data: DataSpec | None = None
+    #: Most samples per evaluation; every evaluation uses the same ones.
+    samples: int = 1024
+    LIMITS: ClassVar[Mapping[str, Limits]] = {
+        "every": Limits(at_least=1),
+        "samples": Limits(at_least=1, at_most=1 << 20),
+        "fraction": Limits(above=0, below=1),
+    }
+
+    def __post_init__(self) -> None:
+        check_limits(self, self.LIMITS)
+        if (self.fraction is None) == (self.data is None):
+            raise ValueError(
+                "evaluation: give exactly one of fraction (of the data) and data (of its own)"
+            )
+        if self.fraction is not None and not 0.0 < self.fraction < 1.0:
+            raise ValueError(
+                f"fraction: {self.fraction} is not between 0 and 1; 0.01 keeps 1% out of training"
+            )
+
+    def due(self, step: int, steps: int) -> bool:
+        """Return whether the state after `step` of `steps` is evaluated."""
+        return step > 0 and (step % self.every == 0 or step == steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceSpec:
+    """Resources that the plan may use of each worker, and limits on the shape of pipelines."""
+
+    #: Budget for state and activations of one worker; None: what its node reports.
+    memory_per_worker_bytes: int | None = None
+    #: Lower bound for the nodes of one pipeline, above what memory asks for.
+    min_nodes_per_pipeline: int = 1
+    #: auto: NCCL where every worker has a GPU to itself, and TCP elsewhere; tcp: always that.
+    transport: TransportName = "auto"
+    LIMITS: ClassVar[Mapping[str, Limits]] = {
+        "min_nodes_per_pipeline": Limits(at_least=1),
+        "memory_per_worker_bytes": Limits(at_least=1),
+    }
+
+    def __post_init__(self) -> None:
+        check_limits(self, self.LIMITS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSpec:
+    """Settings of checkpoints: where and when the training state is saved, and what becomes of what
+    is there already."""
+
+    #: A directory or an fsspec URL, the same place on all nodes.
+    path: str
+    #: Steps between two checkpoints.
+    every: int = 100
+    #: Newest checkpoints that stay.
+    keep: int = 3
+    #: A job whose path holds checkpoints goes on from the newest valid one (auto), must find one
+    #: (require), or must find none (never).
+    resume: Literal["auto", "never", "require"] = "auto"
+    #: Whether the state after the last step is saved, whatever `every` says.
+    at_end: bool = True
+    LIMITS: ClassVar[Mapping[str, Limits]] = {
+        "every": Limits(at_least=1),
+        "keep": Limits(at_least=1),
+    }
+
+    def __post_init__(self) -> None:
+        check_place("path", self.path, "a directory or an fsspec URL")
+        check_limits(self, self.LIMITS)
+
+    def why_untold(self) -> str:
+        """Why the master cannot be told of a checkpoint there; empty: it can. Asked for new jobs
+        alone: one that is in a journal is read, whatever its path."""
+        told = redact(self.path)
+        if not told.isprintable():
+            return "has characters that a table cannot show, such as a no-break space"
+        if len(told) > MOST_PATH:
+            return f"is longer than {MOST_PATH} characters where its secrets are hidden"
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoverySpec:
+    """Settings of recovery from a loss: see `oobleck.planner.recovery.policies`."""
+
+    #: The one that answers losses where it can; auto: whichever lets training go on sooner.
+    policy: RecoveryPolicy = "auto"
+    #: auto: where too few nodes hold a layer for fault_tolerance, and there is memory, others hold
+    #: it too (`oobleck.planner.search.shadows`).
+    shadows: Shadows = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """Training run, as its job file describes it."""
+
+    name: str
+    model: AnyModel
+    data: DataSpec
+    training: TrainingSpec
+    #: None: no evaluation.
+    evaluation: EvaluationSpec | None = None
+    #: Node losses at a time that must not cost more than the step in flight.
+    fault_tolerance: int = 1
+    resources: ResourceSpec = field(default_factory=ResourceSpec)
+    #: Directory for the final weights, the same on all nodes; None: they are not saved.
+    output: str | None = None
+    #: None: the training state is never saved.
+    checkpoint: CheckpointSpec | None = None
+    #: Times and bytes that plans are made by: `measure` (or taken from a stored measurement),
+    #: `estimate`, or the path of a profile file.
+    profile: str = "measure"
+    #: Nodes with another major.minor of torch than most may take part.
+    allow_mixed_versions: bool = False
+    #: What becomes of the job where its state is with nobody any more and there is no checkpoint:
+    #: it ends (fail), or begins anew at step 1 (restart).
+    on_state_lost: OnStateLost = "fail"
+    recovery: RecoverySpec = field(default_factory=RecoverySpec)
+    #: Whether what workers send each other over links can be read and changed on the way; auto:
+    #: only where the way does not leave the host.
+    data_plane: DataPlane = "auto"
+    #: Programs that the head node keeps a copy of metrics and events for.
+    track: tuple[str, ...] = ()
+    #: A wheel whose modules the job's functions are of: see `oobleck.core.job.wheel`. None: they
+    #: are on the nodes.
+    code: str | None = None
+    LIMITS: ClassVar[Mapping[str, Limits]] = {"fault_tolerance": Limits(at_least=0)}
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "job")
+        check_place("profile", self.profile, "measure, estimate or a profile file's path")
+        check_paths("output", [self.output])
+        check_paths("code", [self.code])
+        for name in self.track:
+            if name not in TRACKERS:
+                known = ", ".join(TRACKERS)
+                raise ValueError(f"track: {name!r} is none of {known}; choose of these")
+        if len(set(self.track)) < len(self.track):
+            raise ValueError("track: names a program twice; name it once")
+        check_limits(self, self.LIMITS)
+        if self.recovery.policy == "reroute" and self.fault_tolerance == 0:
+            raise ValueError(
+                "policy: reroute needs a second pipeline that holds the same layers; set "
+                "fault_tolerance to 1 or more, or policy to auto"
+            )
+        least = self.resources.min_nodes_per_pipeline
+        if self.model.known and least > self.model.layer_count:
+            parts = " (embedding, blocks and head)" if isinstance(self.model, ModelSpec) else ""
+            raise ValueError(
+                f"min_nodes_per_pipeline: {least} nodes are more "
+                f"than the {self.model.layer_count} layers{parts} that a pipeline spreads over "
+                "them; lower it"
+            )
+        self._check_data()
+        if self.training.compile and isinstance(self.model, ModelSpec):
+            raise ValueError(
+                "compile: goes with a model of your own, or one of transformers by "
+                "model.architecture; the layers of the model kinds gain nothing, so leave it out"
+            )
+        if self.training.microbatches < self.fault_tolerance + 1:
+            raise ValueError(
+                f"global_batch: {self.training.global_batch} samples in micro-batches of "
+                f"{self.training.microbatch} are {self.training.microbatches} micro-batches, too "
+                f"few for the {self.fault_tolerance + 1} pipelines that fault_tolerance "
+                f"{self.fault_tolerance} needs; enlarge global_batch or lower microbatch"
+            )
+
+    def _check_data(self) -> None:
+        """Raise ValueError where the model does not take what the data gives."""
+        built_in = isinstance(self.model, ModelSpec)
+        evaluated = self.evaluation.data if self.evaluation else None
+        for data in (self.data, evaluated):
+            if data is None:
+                continue
+            if built_in and data.code is not None:
+                raise ValueError(
+                    "data: a data set of your own goes with a model of your own (model.python or "
+                    "model.plugin); give text or tokens"
+                )
+            if self.model.labelled and data.code is None:
+                raise ValueError(
+                    "data: a model of that architecture learns from labels, and text and tokens "
+                    "have none but the next token; give a data set of (inputs, labels) as "
+                    "data.python or data.plugin"
+                )
+            if not built_in and data.code is None and not self.model.reads_tokens:
+                raise ValueError(
+                    "data: text and tokens are cut into rows of model.sequence_length; give that, "
+                    "or a data set of your own (data.python or data.plugin)"
+                )
+
+    def seals_links(self, *, on_loopback: bool) -> bool:
+        """Return whether a worker wants its links sealed; `on_loopback`: others reach it on
+        loopback alone."""
+        return self.data_plane == "sealed" or (self.data_plane == "auto" and not on_loopback)
+
+    @property
+    def profile_path(self) -> str | None:
+        """The profile file that the job names; None: it names none."""
+        return None if self.profile in ("measure", "estimate") else self.profile

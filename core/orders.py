@@ -1,0 +1,182 @@
+"""Orders to a doctor's process and its answers, as data that the master forwards.
+
+Must not know how anything is looked at, nor what is concluded.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from oobleck.core.finding import Finding
+
+#: checkpoints, output: the same on all nodes, and written; data: the same, and read; own: of this
+#: host alone, and written; journal: likewise, by the master, which waits for each write.
+Use = Literal["checkpoints", "output", "data", "own", "journal"]
+#: Begins the names of files that a look leaves in a shared folder until all have looked.
+MARK = ".oobleck-doctor-"
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Folder or files to examine; for `data` it may be a pattern."""
+
+    path: str
+    use: Use
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts that a host's daemon knows of it, against which the examination compares."""
+
+    #: By which other nodes reach its workers; empty: not known.
+    address: str = ""
+    #: Of the master, as this host was told it; empty: this is its host.
+    master: str = ""
+    workers: int = 0
+    memory_per_worker_bytes: int = 0
+    device: Literal["cpu", "cuda"] = "cpu"
+    #: Where the workers' GPUs are; none: all.
+    gpus: tuple[str, ...] = ()
+    #: Sessions or links that it must be able to hold.
+    connections: int = 0
+    #: Its own folders.
+    places: tuple[Place, ...] = ()
+    #: Of its workers' environment: what tells NCCL and Gloo by which way to talk.
+    variables: Mapping[str, str] = {}
+
+
+# ---- orders
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
+    """Order to examine the host and these places."""
+
+    places: tuple[Place, ...] = ()
+    #: Addresses of the other nodes.
+    peers: tuple[str, ...] = ()
+    #: A job trains: take as little as can be.
+    gently: bool = False
+    #: Ends the name of the file that is left in shared folders; empty: none is.
+    mark: str = ""
+
+
+class FindMarks(msgspec.Struct, frozen=True, kw_only=True, tag="find marks"):
+    """Order to list the mark files that an examination has left in these folders."""
+
+    folders: tuple[str, ...]
+    examination: str
+
+
+class RemoveMarks(msgspec.Struct, frozen=True, kw_only=True, tag="remove marks"):
+    folders: tuple[str, ...]
+    #: Files of this examination go, and those that were left behind by others long ago.
+    examination: str
+
+
+class ReadClock(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
+    pass
+
+
+class Listen(msgspec.Struct, frozen=True, kw_only=True, tag="listen"):
+    """Order to take calls from holders of the secret, for so long, at a port that the kernel
+    chooses."""
+
+    secret: str
+    seconds: float
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
+    """Order to measure the network path to a host that listens; the process that listens here does
+    so."""
+
+    address: str
+    port: int
+    #: At most so much is sent each way to see how much gets through; 0: nothing.
+    most_bytes: int
+    #: And for so long.
+    seconds: float
+
+
+class Hush(msgspec.Struct, frozen=True, kw_only=True, tag="hush"):
+    """Order to stop listening."""
+
+
+Order = Look | FindMarks | RemoveMarks | ReadClock | Listen | Call | Hush
+
+
+# ---- answers
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a place, to compare with the same place on other nodes."""
+
+    path: str
+    use: Use
+    #: The nearest folder above it that is there, or itself; empty: it cannot be used.
+    at: str = ""
+    #: Of names, sizes and some of the content; empty: there is nothing.
+    digest: str = ""
+    files: int = 0
+
+
+class Looked(msgspec.Struct, frozen=True, kw_only=True, tag="looked"):
+    findings: tuple[Finding, ...] = ()
+    seen: tuple[Seen, ...] = ()
+    #: The network interface that has the node's address, and the largest packet that it sends;
+    #: empty and 0: none has.
+    interface: str = ""
+    mtu: int = 0
+
+
+class Marks(msgspec.Struct, frozen=True, kw_only=True, tag="marks"):
+    """Marks found in each folder, by the names of the nodes that left them."""
+
+    found: Mapping[str, tuple[str, ...]]
+
+
+class Clock(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
+    #: Seconds of the calendar.
+    unix: float
+    #: Nodes with the same are one machine.
+    boot: str = ""
+
+
+class Listening(msgspec.Struct, frozen=True, kw_only=True, tag="listening"):
+    #: Of TCP and of UDP.
+    port: int
+
+
+class Way(msgspec.Struct, frozen=True, kw_only=True, tag="way"):
+    """Measurements by one host of the network path to another one."""
+
+    #: Why there is no way, in the kernel's words; empty: there is.
+    problem: str = ""
+    #: The least and the median of some round trips.
+    least_s: float = 0.0
+    median_s: float = 0.0
+    #: What got through, by whoever received it; 0: not measured.
+    there_bytes_per_s: float = 0.0
+    back_bytes_per_s: float = 0.0
+    #: Most bytes that were sent for that, each way.
+    sent_bytes: int = 0
+    #: What an interface here sends at most as one packet, and the largest that arrived unsplit; 0:
+    #: not even the smallest did.
+    mtu: int = 0
+    arrived: int = 0
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    pass
+
+
+class Unable(msgspec.Struct, frozen=True, kw_only=True, tag="unable"):
+    reason: str
+
+
+Answer = Looked | Marks | Clock | Listening | Way | Done | Unable
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """Line of a doctor's process's standard input."""
+
+    order: Order
+    about: About = About()

@@ -1,0 +1,411 @@
+"""Plans: who holds which layers and computes which micro-batches, and the templates behind them.
+
+A pipeline template is a stage partition of the whole model over n nodes (Oobleck §4.1). A pipeline
+is a template with nodes in its places; a plan is one generation's pipelines, or the routes that
+micro-batches take where it is not made of whole pipelines. Must not know how a plan is chosen.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from types import MappingProxyType
+
+from oobleck.core.ids import Generation, NodeName, WorkerId
+from oobleck.core.routes import Hold, Hop, Listing, Route, Shard, ShardTable
+from oobleck.core.schedules import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTemplate:
+    """Contiguous layers on `gpus` workers of the template's node number `node`."""
+
+    first_layer: int
+    #: Inclusive.
+    last_layer: int
+    #: 0-based position of the node inside the template.
+    node: int
+    gpus: int
+    #: One micro-batch through all layers of the stage.
+    forward_s: float
+    backward_s: float
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.last_layer + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineTemplate:
+    """The whole model cut into stages for `nodes` nodes; not yet on any concrete node."""
+
+    nodes: int
+    gpus_per_node: int
+    stages: tuple[StageTemplate, ...]
+    #: T1 + T2 + T3 with Nb = 4 * stages micro-batches (Oobleck §4.1.2).
+    iteration_s: float
+
+    def __post_init__(self) -> None:
+        used = [0] * self.nodes
+        next_layer, node = 0, 0
+        for stage in self.stages:
+            if stage.first_layer != next_layer or stage.last_layer < stage.first_layer:
+                raise ValueError(f"stages are not contiguous at layer {next_layer}")
+            if stage.node < node or stage.gpus < 1:
+                raise ValueError("stages must follow the node order and have at least one GPU")
+            next_layer, node = stage.last_layer + 1, stage.node
+            used[stage.node] += stage.gpus
+        if any(gpus != self.gpus_per_node for gpus in used):
+            raise ValueError(f"every GPU must be used; used per node: {used}")
+
+    @property
+    def layer_count(self) -> int:
+        return self.stages[-1].last_layer + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """A template put on concrete nodes: one replica of the model."""
+
+    #: In template order: nodes[k] is the template's node number k.
+    nodes: tuple[NodeName, ...]
+    stages: tuple[Hold, ...]
+    #: How many of the global batch it computes in every step.
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("a pipeline needs at least one stage")
+        if self.microbatches < 1:
+            raise ValueError("a pipeline needs at least one micro-batch")
+        if len(set(self.nodes)) != len(self.nodes):
+            raise ValueError(f"a node stands twice in one pipeline: {self.nodes}")
+
+
+def place(
+    template: PipelineTemplate, nodes: tuple[NodeName, ...], *, microbatches: int
+) -> Pipeline:
+    """Put `template` on `nodes`; the GPUs of a node go to its stages in slot order."""
+    if len(nodes) != template.nodes:
+        raise ValueError(f"a template of {template.nodes} nodes needs as many, got {len(nodes)}")
+    next_slot = dict.fromkeys(range(template.nodes), 0)
+    stages = []
+    for stage in template.stages:
+        slot = next_slot[stage.node]
+        next_slot[stage.node] = slot + stage.gpus
+        workers = tuple(WorkerId(nodes[stage.node], slot + gpu) for gpu in range(stage.gpus))
+        stages.append(
+            Hold(first_layer=stage.first_layer, last_layer=stage.last_layer, workers=workers)
+        )
+    return Pipeline(nodes=nodes, stages=tuple(stages), microbatches=microbatches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRate:
+    """A worker takes 1 / rate of the profile's time."""
+
+    worker: WorkerId
+    rate: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate < 1:
+            raise ValueError(
+                f"rate of {self.worker}: {self.rate} is no share of the profiled speed; give one "
+                "above 0 and below 1"
+            )
+
+
+def slow_workers(rates: Mapping[WorkerId, float], among: Iterable[WorkerId]) -> Sequence[WorkerId]:
+    """List those of the workers `among` that are slower than profiled, sorted."""
+    wanted = set(among)
+    return sorted(worker for worker, rate in rates.items() if rate != 1 and worker in wanted)
+
+
+def check_rates(rates: Sequence[WorkerRate], workers: Iterable[WorkerId]) -> None:
+    """Raises ValueError unless they are those of some of the `workers`, each once and sorted."""
+    for before, after in pairwise(rates):
+        if after.worker <= before.worker:
+            raise ValueError(
+                f"rates must be sorted, each worker once: {after.worker} after {before.worker}"
+            )
+    if rates and (others := {one.worker for one in rates}.difference(workers)):
+        raise ValueError(f"rate of {min(others)}: it is no worker of the plan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Plan of one generation: who holds which layer and computes which micro-batches.
+
+    The routes take the micro-batches of the global batch in their order, so that each is in exactly
+    one of them. Ranks are positions in `workers`.
+    """
+
+    generation: Generation
+    holds: tuple[Hold, ...]
+    routes: tuple[Route, ...]
+    #: The order of compute on workers that stand in one hop alone.
+    schedule: Schedule = "1f1b"
+    #: For the order on all others; None: there are none.
+    listing: Listing | None = None
+    #: Of workers that are slower than profiled, sorted; the listing counts them in.
+    rates: tuple[WorkerRate, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.routes:
+            raise ValueError("a plan needs at least one route")
+        if len({route.hops[-1].last_layer for route in self.routes}) > 1:
+            raise ValueError("the routes disagree on the number of layers")
+        if self.holds and max(hold.last_layer for hold in self.holds) >= self.layer_count:
+            raise ValueError(f"a layer is held that is none of the model's {self.layer_count}")
+        _check_once(self.holds)
+        _check_held(self.routes, self.holds)
+        check_rates(self.rates, self.workers if self.rates else ())
+        if self.listing is not None:
+            lengths = [len(hops) for hops in self.listing.hops]
+            if lengths != [len(route.hops) for route in self.routes]:
+                raise ValueError("the listing's hops are not those of the routes")
+            if len(self.listing.room) != len(self.workers):
+                raise ValueError("the listing's room is not that of the workers")
+
+    @classmethod
+    def of_pipelines(
+        cls,
+        pipelines: Iterable[Pipeline],
+        *,
+        generation: Generation,
+        schedule: Schedule = "1f1b",
+    ) -> "Plan":
+        """Each pipeline has one route, through all of its stages. Raises ValueError."""
+        given = tuple(pipelines)
+        nodes = [node for pipeline in given for node in pipeline.nodes]
+        if len(set(nodes)) != len(nodes):
+            raise ValueError(f"a node stands in two pipelines: {sorted(nodes)}")
+        return cls(
+            generation=generation,
+            holds=tuple(stage for pipeline in given for stage in pipeline.stages),
+            routes=tuple(
+                Route(
+                    hops=tuple(
+                        Hop(
+                            first_layer=stage.first_layer,
+                            last_layer=stage.last_layer,
+                            workers=stage.workers,
+                        )
+                        for stage in pipeline.stages
+                    ),
+                    microbatches=pipeline.microbatches,
+                )
+                for pipeline in given
+            ),
+            schedule=schedule,
+        )
+
+    @property
+    def microbatches(self) -> int:
+        return sum(route.microbatches for route in self.routes)
+
+    @property
+    def layer_count(self) -> int:
+        return self.routes[0].hops[-1].last_layer + 1
+
+    @cached_property
+    def shares(self) -> tuple[range, ...]:
+        """The micro-batches of each route."""
+        ends = accumulate((route.microbatches for route in self.routes), initial=0)
+        return tuple(range(first, stop) for first, stop in pairwise(ends))
+
+    @cached_property
+    def pipelines(self) -> tuple[Pipeline, ...]:
+        """The routes as pipelines; those of a plan of templates are the ones that it is made of."""
+        holds = {(h.first_layer, h.last_layer, h.workers): h for h in self.holds}
+        found = []
+        for route in self.routes:
+            stages = tuple(
+                holds.get((hop.first_layer, hop.last_layer, hop.workers))
+                or Hold(first_layer=hop.first_layer, last_layer=hop.last_layer, workers=hop.workers)
+                for hop in route.hops
+            )
+            nodes = dict.fromkeys(stage.workers[0].node for stage in stages)
+            found.append(
+                Pipeline(nodes=tuple(nodes), stages=stages, microbatches=route.microbatches)
+            )
+        return tuple(found)
+
+    @cached_property
+    def nodes(self) -> tuple[NodeName, ...]:
+        return tuple(sorted({hold.workers[0].node for hold in self.holds}))
+
+    @cached_property
+    def workers(self) -> tuple[WorkerId, ...]:
+        """Workers of the plan, all of them in rank order (sorted)."""
+        return tuple(sorted({worker for hold in self.holds for worker in hold.workers}))
+
+    @cached_property
+    def shards(self) -> ShardTable:
+        """Shards that each worker holds: worker p of d of a hold has the p-th d-th of each of its
+        layers' state. Equal sets are one object."""
+        found: dict[WorkerId, frozenset[Shard]] = {}
+        for hold in self.holds:
+            parts = len(hold.workers)
+            for part, worker in enumerate(hold.workers):
+                own = _shards(hold.first_layer, hold.last_layer, part, parts)
+                found[worker] = found[worker] | own if worker in found else own
+        return MappingProxyType(found)
+
+    @cached_property
+    def held(self) -> Mapping[WorkerId, tuple[int, ...]]:
+        """The layers that each worker holds, or has a part of; sorted."""
+        found: dict[WorkerId, tuple[int, ...]] = {}
+        for hold in self.holds:
+            for worker in hold.workers:
+                own = tuple(hold.layers)
+                found[worker] = tuple(sorted(found[worker] + own)) if worker in found else own
+        return MappingProxyType(found)
+
+    @cached_property
+    def shadows(self) -> Mapping[WorkerId, tuple[int, ...]]:
+        """The layers that workers hold and do not run; sorted, without workers that have none."""
+        hops = [hop for route in self.routes for hop in route.hops]
+        whole = {(hop.first_layer, hop.last_layer, hop.workers) for hop in hops}
+        rest = [h for h in self.holds if (h.first_layer, h.last_layer, h.workers) not in whole]
+        run: dict[WorkerId, set[int]] = {w: set() for hold in rest for w in hold.workers}
+        for hop in hops if rest else ():
+            for worker in hop.workers:
+                if worker in run:
+                    run[worker].update(hop.layers)
+        idle = {worker: set(self.held[worker]) - layers for worker, layers in run.items()}
+        found = {worker: tuple(sorted(idle[worker])) for worker in sorted(idle) if idle[worker]}
+        return MappingProxyType(found)
+
+    def layer_nodes(self) -> list[set[NodeName]]:
+        """The nodes that hold each layer; each of them has all of it."""
+        nodes: list[set[NodeName]] = [set() for _ in range(self.layer_count)]
+        for hold in self.holds:
+            for layer in hold.layers:
+                nodes[layer].add(hold.workers[0].node)
+        return nodes
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, one.name) for one in fields(self)))
+
+    def __hash__(self) -> int:
+        """Return the hash, computed once: for a thousand nodes it takes milliseconds, and every
+        cache of plans asks for it."""
+        return self._hash
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the fields alone: hashes differ between processes, and proxies do not pickle."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    @cached_property
+    def _rates(self) -> Mapping[WorkerId, float]:
+        return {one.worker: one.rate for one in self.rates}
+
+    def rate(self, workers: Iterable[WorkerId]) -> float:
+        """Return the rate of what these workers compute in step: that of the slowest one."""
+        if not self.rates:
+            return 1.0
+        return min(self._rates.get(worker, 1.0) for worker in workers)
+
+    def with_rates(self, rates: Mapping[WorkerId, float]) -> "Plan":
+        """The plan where its workers have these rates, those that are not named their profiled
+        one; rates of others are ignored. Without a listing, which counts rates in."""
+        slow = slow_workers(rates, self.workers)
+        own = tuple(WorkerRate(worker=worker, rate=rates[worker]) for worker in slow)
+        return replace(self, rates=own, listing=None)
+
+    def hold_of(self, worker: WorkerId, layer: int) -> Hold:
+        """Return the hold by which `worker` holds `layer`. Raises ValueError where it does not."""
+        for hold in self.holds:
+            if layer in hold.layers and worker in hold.workers:
+                return hold
+        raise ValueError(
+            f"worker {worker} does not hold layer {layer} in generation {self.generation}"
+        )
+
+    def owners(self, layer: int) -> tuple[WorkerId, ...]:
+        """The workers that hold `layer`, sorted."""
+        return tuple(sorted(w for hold in self.holds if layer in hold.layers for w in hold.workers))
+
+
+# Plans come from agents, too: no check may go through all layers that a plan says it has.
+
+
+def _check_once(holds: Iterable[Hold]) -> None:
+    held: dict[WorkerId, list[range]] = {}
+    for hold in holds:
+        for worker in hold.workers:
+            held.setdefault(worker, []).append(hold.layers)
+    for worker, own in held.items():
+        for before, after in pairwise(sorted(own, key=_start)):
+            if after.start < before.stop:
+                raise ValueError(f"{worker} holds layer {after.start} twice")
+
+
+def _check_held(routes: Iterable[Route], holds: Iterable[Hold]) -> None:
+    """Each hop's layers are held by its workers, together and in the same order."""
+    held: dict[tuple[WorkerId, ...], list[range]] = {}
+    for hold in holds:
+        held.setdefault(hold.workers, []).append(hold.layers)
+    for own in held.values():
+        own.sort(key=_start)
+    for route in routes:
+        for hop in route.hops:
+            layer = hop.first_layer
+            for layers in held.get(hop.workers, ()):
+                if layer in layers:
+                    layer = layers.stop
+            if layer <= hop.last_layer:
+                names = ", ".join(map(str, hop.workers))
+                raise ValueError(
+                    f"{names} compute layer {layer}, which they do not hold in these shares"
+                )
+
+
+def _start(layers: range) -> int:
+    return layers.start
+
+
+@lru_cache(maxsize=1024)
+def _shards(first_layer: int, last_layer: int, part: int, parts: int) -> frozenset[Shard]:
+    return frozenset(Shard(layer, part, parts) for layer in range(first_layer, last_layer + 1))
+
+
+def is_of_pipelines(plan: Plan) -> bool:
+    """Return whether each worker stands in one route alone, with all that it holds."""
+    try:
+        return Plan.of_pipelines(
+            plan.pipelines, generation=plan.generation, schedule=plan.schedule
+        ) == replace(plan, listing=None, rates=())
+    except ValueError:
+        return False
+
+
+def pipelines_within(plan: Plan) -> Plan:
+    """The plan itself where it is made of pipelines; else one of those of its routes that have no
+    node in common, taken in their order, with all micro-batches in the same proportions."""
+    if is_of_pipelines(plan):
+        return plan
+    taken: list[Pipeline] = []
+    nodes: set[NodeName] = set()
+    for pipeline in plan.pipelines:
+        if nodes.isdisjoint(pipeline.nodes):
+            taken.append(pipeline)
+            nodes.update(pipeline.nodes)
+    shares = _in_proportion([pipeline.microbatches for pipeline in taken], plan.microbatches)
+    return Plan.of_pipelines(
+        (replace(one, microbatches=share) for one, share in zip(taken, shares, strict=True)),
+        generation=plan.generation,
+        schedule=plan.schedule,
+    )
+
+
+def _in_proportion(parts: list[int], total: int) -> list[int]:
+    """Whole numbers of that sum, none below its part; of equal remainders the first gets more."""
+    whole = sum(parts)
+    shares = [part * total // whole for part in parts]
+    by_remainder = sorted(range(len(parts)), key=lambda k: -(parts[k] * total % whole))
+    for number in by_remainder[: total - sum(shares)]:
+        shares[number] += 1
+    return shares

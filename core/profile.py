@@ -1,0 +1,280 @@
+"""The profile of a model on a machine: measured or estimated time and bytes per layer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from oobleck.core.units import count
+
+#: Of all times but 0: what planning counts in, and some 30 years.
+LEAST_S, MOST_S = 1e-15, 1e9
+#: Of what a layer or a GPU has, and of the state or the activations of all layers.
+MOST_BYTES, MOST_BYTES_IN_ALL = 2**60 - 1, 2**62 - 1
+LEAST_RATE, MOST_RATE = 1.0, 1e18
+MOST_LAYERS = 1024
+#: Fields of a layer in bytes.
+OPTIONAL_BYTES = (
+    "moved_bytes",
+    "gradient_bytes",
+    "sum_bytes",
+    "tied_bytes",
+    "working_bytes",
+    "mapped_bytes",
+    "exchange_bytes",
+)
+BYTES = ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes", *OPTIONAL_BYTES)
+_MOST = {"microbatch": 2**31 - 1, "gpus_per_node": 1024, "gpu_memory_bytes": MOST_BYTES}
+
+
+class InvalidProfile(ValueError):
+    """A value of a profile is wrong: which field of what, and the fix."""
+
+    def __init__(self, owner: str, field_path: str, problem: str) -> None:
+        super().__init__(f"{owner}{field_path}: {problem}")
+        self.field_path = field_path
+        self.problem = problem
+
+
+def _problem_of_time(seconds: float) -> str:
+    """Return what is wrong with `seconds`, and the fix; empty where nothing is."""
+    if seconds == 0 or LEAST_S <= seconds <= MOST_S:
+        return ""
+    return f"{seconds} is not a time; give seconds, 0 or {LEAST_S:g} to {MOST_S:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProfile:
+    """Profile of a layer. Times are seconds for one micro-batch, keyed by the GPUs sharing the
+    layer.
+
+    Raises InvalidProfile, a ValueError.
+    """
+
+    name: str
+    #: A number of GPUs that is missing may not share the layer.
+    forward_s: Mapping[int, float]
+    backward_s: Mapping[int, float]
+    parameter_bytes: int
+    #: Weights, gradients and optimizer moments, and what else of the layer stays in memory.
+    state_bytes: int
+    #: Kept per micro-batch from its forward to its backward.
+    activation_bytes: int
+    #: Sent to the next stage per micro-batch.
+    output_bytes: int
+    #: The part of `state_bytes` that is sent where the layer moves to another worker; 0: all.
+    moved_bytes: int = 0
+    #: What is sent of the layer's gradient where it is summed; 0: `parameter_bytes`.
+    gradient_bytes: int = 0
+    #: The sum of the layer's gradients over all workers that hold the layer, where several do.
+    sum_bytes: int = 0
+    #: The part of `sum_bytes` that the layer shares with another: summed in every plan.
+    tied_bytes: int = 0
+    #: The most that computing one micro-batch takes beside all that and what is kept: what its
+    #: operations hand to each other, and the messages at the stage's borders.
+    working_bytes: int = 0
+    #: The same of single blocks that the allocator gives back one by one (`MAPPED_BYTES` in
+    #: `oobleck.planner.profile.memory`): one layer's come when another's `working_bytes` are still
+    #: held.
+    mapped_bytes: int = 0
+    #: What a worker that shares the layer with others of its node has, beside its share, while it
+    #: computes the layer (`oobleck.planner.profile.sharing`).
+    exchange_bytes: int = 0
+    #: The part of `backward_s` that makes the gradient of the layer's input, where it was measured
+    #: apart from that of the weights.
+    backward_input_s: Mapping[int, float] = field(default_factory=dict)
+    #: The optimizer's update of the layer, once per step.
+    update_s: Mapping[int, float] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        # Layers that differ in their times alone are told apart by equality.
+        return hash((self.name, self.state_bytes, self.activation_bytes, len(self.forward_s)))
+
+    def __post_init__(self) -> None:
+        if not self.forward_s:
+            raise self._wrong("forward_s", 'is empty; give at least the time on one GPU, {"1": s}')
+        for name in ("forward_s", "backward_s", "backward_input_s", "update_s"):
+            self._check_times(name, getattr(self, name))
+        for name in ("backward_s", "backward_input_s", "update_s"):
+            self._check_keys(name, getattr(self, name), optional=name != "backward_s")
+        for gpus, seconds in self.backward_input_s.items():
+            if seconds > self.backward_s[gpus]:
+                raise self._wrong(
+                    f'backward_input_s["{gpus}"]',
+                    f"{seconds} is more than the whole backward ({self.backward_s[gpus]}), of "
+                    "which it is a part; correct one of them or leave backward_input_s out",
+                )
+        for name in BYTES:
+            value = getattr(self, name)
+            if value < 0:
+                raise self._wrong(name, f"{value} is negative; give bytes >= 0")
+            if value > MOST_BYTES:
+                raise self._wrong(name, "is too large; give bytes < 2^60")
+        for part, whole in (("tied_bytes", "sum_bytes"), ("moved_bytes", "state_bytes")):
+            if getattr(self, part) > getattr(self, whole):
+                raise self._wrong(
+                    part,
+                    f"{getattr(self, part)} is more than {whole} ({getattr(self, whole)}), of "
+                    f"which it is a part; correct one of them or leave {part} out",
+                )
+
+    @property
+    def travelling_bytes(self) -> int:
+        """Bytes that travel when the layer moves to another worker."""
+        return self.moved_bytes or self.state_bytes
+
+    @property
+    def summed_bytes(self) -> int:
+        """Bytes of the layer's gradient, where it is sent to be summed."""
+        return self.gradient_bytes or self.parameter_bytes
+
+    def _wrong(self, field_path: str, problem: str) -> InvalidProfile:
+        return InvalidProfile(f"layer {self.name}: ", field_path, problem)
+
+    def _check_times(self, name: str, times: Mapping[int, float]) -> None:
+        for gpus, seconds in times.items():
+            if gpus < 1:
+                raise self._wrong(f'{name}["{gpus}"]', "keys are numbers of GPUs, from 1")
+            if problem := _problem_of_time(seconds):
+                raise self._wrong(f'{name}["{gpus}"]', problem)
+        if name in ("backward_input_s", "update_s"):
+            return
+        fewest, *others = sorted(times) or [0]
+        for gpus in others:
+            if times[gpus] > times[fewest]:
+                raise self._wrong(
+                    f'{name}["{gpus}"]',
+                    f"{times[gpus]} is more than with {count(fewest, 'GPU')} "
+                    f"({times[fewest]}); leave out the entry for {gpus} GPUs (in all of the "
+                    "layer's times): a layer may not be shared by a number that is missing",
+                )
+            fewest = gpus
+
+    def _check_keys(self, name: str, times: Mapping[int, float], *, optional: bool) -> None:
+        if optional and not times:
+            return
+        missing = sorted(set(self.forward_s) - set(times))
+        more = sorted(set(times) - set(self.forward_s))
+        if missing:
+            raise self._wrong(
+                f'{name}["{missing[0]}"]', "is missing; forward_s has that number of GPUs: give it"
+            )
+        if more:
+            raise self._wrong(
+                f'{name}["{more[0]}"]', "forward_s lacks that number of GPUs; give it there too"
+            )
+
+
+def working_bytes(layers: Sequence[LayerProfile]) -> int:
+    """Return the bytes that a stage of these layers needs beside its state and what is kept."""
+    return max(la.working_bytes for la in layers) + max(la.mapped_bytes for la in layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """Speeds of the wires: bytes per second inside and between nodes, seconds per message."""
+
+    intra_node_bytes_per_s: float
+    inter_node_bytes_per_s: float
+    latency_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("intra_node_bytes_per_s", "inter_node_bytes_per_s"):
+            value = getattr(self, name)
+            if not LEAST_RATE <= value <= MOST_RATE:
+                raise InvalidProfile(
+                    "links.",
+                    name,
+                    f"{value} is not a rate; give bytes per second, {LEAST_RATE:g} to "
+                    f"{MOST_RATE:g}",
+                )
+        if problem := _problem_of_time(self.latency_s):
+            raise InvalidProfile("links.", "latency_s", problem)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Profile of the model and the machines, which is all that planning knows of them. Raises
+    InvalidProfile."""
+
+    microbatch: int
+    gpus_per_node: int
+    #: What training may use of one GPU: without the margin of `oobleck.planner.profile.memory`.
+    gpu_memory_bytes: int
+    layers: tuple[LayerProfile, ...]
+    links: Links
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise InvalidProfile("", "layers", "is empty; give at least one layer")
+        if len(self.layers) > MOST_LAYERS:
+            raise InvalidProfile(
+                "", "layers", f"has {len(self.layers)} layers; give at most {MOST_LAYERS}"
+            )
+        for name, most in _MOST.items():
+            value = getattr(self, name)
+            if value < 1:
+                raise InvalidProfile("", name, f"{value} is below 1; give at least 1")
+            if value > most:
+                raise InvalidProfile("", name, f"is too large; give at most {most}")
+        for name in ("state_bytes", "activation_bytes"):
+            whole = sum(getattr(layer, name) for layer in self.layers)
+            if whole > MOST_BYTES_IN_ALL:
+                raise InvalidProfile(
+                    "", "layers", f"{name} of all add up to {whole}, 2^62 or more; check the unit"
+                )
+        first: dict[str, int] = {}
+        for number, layer in enumerate(self.layers):
+            before = first.setdefault(layer.name, number)
+            if before != number:
+                raise InvalidProfile(
+                    "",
+                    f"layers[{number}].name",
+                    f"{layer.name!r} is the name of layers[{before}] too; give each its own",
+                )
+
+
+def message_s(count: int, *, same_node: bool, links: Links) -> float:
+    """Return the time of one message of `count` bytes from worker to worker."""
+    rate = links.intra_node_bytes_per_s if same_node else links.inter_node_bytes_per_s
+    return links.latency_s + count / rate
+
+
+def all_reduce_s(count: int, *, workers: int, same_node: bool, links: Links) -> float:
+    """Sum of `count` bytes over `workers` (a ring); nothing for one."""
+    if workers == 1:
+        return 0.0
+    rate = links.intra_node_bytes_per_s if same_node else links.inter_node_bytes_per_s
+    return 2 * (workers - 1) * (links.latency_s + count / workers / rate)
+
+
+def exchange_s(count: int, *, gpus: int, links: Links) -> float:
+    """Gathering `count` bytes of which each of `gpus` workers of a node holds a part, or summing
+    as many into parts; nothing for one."""
+    return all_reduce_s(count, workers=gpus, same_node=True, links=links) / 2
+
+
+Scope = Literal["intra_node", "inter_node"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Measurement by one worker: each kind of layer once, since layers of a kind are alike.
+
+    Times for several GPUs are those of one worker's part of the work, without exchanges.
+    """
+
+    #: By kind: see `oobleck.core.job.model.AnyModel.order`.
+    kinds: tuple[LayerProfile, ...]
+    #: What it was measured on, such as `cpu Xeon, 1 thread`, and by which torch.
+    device: str
+    torch: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkMeasurement:
+    """Measurement of a link: a message between two workers takes latency_s + bytes /
+    bytes_per_s."""
+
+    scope: Scope
+    latency_s: float
+    bytes_per_s: float

@@ -1,0 +1,175 @@
+"""Parts of plans: layers that workers hold, and the hops of micro-batches through them."""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+
+from oobleck.core.errors import LayerLost
+from oobleck.core.ids import WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layers:
+    """Contiguous layers on some workers of one node."""
+
+    first_layer: int
+    #: Inclusive.
+    last_layer: int
+    workers: tuple[WorkerId, ...]
+
+    def __post_init__(self) -> None:
+        kind, workers = type(self).__name__.lower(), self.workers
+        if not workers:
+            raise ValueError(f"a {kind} needs at least one worker")
+        if len(workers) > 1 and len(set(workers)) < len(workers):
+            raise ValueError(f"a {kind}'s workers must be different ones: {workers}")
+        if len(workers) > 1 and len({w.node for w in workers}) > 1:
+            raise ValueError(f"a {kind}'s workers must be of one node: {workers}")
+        if self.first_layer < 0:
+            raise ValueError(f"first_layer: {self.first_layer} is below 0")
+        if self.last_layer < self.first_layer:
+            raise ValueError(f"last_layer: {self.last_layer} is below {self.first_layer}")
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.last_layer + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop(_Layers):
+    """Layers that `workers` compute for the micro-batches of a route: the i-th of d workers the
+    i-th d-th of each micro-batch's rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold(_Layers):
+    """Layers that `workers` hold: the p-th of d workers the p-th d-th of each layer's state."""
+
+    #: Of several workers: each keeps the weights that it has gathered, and its gradients of the
+    #: whole layers, for a step, since there is room (`oobleck.planner.profile.sharing`).
+    resident: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """The hops that carry some micro-batches through the whole model."""
+
+    #: By layers, from the first one of the model to the last one.
+    hops: tuple[Hop, ...]
+    #: How many.
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        if not self.hops:
+            raise ValueError("a route needs at least one hop")
+        if self.microbatches < 1:
+            raise ValueError("a route needs at least one micro-batch")
+        if self.hops[0].first_layer != 0:
+            raise ValueError(f"a route begins at layer {self.hops[0].first_layer}, not at 0")
+        for before, after in pairwise(self.hops):
+            if after.first_layer != before.last_layer + 1:
+                raise ValueError(
+                    f"a route goes from layer {before.last_layer} on to {after.first_layer}"
+                )
+            if not set(before.workers).isdisjoint(after.workers):
+                raise ValueError(
+                    f"two hops in a row, to layers {before.last_layer} and {after.last_layer}, are "
+                    "on the same worker; one hop must have what a worker computes in a row"
+                )
+
+
+def runs(layers: Iterable[int]) -> list[list[int]]:
+    """Sorted, those in a row together."""
+    found: list[list[int]] = []
+    for layer in sorted(layers):
+        if found and found[-1][-1] == layer - 1:
+            found[-1].append(layer)
+        else:
+            found.append([layer])
+    return found
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shard:
+    """Part `part` of `parts` equal ones of a layer's flat state (see `cut`)."""
+
+    layer: int
+    part: int = 0
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.part < self.parts:
+            raise ValueError(f"part {self.part} of {self.parts}; parts count from 0")
+
+    @property
+    def start(self) -> Fraction:
+        return Fraction(self.part, self.parts)
+
+    @property
+    def stop(self) -> Fraction:
+        return Fraction(self.part + 1, self.parts)
+
+
+#: What each worker holds.
+ShardTable = Mapping[WorkerId, frozenset[Shard]]
+
+
+def require_holders(held: ShardTable, layer_count: int) -> None:
+    """Raises LayerLost where a layer, or a part of one, is with nobody."""
+    spans: dict[int, set[Shard]] = {layer: set() for layer in range(layer_count)}
+    for shards in set(held.values()):
+        for shard in shards:
+            spans[shard.layer].add(shard)
+    if lost := {layer for layer, shards in spans.items() if not _cover(shards)}:
+        raise LayerLost(lost)
+
+
+def _cover(shards: Collection[Shard]) -> bool:
+    """Return whether the shards make up the whole layer."""
+    if any(shard.parts == 1 for shard in shards):
+        return True
+    reached = Fraction(0)
+    for shard in sorted(shards, key=lambda shard: shard.start):
+        if shard.start > reached:
+            return False
+        reached = max(reached, shard.stop)
+    return reached == 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopTicks:
+    """Cost of one micro-batch at one hop, in whole ticks and bytes; rates are in it."""
+
+    forward: int
+    #: Together a backward in one piece.
+    backward_input: int
+    backward_weight: int
+    #: A message to or from the hop after is on its way for so long and keeps nobody from computing.
+    message: int
+    #: What each worker of the hop keeps, from the begin of the forward to the end of the backward.
+    kept_bytes: int
+    #: The part of them that is kept from the end of `BackwardInput` to that of `BackwardWeight`.
+    deferred_bytes: int
+
+    def __post_init__(self) -> None:
+        if min(self.forward, self.backward_input, self.backward_weight, self.message) < 0:
+            raise ValueError(f"ticks must not be negative: {self}")
+        if not 0 <= self.deferred_bytes <= self.kept_bytes:
+            raise ValueError(f"deferred bytes must be a part of the kept ones: {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """Costs of the hops of a plan, and the room that its workers have."""
+
+    #: By route and hop.
+    hops: tuple[tuple[HopTicks, ...], ...]
+    #: Bytes for what is kept of micro-batches, by rank.
+    room: tuple[int, ...]
+    #: Whether the backwards of all hops but a route's first come in two parts.
+    split: bool
+
+    def __post_init__(self) -> None:
+        if any(room < 0 for room in self.room):
+            raise ValueError(f"room must not be negative: {min(self.room)}")
