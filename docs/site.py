@@ -20,17 +20,30 @@ ORDER = {
     "Start": (
         "index",
         "first-steps",
+        "how-it-works",
         "job-file",
+        "job-keys",
         "own-models",
         "huggingface",
+        "huggingface-classes",
         "optimizers",
         "python",
     ),
     "Come from": ("migrate/",),
     "Deploy": ("deploy/by-hand", "deploy/ssh", "deploy/"),
-    "Operate": ("operations", "dashboard", "top", "doctor", "upgrading", "security", "cuda"),
-    "Plan and measure": ("planning", "memory", "performance"),
-    "In detail": ("formats", "architecture", "contributing"),
+    "Operate": (
+        "faults",
+        "policies",
+        "command-line",
+        "metrics",
+        "dashboard",
+        "doctor",
+        "upgrading",
+        "security",
+        "cuda",
+    ),
+    "Plan and measure": ("planning", "memory", "performance", "performance-faults"),
+    "In detail": ("glossary", "formats", "architecture", "contributing"),
 }
 _LAST = "In detail"
 #: A link, or else code, whichever begins first: the text of a link may be code.

@@ -1,7 +1,7 @@
 """Time-outs of a cluster, which decide how fast faults are found; one word chooses all of them.
 
 `oobleck-master --detection fast|balanced|wan` chooses; agents learn it with their welcome.
-docs/operations.md has the three side by side.
+docs/faults.md has the three side by side.
 
 A host that falls silent is lost between lease - heartbeat and lease after its last sign of life. A
 hang is told `HUNG_STEPS` times the 99th percentile of step times after the last progress, where

@@ -219,7 +219,7 @@ def _time_out_flags(function: F) -> F:
     default="balanced",
     show_default=True,
     help="How fast faults are found, against how much delay is no fault: sets all time-outs of "
-    "the cluster (docs/operations.md).",
+    "the cluster (docs/faults.md).",
 )
 @click.option(
     "--keep-jobs",

@@ -8,8 +8,13 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from oobleck.master.events.plans import Cause, Phase
+from oobleck.master.state.incidents.incident import Kind
+from oobleck.planner.recovery.rules import Rule
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -37,6 +42,27 @@ def test_each_attacker_that_the_security_page_names_is_played_by_a_test() -> Non
     assert len(rows) > 10
     assert all(named), "each row names a test"
     assert sorted({name for names in named for name in names} - known) == []
+
+
+@pytest.mark.parametrize(
+    ("heading", "words"),
+    [
+        ("Phases:", get_args(Phase)),
+        ("Causes:", get_args(Cause)),
+        ("Rules:", get_args(Rule)),
+        ("Kinds of an incident's root cause:", get_args(Kind)),
+    ],
+)
+def test_the_glossary_has_the_words_of_event_lines(heading: str, words: tuple[str, ...]) -> None:
+    page = (ROOT / "docs/glossary.md").read_text()
+    part = page.split(f"{heading}\n\n")[1].split("\n\n")[0]
+    assert len(words) > 5
+    assert {word.replace("_", " ") for word in words} <= {*re.findall(r"\*\*(.+?)\*\*", part)}
+
+
+def test_no_page_is_long() -> None:
+    lines = {page.name: len(page.read_text().splitlines()) for page in PAGES}
+    assert {name: count for name, count in lines.items() if count > 300} == {}
 
 
 # ---- what is typed

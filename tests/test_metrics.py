@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from oobleck.agent.metrics import collect as of_agent
 from oobleck.host.metrics.families import SHORT_S, Durations, Family, Reading, families_of, render
 from oobleck.master.metrics import collect as of_master
-from support.metrics_table import PAGE, with_tables
+from support.metrics_page import PAGE, with_lists
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 FAMILIES = (*of_master.FAMILIES, *of_agent.FAMILIES)
@@ -106,7 +106,7 @@ def test_every_alert_says_what_is_wrong_and_the_fix() -> None:
 
 def test_the_page_has_all_metrics() -> None:
     page = PAGE.read_text()
-    assert page == with_tables(page), "run: cd tests && python -m support.metrics_table"
+    assert page == with_lists(page), "run: cd tests && python -m support.metrics_page"
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")

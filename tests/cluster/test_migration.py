@@ -22,14 +22,20 @@ PAGES = ROOT / "docs" / "migrate"
 NAMES = ("slurm", "torchrun", "torchft")
 STEPS = 24
 _FILE = re.compile(r"^```(?:python|yaml)\n# ([\w.]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_ADDED = re.compile(r"^```yaml\n# added to job.yaml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TYPED = re.compile(r"^```console(| before)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def write_files(page: Path, folder: Path) -> dict[str, str]:
-    """The files that the page shows, into the folder."""
-    found = dict(_FILE.findall(page.read_text()))
-    for name, text in found.items():
-        (folder / name).write_text(text)
+    """Write the page's files into the folder: its own, and those of torchrun.md that it names."""
+    text = page.read_text()
+    found = dict(_FILE.findall(text))
+    if "torchrun.md#after" in text:
+        first = dict(_FILE.findall((PAGES / "torchrun.md").read_text()))
+        found |= {name: first[name] for name in ("my_model.py", "job.yaml")}
+    found["job.yaml"] += "".join(_ADDED.findall(text))
+    for name, content in found.items():
+        (folder / name).write_text(content)
     return found
 
 

@@ -41,7 +41,7 @@ def differing() -> dict[str, tuple[float, ...]]:
 
 
 def test_the_manual_tells_the_numbers() -> None:
-    assert rows((ROOT / "docs" / "operations.md").read_text()) == differing()
+    assert rows((ROOT / "docs" / "faults.md").read_text()) == differing()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -181,7 +181,7 @@ def main() -> None:
     before, now = read(LOCK.read_text()) if LOCK.exists() else {}, words()
     found = problems(before, now)
     if found and "--intended" not in sys.argv[1:]:
-        why = "see 'What releases say to each other' in docs/contributing.md"
+        why = "see 'Compatibility between releases' in docs/contributing.md"
         sys.exit("\n".join([*found, f"proto/wire.lock is left as it was; {why}"]))
     LOCK.write_text(text_of(now))
 

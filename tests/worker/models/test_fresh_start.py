@@ -50,8 +50,9 @@ def test_all_that_the_page_lists_begins() -> None:
 
 def listed() -> list[str]:
     """Architectures whose layers the page has measured."""
-    page = (ROOT / "docs" / "huggingface.md").read_text()
-    found = re.findall(r"^\| `(\w+)` \| [^|]*\| yes \|", page, re.MULTILINE)
+    page = (ROOT / "docs" / "huggingface-classes.md").read_text()
+    rows = re.findall(r"^\| [^|]* \| yes \| [^|]* \| ([\w, ]+) \|$", page, re.MULTILINE)
+    found = [name for row in rows for name in row.split(", ")]
     for end, families in re.findall(r"^\| `(For\w+)` \| (.*) \|$", page, re.MULTILINE):
         found += [family + end for family in families.split(", ")]
     return found

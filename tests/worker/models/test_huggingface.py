@@ -75,7 +75,7 @@ FAMILIES = [
     "LlamaForSequenceClassification",  # looks for the last token of each row
     "ViTForImageClassification",
 ]
-PAGE = (ROOT / "docs" / "huggingface.md").read_text()
+PAGE = (ROOT / "docs" / "huggingface-classes.md").read_text()
 #: Their experts are computed by kernels that have no float64 otherwise.
 EAGER = {"experts_implementation": "eager"}
 MIXTURES = [
@@ -477,7 +477,8 @@ def refusals() -> list[tuple[str, str]]:
     """Classes that the page says are refused, and why."""
     found = re.search(r"<!-- refused -->\n.*?\n\|---.*?\n(.*?)<!-- end -->", PAGE, re.DOTALL)
     assert found is not None
-    return re.findall(r"^\| `(\w+)` \| (.*) \|$", found[1], re.MULTILINE)
+    rows = re.findall(r"^\| (.*) \| (`.*`) \|$", found[1], re.MULTILINE)
+    return [(name, why) for why, names in rows for name in re.findall(r"\w+", names)]
 
 
 @pytest.mark.parametrize(("name", "why"), refusals())
@@ -563,15 +564,43 @@ def test_the_page_says_which_architectures_work() -> None:
 
 
 def table() -> str:
-    """Every causal language model of transformers that declares a plan, or works: whether its
-    layers compute what it does."""
-    rows = []
+    """Return the causal language models that declare a plan, or work, by what was found of each."""
+    found = {}
     for name in sorted(TASKS["causal"]):
         works, plan = outcome(name), planned(name)
         if plan or works == "yes":
-            rows.append(f"| `{name}` | {plan} | {works} | {balance(name)} |")
-    head = "| Architecture | Plan | Layers | Balancing loss |\n|---|---|---|---|"
+            found[name] = (plan, works, balance(name))
+    return grouped(found)
+
+
+def grouped(found: dict[str, tuple[str, str, str]]) -> str:
+    """Return a row per combination of plan, layers and balancing loss; first those that work."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for name, combination in found.items():
+        alike.setdefault(combination, []).append(name)
+    rows = [
+        f"| {' | '.join(combination)} | {', '.join(names)} |"
+        for combination, names in sorted(
+            alike.items(), key=lambda item: (item[0][1] != "yes", item[0])
+        )
+    ]
+    head = "| Plan | Layers | Balancing loss | Architectures |\n|---|---|---|---|"
     return "\n".join([head, *rows, ""])
+
+
+def test_the_page_groups_architectures_as_it_is_measured() -> None:
+    part = re.search(r"<!-- measured -->\n(.*?)<!-- end -->", PAGE, re.DOTALL)
+    assert part is not None
+    found = {
+        name: (plan, works, balancing)
+        for plan, works, balancing, names in re.findall(
+            r"^\| ([^|]*) \| ([^|]*) \| ([^|]*) \| ([\w, ]+) \|$", part[1], re.MULTILINE
+        )
+        if works != "Layers"
+        for name in names.split(", ")
+    }
+    assert len(found) > 100
+    assert part[1] == grouped(dict(sorted(found.items())))
 
 
 def other_heads() -> str:
