@@ -1,9 +1,9 @@
-"""A checkpoint's manifest, its names, who writes which layer, and whether it fits a job.
+"""Checkpoints as data: manifest, names, the writer of each layer, and the check against a job.
 
 A checkpoint is a folder `step-SSSSSSSSS-XXXXXXXX` with one file per layer and a manifest, which is
-written last: a folder without a manifest is no checkpoint. The second part of the name tells two
-attempts at the same step apart, so that what a writer of an earlier one still does cannot touch
-what others have published since.
+written last: a folder without a manifest is no checkpoint. The second part of the name
+distinguishes attempts at the same step. So a late writer of an earlier attempt cannot touch files
+that others have published since.
 
 Pure: no files. `oobleck.host.storage.checkpoints` reads and removes checkpoints, workers write
 them.
@@ -28,27 +28,31 @@ RECORDS = "records.jsonl"
 FORMAT = 1
 
 _NAME = re.compile(r"step-([0-9]{9,10})-[0-9a-f]{8}")
-#: Of a manifest: one of the most layers and the longest config has a tenth of it.
+#: Most bytes of a manifest; one of the most layers and the longest config has a tenth of it.
 MOST_MANIFEST_BYTES = 4 << 20
-#: Of a file of records, and its lines: as many as agents keep. A line has some 300 bytes.
+#: Most bytes of a file of records, and most lines: as many as agents keep. A line has some 300
+#: bytes.
 MOST_RECORDS_BYTES = 32 << 20
 MOST_RECORDS = 65_536
-#: Of a layer's file: it names a few dozen tensors.
+#: Most bytes of the header of a layer's file, which names a few dozen tensors.
 MOST_LAYER_HEADER_BYTES = 1 << 20
-#: No path, nothing hidden, nothing that a file system refuses or a terminal obeys.
+#: Names of files: no path, nothing hidden, no character that a file system refuses or a terminal
+#: interprets.
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _DATA = re.compile(r"[0-9a-f]{0,128}")
 _MOST_STEP = 10**9
 _MOST_BYTES = 1 << 62
-#: The end of the year 9999.
+#: End of the year 9999.
 _LATEST = 253_402_300_799.0
 #: Keys of the job that may change from one run to the next: they are not part of the state.
 _FREE_MODEL_KEYS = frozenset({"weights", "plugin", "python", "path", "arguments", "described"})
 
 
 class InvalidCheckpoint(ValueError):
-    """A checkpoint is torn, damaged or of something else; the text names it and says what."""
+    """Error of a checkpoint that is torn, damaged or of another job; the text names it and the
+    fault.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +62,7 @@ class LayerFile:
     name: str
     layer: int
     bytes: int
-    #: Hexadecimal, over the whole file.
+    #: Hash of the whole file, hexadecimal.
     sha256: str
 
     def __post_init__(self) -> None:
@@ -72,11 +76,11 @@ class LayerFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordsFile:
-    """Records of steps and evaluations on disk: those that the master may not have had."""
+    """File of records of steps and evaluations: those that the master may lack."""
 
     name: str = RECORDS
     bytes: int
-    #: Hexadecimal, over the whole file.
+    #: Hash of the whole file, hexadecimal.
     sha256: str
 
     def __post_init__(self) -> None:
@@ -90,11 +94,11 @@ class RecordsFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Manifest of a checkpoint: all that resuming has to know besides the layers."""
+    """Manifest of a checkpoint: all inputs of resuming besides the layers."""
 
     format: int = FORMAT
     job: str
-    #: Steps applied.
+    #: Count of applied steps.
     step: int
     #: Unix time.
     created: float
@@ -102,14 +106,14 @@ class Manifest:
     training: TrainingSpec
     #: Fingerprint of the data, hexadecimal.
     data: str
-    #: And of the initial weights, where a part of the model is in these alone; empty: it is not.
+    #: Fingerprint of the initial weights, where a part of the model is only there; else empty.
     base: str = ""
-    #: Number of steps that left a parameter out for want of a gradient, by `LAYER.NAME`; without
-    #: parameters that no step left out.
+    #: Count of steps that skipped a parameter for lack of a gradient, by `LAYER.NAME`, without
+    #: zeros.
     missed: Mapping[str, int] = field(default_factory=dict)
-    #: In layer order.
+    #: Ordered by layer.
     files: tuple[LayerFile, ...]
-    #: None: an earlier release has saved it.
+    #: None: an earlier release saved the checkpoint.
     records: RecordsFile | None = None
 
     def __post_init__(self) -> None:
@@ -137,13 +141,15 @@ class Manifest:
 
 
 def folder_name(step: int, meeting: str) -> str:
-    """The folder of the checkpoint of `step` that the members of `meeting` write (the prefix of
-    their rendezvous: no two meetings have the same)."""
+    """Return the folder's name of the checkpoint of `step` that the members of `meeting` write.
+
+    `meeting` is the prefix of their rendezvous, which is unique.
+    """
     return f"step-{step:09}-{hashlib.sha256(meeting.encode()).hexdigest()[:8]}"
 
 
 def step_of(name: str) -> int | None:
-    """The step in a folder's name; None: it is no checkpoint's."""
+    """Return the step in a folder's name; None: it is not a checkpoint's."""
     found = _NAME.fullmatch(name)
     return int(found[1]) if found else None
 
@@ -153,13 +159,13 @@ def layer_file(layer: int) -> str:
 
 
 def part_file(rank: int) -> str:
-    """Return the name of the file in which the writer of that rank lists what it has written, for
-    whoever publishes the checkpoint."""
+    """Return the name of the file in which the writer of that rank lists its files, for the
+    publisher of the checkpoint."""
     return f"part-{rank:05}.json"
 
 
 def read_manifest(text: bytes, name: str) -> Manifest:
-    """Raises InvalidCheckpoint."""
+    """Parse a manifest; raises InvalidCheckpoint."""
     try:
         return decode(Manifest, text)
     except ValueError as error:
@@ -179,10 +185,10 @@ def why_not_begin(
     data: str | None,
     base: str = "",
 ) -> str:
-    """Why `job` must not begin with what is in its checkpoints' path; empty: it may.
+    """Return why `job` must not start with the contents of its checkpoints' path; empty: it may.
 
-    `newest`: name and manifest of the newest checkpoint there; `damaged`: what cannot be read, and
-    why; `data`, `base`: see `misfit`, None and empty: not known.
+    `newest`: name and manifest of the newest checkpoint there. `damaged`: unreadable ones, with
+    reasons. `data`, `base`: see `misfit`; None and empty if unknown.
     """
     path = redact(spec.path).rstrip("/")
     if newest is None:
@@ -214,12 +220,13 @@ def why_not_begin(
 
 
 def misfit(manifest: Manifest, job: JobSpec, data: str, base: str = "") -> str:
-    """The first key in which a checkpoint is of another training than `job`'s; empty: it fits.
+    """Return the first key in which a checkpoint is of another training than `job`'s; empty: it
+    fits.
 
     Learning rate, schedule and the number of steps may change between two runs. The contents of the
-    state may not, nor the settings that say which samples it has seen (seed, global batch, data).
-    `data`: the fingerprint of the data that the job reads, hexadecimal; `base`: of the initial
-    weights, where a part of the model is in these alone.
+    state may not, nor the settings that decide which samples it has seen (seed, global batch,
+    data). `data`: fingerprint of the data that the job reads, hexadecimal. `base`: fingerprint of
+    the initial weights, where a part of the model is only there.
     """
     for key, there, here in _compared(manifest, job):
         if there != here:
@@ -265,21 +272,21 @@ def _compared(manifest: Manifest, job: JobSpec) -> list[tuple[str, object, objec
 
 
 def _key_of(training: TrainingSpec) -> str:
-    """Return the key of the job file by which the optimizer is named."""
+    """Return the key of the job file that names the optimizer."""
     optimizer = training.optimizer
     return "name" if optimizer.name else "plugin" if optimizer.plugin else "python"
 
 
 def _sizes(model: AnyModel) -> list[str]:
-    """Return the names and sizes of the layers of a user's model, whose code may have another name
-    by now; empty for a built-in model."""
+    """Return the names and sizes of the layers of a user's model, whose code may have been renamed;
+    empty for a built-in model."""
     if not isinstance(model, OwnModelSpec):
         return []
     return [f"{layer.name} of {layer.parameters}" for layer in model.description.layers]
 
 
 def _state_precision(precision: Precision) -> str:
-    """bf16 is for computing; its state is kept in fp32."""
+    """Return the precision of the state: fp32 in a bf16 job, which only computes in bf16."""
     return "fp32" if precision == "bf16" else precision
 
 

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def encode(value: object) -> bytes:
-    """The JSON text of a dataclass or Struct (or anything that consists of such).
+    """Return the JSON text of a dataclass or Struct (or of a collection of them).
 
     Equal values built the same way give the same text: mappings keep their order.
     """
@@ -26,8 +26,8 @@ def choose(kind: type[Any], tree: Any) -> Any:
 
 
 def decode(kind: type[T], text: bytes | str) -> T:
-    """The `kind` that `text` describes; raises ValueError where the text does not fit the type."""
+    """Decode `text` as a `kind`; raises ValueError where it does not fit the type."""
     try:
         return msgspec.json.decode(text, type=kind, dec_hook=choose)
-    except (ValueError, RecursionError) as error:  # all of msgspec's and of UTF-8 are the former
+    except (ValueError, RecursionError) as error:  # msgspec's and UTF-8's errors are ValueErrors
         raise ValueError(f"not a valid {kind.__name__}: {error}") from error

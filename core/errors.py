@@ -1,10 +1,12 @@
-"""Refusals of the planner; each says as data why, and what would help."""
+"""Refusals of the planner; each carries its reason and its fix as data."""
 
 from collections.abc import Iterable
 
 
 class PlanInfeasible(ValueError):
-    """No plan exists under the given limits. Each cause is one readable clause with its fix."""
+    """Refusal to plan: no plan exists under the given limits. Each cause is one readable clause
+    with its fix.
+    """
 
     def __init__(self, *causes: str) -> None:
         super().__init__("; ".join(causes))
@@ -12,7 +14,7 @@ class PlanInfeasible(ValueError):
 
 
 class ModelTooLarge(PlanInfeasible):
-    """No number of such nodes is enough."""
+    """Model that is too large for any number of these nodes."""
 
 
 class LayerLost(PlanInfeasible):
@@ -25,7 +27,7 @@ class LayerLost(PlanInfeasible):
 
 
 class ProgramDeadlock(Exception):
-    """The programs of a plan wait for each other; `waiting` says who waits at what."""
+    """Deadlock of a plan's programs; `waiting` names each waiter and its instruction."""
 
     def __init__(self, waiting: Iterable[str]) -> None:
         self.waiting = tuple(waiting)
@@ -33,7 +35,7 @@ class ProgramDeadlock(Exception):
 
 
 class InvalidJob(ValueError):
-    """The job file is wrong; the text is one line with the place and the fix."""
+    """Error of a job file; the text is one line with the place and the fix."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))

@@ -1,4 +1,4 @@
-"""Findings of a host's checks: how bad each is, and how to fix it."""
+"""Findings of a host's checks: severity and fix."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -9,18 +9,18 @@ Level = Literal["pass", "slow", "warn", "fail"]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    #: Name of what was looked at.
+    #: Name of the check.
     check: str
-    #: slow: it works, and takes longer than it should; warn: it may not, later; fail: it does not.
+    #: slow: it works, but slowly; warn: it may fail later; fail: it does not work.
     level: Level
     what: str
-    #: Empty: there is nothing to mend.
+    #: Empty: there is nothing to fix.
     fix: str = ""
-    #: Where; empty: on this host.
+    #: Node of the finding; empty: this host.
     node: str = ""
-    #: The node at the other end of what lies between two; empty: it is about one.
+    #: Other node of a finding between two; empty: it is about one.
     other: str = ""
-    #: What was measured, by names that say the unit.
+    #: Measurements, by names with their unit.
     figures: Mapping[str, float] = {}
 
     def __str__(self) -> str:

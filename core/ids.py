@@ -6,18 +6,18 @@ from typing import NewType
 
 NodeName = NewType("NodeName", str)
 JobId = NewType("JobId", str)
-#: Number of a plan; grows by one with every change of the plan.
+#: Number of a plan; increases by one with every new plan.
 Generation = NewType("Generation", int)
-#: Random hex id of one start of an agent or a worker.
+#: Random hex id of one start of an agent or a worker process.
 Incarnation = NewType("Incarnation", str)
 
-#: Characters of a wrong name that a message repeats.
+#: Characters of a refused name that a message repeats.
 _SHOWN = 80
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 
 def check_name(name: str, what: str) -> str:
-    """Return `name` if it may name a `what` (node, job); raise ValueError with the rule if not."""
+    """Return `name` if it may name a `what` (node, job); else raise ValueError with the rule."""
     if _NAME.fullmatch(name) is None:
         near = nearest_name(name)
         hint = f"; {near!r} would do" if near else ""
@@ -29,13 +29,13 @@ def check_name(name: str, what: str) -> str:
 
 
 def nearest_name(text: str) -> str:
-    """`text` with whatever a name may not contain replaced; may be empty."""
+    """Return `text` with disallowed characters replaced; may be empty."""
     return re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:63].rstrip("-._")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class WorkerId:
-    """GPU (or CPU slot) of a node; outlives the processes that fill it one after the other."""
+    """GPU (or CPU slot) of a node; outlives the processes that run there one after the other."""
 
     node: NodeName
     slot: int

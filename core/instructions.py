@@ -1,12 +1,12 @@
-"""Instructions: what one worker does in one training step, as data.
+"""Instructions: the work of one worker in one training step, as data.
 
-A program is a tuple of instructions for one worker. It says everything that the executor needs
-to know about *who* and *when*; shapes and tensors are the worker's. Each instruction names the
-micro-batch and the layers that it acts on and, where it talks, the peer worker. So a worker may
-compute a part of the layers that it holds, for any micro-batches, and one of them in two parts.
+A program is a tuple of instructions for one worker. It determines all peers and all orders; shapes
+and tensors are the worker's. Each instruction names its micro-batch, its layers and, for a message,
+the peer worker. So a worker may compute a part of the layers that it holds, for any micro-batches,
+and one of them in two parts.
 
-Sends are asynchronous (the executor starts them and goes on); receives, which the executor posts
-ahead, `SyncGradient`'s end and `Vote` wait. Micro-batches are numbered over the global batch.
+Sends are asynchronous: the executor starts them and continues. Receives, which the executor posts
+ahead, the end of `SyncGradient`, and `Vote` wait. Micro-batches are numbered over the global batch.
 """
 
 from dataclasses import dataclass
@@ -41,8 +41,7 @@ WHOLE = Share(0, 1, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """Base of all micro-batch instructions, which name a hop of the micro-batch's route by its
-    layers."""
+    """Base of all micro-batch instructions; the layers name a hop of the micro-batch's route."""
 
     microbatch: int
     first_layer: int
@@ -55,24 +54,24 @@ class Action:
 
     @property
     def visit(self) -> "Visit":
-        """The micro-batch at this hop: all instructions of it there have the same."""
+        """Micro-batch at this hop; all its instructions there have the same."""
         return self.microbatch, self.first_layer
 
 
-#: A micro-batch, and the first layer of a hop that it passes.
+#: Micro-batch, and the first layer of a hop that it passes.
 Visit = tuple[int, int]
-#: What travels in a message, the same for both of its ends: whether it is a gradient, micro-batch,
-#: the layer whose output it is or is the gradient of, rows.
+#: Identity of a message, the same at both ends. It has: whether it is a gradient, the micro-batch,
+#: the layer whose output (or gradient of it) it is, and the rows.
 Content = tuple[bool, int, int, Share]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message(Action):
-    """Base of all instructions that talk to the hop before or after."""
+    """Base of all instructions that exchange data with the hop before or after."""
 
     peer: WorkerId
-    #: The rows of the micro-batch that travel: all, except between hops of several workers, where
-    #: worker i of d has the i-th d-th of the rows.
+    #: Rows of the micro-batch in the message. Between hops of several workers, worker i of d has
+    #: the i-th d-th of the rows.
     share: Share = WHOLE
 
     @property
@@ -86,7 +85,9 @@ class Message(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTokens(Action):
-    """Get the micro-batch's token rows; for the first layer as input, for the last as targets."""
+    """Load of the micro-batch's token rows: the first layer's input, or the last layer's
+    targets.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,12 +97,12 @@ class ReceiveActivation(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward(Action):
-    """Run the layers; after the last one of the model also the loss."""
+    """Forward of the layers, with the loss after the model's last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendActivation(Message):
-    """Hand the output to the hop after."""
+    """Send of the output to the hop after."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,27 +112,27 @@ class ReceiveGradient(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward(Action):
-    """Run the layers' backward, adding to their gradients."""
+    """Backward of the layers, added to their gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardInput(Action):
-    """The part of the backward that others wait for: the gradient of the input."""
+    """First part of a backward: the gradient of the input, which the hop before waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardWeight(Action):
-    """The rest of the micro-batch's backward: what is still missing of the layers' gradients."""
+    """Second part of a backward: the remaining gradients of the layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendGradient(Message):
-    """Hand the gradient of the input to the hop before."""
+    """Send of the input's gradient to the hop before."""
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class LayerPart:
-    """A piece of a layer's parameters that is reduced over one set of workers.
+    """Piece of a layer's parameters that is reduced over one set of workers.
 
     `own` is everything that no other layer shares; `tied` is the part that the layer shares with
     others (such as the token embedding of layer 0 and of a tied head).
@@ -139,21 +140,20 @@ class LayerPart:
 
     layer: int
     part: Literal["own", "tied"]
-    #: The whole part, except where several workers of a node hold the layer: worker p of d owns the
+    #: The whole part, unless several workers of a node hold the layer: worker p of d then owns the
     #: p-th d-th of it.
     share: Share = WHOLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncGradient:
-    """Sum of gradients: by here those of `parts` are being summed over `owners`; `Vote` waits for
-    it. A sum starts as soon as its own layers have their last micro-batch, while others are
-    computed.
+    """Gradient sum of `parts` over `owners`, in progress from here on; `Vote` waits for it. A sum
+    starts as soon as its own layers have their last micro-batch, while others are computed.
 
     Every owner has this instruction with the same `owners` and `bucket`, in the same order among
-    those of the same owners. `parts` are those parts of the bucket that this worker holds: the
-    same on all owners, except for tied parts, where each holds its own layer's (a worker that
-    holds several tied layers first adds them up). With one owner there is nothing to send.
+    those of the same owners. `parts` are those parts of the bucket that this worker holds. They are
+    the same on all owners, except for tied parts, where each holds its own layer's. (A worker that
+    holds several tied layers first adds them up.) With one owner there is nothing to send.
     """
 
     bucket: int
@@ -165,14 +165,14 @@ class SyncGradient:
 class Vote:
     """Wait for every gradient sum, then one all-reduce over all workers: the commit point."""
 
-    #: Parts whose squared gradient norm this worker contributes; each part of the model is
-    #: counted by exactly one worker.
+    #: Parts whose squared gradient norm this worker contributes; exactly one worker counts each
+    #: part of the model.
     norm_parts: tuple[LayerPart, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep:
-    """Apply the reduced gradients to every layer held; needs no peer."""
+    """Application of the reduced gradients to every layer held; needs no peer."""
 
 
 Instruction = (
@@ -191,5 +191,5 @@ Instruction = (
 )
 Program = tuple[Instruction, ...]
 
-#: What occupies a worker's device.
+#: Instructions that occupy a worker's device.
 Compute = Forward | Backward | BackwardInput | BackwardWeight

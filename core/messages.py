@@ -14,13 +14,13 @@ from oobleck.core.job.spec import JobSpec
 from oobleck.core.plan import Plan
 from oobleck.core.profile import LinkMeasurement, Measurement, Scope
 
-#: What a span is part of. Those of one worker's `step` and `recovery` lie side by side or one
-#: inside the other, since one thread does them all; `sum`s are under way beside them.
+#: Part that a span belongs to. One thread makes all `step` and `recovery` spans of a worker, so
+#: these are adjacent or nested; `sum`s run beside them.
 Category = Literal["step", "recovery", "sum"]
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Activity of a worker, or a wait of it."""
+    """Activity or wait of a worker."""
 
     name: str
     category: Category
@@ -36,54 +36,57 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
     """Recording by one worker, for one request."""
 
-    #: Of the request.
+    #: Number of the request.
     number: int
     generation: Generation
     #: Steps that were recorded from begin to end; none: the request came too late.
     steps: tuple[int, ...]
-    #: The recorded steps, and how the worker came into its generation.
+    #: Spans of the recorded steps, and of the worker's way into its generation.
     spans: tuple[Span, ...]
-    #: Of the recorded steps, when the device computed what was queued there; none: it is the host.
+    #: Spans of the recorded steps on the device; none: the host computes.
     device: tuple[Span, ...] = ()
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, rename={"host": "store"}):
-    """Meeting point of a generation's workers: at one of them, with a secret of their own."""
+    """Meeting point of a generation's workers: the host worker, and a secret of the generation."""
 
-    #: The card of that worker: IDENTITY@HOST:PORT. Journals have it as `store`.
+    #: Card of the host worker: IDENTITY@HOST:PORT. Journals have it as `store`.
     host: str
-    #: Unguessable and never used before, so that generations cannot mix.
+    #: Unguessable and never reused, so that generations cannot mix.
     prefix: str
-    #: Of the plan's workers, in their order; empty for one that is not up yet.
+    #: Cards of the plan's workers, in order; empty for one that is not up yet.
     cards: tuple[str, ...] = ()
 
 
 class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
-    """Scripted fault of a drill: what happens to which worker at which point.
+    """Scripted fault of a drill: an action on a worker at a point.
 
     Fault points of a step: `before:` or `after:` and an instruction's kind, such as
-    `before:Forward`; in the vote `reduced` (all gradients are in hand) and `voting` (its own share
-    is out); `evaluating`, before each instruction of an evaluation; `before:LayerFile` of a
-    checkpoint. On the way into a generation, in this order: `before:rendezvous`, `before:connect`
-    (all have arrived, and told where they stand), `before:agree`, `before:transfer`, `sending` and
-    `receiving` (`microbatch` counts the pieces of state before it), `after:transfer`. Before the
-    first: `before:measure`. While a plan is prepared, whose generation counts: `preparing` (it was
-    announced), `feeding` (after each step, where this worker feeds others), `prepared` (it is
-    ready), `before:take over`.
+    `before:Forward`; in the vote `reduced` (all gradients are complete) and `voting` (its own share
+    is sent); `evaluating`, before each instruction of an evaluation; `before:LayerFile` of a
+    checkpoint.
+
+    On the way into a generation, in this order: `before:rendezvous`, `before:connect` (all have
+    arrived and sent their state), `before:agree`, `before:transfer`, `sending` and `receiving`
+    (`microbatch` counts the pieces of state before it), `after:transfer`. Before the first:
+    `before:measure`.
+
+    While a plan is prepared, whose generation counts: `preparing` (it was announced), `feeding`
+    (after each step, where this worker feeds others), `prepared` (it is ready), `before:take over`.
     """
 
     worker: WorkerId
     point: str
-    #: Only in jobs of this name; None: in every job.
+    #: Job name; None: any job.
     job: str | None = None
-    #: None: in whatever generation, and whatever step, the worker is in.
+    #: Generation and step; None: any.
     generation: Generation | None = None
     step: int | None = None
-    #: Only this micro-batch (global number); None: the first that comes.
+    #: Micro-batch (global number); None: the first one.
     microbatch: int | None = None
     #: kill_worker, kill_node: SIGKILL (the node: agent and all its workers); hold: wait for a newer
-    #: generation; stop: SIGSTOP itself; hang: the training thread alone never goes on; no_memory:
-    #: what is done there fails for want of the device's memory; device_fails: the device itself.
+    #: generation; stop: SIGSTOP itself; hang: the training thread stops for ever; no_memory: the
+    #: device is out of memory; device_fails: the device itself fails.
     action: Literal[
         "kill_worker", "kill_node", "hold", "stop", "hang", "no_memory", "device_fails"
     ] = "kill_node"
@@ -93,7 +96,7 @@ class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
-    """First message to a new worker: who it is and what it will train."""
+    """First message to a new worker: its identity and its job."""
 
     worker: WorkerId
     job_id: JobId
@@ -101,60 +104,61 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
     #: Address that the worker's data-plane sockets bind to and others reach it by.
     address: str
     agent_pid: int
-    #: Name of what the worker computes on; equal names mean equal speed.
+    #: Name of the worker's device; equal names mean equal speed.
     device_kind: str
     #: cpu, or cuda:N with the N-th GPU that the worker sees.
     device: str = "cpu"
-    #: The GPUs that it sees, as CUDA_VISIBLE_DEVICES; empty: as its environment says.
+    #: GPUs that it sees, as CUDA_VISIBLE_DEVICES; empty: as in its environment.
     visible: str = ""
-    #: The CPUs that it runs on, of those that its agent may; none: on any.
+    #: CPUs that it runs on, of those that its agent may; none: any.
     cpus: tuple[int, ...] = ()
-    #: After so long without a sign of life its kernel takes another one's host for gone.
+    #: Silence after which its kernel takes another worker's host for gone.
     silence_s: float = 5.0
     #: Packages and directories whose functions the job may load; *: any.
     allow_code: tuple[str, ...] = ()
-    #: Why the code that comes with the job is not on this node; empty: it is, or none comes.
+    #: Reason why the job's own code is not on this node; empty: it is, or the job has none.
     no_code: str = ""
-    #: A process of this slot was ready for this job before: its code need not be tried again.
+    #: True if a process of this slot was ready for this job before: its code need not be tried
+    #: again.
     passed: bool = False
-    #: By then, on the host's monotonic clock, it is ready or is killed; None: whenever.
+    #: Deadline, on the host's monotonic clock, after which an unready worker is killed; None: none.
     ready_by: float | None = None
-    #: A process of this slot has asked for its replacement in this job before.
+    #: True if a process of this slot has asked for its replacement in this job before.
     replaced: bool = False
-    #: Of the node, among which a layer may be shared.
+    #: Workers of the node, among which a layer may be shared.
     workers: int = 1
     faults: tuple[FaultRule, ...] = ()
     #: For drills: copy tensors through buffers as between GPUs without NCCL.
     stage_everything: bool = False
-    #: State that moves goes by so many bytes at a time.
+    #: Most bytes of a piece of moving state.
     chunk_bytes: int = 64 << 20
-    #: For drills: who stands in NCCL's place between CPUs: module and name of a function, and what
-    #: it is given to return what makes groups.
+    #: For drills: replacement of NCCL between CPUs, as module and name of a function, and its
+    #: argument. The function returns a maker of groups.
     nccl: tuple[str, str, str] | None = None
 
 
 class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
     """Order to enter the plan's generation; repeats and older ones change nothing.
 
-    The master's event has these fields, and agents and workers get them as they are: a field that
-    is added here reaches them all. Give it a default, for the journals that lack it.
+    The master's event has these fields, and agents and workers get them unchanged: a new field
+    reaches them all. Give it a default, for the journals that lack it.
     """
 
     plan: Plan
     rendezvous: Rendezvous
-    #: A change without a loss: workers switch after the step whose vote shows that all have this
-    #: message. Otherwise whatever they wait for is released at once.
+    #: True for a change without a loss: workers switch after the step whose vote shows that all
+    #: have this message. Otherwise all their waits are released at once.
     boundary: bool
-    #: A part of the model is with nobody: all go back to the newest checkpoint.
+    #: True if a part of the model has no holder: all return to the newest checkpoint.
     restore: bool = False
-    #: With `restore`: no checkpoint is known of. Where none is found either, all begin anew.
+    #: With `restore`: no checkpoint is known. If none is found either, all begin anew.
     anew: bool = False
-    #: Workers of the plan before that are in no stage of this one: they leave with the switch.
+    #: Workers of the previous plan that are in no stage of this one: they leave with the switch.
     leaving: tuple[WorkerId, ...] = ()
-    #: Layers are with those alone: all of both plans meet first, and hand over what is missing.
+    #: Layers have no other holders: all workers of both plans meet first and move them.
     handover: bool = False
-    #: Fingerprint of the plan's data: an agent hands the plan to no worker that reads something
-    #: else. Empty: to any.
+    #: Fingerprint of the plan's data: an agent refuses the plan for a worker that reads other data.
+    #: Empty: any data.
     data: str = ""
 
 
@@ -176,14 +180,13 @@ class LinkPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measure(msgspec.Struct, frozen=True, kw_only=True, tag="measure"):
-    """Order before the first plan: measure the job's layers, then the links that the worker is part
-    of.
+    """Order before the first plan: measure the job's layers, then the links of the worker.
 
     All get it at the same time, so that each measures under the load of the others, as in training.
-    An `Assign` calls it off. Repeats and older attempts change nothing.
+    An `Assign` cancels it. Repeats and older attempts change nothing.
 
-    `alone`: the worker stands by, and measures a micro-batch; the agent has it do so again and
-    again, and counts the attempts.
+    `alone`: the worker stands by, and measures a micro-batch; the agent repeats this and counts the
+    attempts.
     """
 
     attempt: int
@@ -194,8 +197,7 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True, tag="measure"):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag="record"):
-    """Order to record where the time goes in these steps, and report it; a newer one replaces an
-    older."""
+    """Order to record and report the time spans of these steps; a newer one replaces an older."""
 
     number: int
     first_step: int
@@ -227,12 +229,12 @@ ToWorker = Launch | Assign | Measure | Save | Record | Acknowledged | Ask | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """Notice that the worker lets others call it, and waits for an `Assign`."""
+    """Notice that the worker accepts calls of others, and waits for an `Assign`."""
 
     pid: int
-    #: The worker's own, fit for a `Rendezvous`: who listens where.
+    #: Card of the worker for a `Rendezvous`: its identity and address.
     card: str
-    #: Fingerprint of the data that it reads, in hexadecimal; those of one generation are equal.
+    #: Fingerprint of the data that it reads, in hexadecimal; equal for all workers of a generation.
     data: str = ""
 
 
@@ -240,40 +242,42 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive"):
     """Heartbeat of the training thread, sent by another thread even while the training thread
     hangs."""
 
-    #: Grows with everything that the training thread begins or has waited for.
+    #: Count of activities and waits of the training thread so far.
     beats: int
-    #: What it has begun last, as a timeline calls it.
+    #: Newest activity, by its name in a timeline.
     doing: str
-    #: It waits for another process.
+    #: True if it waits for another process.
     waiting: bool
-    #: It is at files, which may take long.
+    #: True if it uses files, which may take long.
     files: bool = False
 
 
 class PhaseReached(msgspec.Struct, frozen=True, kw_only=True, tag="phase"):
     """Notice that the worker has ended a phase on its way into `generation`.
 
-    aborted: it is out of the old generation's groups (a fresh worker is at once); received: it
-    holds `layers`, which others may have had alone; joined: the new groups are up and the
-    survivors' states known; transferred: it holds every layer it needs.
+    - aborted: it has left the old generation's groups (a fresh worker is at once);
+    - received: it holds `layers`, which others may have held alone;
+    - joined: the new groups are up and the survivors' states known;
+    - transferred: it holds every layer it needs.
     """
 
     generation: Generation
     phase: Literal["aborted", "received", "joined", "transferred"]
-    #: With `received`: those of the plan's layers that this worker holds, as the plan wants them.
+    #: With `received`: layers of the plan that this worker holds, in the plan's shares.
     layers: tuple[int, ...] = ()
-    #: With `joined`: the last step that is committed in the new generation's state.
+    #: With `joined`: the last committed step of the new generation's state.
     committed_step: int | None = None
-    #: With `joined`: whether this worker applied a step whose vote it had not seen.
+    #: With `joined`: True if this worker applied a step whose vote it had not seen.
     rolled_forward: bool = False
-    #: With `joined`: whether a step that was begun is done again, and how many of its micro-batches
-    #: need not be.
+    #: With `joined`: whether a step that was begun is redone, and how many of its micro-batches are
+    #: saved.
     redo: bool = False
     salvaged_microbatches: int = 0
-    #: With `transferred`: bytes this worker received, and how many of them while training went on.
+    #: With `transferred`: bytes that this worker received, and how many of them while training
+    #: continued.
     received_bytes: int = 0
     fed_bytes: int = 0
-    #: Since the agent heard it, when the master is told.
+    #: Age of the report when it is sent to the master.
     seconds_ago: float = 0.0
 
 
@@ -284,7 +288,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     step: int
-    #: None: not finite (the step was skipped by all).
+    #: None: not finite (all workers skipped the step).
     loss: float | None
     grad_norm: float | None
     tokens: int
@@ -294,26 +298,26 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_seconds: float
     #: Unix time of the commit.
     time: float
-    #: The step's gradients were not finite, and nobody applied them.
+    #: True if the step's gradients were not finite, so that all skipped it.
     skipped: bool = False
-    #: How many steps were, up to this one. The master counts them, not the workers.
+    #: Count of skipped steps up to this one, kept by the master and not by workers.
     skipped_steps: int = 0
-    #: The only node that told of it. Empty: several did, and said the same. By the master too.
+    #: Only node that reported it; empty: several did, with equal records. Set by the master.
     told_by: str = ""
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that one worker uses on its device."""
 
-    #: Most at a time since its generation began.
+    #: Peak since its generation began.
     peak_bytes: int
-    #: Of that, what it had before it held any layer.
+    #: Part of the peak that was in use before it held any layer.
     base_bytes: int
 
 
 class ComputeTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Time that one worker has computed in whole steps of its generation, without waiting. Steps of
-    which only a part was repeated do not count."""
+    """Compute time of one worker in whole steps of its generation, without waits. Partly redone
+    steps do not count."""
 
     steps: int
     seconds: float
@@ -332,7 +336,7 @@ class ComputeTime(msgspec.Struct, frozen=True, kw_only=True):
 class Committed(msgspec.Struct, frozen=True, kw_only=True, tag="committed"):
     record: StepRecord
     memory: MemoryUse | None = None
-    #: None: nothing is told.
+    #: None: not measured.
     compute: ComputeTime | None = None
 
 
@@ -341,14 +345,14 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     #: Step after which the state was evaluated.
     step: int
-    #: Mean over all samples, weighed as in training; None: not finite.
+    #: Mean over all samples, weighted as in training; None: not finite.
     loss: float | None
     samples: int
     generation: Generation
     seconds: float
     #: Unix time of its end.
     time: float
-    #: The model's own, as means over the samples; None: not finite.
+    #: Metrics of the model, as means over the samples; None: not finite.
     metrics: dict[str, float | None] = {}
     #: As in StepRecord.
     told_by: str = ""
@@ -360,7 +364,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True, tag="evaluated"):
     record: EvaluationRecord
-    #: The generation that has found it beside a checkpoint; 0: it was made by this worker.
+    #: Generation that found it beside a checkpoint; 0: this worker made it.
     restored_in: Generation = Generation(0)
 
 
@@ -378,20 +382,21 @@ class PeerLost(msgspec.Struct, frozen=True, kw_only=True, tag="peer_lost"):
     generation: Generation
     step: int
     detail: str
-    #: To whom there is no way from here; none: not known, or that all peers are reached.
+    #: Workers that are unreachable from here; none: unknown, or all peers are reached.
     unreached: tuple[WorkerId, ...] = ()
-    #: There is no way to the host of the rendezvous.
+    #: True if the host of the rendezvous is unreachable.
     host_unreached: bool = False
-    #: No peer is gone: this worker has left them for what `detail` says, and meets them again.
+    #: True if no peer is gone: this worker has left them for the reason in `detail`, and meets them
+    #: again.
     left: bool = False
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """Notice that the worker cannot go on; it exits after this.
+    """Notice that the worker cannot continue; it exits after this.
 
     user: the job is at fault (out of memory, an exception in the model), and no retry helps. node:
-    this host is (its data, device, disk, or way to the checkpoints), and another may be better.
-    internal: an invariant of ours is broken, which another process may not meet.
+    this host is at fault (its data, device, disk, or path to the checkpoints), and another may be
+    better. internal: an invariant of ours is broken, perhaps not in another process.
     """
 
     kind: Literal["user", "node", "internal"]
@@ -410,7 +415,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
 
     attempt: int
     measurement: Measurement | None
-    #: Of one that stands by: what a micro-batch's forward and backward take in each kind of layer.
+    #: Seconds of a micro-batch's forward and backward in each kind of layer, from a worker that
+    #: stands by.
     alone_s: tuple[float, ...] | None = None
     problem: str = ""
 
@@ -439,21 +445,21 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
 
 
 class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_saved"):
-    """Notice that a checkpoint is published; from the worker that did it."""
+    """Notice that a checkpoint is published; from the worker that published it."""
 
-    #: Steps applied.
+    #: Count of applied steps.
     step: int
     #: Folder or URL of this checkpoint.
     path: str
     bytes: int
-    #: From the step's end until it was published.
+    #: Seconds from the step's end until it was published.
     seconds: float
-    #: The newest wish (`Save`) that it answers; 0: none.
+    #: Newest wish (`Save`) that it answers; 0: none.
     request: int = 0
 
 
 class SaveFailed(msgspec.Struct, frozen=True, kw_only=True, tag="save_failed"):
-    """Notice that a write of a checkpoint or of the final output failed. Training goes on. After
+    """Notice that a write of a checkpoint or of the final output failed. Training continues. After
     the last step the write is retried for a minute, then the job fails."""
 
     what: Literal["checkpoint", "output"]
@@ -469,15 +475,15 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True, tag="restored"):
     generation: Generation
     step: int
     path: str
-    #: Newer checkpoints that could not be used, and why.
+    #: Newer checkpoints that could not be used, with reasons.
     passed_over: tuple[str, ...] = ()
-    #: The job that has saved it; empty: not told.
+    #: Job that saved it; empty: unknown.
     job: str = ""
-    #: Why the records beside it cannot be used; empty: they can, or there are none.
+    #: Reason why the records beside it cannot be used; empty: they can, or there are none.
     records_problem: str = ""
 
 
-#: What the master is told of as it is.
+#: Reports that the master gets unchanged.
 Report = (
     Measured
     | LinkMeasured
@@ -501,9 +507,9 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):
 
     slot: int
     incarnation: Incarnation
-    #: The job's kind of model: what it needs is loaded before, once for all workers.
+    #: Kind of the job's model, whose libraries are loaded before, once for all workers.
     kind: str = "gpt"
-    #: Likewise torch's compiler, and what the first of torch's optimizers loads.
+    #: True to load torch's compiler, and the modules of torch's optimizers, likewise.
     compiles: bool = False
     optimizes: bool = False
 
@@ -520,7 +526,7 @@ class Forked(msgspec.Struct, frozen=True, kw_only=True, tag="forked"):
 
 
 class ForkFailed(msgspec.Struct, frozen=True, kw_only=True, tag="fork_failed"):
-    """Notice that the kernel has no process or no memory to give; a later fork may succeed."""
+    """Notice that the kernel lacks a process or memory; a later fork may succeed."""
 
     incarnation: Incarnation
     reason: str
@@ -530,7 +536,7 @@ class ChildExited(msgspec.Struct, frozen=True, kw_only=True, tag="child_exited")
     """Exit status of a worker, as the kernel reports it."""
 
     pid: int
-    #: Of an exit by itself; None when a signal killed it.
+    #: Code of a normal exit; None when a signal killed it.
     exit_code: int | None
     signal: int | None
 

@@ -1,6 +1,6 @@
 """Orders to a doctor's process and its answers, as data that the master forwards.
 
-Must not know how anything is looked at, nor what is concluded.
+Must not know how a host is examined, nor the conclusions.
 """
 
 from collections.abc import Mapping
@@ -10,10 +10,13 @@ import msgspec
 
 from oobleck.core.finding import Finding
 
-#: checkpoints, output: the same on all nodes, and written; data: the same, and read; own: of this
-#: host alone, and written; journal: likewise, by the master, which waits for each write.
+#: Uses of a folder.
+#: - checkpoints, output: the same on all nodes, and written;
+#: - data: the same on all nodes, and read;
+#: - own: of this host alone, and written;
+#: - journal: likewise, by the master, which waits for each write.
 Use = Literal["checkpoints", "output", "data", "own", "journal"]
-#: Begins the names of files that a look leaves in a shared folder until all have looked.
+#: Begins the names of mark files, which stay in a shared folder until all hosts are examined.
 MARK = ".oobleck-doctor-"
 
 
@@ -27,20 +30,20 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 class About(msgspec.Struct, frozen=True, kw_only=True):
     """Facts that a host's daemon knows of it, against which the examination compares."""
 
-    #: By which other nodes reach its workers; empty: not known.
+    #: Address by which other nodes reach its workers; empty: unknown.
     address: str = ""
-    #: Of the master, as this host was told it; empty: this is its host.
+    #: Address of the master, as given to this host; empty: this is its host.
     master: str = ""
     workers: int = 0
     memory_per_worker_bytes: int = 0
     device: Literal["cpu", "cuda"] = "cpu"
-    #: Where the workers' GPUs are; none: all.
+    #: Places of the workers' GPUs; none: all GPUs.
     gpus: tuple[str, ...] = ()
     #: Sessions or links that it must be able to hold.
     connections: int = 0
     #: Its own folders.
     places: tuple[Place, ...] = ()
-    #: Of its workers' environment: what tells NCCL and Gloo by which way to talk.
+    #: Variables of its workers that choose the interfaces of NCCL and Gloo.
     variables: Mapping[str, str] = {}
 
 
@@ -53,9 +56,9 @@ class Look(msgspec.Struct, frozen=True, kw_only=True, tag="look"):
     places: tuple[Place, ...] = ()
     #: Addresses of the other nodes.
     peers: tuple[str, ...] = ()
-    #: A job trains: take as little as can be.
+    #: True if a job trains: take as little as possible.
     gently: bool = False
-    #: Ends the name of the file that is left in shared folders; empty: none is.
+    #: End of the name of the mark file to leave in shared folders; empty: leave none.
     mark: str = ""
 
 
@@ -68,7 +71,7 @@ class FindMarks(msgspec.Struct, frozen=True, kw_only=True, tag="find marks"):
 
 class RemoveMarks(msgspec.Struct, frozen=True, kw_only=True, tag="remove marks"):
     folders: tuple[str, ...]
-    #: Files of this examination go, and those that were left behind by others long ago.
+    #: Files of this examination are removed, and old ones that others left behind.
     examination: str
 
 
@@ -77,7 +80,7 @@ class ReadClock(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
 
 
 class Listen(msgspec.Struct, frozen=True, kw_only=True, tag="listen"):
-    """Order to take calls from holders of the secret, for so long, at a port that the kernel
+    """Order to accept calls from holders of the secret, for so long, at a port that the kernel
     chooses."""
 
     secret: str
@@ -85,14 +88,14 @@ class Listen(msgspec.Struct, frozen=True, kw_only=True, tag="listen"):
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):
-    """Order to measure the network path to a host that listens; the process that listens here does
-    so."""
+    """Order to measure the network path to a listening host; the process that listens here
+    does so."""
 
     address: str
     port: int
-    #: At most so much is sent each way to see how much gets through; 0: nothing.
+    #: Most bytes to send each way to measure the throughput; 0: none.
     most_bytes: int
-    #: And for so long.
+    #: Most seconds for that.
     seconds: float
 
 
@@ -111,9 +114,9 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     use: Use
-    #: The nearest folder above it that is there, or itself; empty: it cannot be used.
+    #: The nearest existing folder above it, or itself; empty: it cannot be used.
     at: str = ""
-    #: Of names, sizes and some of the content; empty: there is nothing.
+    #: Hash of names, sizes and some of the content; empty: there is nothing.
     digest: str = ""
     files: int = 0
 
@@ -121,8 +124,8 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 class Looked(msgspec.Struct, frozen=True, kw_only=True, tag="looked"):
     findings: tuple[Finding, ...] = ()
     seen: tuple[Seen, ...] = ()
-    #: The network interface that has the node's address, and the largest packet that it sends;
-    #: empty and 0: none has.
+    #: The network interface with the node's address, and the largest packet that it sends; empty
+    #: and 0: no interface has it.
     interface: str = ""
     mtu: int = 0
 
@@ -134,32 +137,32 @@ class Marks(msgspec.Struct, frozen=True, kw_only=True, tag="marks"):
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True, tag="time"):
-    #: Seconds of the calendar.
+    #: Unix time.
     unix: float
-    #: Nodes with the same are one machine.
+    #: Boot id; nodes with the same one are one machine.
     boot: str = ""
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True, tag="listening"):
-    #: Of TCP and of UDP.
+    #: Port of TCP and of UDP.
     port: int
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True, tag="way"):
     """Measurements by one host of the network path to another one."""
 
-    #: Why there is no way, in the kernel's words; empty: there is.
+    #: Reason why there is no connection, in the kernel's words; empty: there is one.
     problem: str = ""
-    #: The least and the median of some round trips.
+    #: Least and median of some round trips.
     least_s: float = 0.0
     median_s: float = 0.0
-    #: What got through, by whoever received it; 0: not measured.
+    #: Throughput, measured by the receiver; 0: not measured.
     there_bytes_per_s: float = 0.0
     back_bytes_per_s: float = 0.0
     #: Most bytes that were sent for that, each way.
     sent_bytes: int = 0
-    #: What an interface here sends at most as one packet, and the largest that arrived unsplit; 0:
-    #: not even the smallest did.
+    #: Largest packet of the interface here, and the largest one that arrived unsplit; 0: not even
+    #: the smallest did.
     mtu: int = 0
     arrived: int = 0
 

@@ -37,7 +37,7 @@ class StageTemplate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineTemplate:
-    """The whole model cut into stages for `nodes` nodes; not yet on any concrete node."""
+    """Whole model cut into stages for `nodes` nodes; not yet on any concrete node."""
 
     nodes: int
     gpus_per_node: int
@@ -65,12 +65,12 @@ class PipelineTemplate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """A template put on concrete nodes: one replica of the model."""
+    """Template placed on concrete nodes: one replica of the model."""
 
-    #: In template order: nodes[k] is the template's node number k.
+    #: Nodes in template order: nodes[k] is the template's node number k.
     nodes: tuple[NodeName, ...]
     stages: tuple[Hold, ...]
-    #: How many of the global batch it computes in every step.
+    #: Micro-batches of the global batch that it computes in every step.
     microbatches: int
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class Pipeline:
         if self.microbatches < 1:
             raise ValueError("a pipeline needs at least one micro-batch")
         if len(set(self.nodes)) != len(self.nodes):
-            raise ValueError(f"a node stands twice in one pipeline: {self.nodes}")
+            raise ValueError(f"a node is twice in one pipeline: {self.nodes}")
 
 
 def place(
@@ -102,7 +102,7 @@ def place(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRate:
-    """A worker takes 1 / rate of the profile's time."""
+    """Rate of a worker, which takes 1 / rate of the profile's time."""
 
     worker: WorkerId
     rate: float
@@ -122,7 +122,7 @@ def slow_workers(rates: Mapping[WorkerId, float], among: Iterable[WorkerId]) -> 
 
 
 def check_rates(rates: Sequence[WorkerRate], workers: Iterable[WorkerId]) -> None:
-    """Raises ValueError unless they are those of some of the `workers`, each once and sorted."""
+    """Raise ValueError unless the rates are sorted, one per worker, of some of `workers`."""
     for before, after in pairwise(rates):
         if after.worker <= before.worker:
             raise ValueError(
@@ -136,18 +136,18 @@ def check_rates(rates: Sequence[WorkerRate], workers: Iterable[WorkerId]) -> Non
 class Plan:
     """Plan of one generation: who holds which layer and computes which micro-batches.
 
-    The routes take the micro-batches of the global batch in their order, so that each is in exactly
-    one of them. Ranks are positions in `workers`.
+    The routes take the micro-batches of the global batch in order, so that each is in exactly one
+    of them. Ranks are positions in `workers`.
     """
 
     generation: Generation
     holds: tuple[Hold, ...]
     routes: tuple[Route, ...]
-    #: The order of compute on workers that stand in one hop alone.
+    #: Order of compute on workers that are in one hop only.
     schedule: Schedule = "1f1b"
-    #: For the order on all others; None: there are none.
+    #: Input for the order on all others; None: there are none.
     listing: Listing | None = None
-    #: Of workers that are slower than profiled, sorted; the listing counts them in.
+    #: Rates of workers slower than profiled, sorted; the listing includes them.
     rates: tuple[WorkerRate, ...] = ()
 
     def __post_init__(self) -> None:
@@ -175,11 +175,13 @@ class Plan:
         generation: Generation,
         schedule: Schedule = "1f1b",
     ) -> "Plan":
-        """Each pipeline has one route, through all of its stages. Raises ValueError."""
+        """Build a plan with one route for each pipeline, through all of its stages. Raises
+        ValueError.
+        """
         given = tuple(pipelines)
         nodes = [node for pipeline in given for node in pipeline.nodes]
         if len(set(nodes)) != len(nodes):
-            raise ValueError(f"a node stands in two pipelines: {sorted(nodes)}")
+            raise ValueError(f"a node is in two pipelines: {sorted(nodes)}")
         return cls(
             generation=generation,
             holds=tuple(stage for pipeline in given for stage in pipeline.stages),
@@ -278,7 +280,7 @@ class Plan:
         return MappingProxyType(found)
 
     def layer_nodes(self) -> list[set[NodeName]]:
-        """The nodes that hold each layer; each of them has all of it."""
+        """Return the nodes that hold each layer; each of them has all of it."""
         nodes: list[set[NodeName]] = [set() for _ in range(self.layer_count)]
         for hold in self.holds:
             for layer in hold.layers:
@@ -303,14 +305,15 @@ class Plan:
         return {one.worker: one.rate for one in self.rates}
 
     def rate(self, workers: Iterable[WorkerId]) -> float:
-        """Return the rate of what these workers compute in step: that of the slowest one."""
+        """Return the rate at which these workers compute in step: that of the slowest one."""
         if not self.rates:
             return 1.0
         return min(self._rates.get(worker, 1.0) for worker in workers)
 
     def with_rates(self, rates: Mapping[WorkerId, float]) -> "Plan":
-        """The plan where its workers have these rates, those that are not named their profiled
-        one; rates of others are ignored. Without a listing, which counts rates in."""
+        """Return the plan with these rates of its workers, and the profiled rate for those not
+        named. Rates of other workers are ignored. It has no listing, since a listing includes
+        rates."""
         slow = slow_workers(rates, self.workers)
         own = tuple(WorkerRate(worker=worker, rate=rates[worker]) for worker in slow)
         return replace(self, rates=own, listing=None)
@@ -325,11 +328,11 @@ class Plan:
         )
 
     def owners(self, layer: int) -> tuple[WorkerId, ...]:
-        """The workers that hold `layer`, sorted."""
+        """Return the workers that hold `layer`, sorted."""
         return tuple(sorted(w for hold in self.holds if layer in hold.layers for w in hold.workers))
 
 
-# Plans come from agents, too: no check may go through all layers that a plan says it has.
+# Plans come from agents, too: no check may iterate over all layers that a plan claims to have.
 
 
 def _check_once(holds: Iterable[Hold]) -> None:
@@ -344,7 +347,7 @@ def _check_once(holds: Iterable[Hold]) -> None:
 
 
 def _check_held(routes: Iterable[Route], holds: Iterable[Hold]) -> None:
-    """Each hop's layers are held by its workers, together and in the same order."""
+    """Check that each hop's layers are held by its workers, together and in the same order."""
     held: dict[tuple[WorkerId, ...], list[range]] = {}
     for hold in holds:
         held.setdefault(hold.workers, []).append(hold.layers)
@@ -373,7 +376,7 @@ def _shards(first_layer: int, last_layer: int, part: int, parts: int) -> frozens
 
 
 def is_of_pipelines(plan: Plan) -> bool:
-    """Return whether each worker stands in one route alone, with all that it holds."""
+    """Return whether each worker is in one route only, with all that it holds."""
     try:
         return Plan.of_pipelines(
             plan.pipelines, generation=plan.generation, schedule=plan.schedule
@@ -383,8 +386,8 @@ def is_of_pipelines(plan: Plan) -> bool:
 
 
 def pipelines_within(plan: Plan) -> Plan:
-    """The plan itself where it is made of pipelines; else one of those of its routes that have no
-    node in common, taken in their order, with all micro-batches in the same proportions."""
+    """Return the plan itself if it is made of pipelines. Else return its first routes that have no
+    node in common, with all micro-batches in the same proportions."""
     if is_of_pipelines(plan):
         return plan
     taken: list[Pipeline] = []
@@ -402,7 +405,9 @@ def pipelines_within(plan: Plan) -> Plan:
 
 
 def _in_proportion(parts: list[int], total: int) -> list[int]:
-    """Whole numbers of that sum, none below its part; of equal remainders the first gets more."""
+    """Split `total` in proportion to `parts`, each rounded down or up; of equal remainders the
+    first gets more.
+    """
     whole = sum(parts)
     shares = [part * total // whole for part in parts]
     by_remainder = sorted(range(len(parts)), key=lambda k: -(parts[k] * total % whole))

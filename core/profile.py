@@ -6,9 +6,9 @@ from typing import Literal
 
 from oobleck.core.units import count
 
-#: Of all times but 0: what planning counts in, and some 30 years.
+#: Limits of all times but 0: the unit of planning, and some 30 years.
 LEAST_S, MOST_S = 1e-15, 1e9
-#: Of what a layer or a GPU has, and of the state or the activations of all layers.
+#: Limits of a layer or a GPU, and of the state or the activations of all layers.
 MOST_BYTES, MOST_BYTES_IN_ALL = 2**60 - 1, 2**62 - 1
 LEAST_RATE, MOST_RATE = 1.0, 1e18
 MOST_LAYERS = 1024
@@ -27,7 +27,7 @@ _MOST = {"microbatch": 2**31 - 1, "gpus_per_node": 1024, "gpu_memory_bytes": MOS
 
 
 class InvalidProfile(ValueError):
-    """A value of a profile is wrong: which field of what, and the fix."""
+    """Error of a wrong value in a profile, with the field and the fix."""
 
     def __init__(self, owner: str, field_path: str, problem: str) -> None:
         super().__init__(f"{owner}{field_path}: {problem}")
@@ -36,7 +36,7 @@ class InvalidProfile(ValueError):
 
 
 def _problem_of_time(seconds: float) -> str:
-    """Return what is wrong with `seconds`, and the fix; empty where nothing is."""
+    """Return the fault of `seconds` and its fix; empty where it has none."""
     if seconds == 0 or LEAST_S <= seconds <= MOST_S:
         return ""
     return f"{seconds} is not a time; give seconds, 0 or {LEAST_S:g} to {MOST_S:g}"
@@ -51,42 +51,42 @@ class LayerProfile:
     """
 
     name: str
-    #: A number of GPUs that is missing may not share the layer.
+    #: A layer cannot be shared by a number of GPUs that is missing here.
     forward_s: Mapping[int, float]
     backward_s: Mapping[int, float]
     parameter_bytes: int
-    #: Weights, gradients and optimizer moments, and what else of the layer stays in memory.
+    #: Weights, gradients, optimizer moments, and any other memory of the layer that stays.
     state_bytes: int
     #: Kept per micro-batch from its forward to its backward.
     activation_bytes: int
     #: Sent to the next stage per micro-batch.
     output_bytes: int
-    #: The part of `state_bytes` that is sent where the layer moves to another worker; 0: all.
+    #: The part of `state_bytes` that is sent when the layer moves to another worker; 0: all.
     moved_bytes: int = 0
-    #: What is sent of the layer's gradient where it is summed; 0: `parameter_bytes`.
+    #: Bytes of the layer's gradient as sent to be summed; 0: `parameter_bytes`.
     gradient_bytes: int = 0
-    #: The sum of the layer's gradients over all workers that hold the layer, where several do.
+    #: Gradient sums over all workers that hold the layer, where several do.
     sum_bytes: int = 0
     #: The part of `sum_bytes` that the layer shares with another: summed in every plan.
     tied_bytes: int = 0
-    #: The most that computing one micro-batch takes beside all that and what is kept: what its
-    #: operations hand to each other, and the messages at the stage's borders.
+    #: Most memory of computing one micro-batch beside all that: intermediate results of its
+    #: operations, and the messages at the stage's borders.
     working_bytes: int = 0
-    #: The same of single blocks that the allocator gives back one by one (`MAPPED_BYTES` in
-    #: `oobleck.planner.profile.memory`): one layer's come when another's `working_bytes` are still
-    #: held.
+    #: The same in single blocks that the allocator returns one by one (`MAPPED_BYTES` in
+    #: `oobleck.planner.profile.memory`). One layer's blocks are taken while another's
+    #: `working_bytes` are still held.
     mapped_bytes: int = 0
-    #: What a worker that shares the layer with others of its node has, beside its share, while it
+    #: Bytes of a worker that shares the layer with others of its node, beside its share, while it
     #: computes the layer (`oobleck.planner.profile.sharing`).
     exchange_bytes: int = 0
     #: The part of `backward_s` that makes the gradient of the layer's input, where it was measured
     #: apart from that of the weights.
     backward_input_s: Mapping[int, float] = field(default_factory=dict)
-    #: The optimizer's update of the layer, once per step.
+    #: Time of the optimizer's update of the layer, once per step.
     update_s: Mapping[int, float] = field(default_factory=dict)
 
     def __hash__(self) -> int:
-        # Layers that differ in their times alone are told apart by equality.
+        # Equality distinguishes layers that differ in their times alone.
         return hash((self.name, self.state_bytes, self.activation_bytes, len(self.forward_s)))
 
     def __post_init__(self) -> None:
@@ -119,12 +119,12 @@ class LayerProfile:
 
     @property
     def travelling_bytes(self) -> int:
-        """Bytes that travel when the layer moves to another worker."""
+        """Bytes that are sent when the layer moves to another worker."""
         return self.moved_bytes or self.state_bytes
 
     @property
     def summed_bytes(self) -> int:
-        """Bytes of the layer's gradient, where it is sent to be summed."""
+        """Bytes of the layer's gradient as sent to be summed."""
         return self.gradient_bytes or self.parameter_bytes
 
     def _wrong(self, field_path: str, problem: str) -> InvalidProfile:
@@ -165,13 +165,13 @@ class LayerProfile:
 
 
 def working_bytes(layers: Sequence[LayerProfile]) -> int:
-    """Return the bytes that a stage of these layers needs beside its state and what is kept."""
+    """Return the bytes that a stage of these layers needs beside its state and kept activations."""
     return max(la.working_bytes for la in layers) + max(la.mapped_bytes for la in layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Speeds of the wires: bytes per second inside and between nodes, seconds per message."""
+    """Speeds of links: bytes per second inside and between nodes, seconds per message."""
 
     intra_node_bytes_per_s: float
     inter_node_bytes_per_s: float
@@ -193,12 +193,15 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Profile of the model and the machines, which is all that planning knows of them. Raises
-    InvalidProfile."""
+    """Profile of the model and the machines: all that planning knows of them.
+
+    Raises InvalidProfile.
+    """
 
     microbatch: int
     gpus_per_node: int
-    #: What training may use of one GPU: without the margin of `oobleck.planner.profile.memory`.
+    #: Memory of one GPU that training may use, without the margin of
+    #: `oobleck.planner.profile.memory`.
     gpu_memory_bytes: int
     layers: tuple[LayerProfile, ...]
     links: Links
@@ -240,7 +243,7 @@ def message_s(count: int, *, same_node: bool, links: Links) -> float:
 
 
 def all_reduce_s(count: int, *, workers: int, same_node: bool, links: Links) -> float:
-    """Sum of `count` bytes over `workers` (a ring); nothing for one."""
+    """Return the time to sum `count` bytes over `workers` in a ring; 0 for one worker."""
     if workers == 1:
         return 0.0
     rate = links.intra_node_bytes_per_s if same_node else links.inter_node_bytes_per_s
@@ -248,8 +251,8 @@ def all_reduce_s(count: int, *, workers: int, same_node: bool, links: Links) -> 
 
 
 def exchange_s(count: int, *, gpus: int, links: Links) -> float:
-    """Gathering `count` bytes of which each of `gpus` workers of a node holds a part, or summing
-    as many into parts; nothing for one."""
+    """Return the time to gather `count` bytes whose parts `gpus` workers of a node hold, or to sum
+    that many into parts; 0 for one worker."""
     return all_reduce_s(count, workers=gpus, same_node=True, links=links) / 2
 
 
@@ -260,12 +263,12 @@ Scope = Literal["intra_node", "inter_node"]
 class Measurement:
     """Measurement by one worker: each kind of layer once, since layers of a kind are alike.
 
-    Times for several GPUs are those of one worker's part of the work, without exchanges.
+    Times for several GPUs are of one worker's part of the work, without exchanges.
     """
 
-    #: By kind: see `oobleck.core.job.model.AnyModel.order`.
+    #: Ordered by kind; see `oobleck.core.job.model.AnyModel.order`.
     kinds: tuple[LayerProfile, ...]
-    #: What it was measured on, such as `cpu Xeon, 1 thread`, and by which torch.
+    #: Measured device, such as `cpu Xeon, 1 thread`, and its version of torch.
     device: str
     torch: str
 

@@ -1,8 +1,7 @@
 """The profile file: JSON text to a Profile and back.
 
 Owns the file's syntax. Every error names the field by its path in the file, such as
-`layers[3].forward_s["2"]`, and the fix. The values themselves are checked by
-`oobleck.core.profile`.
+`layers[3].forward_s["2"]`, and the fix. `oobleck.core.profile` checks the values.
 """
 
 import dataclasses
@@ -17,17 +16,17 @@ import msgspec
 from oobleck.core.profile import OPTIONAL_BYTES, InvalidProfile, LayerProfile, Links, Profile
 
 _GPUS = re.compile(r"[0-9]{1,9}")
-#: Of numbers and texts in messages.
+#: Characters of a number or a text that a message repeats.
 _SHOWN = 40
-#: A whole number of as many may be beyond every float.
+#: Digits of an integer that may be beyond every float.
 _MOST_DIGITS = 309
 _OPTIONAL_TIMES = ("backward_input_s", "update_s")
 
 
 def parse_profile(text: str | bytes) -> Profile:
-    """The profile that `text` describes; raises ValueError naming the field and the fix.
+    """Parse a profile; raises ValueError with the field and the fix.
 
-    Keys that are not known are passed over: profiles carry how they were measured.
+    Unknown keys are ignored: profiles also record how they were measured.
     """
     root = _Reader(_load(text), "")
     layers = root.take_list("layers")
@@ -46,9 +45,9 @@ def parse_profile(text: str | bytes) -> Profile:
 
 
 def format_profile(profile: Profile, notes: Mapping[str, object] | None = None) -> str:
-    """`profile` as JSON text that `parse_profile` reads back equal.
+    """Return `profile` as JSON text that `parse_profile` reads back equal.
 
-    `notes`, how it came about, stand under the key `measured`, which reading passes over.
+    `notes` say how it was made; they go under the key `measured`, which parsing ignores.
     """
     tree = msgspec.to_builtins(profile, str_keys=True)
     for layer in tree["layers"]:
@@ -70,8 +69,8 @@ def _load(text: str | bytes) -> object:
 
 
 def _integer(digits: str) -> int | float:
-    """Read an integer; one of more digits than a float can have becomes infinity. The caller, which
-    knows where it stands, refuses that."""
+    """Parse an integer; one with more digits than a float can have becomes infinity. The caller,
+    which knows its place in the file, refuses infinity."""
     return int(digits) if len(digits) < _MOST_DIGITS else float(digits)
 
 
@@ -80,7 +79,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for key, value in pairs:
         if key in found:
             raise ValueError(
-                f"not a valid profile: the key {_show(key)} stands twice in one object; keep one"
+                f"not a valid profile: the key {_show(key)} is given twice in one object; keep one"
             )
         found[key] = value
     return found
@@ -150,7 +149,7 @@ class _Reader:
         return float(value)  # type: ignore[arg-type]  # just checked
 
     def take_times(self, key: str) -> dict[int, float]:
-        """Seconds by number of GPUs."""
+        """Read seconds by number of GPUs."""
         value, path = self.take(key), self._below(key)
         if not isinstance(value, dict):
             self._fail(path, f"must be seconds by number of GPUs, not {_show(value)}")
@@ -159,7 +158,7 @@ class _Reader:
             if _GPUS.fullmatch(gpus) is None:
                 self._fail(f"{path}[{_show(gpus)}]", "keys are numbers of GPUs, from 1")
             if int(gpus) in times:
-                self._fail(f"{path}[{_show(gpus)}]", "that number of GPUs stands twice; keep one")
+                self._fail(f"{path}[{_show(gpus)}]", "that number of GPUs is given twice; keep one")
             times[int(gpus)] = self._number(seconds, f"{path}[{_show(gpus)}]")
         return times
 

@@ -1,7 +1,7 @@
-"""URLs without their secrets, for whatever is shown, logged or stored for others to read.
+"""URLs without their secrets, for all text that is shown, logged or stored.
 
-A place such as `s3://KEY:SECRET@store/path` or `https://host/path?token=SECRET` must reach the
-workers whole, and nobody else. Must not know where texts come from.
+A place such as `s3://KEY:SECRET@store/path` or `https://host/path?token=SECRET` must reach only the
+workers whole. Must not know where texts come from.
 """
 
 import re
@@ -10,28 +10,29 @@ from urllib.parse import unquote
 HIDDEN = "***"
 
 _WORD = re.compile(r"\S+")
-#: Where the host's part of a URL ends.
+#: End of the host's part of a URL.
 _END = re.compile(r"[/?#]")
 _PORT = re.compile(r"[^:]*:[0-9]{1,5}")
 _VALUE = re.compile(r"([?&;#][^?=&;#]{0,100}=)[^&;#'\"]+")
-#: A password with a space in it, which is no end of a URL then; a port is no password.
+#: A password with a space, at which a URL would otherwise end. A port is no password.
 _SPACED = re.compile(r"://[^\s/?#@:\[]{1,200}:(?!\d{1,5}\b)[^\s/?#@][^\n/?#@]{0,200}@")
-#: Of these the part before `@` names a container or a user, and is no secret.
+#: Schemes whose part before `@` names a container or a user and is no secret.
 _NAMED = re.compile(r"(?:^|[^a-z0-9+.-])(?:abfss?|wasbs?|hdfs)$")
 _NAMED_CHARACTERS = 6
-#: Anywhere in a query's name; not `max_tokens`, `tokenizer` nor `design`.
+#: Matched anywhere in a query's name; not in `max_tokens`, `tokenizer` or `design`.
 _SECRET = re.compile(
     r"token(?!s|iz)|secret|signature|(?<![a-z])sig(?![a-z])|passw|passphrase|credential|key"
     r"|access_?id",
     re.IGNORECASE,
 )
-#: Short words that stand in many others, as in `author` and `encode`: these count as whole words.
+#: Short words that are parts of many others, as in `author` and `encode`; these match whole words
+#: only.
 _SECRET_WORDS = frozenset({"auth", "authorization", "bearer", "jwt", "pass", "pw", "pwd", "sas"})
-#: OAuth's; `country_code` and its like are none.
+#: OAuth's names; `country_code` and its like are not secret.
 _SECRET_NAMES = frozenset({"code", "authcode", "authorizationcode", "devicecode", "usercode"})
 _WORD_OF_NAME = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-#: Who knows a webhook's path may post to it by HTTP: all behind the host `hooks.*`, or behind a
-#: part of the path or host such as `webhooks`; and Telegram's `/bot123:TOKEN/`.
+#: Webhooks, whose path alone allows posting by HTTP. The secret is all after the host `hooks.*`, or
+#: after a part of the path or host such as `webhooks`; and Telegram's `/bot123:TOKEN/`.
 _HOOK = re.compile(
     r"(?P<shown>https?://(?:hooks\.[^\s/?#'\"]*/"
     r"|[^\s/?#'\"]{0,200}webhook[^\s/?#'\"]*/"
@@ -43,7 +44,7 @@ _HOOK = re.compile(
 
 
 def redact(text: str) -> str:
-    """`text` with the secrets of the URLs in it hidden."""
+    """Return `text` with the secrets of the URLs in it hidden."""
     if "://" not in text:
         return text
     whole = _SPACED.sub(f"://{HIDDEN}@", text)
@@ -62,7 +63,9 @@ def _redact_word(word: str) -> str:
 
 
 def _is_secret(name: str) -> bool:
-    """Return whether what a query gives by this name is a secret; servers read escapes in names."""
+    """Return whether a query's parameter of this name is a secret; servers decode escapes
+    in names.
+    """
     plain = unquote(name)
     words = {word.lower() for word in _WORD_OF_NAME.findall(plain)}
     whole = re.sub(r"[^a-z0-9]", "", plain.lower())
@@ -70,12 +73,12 @@ def _is_secret(name: str) -> bool:
 
 
 def _without_user(before: str, rest: str) -> str:
-    """Return the text behind `://` with the user and password hidden: the host's part up to its
-    last `@`."""
+    """Return the text after `://` with the user and password hidden: the host's part up to its last
+    `@`."""
     host = _END.split(rest, maxsplit=1)[0]
     at = host.rfind("@")
     if at < 0 and ":" in host and not _PORT.fullmatch(host):
-        at = rest.find("@")  # a slash in the password cuts the host's part short
+        at = rest.find("@")  # a slash in the password ends the host's part
     elif _NAMED.search(before[-_NAMED_CHARACTERS:].lower()) and not set(":@") & set(host[:at]):
         return rest
     return rest if at < 0 else HIDDEN + rest[at:]

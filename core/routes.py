@@ -38,26 +38,28 @@ class _Layers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop(_Layers):
-    """Layers that `workers` compute for the micro-batches of a route: the i-th of d workers the
-    i-th d-th of each micro-batch's rows."""
+    """Layers that `workers` compute for the micro-batches of a route: the i-th of d workers
+    computes the i-th d-th of each micro-batch's rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hold(_Layers):
-    """Layers that `workers` hold: the p-th of d workers the p-th d-th of each layer's state."""
+    """Layers that `workers` hold: the p-th of d workers holds the p-th d-th of each
+    layer's state.
+    """
 
-    #: Of several workers: each keeps the weights that it has gathered, and its gradients of the
-    #: whole layers, for a step, since there is room (`oobleck.planner.profile.sharing`).
+    #: With several workers: each keeps gathered weights and whole layers' gradients for a step,
+    #: since its memory allows it (`oobleck.planner.profile.sharing`).
     resident: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The hops that carry some micro-batches through the whole model."""
+    """Hops that carry some micro-batches through the whole model."""
 
-    #: By layers, from the first one of the model to the last one.
+    #: Ordered by layers, from the first one of the model to the last one.
     hops: tuple[Hop, ...]
-    #: How many.
+    #: Number of micro-batches.
     microbatches: int
 
     def __post_init__(self) -> None:
@@ -75,12 +77,12 @@ class Route:
             if not set(before.workers).isdisjoint(after.workers):
                 raise ValueError(
                     f"two hops in a row, to layers {before.last_layer} and {after.last_layer}, are "
-                    "on the same worker; one hop must have what a worker computes in a row"
+                    "on the same worker; one hop must have all that a worker computes in a row"
                 )
 
 
 def runs(layers: Iterable[int]) -> list[list[int]]:
-    """Sorted, those in a row together."""
+    """Group sorted layers into runs of consecutive ones."""
     found: list[list[int]] = []
     for layer in sorted(layers):
         if found and found[-1][-1] == layer - 1:
@@ -111,12 +113,12 @@ class Shard:
         return Fraction(self.part + 1, self.parts)
 
 
-#: What each worker holds.
+#: Shards that each worker holds.
 ShardTable = Mapping[WorkerId, frozenset[Shard]]
 
 
 def require_holders(held: ShardTable, layer_count: int) -> None:
-    """Raises LayerLost where a layer, or a part of one, is with nobody."""
+    """Raise LayerLost where a layer, or a part of one, has no holder."""
     spans: dict[int, set[Shard]] = {layer: set() for layer in range(layer_count)}
     for shards in set(held.values()):
         for shard in shards:
@@ -139,17 +141,17 @@ def _cover(shards: Collection[Shard]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopTicks:
-    """Cost of one micro-batch at one hop, in whole ticks and bytes; rates are in it."""
+    """Cost of one micro-batch at one hop, in whole ticks and bytes, with the workers' rates."""
 
     forward: int
-    #: Together a backward in one piece.
+    #: The two parts of a backward.
     backward_input: int
     backward_weight: int
-    #: A message to or from the hop after is on its way for so long and keeps nobody from computing.
+    #: Time of a message to or from the hop after, which keeps no worker from computing.
     message: int
-    #: What each worker of the hop keeps, from the begin of the forward to the end of the backward.
+    #: Bytes that each worker keeps from the begin of the forward to the end of the backward.
     kept_bytes: int
-    #: The part of them that is kept from the end of `BackwardInput` to that of `BackwardWeight`.
+    #: The part that is kept from the end of `BackwardInput` to that of `BackwardWeight`.
     deferred_bytes: int
 
     def __post_init__(self) -> None:
@@ -161,13 +163,13 @@ class HopTicks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """Costs of the hops of a plan, and the room that its workers have."""
+    """Costs of the hops of a plan, and the free memory of its workers."""
 
     #: By route and hop.
     hops: tuple[tuple[HopTicks, ...], ...]
-    #: Bytes for what is kept of micro-batches, by rank.
+    #: Bytes for kept activations, by rank.
     room: tuple[int, ...]
-    #: Whether the backwards of all hops but a route's first come in two parts.
+    #: True if the backwards of all hops but a route's first are in two parts.
     split: bool
 
     def __post_init__(self) -> None:

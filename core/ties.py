@@ -1,7 +1,7 @@
-"""Ties of layers that share parameters: one that several have is summed over the holders of all."""
+"""Groups of layers that share parameters, whose gradients are summed over the holders of all."""
 
 #: True: the last layer shares with the first one, as the head does with the token embedding. Else
-#: the groups that share, each in ascending order; no layer is in two.
+#: the groups, each in ascending order; no layer is in two.
 Ties = bool | tuple[tuple[int, ...], ...]
 
 

@@ -4,10 +4,10 @@ import math
 import re
 from collections.abc import Callable, Iterable
 
-#: A line that people read names no more.
+#: Most names in a line for people.
 _MOST_LISTED = 10
 
-#: Longest reason that people read; it begins with the place and the cause.
+#: Longest reason for people; it begins with the place and the cause.
 MOST_REASON_BYTES = 1024
 _CUT = "…"
 
@@ -22,12 +22,12 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def count(number: int, noun: str) -> str:
-    """`1 node`, `2 nodes`."""
+    """Return `1 node`, `2 nodes`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def comma_separated(names: Iterable[str]) -> str:
-    """`n1, n2`, in order; of many the first few and how many more there are."""
+    """Return `n1, n2`, sorted; of many names the first few and the count of the rest."""
     ordered = sorted(names)
     if len(ordered) <= _MOST_LISTED:
         return ", ".join(ordered)
@@ -43,12 +43,12 @@ def head(text: str, most_bytes: int = MOST_REASON_BYTES) -> str:
 
 
 def are(number: int) -> str:
-    """`1 is`, `2 are`."""
+    """Return `1 is`, `2 are`."""
     return f"{number} {'is' if number == 1 else 'are'}"
 
 
 def parse_bytes(text: str) -> int:
-    """`64MiB`, `1.5 GB`, `4096` as a number of bytes; a bare `K`, `M`, `G` means powers of 1024."""
+    """Parse `64MiB`, `1.5 GB` or `4096` as bytes; a bare `K`, `M`, `G` is a power of 1024."""
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
@@ -58,7 +58,9 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """`30s`, `1.5m`, `2h`, `7d`, `500ms` or a bare number of seconds; more than nothing."""
+    """Parse `30s`, `1.5m`, `2h`, `7d`, `500ms` or bare seconds; raises ValueError unless
+    positive.
+    """
     match = _SPAN.fullmatch(text)
     span_s = float(match[1]) * _SECONDS[match[2].lower()] if match else 0.0
     if span_s <= 0:
@@ -67,17 +69,17 @@ def parse_seconds(text: str) -> float:
 
 
 def format_bytes(number: int) -> str:
-    """A short form of `number` for messages, such as `1.5 GiB`."""
+    """Format bytes for messages, such as `1.5 GiB`."""
     return _short(number, round)
 
 
 def enough_bytes(number: int) -> str:
-    """Likewise, rounded up: whoever gives so much has given `number`."""
+    """Format bytes rounded up, so that the shown size is enough."""
     return _short(number, math.ceil)
 
 
 def _short(number: int, rounded: Callable[[float], int]) -> str:
-    """Format the number in the largest unit of which there is one, to a tenth."""
+    """Format the number in its largest whole unit, to a tenth."""
     if abs(number) < 1024:
         return f"{number} B"
     size = number / 1024

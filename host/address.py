@@ -1,5 +1,7 @@
-"""Addresses: this host's name, parsing HOST:PORT, and whether it stays on this host. Must not know
-who listens there."""
+"""Addresses: this host's name, parsing HOST:PORT, and whether it stays on this host.
+
+Must not know the listeners.
+"""
 
 import ipaddress
 import re
@@ -7,10 +9,10 @@ import socket
 
 from oobleck.host.display import inline
 
-#: A name or an IPv4 address; an IPv6 address needs its brackets, or its end is not to be seen.
+#: A name or an IPv4 address. An IPv6 address needs its brackets, which mark its end.
 _ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9_.-]+|\[[0-9A-Za-z:.%]+\]):(?P<port>[0-9]{1,5})")
 
-#: Of the heads of one cluster.
+#: Most addresses of the heads of one cluster.
 MOST_ADDRESSES = 16
 
 
@@ -21,8 +23,8 @@ def own_hostname() -> str:
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """Split `text` into host (without brackets) and port. Raises ValueError if it is anything
-    else."""
+    """Split `text` into host (without brackets) and port. Raises ValueError if it is not
+    HOST:PORT."""
     match = _ADDRESS.fullmatch(text)
     if match is None or int(match["port"]) > 65535:
         raise ValueError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:4600")
@@ -41,13 +43,13 @@ def split_addresses(text: str) -> list[str]:
 
 def leaves_host(address: str) -> bool:
     """Return whether HOST:PORT resolves to any address but loopback ones. False if it does not
-    resolve. Raises ValueError if it is no address."""
+    resolve. Raises ValueError if it is not an address."""
     return not all(map(_is_loopback, addresses(address)))
 
 
 def stays_on_host(address: str) -> bool:
-    """Return whether HOST:PORT resolves to loopback addresses alone. False if it does not resolve,
-    since it may later, as after a boot without a name service. Raises ValueError if it is no
+    """Return whether HOST:PORT resolves only to loopback addresses. False if it does not resolve,
+    since it may later, as after a boot without a name service. Raises ValueError if it is not an
     address."""
     found = addresses(address)
     return bool(found) and all(map(_is_loopback, found))
@@ -61,8 +63,8 @@ def own_address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host, given by its number or as localhost, cannot be reached from other
-    hosts. Resolves no names."""
+    """Return whether a host, given by its number or as localhost, is unreachable from other hosts.
+    Resolves no names."""
     try:
         return _is_loopback(host)
     except ValueError:
@@ -71,8 +73,10 @@ def is_loopback(host: str) -> bool:
 
 def pinned(address: str) -> str:
     """Replace the name in HOST:PORT by its number, for an address that stays on this host, since a
-    name may resolve to another host later. `localhost` is always this host and is kept, as is a
-    name that does not resolve."""
+    name may resolve to another host later.
+
+    `localhost` is always this host and is kept, as is a name that does not resolve.
+    """
     host, port = split_address(address)
     found = sorted(addresses(address), key=lambda number: ":" in number)
     if host == "localhost" or not found:
@@ -96,7 +100,7 @@ def is_number(host: str) -> bool:
 
 def addresses(address: str) -> list[str]:
     """Return the numbers that HOST:PORT resolves to, each once; none where it does not. Raises
-    ValueError if it is no address."""
+    ValueError if it is not an address."""
     host, port = split_address(address)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

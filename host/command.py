@@ -1,6 +1,6 @@
 """Runner of a click command, as users are promised: one line per error, a documented exit code.
 
-Must not know what the commands do.
+Must not know the commands.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import click
 
 from oobleck.host.display import one_line
 
-#: Exit code where standard output takes nothing; what was asked for may be done.
+#: Exit code where standard output cannot be written; the requested action may be done.
 NO_OUTPUT = 6
 
 
@@ -56,9 +56,9 @@ class _Output:
 
 
 def run(command: click.Command, name: str, arguments: Sequence[str] | None = None) -> int:
-    """Run `command` as the program `name`; the exit code."""
+    """Run `command` as the program `name` and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if sys.stdout is None:  # and the next file that is opened would take its place
+    if sys.stdout is None:  # the next opened file would take its place
         return _tell(name, "standard output is closed; to have none, send it to /dev/null", 2)
     for argument in arguments:
         try:
@@ -68,7 +68,7 @@ def run(command: click.Command, name: str, arguments: Sequence[str] | None = Non
     try:
         with contextlib.redirect_stdout(cast(TextIO, _Output(sys.stdout))):
             code = _outcome(command, name, arguments)
-            if code == 0:  # nothing was told yet
+            if code == 0:  # no error was reported yet
                 sys.stdout.flush()
     except OutputFailed as failed:
         broken = isinstance(failed.__cause__, BrokenPipeError)
@@ -94,7 +94,7 @@ def _outcome(command: click.Command, name: str, arguments: Sequence[str]) -> int
     except FileNotFoundError:
         if _folder_is_there():
             raise
-        return _tell(name, "the current folder is gone; change into one that is there", 2)
+        return _tell(name, "the current folder is gone; change into one that exists", 2)
     return result if isinstance(result, int) else 0
 
 

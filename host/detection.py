@@ -1,12 +1,11 @@
 """Time-outs of a cluster, which decide how fast faults are found; one word chooses all of them.
 
-`oobleck-master --detection fast|balanced|wan` chooses; agents learn it with their welcome.
+`oobleck-master --detection fast|balanced|wan` chooses; agents get it with their welcome.
 docs/faults.md has the three side by side.
 
-A host that falls silent is lost between lease - heartbeat and lease after its last sign of life. A
-hang is told `HUNG_STEPS` times the 99th percentile of step times after the last progress, where
-that is longer. Owns the numbers and what they must be to one another; must not know what is done
-about a fault.
+A silent host is lost between lease - heartbeat and lease after its last sign of life. A hang is
+declared after the longer of its time-out and `HUNG_STEPS` times the 99th percentile of step times.
+Owns the numbers and the relations between them. Must not know the reaction to a fault.
 """
 
 from collections.abc import Mapping
@@ -17,14 +16,15 @@ Mode = Literal["fast", "balanced", "wan"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 _DAY_S = 86_400.0
-#: So many of the longest usual steps without progress are a hang.
+#: Multiple of the longest usual step after which a lack of progress is a hang.
 HUNG_STEPS = 4.0
-#: Agents hold back for so long what workers tell of their way into a plan, or until the first step
-#: is committed in it, or something goes that the master acts on. Each such word would wake the
-#: master while all wait for that step.
+#: Longest time that agents hold back workers' progress reports on their way into a plan.
+#:
+#: They are sent earlier with the first commit in it, or with a report that the master acts on. Each
+#: report alone would wake the master while all wait for that step.
 GATHER_WORDS_S = 0.25
-#: Another worker's host is asked for a sign of life every second, and where a link is full some
-#: of that gets lost.
+#: Shortest silence that is a fault: another worker's host is probed every second, and a full link
+#: loses some probes.
 _LEAST_SILENCE_S = 5.0
 
 
@@ -33,61 +33,63 @@ class Detection:
     """Time-outs that decisions depend on, in seconds. Raises ValueError, naming the two, if two of
     them contradict each other."""
 
-    #: Agents send their status at least this often, and ask their workers for a sign of life.
+    #: Longest time between two statuses of an agent, and between its probes of its workers.
     heartbeat_s: float = 1.0
-    #: A node that is not heard of for this long is lost.
+    #: Silence after which a node is lost.
     lease_s: float = 4.0
-    #: The same for one that was not heard of since the master started or was paused itself, and for
-    #: those whose streams were cut together with many others, or that fell silent with all others.
+    #: The same for a node that has been silent since the master started or was paused itself. It
+    #: also holds for one whose stream was cut together with many others, or that fell silent with
+    #: all others.
     return_s: float = 10.0
-    #: Both ends of a connection ask each other this often, and close it without an answer.
+    #: Time between keepalive pings of either end of a connection, and the wait for an answer before
+    #: it is closed.
     ping_every_s: float = 2.0
     ping_timeout_s: float = 2.0
-    #: An agent gives up a master that does not take or answer what it sends.
+    #: Time after which an agent abandons a master that does not accept or answer its messages.
     answer_s: float = 5.0
-    #: Longest wait before an agent connects anew; it waits for a random part of it.
+    #: Longest wait before an agent reconnects; it waits for a random part of it.
     longest_retry_s: float = 2.0
     #: A closed stream and a peer's report this close together prove a loss.
     witness_window_s: float = 2.0
-    #: Workers that report a lost peer while nobody is missing meet again after this time; where
-    #: that has led to no step, each time after twice as long, up to the longest.
+    #: Time after which workers that report a lost peer meet again if none is missing. It doubles
+    #: each time that this leads to no step, up to the longest.
     regroup_s: float = 3.0
     longest_regroup_s: float = 30.0
-    #: A worker process that is stopped or whose training thread hangs is lost after this time.
+    #: Time after which a stopped worker process, or one whose training thread hangs, is lost.
     hang_s: float = 8.0
-    #: Without progress for this long, where every worker waits for another, they meet again.
+    #: Time without progress after which workers that all wait for each other meet again.
     stall_s: float = 8.5
     #: The same while they meet, move layers, and save the result.
     meeting_s: float = 30.0
-    #: Whoever comes to itself this late gives everyone more time.
+    #: Delay of a process's own wake-up after which it gives everyone more time.
     lag_limit_s: float = 1.0
-    #: How long the others wait for the process in a lost worker's place to be up.
+    #: Longest wait of the others for the replacement of a lost worker's process.
     replacement_grace_s: float = 1.5
-    #: The same where it has a GPU to open, which takes some seconds.
+    #: The same with a GPU to open, which takes some seconds.
     gpu_grace_s: float = 6.0
     #: Nodes that become ready within this time of each other join together.
     join_settle_s: float = 1.0
-    #: Files may keep a worker waiting for so long.
+    #: Longest time that files may keep a worker waiting.
     storage_s: float = 120.0
-    #: A process's first step, when libraries compile and nobody knows yet how long steps take.
+    #: Time for a process's first step, when libraries compile and step times are still unknown.
     first_step_s: float = 600.0
-    #: A job whose workers meet again and again, and that has no step for so long, has failed.
+    #: Time without a step after which a job whose workers keep meeting has failed.
     fruitless_s: float = 900.0
-    #: How long the first plan waits for nodes that are not ready.
+    #: Longest wait of the first plan for nodes that are not ready.
     start_timeout_s: float = 30.0
-    #: It waits no longer for one whose stream has ended, if the others are enough.
+    #: Longest wait for a node whose stream has ended, if the others are enough.
     away_s: float = 1.0
-    #: How long the first plan waits for the measurement of the model; then the estimate is used.
+    #: Longest wait of the first plan for the measurement of the model; then the estimate is used.
     profile_timeout_s: float = 60.0
-    #: A node that fails again and again is put aside for so long, then twice as long; 0: never.
+    #: Time that a repeatedly failing node is quarantined, doubled each time; 0: never.
     quarantine_s: float = 60.0
-    #: A worker that stands by because it is slow is measured this often.
+    #: Time between measurements of a worker that stands by because it is slow.
     stand_by_s: float = 60.0
 
     @property
     def silence_s(self) -> float:
         """Seconds without a heartbeat after which a worker takes another worker's host for
-        unreachable. They are more than the master needs to take an unreachable host for lost."""
+        unreachable. They exceed the master's time to declare an unreachable host lost."""
         return max(self.lease_s + 1, _LEAST_SILENCE_S)
 
     def grace_s(self, device: str) -> float:
@@ -120,29 +122,30 @@ class Detection:
             )
 
 
-#: What must be at least so many times what, and why.
+#: Required ratios: first name, factor, second name (at least so many times the first), and the
+#: reason.
 _ORDER: tuple[tuple[str, float, str, str], ...] = (
     ("heartbeat_s", 2, "lease_s", "one late heartbeat is no death"),
     ("longest_retry_s", 1, "lease_s", "an agent must be able to come back before it is given up"),
     ("witness_window_s", 1, "lease_s", "two witnesses are to be faster than the lease"),
     ("lag_limit_s", 2, "lease_s", "a pause of the master must show before it ends a lease"),
-    ("lease_s", 1, "return_s", "who was not heard of for the master's own fault has longer"),
+    ("lease_s", 1, "return_s", "a node silent by the master's fault gets longer"),
     ("longest_retry_s", 2, "return_s", "agents must be able to come back to a new master"),
-    ("answer_s", 1, "return_s", "who still waits for a silent master must not be lost for it"),
+    ("answer_s", 1, "return_s", "waiting for a silent master must not lose a node"),
     ("heartbeat_s", 2, "hang_s", "one late sign of life is no hang"),
     ("lease_s", 1, "hang_s", "a silent host must be told from a hang"),
-    ("hang_s", 1, "stall_s", "who hangs is to be found before the others meet anew"),
+    ("hang_s", 1, "stall_s", "a hang is to be found before the others meet anew"),
     ("regroup_s", 1, "longest_regroup_s", "intervals grow"),
     ("longest_regroup_s", 2, "fruitless_s", "a job has more than one meeting before it fails"),
     ("replacement_grace_s", 1, "meeting_s", "the others wait in the meeting for the new process"),
     ("gpu_grace_s", 1, "meeting_s", "the others wait in the meeting for the new process"),
-    ("away_s", 1, "start_timeout_s", "nobody is away for longer than all are waited for"),
+    ("away_s", 1, "start_timeout_s", "the wait for one node is within the wait for all"),
     ("stall_s", 1, "meeting_s", "groups take longer to build than operations in them"),
     ("stall_s", 1, "first_step_s", "the first step may take longer than others"),
     ("hang_s", 1, "storage_s", "files may take longer than computing"),
 )
 
-#: What is not as in the mode balanced, which has the defaults: in fast, and in wan.
+#: Values of the modes fast and wan where they differ from balanced, which has the defaults.
 _FAST_AND_WAN: Mapping[str, tuple[float, float]] = {
     "heartbeat_s": (0.5, 3.0),
     "lease_s": (2.0, 20.0),
@@ -169,13 +172,12 @@ DETECTIONS: Mapping[Mode, Detection] = {
 
 
 def choose(mode: Mode, time_outs: Mapping[str, float | None]) -> Detection:
-    """Return the mode's time-outs, with those given in `time_outs` in their place. Raises
-    ValueError."""
+    """Return the mode's time-outs, replaced by those given in `time_outs`. Raises ValueError."""
     given = {name: value for name, value in time_outs.items() if value is not None}
     return replace(DETECTIONS[mode], **given)
 
 
 def patience_s(least_s: float, usual_step_s: float) -> float:
-    """Return how long a worker may make no progress before it counts as hung. `usual_step_s`: most
-    that steps usually take."""
+    """Return the time without progress after which a worker counts as hung. `usual_step_s`: longest
+    usual step."""
     return max(least_s, HUNG_STEPS * usual_step_s)

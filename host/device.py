@@ -1,6 +1,6 @@
 """Devices that this host computes with; loads no torch and makes no CUDA context.
 
-The names of CPUs come from the kernel, GPUs from a process of their own that loads torch, which
+The names of CPUs come from the kernel. GPUs come from a separate process that loads torch, which
 alone knows which of them the environment shows to workers, and in which order.
 """
 
@@ -18,42 +18,41 @@ from oobleck.host.system.process import output_of, python
 
 _MODEL = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
 _SPACES = re.compile(r"\s+")
-#: What torch has compiled, below the home of the user whom the workers run as. Anything may be
-#: removed there at any time.
+#: Torch's compiled code, below the home of the workers' user. It may be deleted at any time.
 COMPILED = "~/.cache/oobleck/compiled"
-#: In the name of a device that several workers have; how many comes behind.
+#: Marks the name of a device that several workers share; their number follows.
 SHARED = ", shared by "
-#: Loading torch and the driver on a busy host.
+#: Time to load torch and the driver on a busy host.
 _PROBE_TIMEOUT_S = 120
 
-#: Some libraries ask torch at their import whether there is a GPU; this way it asks NVML and leaves
-#: the driver alone, which must not be in use in the process that workers are forked from.
+#: Some libraries ask torch at their import whether there is a GPU. With this it asks NVML and
+#: leaves the driver alone, which must be unused in the process that workers are forked from.
 _FORK_ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _NCCL_ENVIRONMENT = {
-    # Numbers of GPUs are those of nvidia-smi.
+    # Number GPUs as nvidia-smi does.
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-    # Every communicator has a stream. Streams beyond the number of connections share one, where
-    # what is queued behind a receive that waits for its peer may hold up another stream's kernels.
+    # Every communicator has a stream. Streams beyond the number of connections share one. There,
+    # work queued after a receive that waits for its peer may hold up another stream's kernels.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # The first use of a kernel that is loaded late waits for all others on the device, a receive
-    # that waits for its peer among them.
+    # The first use of a lazily loaded kernel waits for all others on the device, including a
+    # receive that waits for its peer.
     "CUDA_MODULE_LOADING": "EAGER",
     # torch's watchdog must not end the process for an error, raise it in its own thread, write
-    # files about it or wait: a lost peer is the worker's to recover from. Its monitor would end a
+    # files about it or wait. The worker recovers from a lost peer itself. Its monitor would end a
     # process whose watchdog waits for a kernel to abort.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
-    # How long the first use of a group waits for it to connect, which an abort cannot end.
+    # Longest wait of a group's first use for its connection, which an abort cannot end.
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "45",
-    # Else the first large sum connects its members, in the middle of a step.
+    # Otherwise the first large sum connects its members in the middle of a step.
     "NCCL_RUNTIME_CONNECT": "0",
-    # Multicast memory of the switch is freed by all of a communicator's members together, so an
-    # abort of some may hang (nvidia-resiliency-ext, known issues).
+    # All members of a communicator free the switch's multicast memory together, so an abort by some
+    # may hang (nvidia-resiliency-ext, known issues).
     "NCCL_NVLS_ENABLE": "0",
-    # Memory comes back in pieces of the size that was asked for: plans differ in what they need.
+    # Return memory in pieces of the requested sizes, since plans differ in their needs.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
 }
 
@@ -80,13 +79,16 @@ def find_gpus(environment: Mapping[str, str], chosen: Sequence[str] = ()) -> Gpu
 
 
 def worker_environment(device: str, address: str = "") -> dict[str, str]:
-    """Return the environment variables that workers need beside the user's own. `device`: cpu or
-    cuda; `address`: where others reach this host; NCCL then uses the interface that has it."""
+    """Return the environment variables that workers need beside the user's own.
+
+    `device`: cpu or cuda; `address`: where others reach this host, so that NCCL uses the interface
+    with that address.
+    """
     common = {
         "OMP_NUM_THREADS": "1",
-        # What lies there is run, so it is not where torch has it, in /tmp.
+        # Files there are executed, so the folder is not torch's default in /tmp.
         "TORCHINDUCTOR_CACHE_DIR": os.path.expanduser(COMPILED),
-        # torch warns twice for each look of a worker that waits for others to arrive.
+        # torch warns twice for each poll of a worker that waits for others to arrive.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     if device != "cuda":
@@ -105,11 +107,10 @@ def _interface_of(address: str) -> str:
 
 
 def device_kind(gpus: Sequence[Gpu], workers: int, environment: Mapping[str, str]) -> str:
-    """Return the name of what one of the host's `workers` computes on; equal names mean equal
-    speed.
+    """Return the name of the device of one of the host's `workers`; equal names mean equal speed.
 
-    `gpus`: that the workers use; none: they compute on CPUs, and `environment` says with how many
-    threads.
+    `gpus`: GPUs that the workers use; without any they compute on CPUs, with the number of threads
+    in `environment`.
     """
     if gpus:
         sharing = -(-workers // len(gpus))

@@ -1,16 +1,16 @@
-"""Text that others wrote, made fit for a terminal or a line of a log.
+"""Text by others, made fit for a terminal or a line of a log.
 
 A manifest, a worker's output or a file's name may hold escapes that move the cursor, set the
 window's title, hide or reorder other text. All code that prints such text passes it through here.
-Must not know what the text is.
+Must not know the meaning of the text.
 """
 
 from oobleck.core.redact import redact
 
 
 def inline(text: str) -> str:
-    """Return `text` fit to be part of one line: line ends, cursor movements and hidden characters
-    are shown as text, and the secrets of URLs are left out."""
+    """Return `text` fit to be part of one line. Line ends, cursor movements and hidden characters
+    are shown as text, and the secrets of URLs are hidden."""
     text = redact(text)
     if text.isprintable():
         return text

@@ -21,7 +21,7 @@ def _value(value: object) -> str:
 
 
 class FieldFormatter(logging.Formatter):
-    """Formatter that puts the fields passed as `extra=` behind the message."""
+    """Formatter that appends the fields passed as `extra=` to the message."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))

@@ -1,5 +1,8 @@
-"""The installed programs, and how any program starts. Loading one takes a second or more, and
-Ctrl-C ends it quietly then too: this module imports nothing slow, and loads the program by name."""
+"""The installed programs, and the start of any program.
+
+Loading a program takes a second or more, and Ctrl-C must end it quietly even then. So this module
+imports nothing slow, and loads the program by name.
+"""
 
 import gc
 import importlib
@@ -21,7 +24,7 @@ def master() -> None:
 def run(module: str) -> None:
     """Load the module and call its `main`."""
     try:
-        # What is being loaded stays: looking for what can be freed takes a tenth of the time.
+        # Loaded objects stay: searching them for garbage takes a tenth of the time.
         gc.disable()
         main = importlib.import_module(module).main
         gc.freeze()

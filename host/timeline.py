@@ -1,8 +1,8 @@
 """Time of workers in a step, as spans, and the file that shows those of all workers.
 
-Workers record spans (`oobleck.worker.runtime.timeline`), the master asks for them and gathers them;
-this module owns the words for both and the Chrome trace format, which Perfetto and chrome://tracing
-open. Must not know where a recording comes from.
+Workers record spans (`oobleck.worker.runtime.timeline`), the master requests and gathers them. This
+module owns the types of both and the Chrome trace format, which Perfetto and chrome://tracing open.
+Must not know the origin of a recording.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,16 +24,16 @@ def boot_id() -> str:
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True):
-    """Offset of a node's monotonic clock from that of the process that asked."""
+    """Offset of a node's monotonic clock from that of the asking process."""
 
-    #: To be added to the node's times.
+    #: Added to the node's times.
     offset_ns: int = 0
-    #: The true offset is within this of `offset_ns`: half of the fastest round trip's time.
+    #: Largest error of `offset_ns`: half of the fastest round trip's time.
     error_ns: int = 0
 
 
 class Track(msgspec.Struct, frozen=True, kw_only=True):
-    """Recording of one worker, with everything that the file says about it."""
+    """Recording of one worker, with its labels in the file."""
 
     worker: WorkerId
     #: As "pipeline 1, stage 0".
@@ -42,13 +42,13 @@ class Track(msgspec.Struct, frozen=True, kw_only=True):
     clock: Clock = Clock()
 
 
-#: Where the threads of devices begin; that of a worker has its slot's number.
+#: First thread number of devices; that of a worker is its slot's number.
 DEVICE_THREADS = 1 << 16
 
 
 def chrome_trace(tracks: Sequence[Track]) -> dict[str, Any]:
     """Return the JSON object format of the Trace Event Format: a process per node, a thread per
-    worker, and one for its device if that computes later than the host asks it to.
+    worker, and one for its device if that computes asynchronously.
 
     Times are microseconds from the first span of all. Sums are asynchronous events: they overlap.
     """

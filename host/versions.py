@@ -1,7 +1,7 @@
 """Versions of the software that computes on a host, and the differences between hosts.
 
 Read from the installed packages without importing them, so that a broken library does not end the
-process. Must not know what is done about a difference.
+process. Must not know the reaction to a difference.
 """
 
 import platform
@@ -10,25 +10,26 @@ from importlib import metadata
 
 import msgspec
 
-#: By package, by version: who has it.
+#: Hosts by package and version.
 Differences = Mapping[str, Mapping[str, tuple[str, ...]]]
-#: Of what workers compute and say to each other: the instructions that follow from a plan, the
-#: order of samples and sums, draws, links and meetings. Only workers of one engine train a job
-#: together. It grows with a change after which one of before would compute or say something else.
+#: Version of everything that workers compute and send to each other: the instructions made from a
+#: plan, the order of samples and sums, draws, links and meetings.
+#:
+#: Only workers of one engine train a job together. It increases with any change to these.
 ENGINE = "2"
-#: Of an agent that does not tell.
+#: Engine of an agent that does not report one.
 FIRST_ENGINE = "1"
 _MOST_CHARACTERS = 64
 
 
 class Versions(msgspec.Struct, frozen=True, kw_only=True):
-    """Versions of one host's software. Empty: it is not installed, or not known."""
+    """Versions of one host's software. Empty: not installed, or unknown."""
 
     oobleck: str = ""
     python: str = ""
     torch: str = ""
     transformers: str = ""
-    #: What torch was built with, and the driver of the GPUs that workers use.
+    #: Versions that torch was built with, and the driver of the GPUs that workers use.
     cuda: str = ""
     nccl: str = ""
     driver: str = ""
@@ -55,7 +56,7 @@ def _version(distribution: str) -> str:
 
 
 def series(version: str) -> str:
-    """Return `2.13` of `2.13.1+cpu`: versions of one series do the same to a model."""
+    """Return `2.13` of `2.13.1+cpu`: versions of one series treat a model alike."""
     return ".".join(version.split(".")[:2])
 
 

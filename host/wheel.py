@@ -1,7 +1,7 @@
-"""Wheels of pure Python that go with jobs: what they may hold, and how they are unpacked.
+"""Wheels of pure Python that go with jobs: their allowed content, and their unpacking.
 
-A wheel comes from whoever submits a job, so nothing in it is believed: all that it says is bounded
-before it is used, and it is unpacked into a folder of its own, never installed. Must not know jobs.
+A wheel comes from the submitter of a job, so it is not trusted. All its values are bounded before
+they are used, and it is unpacked into a folder of its own, never installed. Must not know jobs.
 """
 
 import hashlib
@@ -15,15 +15,15 @@ import zipfile
 import zlib
 from pathlib import Path, PurePosixPath
 
-#: Unpacked, and of its directory.
+#: Most bytes of a wheel unpacked, and of its directory.
 _MOST_BYTES = 512 << 20
 _MOST_FILES = 20_000
 _MOST_DIRECTORY_BYTES = 8 << 20
 _MOST_METADATA_BYTES = 64 << 10
 _CHUNK_BYTES = 1 << 20
-#: The last record of a zip file without a comment: how large its directory is, at byte 12.
+#: Last record of a zip file without a comment: the size of its directory is at byte 12.
 _END = struct.Struct("<4s8xII2x")
-#: Before it, where a zip file is larger than any wheel may be.
+#: Precedes it in a zip file that is larger than any wheel may be.
 _LARGE_END = b"PK\x06\x07"
 _LARGE_END_BYTES = 20
 _NATIVE = (".so", ".pyd", ".dll", ".dylib", ".a")
@@ -36,7 +36,7 @@ _NO_WHEEL = "it is no wheel; make one of your package with 'pip wheel --no-deps'
 
 class Wheel:
     def __init__(self, content: bytes) -> None:
-        """Raises ValueError, with the fix, if it is no wheel that may go with a job."""
+        """Read the wheel; raises ValueError, with the fix, if it may not go with a job."""
         self.content = content
         self.digest = hashlib.sha256(content).hexdigest()
         self._zip = _opened(content)
@@ -45,7 +45,7 @@ class Wheel:
         _check_files(self._files)
         self._check_metadata()
         tops = {PurePosixPath(info.filename).parts[0] for info in self._files}
-        #: Modules and packages at its top.
+        #: Top-level modules and packages.
         self.modules = frozenset(
             top.removesuffix(".py") for top in tops if top.removesuffix(".py").isidentifier()
         )
@@ -93,7 +93,7 @@ class Wheel:
                 f"it has {info.filename!a} twice, or as a file and a folder; build it anew"
             ) from error
         try:
-            # No more is read of an entry than its directory says, which is bounded.
+            # No more is read of an entry than its size in the directory, which is bounded.
             with open(descriptor, "wb") as file, self._zip.open(info) as packed:
                 shutil.copyfileobj(packed, file, _CHUNK_BYTES)
         except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
@@ -154,8 +154,8 @@ def _check_file(info: zipfile.ZipInfo) -> None:
         )
     if name.lower().endswith(_NATIVE) or _NATIVE_VERSION.search(name.lower()):
         raise ValueError(
-            f"{name} in it is no Python, and only pure Python goes with a job; install the wheel "
+            f"{name} in it is not Python, and only pure Python goes with a job; install the wheel "
             "on every node"
         )
     if info.flag_bits & 1 or info.compress_type not in _PACKED:
-        raise ValueError(f"{name} in it is packed in a way that no wheel is; build it anew")
+        raise ValueError(f"{name} in it has a compression that no wheel uses; build it anew")

@@ -48,7 +48,7 @@ __all__ = [
     "local",
 ]
 
-#: Where each is from.
+#: Names by module.
 _MODULES = {
     "oobleck.client": ("Client",),
     "oobleck.errors": (

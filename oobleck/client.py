@@ -1,7 +1,7 @@
 """Jobs from Python: submit them, follow them, end them.
 
-The same calls and checks as those of the command `oobleck`, whose code this uses. What follows a
-job goes on after the master was away for less than a minute, as in a restart.
+The calls and checks are those of the command `oobleck`, whose code this uses. Following a job
+continues after the master was away for less than a minute, as in a restart.
 """
 
 import json
@@ -28,20 +28,22 @@ from oobleck.records import Checkpoint, JobStatus, Node, job_status, node
 
 log = logging.getLogger(__name__)
 
-#: Between two looks at a job that is waited for. To watch it would bring a message per step.
+#: Seconds between two queries of a job that is waited for. A watch would bring a message per step.
 _LOOK_S = 0.25
 
 
 class Client:
-    """An operator of one cluster. Use it as a context, or close it. All methods raise Error."""
+    """Operator of one cluster. Use it as a context, or close it. All methods raise Error."""
 
     def __init__(
         self, master: str | Endpoint | None = None, credentials: str | Path | None = None
     ) -> None:
-        """`master`: HOST:PORT, or several with commas between them, else those of OOBLECK_MASTER,
-        else where `oobleck local` listens.
-        `credentials`: the folder of your certificate, else OOBLECK_CREDENTIALS; those of a master
-        that you run on this host are found."""
+        """Open a client.
+
+        `master`: HOST:PORT, or several separated by commas, else OOBLECK_MASTER's, else where
+        `oobleck local` listens. `credentials`: folder of your certificate, else
+        OOBLECK_CREDENTIALS; those of a master that you run on this host are found.
+        """
         self._master = command.MasterClient(
             master if isinstance(master, Endpoint) else _endpoint(master, credentials)
         )
@@ -61,9 +63,11 @@ class Client:
         self._master.close()
 
     def submit(self, job: str | Path | Mapping[str, Any], *, set: Sequence[str] = ()) -> JobId:
-        """Queue a job. `job`: the path of a job file, or what would be in one; relative paths are
-        relative to its folder, or to the working directory. `set`: KEY=VALUE, as `--set` of the
-        command. Raises InvalidJob."""
+        """Queue a job. Raises InvalidJob.
+
+        `job`: the path of a job file, or its content; relative paths are relative to its folder, or
+        to the working directory. `set`: KEY=VALUE, as `--set` of the command.
+        """
         try:
             with from_command():
                 spec = _read(job, set)
@@ -79,7 +83,7 @@ class Client:
             return job_status(self._master.job(job))
 
     def wait(self, job: str, timeout: float | None = None) -> JobStatus:
-        """Wait until the job has succeeded, and return its last status. Raises JobFailed where it
+        """Wait until the job has succeeded, and return its last status. Raises JobFailed if it
         failed or was cancelled, and TimeoutError after `timeout` seconds."""
         until = None if timeout is None else time.monotonic() + timeout
         master = away.Away(log.warning)
@@ -109,7 +113,7 @@ class Client:
 
     def metrics(self, job: str, follow: bool = False, from_step: int = 1) -> Iterator[StepRecord]:
         """Yield the record of each committed step, from `from_step` on, in order and exactly once.
-        `follow`: also the steps to come, until the job ends."""
+        `follow`: also future steps, until the job ends."""
         with from_command():
             self._master.job(job)
             lines = (
@@ -122,7 +126,7 @@ class Client:
 
     def events(self, job: str, follow: bool = False) -> Iterator[dict[str, Any]]:
         """Yield the job's events, oldest first, as in its events.jsonl (docs/formats.md). `follow`:
-        also those to come, until the job ends."""
+        also future events, until the job ends."""
         with from_command():
             records = (
                 away.follow_events(self._master, job, tell=log.warning)
@@ -138,7 +142,7 @@ class Client:
             return job_status(self._master.cancel(job))
 
     def checkpoint(self, job: str) -> Checkpoint:
-        """Have a checkpoint taken as soon as a step ends, and wait until it is published."""
+        """Request a checkpoint at the end of the step, and wait until it is published."""
         with from_command():
             record = take(self._master, job)
         return Checkpoint(step=record["step"], path=record["path"])

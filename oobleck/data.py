@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import numpy as np
 from safetensors import safe_open
 
-#: One name, or several, whose values come as a dict.
+#: One name, or several, whose values are returned as a dict.
 Names = str | Sequence[str]
-#: The target of a token that is not learned, as in transformers.
+#: Target of a token that is not learned, as in transformers.
 IGNORED = -100
 
 
 class Rows(Protocol):
-    """A map-style data set."""
+    """Map-style data set."""
 
     def __len__(self) -> int: ...
 
@@ -53,7 +53,7 @@ def shifted(labels: Any) -> Any:
     """Return targets (T,) for labels (T,): the label of the next token, and -100 at the end.
 
     In data sets for transformers a token's label is the token itself, since those models shift
-    inside. A model by `architecture` does not shift. Raises ValueError.
+    internally. A model by `architecture` does not shift. Raises ValueError.
     """
     found = np.asarray(labels)
     if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
@@ -111,7 +111,7 @@ def arrays(
 
 
 class _Slice:
-    """A tensor of a safetensors file, by row."""
+    """Tensor of a safetensors file, by row."""
 
     def __init__(self, file: Any, name: str) -> None:
         self._slice = file.get_slice(name)

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 class Error(Exception):
     """Base of these exceptions, raised itself where no other type fits; the text is one line."""
 
-    #: What the command would end with.
+    #: Exit code of the command for this error.
     exit_code: ClassVar[int] = 1
 
 
 class JobFailed(Error):
-    """The job that was waited for failed, or was cancelled."""
+    """End of a job without success: it failed or was cancelled."""
 
     def __init__(self, text: str, status: "JobStatus") -> None:
         super().__init__(text)
@@ -24,7 +24,7 @@ class JobFailed(Error):
 
 
 class Refused(Error, ValueError):
-    """Refusal of a request that cannot be met as it was made; the text says the fix."""
+    """Refusal of a request that cannot be met as it was made; the text has the fix."""
 
     exit_code = 2
 
@@ -40,13 +40,13 @@ class NotFound(Error):
 
 
 class Unreachable(Error):
-    """The master cannot be reached, or does not answer."""
+    """Failure to reach the master, or to get an answer from it."""
 
     exit_code = 4
 
 
 class Denied(Error):
-    """The credentials do not allow it, or are none of this cluster."""
+    """Refusal of the credentials: they do not allow the request, or are not of this cluster."""
 
     exit_code = 5
 

@@ -1,9 +1,8 @@
-"""A whole cluster on this machine for notebooks and tests: what `oobleck local` starts, in the
-background.
+"""A whole cluster on this machine for notebooks and tests: `oobleck local` in the background.
 
-`oobleck local` is a process of its own, which starts the daemons, watches them and starts agents
-again. Whatever ends this process ends it, and so all that it started. Must not know what the
-daemons do.
+`oobleck local` is a separate process, which starts the daemons, watches them and restarts agents.
+If this process ends in any way, so do that one and all that it started. Must not know the daemons'
+work.
 """
 
 import atexit
@@ -27,7 +26,7 @@ from oobleck.host.ipc.endpoint import choose_endpoint
 from oobleck.host.security.credentials import OPERATOR
 from oobleck.host.system.process import with_parent
 
-#: `oobleck local` ends its daemons in half of that.
+#: Longest wait for the end; `oobleck local` ends its daemons in half of it.
 _STOP_S = 10.0
 _MASTER = re.compile(r"master (\S+) pid \d+")
 _AGENT = re.compile(r"agent (\S+) pid (\d+)")
@@ -38,10 +37,10 @@ _ENDED = re.compile(r"agent (\S+) \(pid (\d+)\) .*")
 def local(
     nodes: int = 5, workers_per_node: int = 1, state_dir: str | Path | None = None
 ) -> Iterator["LocalCluster"]:
-    """A master and `nodes` agents, named n1 and so on. `state_dir`: journal, metrics and logs, kept
-    for the next start; without it they are in a folder that goes with the cluster. Raises Error.
+    """Run a master and `nodes` agents, named n1 and so on. Raises Error.
 
-    It ends with the thread that started it, too.
+    `state_dir`: journal, metrics and logs, kept for the next start; without it they are in a folder
+    that is removed with the cluster. The cluster also ends with the thread that started it.
     """
     with ExitStack() as stack:
         if state_dir is None:
@@ -59,14 +58,14 @@ def local(
 
 
 class LocalCluster:
-    """A running cluster; made by `local`."""
+    """Running cluster, made by `local`."""
 
-    #: An operator of it.
+    #: Operator of the cluster.
     client: Client
 
     def __init__(self, nodes: int, workers: int, state_dir: Path, errors: IO[bytes]) -> None:
-        """`errors`: a file for what `oobleck local` says of itself."""
-        #: Of the master, for other operators and for the command.
+        """Start the cluster. `errors`: file for the standard error of `oobleck local`."""
+        #: Address of the master, for other operators and for the command.
         self.master = ""
         self.state_dir = state_dir
         self._errors = errors
@@ -88,12 +87,12 @@ class LocalCluster:
 
     @property
     def nodes(self) -> dict[str, int]:
-        """The agents that run, and their processes, by name."""
+        """Running agents' process ids, by name."""
         return dict(self._agents)
 
     def kill(self, node: str) -> None:
-        """SIGKILL to the node's agent and all its workers, as if its machine had died. The agent is
-        started again after two seconds. Raises NotFound."""
+        """Send SIGKILL to the node's agent and all its workers, as if its machine had died. The
+        agent is restarted after two seconds. Raises NotFound."""
         pid = self._agents.pop(node, None)
         if pid is None:
             running = ", ".join(sorted(self._agents)) or "none"
@@ -101,7 +100,7 @@ class LocalCluster:
         kill(process_tree(pid))
 
     def _read(self) -> None:
-        """Read what `oobleck local` prints, to its end: the master's address, and each agent's
+        """Read the output of `oobleck local` to its end: the master's address, and each agent's
         pid."""
         assert self._process.stdout is not None, "opened as a pipe"
         for line in self._process.stdout:
@@ -127,7 +126,7 @@ class LocalCluster:
         self.client = Client(choose_endpoint(self.master, operator, insecure=False))
 
     def _stop(self) -> None:
-        """Send SIGINT, as Ctrl-C does to end `oobleck local`, then kill whatever is left."""
+        """Send SIGINT, as Ctrl-C does to end `oobleck local`, then kill remaining processes."""
         left = []
         with contextlib.suppress(psutil.NoSuchProcess):
             left = psutil.Process(self._process.pid).children(recursive=True)

@@ -14,10 +14,10 @@
             loss=per_row,
         )
 
-A layer is a unit of placement: a worker builds those that it holds, and no others. Each takes what
-the layer before it gives, the first one the inputs of a micro-batch: one tensor, or a tuple, list
+A layer is a unit of placement: a worker builds those that it holds, and no others. Its input is the
+output of the layer before it, or the inputs of a micro-batch. That is one tensor, or a tuple, list
 or dict of tensors, passed as one argument. Every tensor has the micro-batch's rows as its first
-dimension, and no row may change what becomes of another: rows are computed where there is room.
+dimension. No row may affect the result of another: rows are computed wherever there is room.
 """
 
 import random
@@ -34,38 +34,39 @@ from torch import Tensor, nn
 
 from oobleck.core.purpose import derive
 
-#: Held by whoever seeds torch's generator and draws from it: threads share it.
+#: Held while a thread seeds torch's generator and draws from it: threads share the generator.
 GENERATOR = threading.RLock()
 
 #: Seed and purpose of the draws of a model's function itself, outside its layer builders.
 FUNCTION = (0, "function")
-#: The step being computed; unset in threads that compute none.
+#: Step being computed; unset in threads that compute none.
 _step: ContextVar[int] = ContextVar("step")
 
-#: What passes between layers: a tensor, or a tuple, list or dict of such, all with rows first.
+#: Value passed between layers: a tensor, or a tuple, list or dict of tensors, all with rows first.
 Tensors = Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Model of a user: the value that the function named as a job's model returns."""
+    """Model of a user, returned by the function that the job names."""
 
-    #: Each builds one layer when it is called. Of an `nn.Sequential`, which is built whole wherever
-    #: it is needed, each child is a layer.
+    #: Builders: each builds one layer when it is called. Each child of an `nn.Sequential` is a
+    #: layer; the Sequential is built whole wherever one is needed.
     layers: Sequence[Callable[[], nn.Module]] | nn.Sequential
-    #: Function of (output of the last layer, targets). It returns one number per row, (rows,), and
-    #: training lowers their mean over the global batch. Or it returns a pair (sums, weights) of
-    #: such, as the sum of a row's token losses and the number of tokens. Training then lowers the
-    #: global batch's sum of sums divided by its sum of weights. Weights are at least 0, without
-    #: a gradient.
+    #: Function of (output of the last layer, targets).
+    #:  It returns one number per row, (rows,), and training lowers their mean over the global
+    #: batch. Or it returns a pair (sums, weights) of these, such as a row's sum of token losses and
+    #: its number of tokens. Training then lowers the global batch's sum of sums divided by its sum
+    #: of weights. Weights are at least 0, without a gradient.
     loss: Callable[[Tensors, Tensors], Tensor | tuple[Tensor, Tensor]]
-    #: Pairs of parameters that are one and the same, each by layer and name, such as
-    #: ("0.weight", "5.projection.weight"), of any two layers. All that are one are trained
-    #: by the sum of their gradients. A layer shares with one set of layers alone; what is shared
-    #: within a layer needs no word.
+    #: Pairs of parameters that are one and the same, of any two layers.
+    #:
+    #: Each is given by layer and name, such as ("0.weight", "5.projection.weight"). All places of a
+    #: parameter are trained by the sum of their gradients. A layer shares with one set of layers
+    #: only; sharing within a layer needs no entry.
     tied: Sequence[tuple[str, str]] = ()
-    #: (output, targets) to named numbers per row, (rows,) each: their means over the samples are
-    #: told with every evaluation, beside the loss.
+    #: Function of (output, targets) to named numbers per row, (rows,) each. Evaluations report
+    #: their means over the samples beside the loss.
     metrics: Callable[[Tensors, Tensors], Mapping[str, Tensor]] | None = field(default=None)
 
     def __post_init__(self) -> None:
@@ -191,8 +192,8 @@ def at_step(number: int) -> Iterator[None]:
 def same_parameters(
     tied: Sequence[tuple[str, str]], layers: int
 ) -> list[tuple[tuple[int, str], ...]]:
-    """The places, layer and name, of each parameter that several of so many layers have; ascending.
-    Raises ValueError where `tied` does not say that."""
+    """Return the places, by layer and name, of each parameter that several layers share; ascending.
+    Raises ValueError if `tied` is invalid for that many layers."""
     found: list[set[tuple[int, str]]] = []
     for pair in tied:
         if isinstance(pair, str):
@@ -234,8 +235,8 @@ def _place(path: str, layers: int) -> tuple[int, str]:
 
 @contextmanager
 def drawing(seed: int, layer: int | str) -> Iterator[None]:
-    """Within, torch, numpy and random draw the initial values of `layer`; later draws are as if
-    nothing had been drawn."""
+    """Draw initial values of `layer` with torch, numpy and random inside the block. Later draws are
+    as if nothing had been drawn."""
     with GENERATOR, torch.random.fork_rng(devices=[]):
         before = random.getstate(), np.random.get_state()
         purpose = (seed, "initial", layer)
@@ -250,9 +251,9 @@ def drawing(seed: int, layer: int | str) -> Iterator[None]:
 
 
 def seed_all(*purpose: object) -> None:
-    """Have torch draw next what is for `purpose`."""
+    """Seed torch's generators for `purpose`."""
     number = derive(*purpose) >> 1
-    # Not torch.manual_seed, which formats the whole stack while no GPU is in use.
+    # torch.manual_seed would format the whole stack while no GPU is in use.
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
         torch.cuda.manual_seed_all(number)

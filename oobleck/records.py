@@ -1,6 +1,6 @@
-"""Plain frozen records of jobs and nodes, as a master tells of them.
+"""Plain frozen records of jobs and nodes, as a master reports them.
 
-`details` has all that the command prints with --json, also what has no field here.
+`details` has all that the command prints with --json, including values without a field here.
 """
 
 from collections.abc import Mapping
@@ -16,23 +16,23 @@ from oobleck.proto import control_pb2 as pb
 class JobStatus:
     id: JobId
     name: str
-    #: queued, starting, profiling, running, reconfiguring, waiting for nodes, succeeded, failed or
-    #: cancelled
+    #: One of queued, starting, profiling, running, reconfiguring, waiting for nodes, succeeded,
+    #: failed or cancelled.
     state: str
-    #: Why it is in that state; empty where that is plain.
+    #: Reason of that state; empty where it is obvious.
     reason: str
-    #: The last committed one; 0: none so far.
+    #: Last committed step; 0: none so far.
     step: int
     steps: int
-    #: Of the last step; None: it was not finite, or there is none.
+    #: Loss of the last step; None: it was not finite, or there is none.
     loss: float | None
     generation: int
-    #: How many more nodes can be lost, whichever they are, without losing a layer.
+    #: Number of further nodes that can be lost, whichever they are, without losing a layer.
     can_lose: int
     tokens_per_s: float
-    #: Path of the newest one; None: there is none.
+    #: Path of the newest checkpoint; None: there is none.
     checkpoint: str | None
-    #: With the job's files, on the master's host.
+    #: Folder of the job's files on the master's host.
     directory: str
     details: Mapping[str, Any] = field(repr=False)
 
@@ -44,13 +44,13 @@ class JobStatus:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     name: NodeName
-    #: live, draining, drained, quarantined, disconnected or lost
+    #: One of live, draining, drained, quarantined, disconnected or lost.
     state: str
     reason: str
     hostname: str
     workers: int
     device: str
-    #: The job that it works on; None: none.
+    #: Job that it works on; None: none.
     job: JobId | None
     details: Mapping[str, Any] = field(repr=False)
 

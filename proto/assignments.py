@@ -28,7 +28,7 @@ def assignment_message(assignment: Assignment) -> pb.Assignment:
 
 
 def read_assignment(message: pb.Assignment) -> Assignment:
-    """Raises ValueError that names the field."""
+    """Read a node's assignment; raises ValueError that names the field."""
     with in_field("assignment"):
         return Assignment(
             version=message.version,
@@ -43,7 +43,7 @@ def read_assignment(message: pb.Assignment) -> Assignment:
         )
 
 
-# All nodes are told the same and tell the same, and of a thousand nodes it takes milliseconds.
+# All nodes get and send the same data, which takes milliseconds to encode for a thousand nodes.
 
 
 @lru_cache(maxsize=4)
@@ -51,7 +51,7 @@ def _packed(told: Assign | Measure) -> bytes:
     return pack(told)
 
 
-#: The newest job that was told of, and its text.
+#: Newest job that was sent, and its text.
 _told: list[tuple[JobSpec, str]] = []
 
 

@@ -1,13 +1,12 @@
-"""Bounds on the content of messages, checked before anything else looks at it.
+"""Bounds on the content of messages, checked before any other use of them.
 
-Every number has a sign and an end, every text and list a length, also in the data that a message
-carries packed. The tables name a field by the type that it is in. Bounds lie far above what a
-cluster sends, so a message that breaks one is damaged or malicious. Must not know what the fields
-mean.
+Every number has a sign and a limit, every text and list a length, also in packed data. The tables
+name a field by the type that it is in. Bounds are far above what a cluster sends, so a message that
+breaks one is damaged or malicious. Must not know the meaning of fields.
 
-The parser makes an object of each item of a list, a hundred times as large as the two bytes that it
-may take to send one. So the fields of a large message are counted in its bytes, before it is parsed
-(`check_encoded`), and their values are checked in the message (`check_bounds`).
+The parser makes an object for each item of a list, which may take a hundred times the two bytes of
+an encoded item. So the fields of a large message are counted in its bytes before it is parsed
+(`check_encoded`). Their values are checked in the parsed message (`check_bounds`).
 """
 
 import math
@@ -23,36 +22,36 @@ from google.protobuf.message import Message
 
 from oobleck.core.ids import WorkerId, check_name
 
-#: Of a text.
+#: Longest text.
 MOST_CHARACTERS = 64 << 10
-#: Of a text that names or describes one thing, in a line.
+#: Longest text that names or describes one thing, in a line.
 MOST_LINE = 1024
-#: Of a list.
+#: Longest list.
 MOST_ITEMS = 4096
-#: Of a whole number: what a file of JSON can hold for every reader.
+#: Largest integer: the most that every reader of JSON can hold.
 MOST_NUMBER = (1 << 63) - 1
 
-#: No host has more workers.
+#: Most workers of a host.
 MOST_SLOTS = 1024
-#: Of bytes: that of the whole message.
+#: Most bytes of a field: that of the whole message.
 MOST_BYTES = 16 << 20
-#: Of a message in another one. The largest tell a plan of all nodes.
+#: Most bytes of a message in another one. The largest hold a plan of all nodes.
 MOST_MESSAGE_BYTES = 2 << 20
-#: A message that has no more is parsed as it is: 32,768 empty items, the most that it can hold,
-#: were measured to take 10 ms and 3 MB.
+#: Messages up to this size are parsed without counting: 32,768 empty items, the most that fit, were
+#: measured to take 10 ms and 3 MB.
 SMALL_BYTES = 64 << 10
-#: Fields of a message and of those in it, without what is in the items of lists.
+#: Most fields of a message and of those in it, without those in the items of lists.
 _MOST_FIELDS = 8192
 
 _TEXTS: Mapping[str, int] = {
     "Recorded.recording": MOST_MESSAGE_BYTES,
     "JobTold.job": MOST_BYTES,
-    # Told with a better reason by their readers.
+    # Their readers refuse these with a better reason.
     "SubmitRequest.job": MOST_BYTES,
     "SubmitRequest.profile": MOST_BYTES,
     "JoinRequest.request": MOST_BYTES,
 }
-#: Stand in tables and logs, so nothing that moves a cursor is in them.
+#: Fields that go into tables and logs, so no character in them may move a cursor.
 _LINES = frozenset(
     {
         "Head.begun_by",
@@ -89,11 +88,11 @@ _LISTS: Mapping[str, int] = {
     # An agent sends 256 at a time.
     "StepRecords.records": 1024,
     "WorkerStatus.also_entered": 64,
-    # Of all workers of a cluster.
+    # Entries for all workers of a cluster.
     "Assign.leaving": 1 << 17,
     "PeerLost.unreached": 1 << 17,
 }
-#: Of numbers that may be below zero.
+#: Numbers that may be below zero.
 _SIGNED = frozenset(
     {
         "EvaluationRecord.loss",
@@ -110,7 +109,9 @@ _SIGNED = frozenset(
 
 def check_encoded(kind: Descriptor, data: bytes) -> None:
     """Check how many items and bytes an encoded message of that kind holds, without parsing it.
-    Raises ValueError that names the field, or says that the data are no message at all."""
+
+    Raises ValueError that names the field, or says that the data are no message.
+    """
     if len(data) <= SMALL_BYTES:
         return
     left = _MOST_FIELDS
@@ -137,8 +138,8 @@ def check_encoded(kind: Descriptor, data: bytes) -> None:
 
 
 def _encoded_fields(data: memoryview) -> Iterator[tuple[int, memoryview | None]]:
-    """Yield each field's number and, if it has a length of its own, its content; see
-    protobuf.dev/programming-guides/encoding. Raises ValueError."""
+    """Yield each field's number and, if it has a length, its content (see
+    protobuf.dev/programming-guides/encoding). Raises ValueError."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)
@@ -174,7 +175,7 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def check_bounds(value: object) -> None:
-    """Check all that a message, a Struct or a dataclass holds. Raises ValueError that names the
+    """Check all values in a message, a Struct or a dataclass. Raises ValueError that names the
     field."""
     if isinstance(value, Message):
         message = value.DESCRIPTOR.name
@@ -200,7 +201,7 @@ def _fields(kind: type) -> tuple[tuple[str, str], ...]:
 
 
 def _check(key: str, value: object) -> None:
-    """Check one value. `key`: the type that the value is in, and the field."""
+    """Check one value. `key`: the type that contains the value, and the field."""
     match value:
         case str():
             _check_text(key, value)
@@ -208,7 +209,7 @@ def _check(key: str, value: object) -> None:
             pass
         case int() | float():
             _check_number(key, value)
-        case bytes():  # of what is looked at when it is read
+        case bytes():  # their content is checked when it is read
             if len(value) > MOST_BYTES:
                 raise _wrong(key, f"{len(value)} bytes are more than {MOST_BYTES}")
         case WorkerId():

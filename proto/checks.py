@@ -1,7 +1,6 @@
-"""Checks of single fields, as every reader of messages needs them.
+"""Checks of single fields that several readers of messages need.
 
-Each raises ValueError whose text begins with the field's name where the value makes no sense. Must
-not know messages.
+Each raises ValueError that begins with the field's name. Must not know messages.
 """
 
 import re
@@ -55,7 +54,9 @@ def read_address(text: str, field: str) -> str:
 
 
 def read_card(text: str, field: str) -> str:
-    """Check a card: an address, after an identity and an @ if it has one. Raises ValueError."""
+    """Check a card: an address, preceded by an identity and an @ if it has one. Raises
+    ValueError.
+    """
     identity, _, address = text.rpartition("@")
     if identity and _IDENTITY.fullmatch(identity) is None:
         raise ValueError(f"{field}: {identity!r} is not 32 hexadecimal digits")
@@ -76,5 +77,5 @@ def check_slot(slot: int, slots: int) -> None:
 
 
 def ending(text: str) -> str:
-    """Return the last characters of `text`, as many as a message may carry."""
+    """Return as many of the last characters of `text` as a message may carry."""
     return text[-MOST_CHARACTERS:]

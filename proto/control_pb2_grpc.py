@@ -65,14 +65,15 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetCode(self, request, context):
-        """The wheel of a job that an assignment names; NOT_FOUND where the master has none of that hash.
+        """The wheel of a job in an assignment; NOT_FOUND where the master has none of that hash.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GiveCode(self, request_iterator, context):
-        """A wheel that the master asked this node for by ReturnCode; FAILED_PRECONDITION for any other.
+        """A wheel that the master requested from this node by ReturnCode; FAILED_PRECONDITION for any
+        other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -315,7 +316,7 @@ class OperatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PutCode(self, request_iterator, context):
-        """The wheel of a job that is submitted next. It goes with the last job that names it.
+        """The wheel of a job to be submitted next. It is removed with the last job that names it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -348,7 +349,7 @@ class OperatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AdoptJob(self, request, context):
-        """Take over a job that nodes train and this master does not know, while it trains on.
+        """Adopt a job that nodes train and this master does not know, while it trains on.
         FAILED_PRECONDITION where its nodes disagree or are too few.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -356,31 +357,31 @@ class OperatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CancelUnknownJob(self, request, context):
-        """Have the workers end of a job that this master does not know.
+        """End the workers of a job that this master does not know.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Have a checkpoint taken as soon as a step ends; FAILED_PRECONDITION where the job takes none.
-        Its events checkpoint_saved and checkpoint_failed tell what came of it, with the number of the
-        newest request that they answer.
+        """Take a checkpoint as soon as a step ends; FAILED_PRECONDITION where the job takes none. Its
+        events checkpoint_saved and checkpoint_failed report the outcome, with the number of the newest
+        request that they answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetProfile(self, request, context):
-        """The profile that the job's plans are made by; FAILED_PRECONDITION while there is none.
+        """The profile for the job's plans; FAILED_PRECONDITION while there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPlanning(self, request, context):
-        """What the job's plans are made of, for who asks the planner what would follow a loss;
-        FAILED_PRECONDITION where the job has no plan.
+        """Inputs of the job's plans, for questions to the planner about a loss; FAILED_PRECONDITION where
+        the job has no plan.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -394,8 +395,8 @@ class OperatorServicer:
 
     def DrainNode(self, request, context):
         """Move the work off a node and keep it out until it is undrained; NOT_FOUND for an unknown node.
-        The reply comes once that is on disk, which is before the work has moved; it tells whether the
-        work can move, and if not why, but for plans that take seconds.
+        The reply is sent once that is on disk, before the work has moved. It has whether the work can
+        move, or the reason why not, except for plans that take seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -409,14 +410,14 @@ class OperatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Events(self, request, context):
-        """The records of events.jsonl, oldest first; with follow: and those to come, until the job ends.
+        """The records of events.jsonl, oldest first; with follow: also future ones, until the job ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Metrics(self, request, context):
-        """The lines of metrics.jsonl from a step on, in step order; with follow: and those to come, until
+        """The lines of metrics.jsonl from a step on, in step order; with follow: also future ones, until
         the job ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -424,29 +425,29 @@ class OperatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetTimeline(self, request, context):
-        """One track per worker of some steps to come; FAILED_PRECONDITION when the job trains no more.
+        """One track per worker of some future steps; FAILED_PRECONDITION when the job trains no more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Logs(self, request, context):
-        """Lines of the workers' output, oldest first; with follow: and those to come.
+        """Lines of the workers' output, oldest first; with follow: also future ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Examine(self, request, context):
-        """What is wrong with the hosts and with what lies between them, each as it is found;
-        FAILED_PRECONDITION while another examination is under way.
+        """Faults of the hosts and of the paths between them, each as it is found; FAILED_PRECONDITION
+        while another examination is under way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Backup(self, request, context):
-        """All files of a backup, one after the other, then its summary; without the summary it is none.
+        """All files of a backup, one after the other, then its summary; a backup without it is invalid.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1109,8 +1110,8 @@ class Operator:
 
 
 class PkiStub:
-    """Who may speak to the master. FAILED_PRECONDITION where it has no authority (see `oobleck pki`).
-    A holder makes its key itself; what it asks for is a certificate of it.
+    """Credentials for the master. FAILED_PRECONDITION where it has no authority (see `oobleck pki`). A
+    holder makes its key itself, and requests a certificate for it.
     """
 
     def __init__(self, channel):
@@ -1147,13 +1148,13 @@ class PkiStub:
 
 
 class PkiServicer:
-    """Who may speak to the master. FAILED_PRECONDITION where it has no authority (see `oobleck pki`).
-    A holder makes its key itself; what it asks for is a certificate of it.
+    """Credentials for the master. FAILED_PRECONDITION where it has no authority (see `oobleck pki`). A
+    holder makes its key itself, and requests a certificate for it.
     """
 
     def Join(self, request, context):
-        """For the holder of a join token, once: a certificate of its own. Repeating it with the same key
-        gives another certificate of that key.
+        """For the holder of a join token, once: a certificate of its own. A repeated request with the
+        same key gets another certificate of that key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1179,7 +1180,7 @@ class PkiServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Revoke(self, request, context):
-        """NOT_FOUND for what was never given out.
+        """NOT_FOUND for credentials that were never issued.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -1222,8 +1223,8 @@ def add_PkiServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Pki:
-    """Who may speak to the master. FAILED_PRECONDITION where it has no authority (see `oobleck pki`).
-    A holder makes its key itself; what it asks for is a certificate of it.
+    """Credentials for the master. FAILED_PRECONDITION where it has no authority (see `oobleck pki`). A
+    holder makes its key itself, and requests a certificate for it.
     """
 
     @staticmethod

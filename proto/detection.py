@@ -1,4 +1,4 @@
-"""Conversion of the cluster's time-outs to messages and back, and those that gRPC itself keeps."""
+"""Conversion of the cluster's time-outs to messages and back, and gRPC's own time-outs."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -18,8 +18,8 @@ def welcome_message(
     head: Head | None = None,
     addresses: Sequence[str] = (),
 ) -> pb.Welcome:
-    """Return the welcome for an agent. `protocol`: the one that agent and master speak;
-    `addresses`: of the cluster's heads."""
+    """Return the welcome for an agent. `protocol`: the version that agent and master speak;
+    `addresses`: those of the cluster's heads."""
     spans = {field.name: getattr(detection, field.name) for field in fields(Detection)}
     who = head_message(head) if head is not None else None
     return pb.Welcome(
@@ -30,8 +30,9 @@ def welcome_message(
 def read_welcome(message: pb.Welcome) -> tuple[Detection, int, Head | None]:
     """Return the time-outs, the protocol that master and agent speak, and the master's head.
 
-    A time-out that a master of before does not know is as it is by default, and the head is None.
-    Raises ValueError where it makes no sense."""
+    A time-out that an older master does not know has its default, and the head is then None. Raises
+    ValueError where the message is invalid.
+    """
     told, protocol = message.detection, message.protocol
     if not OLDEST_MASTER <= protocol <= NEWEST:
         ours = span(OLDEST_MASTER, NEWEST)
@@ -57,7 +58,7 @@ def keepalive_options(detection: Detection) -> tuple[tuple[str, int], ...]:
     return (
         ("grpc.keepalive_time_ms", int(1000 * detection.ping_every_s)),
         ("grpc.keepalive_timeout_ms", int(1000 * detection.ping_timeout_s)),
-        # The one that is honoured (keepalive_timeout_ms alone is not).
+        # The option that gRPC honours (keepalive_timeout_ms alone is not enough).
         ("grpc.http2.ping_timeout_ms", int(1000 * detection.ping_timeout_s)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),

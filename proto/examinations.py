@@ -8,7 +8,7 @@ from oobleck.proto import control_pb2 as pb
 from oobleck.proto.bounds import check_bounds
 from oobleck.proto.checks import in_field
 
-#: Of an answer; the largest are what a host with hundreds of folders says.
+#: Most bytes of an answer; the largest come from hosts with hundreds of folders.
 MOST_ANSWER_BYTES = 1 << 20
 
 _order: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
@@ -20,7 +20,7 @@ def examine_message(number: int, order: Order) -> pb.Examine:
 
 
 def read_order(message: pb.Examine) -> Order:
-    """Raises ValueError, also for an order of a later version."""
+    """Read an order; raises ValueError, also for an order of a later version."""
     return _order.decode(message.order)
 
 
@@ -29,7 +29,7 @@ def examined_message(number: int, answer: Answer) -> pb.Examined:
 
 
 def read_answer(message: pb.Examined) -> Answer:
-    """Raises ValueError that names the field."""
+    """Read an answer; raises ValueError that names the field."""
     with in_field("answer"):
         if len(message.answer) > MOST_ANSWER_BYTES:
             raise ValueError(f"{len(message.answer)} bytes are more than {MOST_ANSWER_BYTES}")
@@ -54,7 +54,7 @@ def finding_message(finding: Finding) -> pb.Finding:
 
 
 def read_finding(message: pb.Finding) -> Finding:
-    """Raises ValueError."""
+    """Read a finding; raises ValueError."""
     return msgspec.convert(
         {
             "check": message.check,

@@ -1,4 +1,4 @@
-"""Identity of the head that speaks, as messages and back."""
+"""Conversion of a head's identity to messages and back."""
 
 import re
 
@@ -7,8 +7,8 @@ from oobleck.proto.checks import at_least, in_field
 from oobleck.proto.fields import message_of, struct_of
 from oobleck.proto.types import Head
 
-#: Terms beyond are not believed; each restore takes one. The generations of all of them are below
-#: the greatest that a master believes.
+#: Largest term that is accepted; each restore takes one. The generations of all terms are below the
+#: greatest that a master accepts.
 MOST_TERM = 1 << 23
 _ID = re.compile(r"[0-9a-f]{8,64}")
 
@@ -18,7 +18,7 @@ def head_message(head: Head) -> pb.Head:
 
 
 def read_head(message: pb.Head) -> Head:
-    """Raises ValueError that names the field."""
+    """Read a head; raises ValueError that names the field."""
     for name in ("history", "begun_by", "cluster", "start"):
         if _ID.fullmatch(text := getattr(message, name)) is None:
             raise ValueError(f"{name}: {text[:80]!r} is not 8 to 64 lower-case hex digits")
@@ -29,8 +29,7 @@ def read_head(message: pb.Head) -> Head:
 
 
 def head_of(message: pb.Welcome | pb.Assignment, field: str = "head") -> Head | None:
-    """Return the head that the message is of; None: a release that does not tell. Raises
-    ValueError."""
+    """Return the message's head; None if an older release sent it. Raises ValueError."""
     if not message.HasField("head"):
         return None
     with in_field(field):

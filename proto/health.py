@@ -1,9 +1,9 @@
-"""Health service of gRPC (grpc.health.v1), for programs that ask whether a daemon is well: a
-kubelet, a load balancer, `grpc_health_probe`.
+"""Health service of gRPC (grpc.health.v1), for programs that probe a daemon: a kubelet, a load
+balancer, `grpc_health_probe`.
 
 Kubelets cannot show a certificate, so a daemon also serves it on a port of its own, in the clear.
-That is another server with this one method: nothing else of the daemon can be reached from there.
-Must not know daemons.
+That is another server with this one method: nothing else of the daemon is reachable there. Must not
+know daemons.
 """
 
 import logging
@@ -18,16 +18,16 @@ from oobleck.host.metrics.page import bind
 
 log = logging.getLogger(__name__)
 
-#: By the service that is asked for, whether it serves; asked for at each call.
+#: By service name: whether it serves, evaluated at each call.
 Probes = Mapping[str, Callable[[], bool]]
-#: What stands for the daemon as a whole: it answers, so its event loop turns.
+#: Service that represents the daemon as a whole: it answers, so its event loop runs.
 ALIVE = ""
-#: It also does what it is for.
+#: Service that tells whether the daemon also does its work.
 READY = "ready"
 _SERVICE = "grpc.health.v1.Health"
 CHECK = f"/{_SERVICE}/Check"
 
-#: Whoever asks takes one connection and goes; no request is longer than a service's name.
+#: A prober opens one connection and leaves; no request is longer than a service's name.
 _BOUNDS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_allowed_incoming_connections", 64),
@@ -43,8 +43,8 @@ _BOUNDS = (
 
 
 def health_handler(probes: Probes) -> "grpc.GenericRpcHandler[Any, Any]":
-    """Return the health service for a server. It has no Watch, which is optional: a stranger's
-    watch would stay open."""
+    """Return the health service for a server. It lacks Watch, which is optional: a stranger's watch
+    would stay open."""
 
     async def check(request: HealthCheckRequest, context: Any) -> HealthCheckResponse:
         if (probe := probes.get(request.service)) is None:
@@ -64,12 +64,12 @@ def health_handler(probes: Probes) -> "grpc.GenericRpcHandler[Any, Any]":
 
 
 class HealthPort:
-    """Health service at HOST:PORT that anybody may ask, in the clear."""
+    """Health service at HOST:PORT that anybody may query, in the clear."""
 
     def __init__(self, flag: str, address: str, probes: Probes) -> None:
         """Bind the port, within a running event loop; port 0 takes a free one. Raises ValueError
         with the flag and the fix."""
-        bind(flag, address).close()  # gRPC says only in its own words why it cannot
+        bind(flag, address).close()  # its error is clearer than gRPC's
         self._server = grpc.aio.server(options=_BOUNDS)
         self._server.add_generic_rpc_handlers((health_handler(probes),))
         try:

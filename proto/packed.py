@@ -1,7 +1,7 @@
-"""Data that agent and master pass on whole, as bytes: the JSON text of a Struct, compressed.
+"""Data that agent and master send whole, as bytes: the JSON text of a Struct, compressed.
 
-A field that is added to such a Struct is carried, checked against its type and kept within bounds
-without an edit here or in the .proto file. Must not know what the data mean.
+A field added to such a Struct is carried, checked against its type and kept within bounds without a
+change here or in the .proto file. Must not know the meaning of the data.
 """
 
 import zlib
@@ -12,16 +12,16 @@ from oobleck.proto.bounds import MOST_BYTES, check_bounds
 
 T = TypeVar("T")
 
-#: Fast; a plan of a thousand nodes has a fifteenth of its size then.
+#: Fast; it shrinks a plan of a thousand nodes to a fifteenth.
 _LEVEL = 1
-#: How much larger the text may be than its data. A plan's is 10 to 15 times as large.
+#: Largest ratio of the text to its compressed data. A plan's is 10 to 15.
 _MOST_RATIO = 64
-#: Bytes of a text that may always be there.
+#: Bytes of a text that are always allowed.
 _SMALL = 1 << 20
 
 
 def pack(value: object) -> bytes:
-    """Read by `unpack`, where it keeps within bounds."""
+    """Compress a value for `unpack`, which reads it if it is within bounds."""
     return zlib.compress(encode(value), _LEVEL)
 
 
@@ -35,7 +35,9 @@ def unpack(kind: type[T], data: bytes) -> T:
     except zlib.error as error:
         raise ValueError("the data are not compressed") from error
     if not unpacking.eof or unpacking.unused_data:
-        raise ValueError(f"the data are cut off, go on behind their end, or hold more than {most}")
+        raise ValueError(
+            f"the data are cut off, have bytes after their end, or hold more than {most}"
+        )
     value = decode(kind, text)
     check_bounds(value)
     return value

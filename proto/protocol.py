@@ -1,23 +1,23 @@
 """Versions of the protocol that this release speaks, and the choice of one for two ends.
 
-The number covers all that agent and master exchange: `control.proto`, and the Structs that it
-carries packed. Each end sends a range, and both take the newest version that is in both. An
-addition is sent only to an end whose version has it; docs/contributing.md has the rules.
+The number covers all that agent and master exchange: `control.proto`, and the Structs packed in its
+messages. Each end sends a range, and both use the newest version that is in both. An addition is
+sent only to an end whose version has it; docs/contributing.md has the rules.
 """
 
-#: 4: agents tell a range, and their engine, and look at their hosts for a master. The oldest, which
-#: masters take of agents, is the newest of the release before.
+#: In version 4 agents send a range and their engine, and examine their hosts for a master. The
+#: oldest, which masters accept of agents, is the newest of the release before.
 OLDEST, NEWEST = 3, 4
-#: The oldest that agents take of masters: one that speaks less knows no engines, and would have
-#: workers of two train together.
+#: Oldest that agents accept of masters: an older one knows no engines, and would let workers of two
+#: train together.
 OLDEST_MASTER = 4
-#: Who speaks less is asked nothing about its host.
+#: Oldest version whose agents can be asked to examine their hosts.
 EXAMINES = 4
 
 
 def common(oldest: int, newest: int) -> int | None:
-    """Return the newest version that this release and an end with that range speak; None: there is
-    none."""
+    """Return the newest version that this release and an end with that range speak; None if there
+    is none."""
     shared = min(newest, NEWEST)
     return shared if shared >= max(oldest, OLDEST) else None
 
@@ -28,8 +28,8 @@ def span(oldest: int, newest: int) -> str:
 
 
 def refusal(node: str, oldest: int, newest: int) -> str:
-    """Return why an agent of that range, with nothing in `common`, cannot take part, and what to
-    upgrade."""
+    """Return why an agent of that range, with nothing in `common`, cannot take part, and which end
+    to upgrade."""
     behind = "the master" if oldest > NEWEST else f"Oobleck on {node}"
     return (
         f"the agent speaks {span(oldest, newest)} and this master {span(OLDEST, NEWEST)}: upgrade "

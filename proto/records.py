@@ -28,15 +28,15 @@ def _read_record(message: pb.StepRecord) -> StepRecord:
 
 
 def read_records(message: pb.StepRecords) -> tuple[JobId, tuple[StepRecord, ...], Generation]:
-    """Return the job, the records, and the generation that has found them beside a checkpoint.
-    Raises ValueError that names the field, as all readers do."""
+    """Return the job, the records, and the generation that found them beside a checkpoint. Raises
+    ValueError that names the field."""
     with in_field("records"):
         records = tuple(map(_read_record, message.records))
         return read_job_id(message.job_id), records, Generation(message.restored_in)
 
 
 def dropped_line(count: int) -> str:
-    """Return what stands in the place of so many lines of output."""
+    """Return the line that replaces so many dropped lines of output."""
     return f"[{count} lines were dropped here: too many at once]"
 
 

@@ -10,9 +10,10 @@ from oobleck.proto.bounds import check_bounds
 from oobleck.proto.checks import ending, in_field, read_incarnation, read_job_id, read_slot
 from oobleck.proto.types import WorkerReport
 
-#: Texts for people, of which the beginning says most. A path that is cut names another place.
+#: Texts for people, of which the beginning matters most. A path is not cut, since it would name
+#: another place.
 _CUT = frozenset({"message", "reason", "detail", "problem", "passed_over"})
-#: Of a report. The master reads reports in its loop; as many as this of a list of workers were
+#: Most bytes of a report. The master reads reports in its loop; a list of workers of this size was
 #: measured to take it 30 ms.
 MOST_REPORT_BYTES = 1 << 20
 
@@ -37,7 +38,7 @@ def _shortened(value: Any, field: str = "") -> Any:
 
 
 def read_report(data: bytes) -> WorkerReport:
-    """Raises ValueError that names the field."""
+    """Read a report; raises ValueError that names the field."""
     with in_field("report"):
         if len(data) > MOST_REPORT_BYTES:
             raise ValueError(f"{len(data)} bytes are more than {MOST_REPORT_BYTES}")

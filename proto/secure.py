@@ -1,7 +1,7 @@
 """Channels to a master: in the clear on this host, else with certificates at both ends (TLS).
 
-A client shows its own certificate and accepts only a master's of the authority that it trusts,
-whatever address leads there. Must not know calls.
+A client shows its own certificate and accepts only a master's certificate from its trusted
+authority, at whatever address. Must not know calls.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from oobleck.host.security.credentials import MASTER_NAME, Credentials
 
 Options = Sequence[tuple[str, int | str]]
 
-#: A certificate is tied to the master's name, not to the address that it is called by.
+#: A certificate is for the master's name, not for its address.
 _TARGET: Options = (("grpc.ssl_target_name_override", MASTER_NAME),)
-#: Hosts have http_proxy for downloads, and gRPC would take it for every address, loopback too.
+#: Hosts set http_proxy for downloads, and gRPC would use it for every address, even loopback.
 _DIRECT: Options = (("grpc.enable_http_proxy", 0),)
 
 

@@ -50,7 +50,7 @@ def read_status(message: pb.NodeStatus) -> NodeStatus:
             sorted((_read_worker_status(w) for w in message.workers), key=lambda w: w.slot)
         )
         if len({worker.slot for worker in workers}) != len(workers):
-            raise ValueError("workers: a slot stands twice")
+            raise ValueError("workers: a slot is given twice")
         if message.failed_starts and not message.trouble:
             raise ValueError("trouble: is empty, though starts have failed")
         job_id = read_job_id(message.job_id) if message.job_id else None
@@ -110,7 +110,9 @@ def _read_facts(message: pb.Register, incarnation: str) -> NodeFacts:
 
 
 def read_register(message: pb.Register, incarnation: str) -> Registration:
-    """Convert a registration from its message. `incarnation`: of the envelope, an AgentMessage."""
+    """Convert a registration from its message. `incarnation`: that of the enclosing
+    AgentMessage.
+    """
     newest = message.newest_protocol or message.protocol
     spoken = common(message.protocol, newest)
     with in_field("register"):
@@ -118,12 +120,12 @@ def read_register(message: pb.Register, incarnation: str) -> Registration:
             facts = _read_facts(message, incarnation)
         except ValueError as error:
             if spoken is None and message.node:
-                # Of a release that this one need not understand.
+                # An older or newer release, which this one need not understand.
                 told = refusal(check_name(message.node, "node"), message.protocol, newest)
                 raise ValueError(told) from error
             raise
         if spoken is None:
-            # It is refused, and what else it says may be unreadable.
+            # It is refused, and the rest of the message may be unreadable.
             return Registration(protocol=message.protocol, facts=facts, status=NodeStatus())
         status = read_status(message.status)
         for worker in status.workers:

@@ -1,6 +1,6 @@
-"""Domain types of what agent and master tell each other.
+"""Domain types of the messages between agent and master.
 
-The other modules of this package turn them into messages and back. Must not know protobuf.
+The other modules of this package convert them to messages and back. Must not know protobuf.
 """
 
 import msgspec
@@ -16,15 +16,15 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     """State of a master at one moment: the identity of its journal, and how far the journal goes.
 
     Each journal has a random id, its history, which compaction and a restore keep. A history has
-    terms: a journal that was restored, copied or moved goes on in a higher one, so two masters
-    never speak in one term of different events.
+    terms: a journal that was restored, copied or moved begins a higher one. So two masters never
+    issue different events in one term.
     """
 
-    #: Identity of the authority's key; of a cluster without one, a random id.
+    #: Identity of the authority's key; in a cluster without one, a random id.
     cluster: str
     #: Random id made with the journal.
     history: str
-    #: From 1.
+    #: Counted from 1.
     term: int
     #: Random id of the head that began the term.
     begun_by: str
@@ -34,8 +34,9 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int
 
     def outranks(self, other: "Head") -> bool:
-        """Return whether an agent that acted on `self` must not act on `other`: both are of one
-        history, and `other` speaks in an earlier term, or in the same one of another head."""
+        """Return whether an agent that acted on `self` must not act on `other`. That is so if both
+        are of one history, and `other` is of an earlier term, or of the same term begun by another
+        head."""
         if other.history != self.history:
             return False
         return (other.term, other.begun_by) != (self.term, self.begun_by) and (
@@ -58,10 +59,10 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     worker_slots: int
     device: str
     memory_per_worker_bytes: int
-    #: Name of what one worker computes on; equal names mean equal speed.
+    #: Name of a worker's device; equal names mean equal speed.
     device_kind: str = ""
     versions: Versions = Versions()
-    #: The newest that the agent speaks (`oobleck.proto.protocol`).
+    #: Newest protocol that the agent speaks (`oobleck.proto.protocol`).
     newest_protocol: int = OLDEST
 
 
@@ -77,27 +78,26 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     data: str = ""
     #: Generation whose layers the worker holds; 0: none.
     generation: Generation = Generation(0)
-    #: Generations before it that the worker has entered since it last committed a step. It still
-    #: holds their layers.
+    #: Earlier generations that the worker has entered since its last committed step; it still holds
+    #: their layers.
     also_entered: tuple[Generation, ...] = ()
     #: -1: none.
     committed_step: int = -1
-    #: Newest generation that it has committed a step in; 0: none.
+    #: Newest generation in which it committed a step; 0: none.
     stepped: Generation = Generation(0)
     finished: bool = False
-    #: Most memory of its device since its generation began, and what of it was there before it
-    #: held any layer; 0: not known.
+    #: Peak memory of its device since its generation began, and the part that was in use before it
+    #: held any layer; 0: unknown.
     peak_memory_bytes: int = 0
     base_memory_bytes: int = 0
-    #: Whole steps in `stepped`, and how long it has computed in them, without what it waited for;
-    #: 0: not known.
+    #: Whole steps in `stepped`, and its compute time in them, without waits; 0: unknown.
     compute_steps: int = 0
     compute_s: float = 0.0
     #: See oobleck.core.messages.Alive; empty `doing`: not known yet.
     beats: int = 0
     doing: str = ""
     waiting: bool = False
-    #: What holds its GPU back, by NVML; empty: nothing that is seen.
+    #: Slowdown of its GPU, reported by NVML; empty: none seen.
     hindrance: str = ""
 
 
@@ -108,19 +108,20 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     job_id: JobId | None = None
     #: Newest generation that the agent has acted on.
     generation: Generation = Generation(0)
-    #: By slot.
+    #: Ordered by slot.
     workers: tuple[WorkerStatus, ...] = ()
-    #: The agent was told to end, and does as soon as the work has moved off.
+    #: True if the agent was asked to end, and will once the work has moved away.
     leaving: bool = False
-    #: The agent ends at once, and its workers with it.
+    #: True if the agent ends at once, and its workers with it.
     ending: bool = False
-    #: Why the node can start no workers, with the last words of what ended; empty: it can.
+    #: Reason why the node can start no workers, with the last output of the ended process; empty:
+    #: it can.
     trouble: str = ""
-    #: How often in a row what they are forked from has ended.
+    #: Consecutive times that the process they are forked from has ended.
     failed_starts: int = 0
-    #: Why its GPUs should train nothing, by NVML, with the fix, a trouble a line; empty: they may.
+    #: Reasons, by NVML, why its GPUs should not train, with the fix, one a line; empty: none.
     sick: str = ""
-    #: What else is wrong with them; empty: nothing that is known.
+    #: Other faults of the GPUs; empty: none known.
     concern: str = ""
 
     @property
@@ -134,23 +135,23 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """First message of a session."""
 
-    #: The oldest that the agent speaks.
+    #: Oldest protocol that the agent speaks.
     protocol: int
     facts: NodeFacts
     status: NodeStatus
-    #: The newest assignment with a plan that the node has acted on, without the job.
+    #: Newest assignment with a plan that the node has acted on, without the job.
     running: "Assignment | None" = None
-    #: The head whose assignment it acted on last; None: of a release before, or none.
+    #: Head whose assignment it acted on last; None: an older release, or no assignment yet.
     acted_on: Head | None = None
 
 
 class WorkerExited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
     pid: int
-    #: Of an exit by itself; None when a signal killed it.
+    #: Code of a normal exit; None when a signal killed it.
     exit_code: int | None
     signal: int | None
     log_tail: str = ""
-    #: It was the kernel that killed it, for want of memory on the host.
+    #: True if the kernel killed it because the host was out of memory.
     out_of_memory: bool = False
 
     def __post_init__(self) -> None:
@@ -159,14 +160,14 @@ class WorkerExited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
 
 
 class Hung(msgspec.Struct, frozen=True, kw_only=True, tag="hung"):
-    """Report that the agent has killed the worker because it made no progress."""
+    """Report that the agent killed the worker because it made no progress."""
 
     reason: str
-    #: For how long.
+    #: Time without progress.
     seconds: float
 
 
-#: Something that happened to one worker, once: what its agent saw, or what it said.
+#: Single event of one worker: seen by its agent, or reported by the worker.
 Happening = WorkerExited | Hung | Report
 
 
@@ -185,19 +186,19 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     #: None: no job.
     job_id: JobId | None = None
-    #: None: no job, or it is not told again.
+    #: None: no job, or the job is not sent again.
     job: JobSpec | None = None
-    #: The generation to enter; None: have a worker ready in every slot, and wait.
+    #: Generation to enter; None: have a worker ready in every slot, and wait.
     assign: Assign | None = None
-    #: By slot; `assign` is for these worker processes alone.
+    #: Ordered by slot; `assign` is for these worker processes alone.
     worker_incarnations: tuple[Incarnation, ...] = ()
-    #: Before the first plan: what the workers shall measure.
+    #: Measurements by the workers before the first plan.
     measure: Measure | None = None
     #: Number of the newest wish for a checkpoint; 0: none.
     save: int = 0
-    #: The node is drained: an agent that was told to end may.
+    #: True if the node is drained: an agent that was asked to end may do so.
     drained: bool = False
-    #: Who tells it; None: a master of the release before.
+    #: Head that issued it; None: a master of the release before.
     head: Head | None = None
 
     @property

@@ -7,17 +7,18 @@ from unicodedata import category
 
 from oobleck.core.redact import redact
 
-#: Of a path, so that a checkpoint's name behind it still fits into a line of the wire.
+#: Characters of a path, so that it still fits into one wire field with a checkpoint's name
+#: appended.
 MOST_PATH = 900
-#: Of characters that no path has on purpose: controls, marks that are not seen, bytes that are no
-#: text. Two of them join letters in some scripts.
+#: Unicode categories that no path has on purpose: controls, invisible marks, bytes that are no
+#: text. The two joiners below are allowed: some scripts need them to join letters.
 _UNSEEN = ("Cc", "Cf", "Cs")
 _JOINERS = "\u200c\u200d"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def url_refusal(place: str) -> str:
-    """Return what is wrong with a path that is a URL; empty where it is none."""
+    """Return the refusal of a path that is a URL; empty where it is none."""
     if not _URL.match(place):
         return ""
     return (
@@ -27,8 +28,8 @@ def url_refusal(place: str) -> str:
 
 
 def check_place(name: str, place: str, what: str) -> None:
-    """Check a path or URL of a job; raises ValueError. An error about an empty one asks for
-    `what`."""
+    """Check a path or URL of a job; raises ValueError. `what` names the expected value in the error
+    about an empty one."""
     if not place.strip():
         raise ValueError(f"{name}: is empty; give {what}")
     if any(category(c) in _UNSEEN and c not in _JOINERS for c in place):
@@ -47,24 +48,25 @@ def check_paths(name: str, places: Iterable[str | None]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one number of a job; a value that is None has none. The largest are far above any
-    use, and within what planning and the commit vote carry in a moment: a slip of the keyboard must
-    not keep the master or every worker busy for hours."""
+    """Limits of one number of a job; None means no limit.
+
+    The largest are far above any use, and within what planning and the commit vote handle in a
+    moment. A typing error must not keep the master or every worker busy for hours.
+    """
 
     at_least: float | None = None
     at_most: float | None = None
-    #: A value is more than this, and less than that. Whoever has such a limit alone refuses other
-    #: values in words of his own.
+    #: Exclusive limits. A value with only such a limit is refused by its owner, in its own words.
     above: float | None = None
     below: float | None = None
 
 
-#: From 0 to less than 1.
+#: At least 0 and less than 1.
 PART = Limits(at_least=0, below=1)
 
 
 def check_limits(owner: object, limits: Mapping[str, Limits]) -> None:
-    """Raises ValueError for the first of the fields that is not within its limits."""
+    """Check that each field is within its limits; raises ValueError for the first that is not."""
     for name, of in limits.items():
         value = getattr(owner, name)
         if value is None:

@@ -1,6 +1,6 @@
 """Code of the user that a job names: a function that makes a model, a data set or an optimizer.
 
-Owns how such code is named, and which names are refused whatever a node allows. Loads nothing;
+Owns how such code is named, and which names are refused on every node. Loads nothing;
 `oobleck.worker.runtime.code` does.
 """
 
@@ -9,17 +9,17 @@ import sys
 from dataclasses import dataclass
 from typing import NewType
 
-#: A mapping of the job file, kept as the JSON text of it.
+#: Mapping of the job file, kept as its JSON text.
 Json = NewType("Json", str)
 
 NO_ARGUMENTS = Json("{}")
-#: What stands where code of the user's was not looked at yet.
+#: Description of user code that was not examined yet.
 NOT_DESCRIBED = Json("")
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _PLUGIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-#: A module whose classes every node lets a job name: torch's own optimizers.
+#: Module whose classes every node lets a job name: torch's own optimizers.
 TORCH_OPTIM = "torch.optim"
-#: Packages that every node has, and whose functions do other things than make a model.
+#: Packages that every node has and that hold no users' models.
 _NOT_THE_USERS = frozenset({"oobleck", "pip", "setuptools", "pytest", "click", "fsspec"})
 
 
@@ -29,17 +29,17 @@ _NO_MODULES = ("__main__", "__mp_main__")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """A function of the user's, and what it is called with."""
+    """Function of the user's, and the arguments to call it with."""
 
-    #: package.module:function, or the name of an entry point.
+    #: Either package.module:function, or the name of an entry point.
     name: str
-    #: Of entry points; None: `name` is a function.
+    #: Group of an entry point; None: `name` is a function.
     group: str | None
-    #: Directory that the module lies in, the same on all nodes; None: it is installed.
+    #: Directory that holds the module, the same on all nodes; None: it is installed.
     path: str | None
     #: JSON of the keyword arguments.
     arguments: Json
-    #: Whether it is Oobleck's own, which needs no leave.
+    #: True for Oobleck's own code, which needs no permission.
     ours: bool = False
 
     @property
@@ -49,7 +49,7 @@ class Code:
 
 
 def check_code(*, plugin: str | None, python: str | None, path: str | None) -> None:
-    """Raise ValueError, with the key at fault first, where these cannot name code."""
+    """Raise ValueError, beginning with the key at fault, where these cannot name code."""
     if plugin is not None and python is not None:
         raise ValueError("plugin: give one of plugin (an entry point) and python (a function)")
     if plugin is not None and not _PLUGIN.fullmatch(plugin):
@@ -73,7 +73,7 @@ def check_code(*, plugin: str | None, python: str | None, path: str | None) -> N
 
 
 def _why_no_function(python: str) -> str:
-    """Return why a text is no package.module:name, and the fix."""
+    """Return the reason why a text is no package.module:name, and the fix."""
     module, colon, name = python.partition(":")
     if "<" in python:
         return (

@@ -1,7 +1,7 @@
-"""Description of a user's model, found without running it for real: its layers in numbers.
+"""Description of a user's model, found without training it: its layers in numbers.
 
-Made where the job is submitted, by a run of one micro-batch on torch's meta device, and sent along
-with the job, since planning knows no torch. Owns the types; what makes them is the worker's.
+Made at submission by a run of one micro-batch on torch's meta device and sent with the job, since
+planning knows no torch. Owns the types; the worker makes the descriptions.
 """
 
 import math
@@ -12,7 +12,7 @@ from functools import lru_cache
 from oobleck.core import codec
 from oobleck.core.job.code import Json
 
-#: Bytes of a number, by torch's name of its type.
+#: Bytes of a number, by the name of its torch type.
 ITEM_BYTES = {
     "bool": 1,
     "uint8": 1,
@@ -27,7 +27,7 @@ ITEM_BYTES = {
     "complex64": 8,
     "complex128": 16,
 }
-#: What travels without being packed: every transport can send these.
+#: Types that every transport sends without packing.
 _PLAIN = ("float16", "bfloat16", "float32", "float64")
 _ALIGNMENT = 16
 
@@ -36,11 +36,11 @@ _ALIGNMENT = 16
 class TensorSketch:
     """Tensor of a micro-batch."""
 
-    #: Of one row, without the dimension of rows.
+    #: Shape of one row, without the dimension of rows.
     shape: tuple[int, ...]
-    #: torch's name, such as float32.
+    #: Name of the torch type, such as float32.
     dtype: str
-    #: Whether a gradient comes back for it.
+    #: True if a gradient comes back for it.
     gradient: bool
 
     def __post_init__(self) -> None:
@@ -55,90 +55,90 @@ class TensorSketch:
 
 
 def travels_plain(tensors: Sequence[TensorSketch]) -> bool:
-    """Return whether they are one tensor that is sent as it is; others are packed row by row."""
+    """Return whether the tensors are one that is sent as it is; others are packed row by row."""
     return len(tensors) == 1 and tensors[0].dtype in _PLAIN and tensors[0].row_bytes > 0
 
 
 def packed_bytes(tensors: Sequence[TensorSketch]) -> list[int]:
-    """Return the bytes of each tensor in a packed row, a multiple of the alignment that all types
-    need to be read in place. The total is more than 0, since a message has a content."""
+    """Return the bytes of each tensor in a packed row, rounded up to an alignment that lets every
+    type be read in place. The total is at least one unit, since a message is never empty."""
     sizes = [-(-tensor.row_bytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     return sizes if sum(sizes) else [*sizes, _ALIGNMENT]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeSketch:
-    """A tensor, or a tuple, list or dict of such."""
+    """Tensor, or a tuple, list or dict of tensors."""
 
     #: In the order of `structure`.
     tensors: tuple[TensorSketch, ...]
-    #: How they are put together: JSON, as `oobleck.worker.models.tree` writes and reads it.
+    #: JSON of their nesting, as `oobleck.worker.models.tree` writes and reads it.
     structure: str
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, in memory."""
+        """Bytes of one row in memory."""
         return sum(tensor.row_bytes for tensor in self.tensors)
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of one row as it travels to the next layer."""
+        """Bytes of one row on its way to the next layer."""
         return self.row_bytes if travels_plain(self.tensors) else sum(packed_bytes(self.tensors))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSketch:
-    """A layer in numbers; layers with equal ones are alike, and measured once."""
+    """Layer in numbers; layers with equal numbers are alike, and measured once."""
 
     #: The module's class.
     name: str
-    #: Numbers of all parameters, and of those that are tied to another layer's.
+    #: Counts of all parameters, and of those that are tied to another layer's.
     parameters: int
     tied: int
-    #: Of the largest parameter.
+    #: Size of the largest parameter.
     largest: int
-    #: Bytes of what is not trained: buffers, frozen parameters.
+    #: Bytes of buffers and frozen parameters, which are not trained.
     constant_bytes: int = 0
-    #: Of the forward of one row.
+    #: Operations of the forward of one row.
     flops: float
-    #: Kept from a row's forward to its backward, the input included.
+    #: Bytes kept from a row's forward to its backward, the input included.
     kept_bytes: int
-    #: The layer's, or the loss's with its rows alone in the last one.
+    #: Output of the layer; in the last one, the loss of its rows alone.
     output: TreeSketch
-    #: Whether it draws from torch's generator in training, as dropout does.
+    #: True if it draws from torch's generator in training, as dropout does.
     draws: bool
     #: True if hooks of its parameters need the gradients of whole micro-batches.
     whole: bool = False
-    #: Which of the model's compiled codes the layer runs, where the job wants them; None: it runs
-    #: as it is.
+    #: Index of the compiled code that the layer runs, where the job asks for compilation; None: not
+    #: compiled.
     compiled: int | None = None
-    #: Why it runs as it is where the job wants it compiled.
+    #: Reason why it is not compiled although the job asks for it.
     not_compiled: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
-    """Facts that an export needs about a model that transformers has."""
+    """Facts that an export needs about a model that transformers knows."""
 
-    #: Its config.json; of adapters their adapter_config.json.
+    #: Text of its config.json; of adapters, their adapter_config.json.
     config: Json
-    #: What the names of a decoder layer's tensors begin with there, up to the layer's number;
-    #: those of the first and of the last layer have their whole names.
+    #: Prefix of the tensor names of a decoder layer there, up to the layer's number. Tensors of the
+    #: first and of the last layer have their whole names.
     blocks: str
-    #: Tensors that are not trained: the name that an export has them under, and that which they
-    #: have in the files of the initial weights.
+    #: Tensors that are not trained: their names in an export, and in the files of the initial
+    #: weights.
     kept: tuple[tuple[str, str], ...] = ()
-    #: What is trained, and exported, are adapters of peft.
+    #: True if the trained and exported tensors are adapters of peft.
     adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tie:
-    """Layers that share parameters; each shares with these alone."""
+    """Group of layers that share parameters, with no layer outside the group."""
 
     #: Ascending.
     layers: tuple[int, ...]
-    #: What each layer calls them: the first names are of one parameter, and so on.
+    #: Each layer's names for them: the first names belong to one parameter, and so on.
     names: tuple[tuple[str, ...], ...]
 
     def __post_init__(self) -> None:
@@ -150,19 +150,19 @@ class Tie:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """A model of the user's, with what its data gives it."""
+    """Model of the user's, with the shapes of its data."""
 
     kinds: tuple[LayerSketch, ...]
-    #: Of each layer, its kind.
+    #: Index in `kinds` of each layer.
     order: tuple[int, ...]
-    #: Of the data.
+    #: Shapes of a micro-batch of the data.
     inputs: TreeSketch
     targets: TreeSketch
-    #: No layer is in two.
+    #: No layer is in two groups.
     tied: tuple[Tie, ...]
     #: Fingerprint of the code that it was made from.
     code: str
-    #: None: transformers does not know the model.
+    #: None if transformers does not know the model.
     foreign: Foreign | None = None
 
     def __post_init__(self) -> None:
@@ -179,8 +179,8 @@ class Description:
         return tuple(self.kinds[kind] for kind in self.order)
 
     def shared(self, layer: int) -> Mapping[str, tuple[int, str]]:
-        """The parameters of `layer` that others have too, with the first layer that has them and
-        its name for them."""
+        """Return the parameters of `layer` that other layers share, each with the first layer that
+        has it and that layer's name for it."""
         for tie in self.tied:
             if layer in tie.layers:
                 own = tie.names[tie.layers.index(layer)]
@@ -197,5 +197,5 @@ class Description:
 
 @lru_cache(maxsize=16)
 def read_description(text: Json) -> Description:
-    """Raises ValueError."""
+    """Decode a description; raises ValueError."""
     return codec.decode(Description, text)

@@ -1,8 +1,4 @@
-"""A YAML (or JSON) text as a tree of values that know their place.
-
-Owns syntax: line numbers, duplicate keys, plain scalars, `key.path=value` overrides. Must not know
-what the keys mean; `oobleck.core.job.file` does.
-"""
+"""YAML (or JSON) text as a tree of values that know their place."""
 
 import json
 import math
@@ -20,11 +16,11 @@ _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 _NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _YES = frozenset({"true", "yes", "on"})
-#: Aliases may repeat a node; a job has nowhere near as many values.
+#: Most values of a document, counted after aliases are expanded; a job has far fewer.
 _MAX_NODES = 10_000
-#: A job nests three levels; the time that YAML takes grows with the square of the depth.
+#: Deepest nesting; a job nests three levels, and YAML's time grows with the square of the depth.
 _MAX_DEPTH = 32
-#: What YAML takes a plain `<<` for.
+#: Tag that YAML gives to a plain `<<`.
 _MERGE = "tag:yaml.org,2002:merge"
 #: Characters of a text that a message repeats.
 _SHOWN = 60
@@ -38,7 +34,7 @@ class Value:
     content: "Scalar | tuple[Value, ...] | Mapping[str, KeyValue]"
 
     def describe(self) -> str:
-        """The value as an error message names it."""
+        """Return the value as an error message names it."""
         match self.content:
             case None:
                 return "empty"
@@ -64,7 +60,7 @@ class KeyValue:
 
 
 def read_document(text: str, source: str) -> Value:
-    """The tree of `text`; raises InvalidJob with the line on bad syntax or a repeated key."""
+    """Parse `text` into a tree; raises InvalidJob with the line on bad syntax or a repeated key."""
     try:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -82,11 +78,11 @@ def read_document(text: str, source: str) -> Value:
 
 
 class _NoJob(yaml.MarkedYAMLError):
-    """Valid YAML, as far as was looked."""
+    """Refusal of a text that is valid YAML so far but cannot be a job."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Gives up early on a text that is no job but much work."""
+    """YAML loader that stops early on a text too large or too deep for a job."""
 
     _depth = 0
     _nodes = 0
@@ -105,7 +101,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_override(text: str) -> tuple[tuple[str, ...], Value]:
-    """`key.path=value` as the path and the value (YAML)."""
+    """Parse `key.path=value` into its path and its value (YAML)."""
     path, equals, value = text.partition("=")
     keys = tuple(part.strip() for part in path.split("."))
     place = f"--set {text}"
@@ -120,7 +116,7 @@ def read_override(text: str) -> tuple[tuple[str, ...], Value]:
 
 
 def override(root: Value, keys: tuple[str, ...], value: Value) -> Value:
-    """`root` with the entry at `keys` replaced; mappings on the way are made where missing."""
+    """Return `root` with the entry at `keys` replaced; missing mappings on the path are created."""
     if not keys:
         return value
     if not isinstance(root.content, Mapping):
@@ -149,8 +145,8 @@ def _at_place(value: Value, place: str) -> Value:
 
 
 class _Reader:
-    """Turns YAML nodes into values; counts them and how deep they are, since aliases can multiply,
-    pile up and stand for what they are in."""
+    """Converter of YAML nodes to values. It counts values and depth itself, since aliases can
+    multiply nodes, nest deeply and refer to their own parents."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -192,7 +188,7 @@ class _Reader:
                 )
             if key in entries:
                 raise InvalidJob(
-                    f"{place}: key {key!r} stands here a second time "
+                    f"{place}: key {key!r} is given a second time "
                     f"(first at {entries[key].place}); remove one"
                 )
             entries[key] = KeyValue(place=place, value=self.convert(value_node))
@@ -200,7 +196,9 @@ class _Reader:
 
 
 def _scalar(node: yaml.Node, place: str) -> Scalar:
-    """The value of a scalar; unlike YAML 1.1, `3e-4` is a number, and 010 and 1:30 are as read."""
+    """Return the value of a scalar. Unlike in YAML 1.1, `3e-4` is a number, and 010 and 1:30 are
+    kept as written.
+    """
     text = str(node.value)
     plain = isinstance(node, yaml.ScalarNode) and node.style is None
     if plain and _INTEGER.fullmatch(text):

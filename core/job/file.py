@@ -1,8 +1,8 @@
 """The job file: YAML or JSON text to a JobSpec and back.
 
 Owns the file's keys and their checks against the types of `oobleck.core.job.spec`. Every error
-is one line with the place and the fix. Paths are kept as they stand; whoever reads the file knows
-what they are relative to.
+is one line with the place and the fix. Paths are kept as written; the reader of the file knows what
+they are relative to.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from oobleck.core.units import parse_bytes
 
 T = TypeVar("T")
 
-#: Byte counts stand in the file under a name without the unit: the value may carry one.
+#: Keys of byte counts: the file's name has no unit, since the value may carry one.
 FILE_KEYS = {"memory_per_worker_bytes": "memory_per_worker"}
 _KINDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
@@ -38,11 +38,11 @@ def parse_job(
     source: str = "job file",
     read: ReadText | None = None,
 ) -> JobSpec:
-    """The job that `text` describes; raises InvalidJob.
+    """Parse a job; raises InvalidJob.
 
-    `overrides` are `key.path=value`, applied in order before the checks; `source` stands in front
-    of the line numbers in messages. `read` gives the text of a file that the job names, such as a
-    model's config.json; without it such a job is refused.
+    `overrides` are `key.path=value`, applied in order before the checks. `source` precedes the line
+    numbers in messages. `read` returns the text of a file that the job names, such as a model's
+    config.json; without it such a job is refused.
     """
     root = read_document(text, source)
     _mapping_of(root, "the job")
@@ -56,8 +56,9 @@ def parse_job(
 
 
 def format_job(job: JobSpec, *, defaults: bool = True) -> str:
-    """`job` as normalised JSON that `parse_job` reads back equal: every key written out, or without
-    those that are as by default, which another release may not know."""
+    """Return `job` as normalised JSON that `parse_job` reads back equal. Every key is written, or
+    with `defaults` False only the keys that differ, since another release may not know the others.
+    """
     tree = msgspec.to_builtins(job)
     if not defaults:
         tree = _without_defaults(job, tree)
@@ -72,8 +73,8 @@ def format_job(job: JobSpec, *, defaults: bool = True) -> str:
 
 
 def _without_defaults(value: Any, tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of `tree`, the dataclass `value` as plain data, that differ from their
-    defaults."""
+    """Return the keys of `tree` that differ from their defaults; `tree` is the dataclass `value` as
+    plain data."""
     kept = {}
     for field in dataclasses.fields(value):
         own, default = getattr(value, field.name), field.default
@@ -95,7 +96,7 @@ def _mapping_of(value: Value, what: str) -> Mapping[str, Any]:
 
 
 def _build(kind: type[T], value: Value, path: str) -> T:
-    """A dataclass from a mapping with the same keys."""
+    """Build a dataclass from a mapping with the same keys."""
     entries = _mapping_of(value, path or "the job")
     hints = get_type_hints(kind)
     fields = {
@@ -109,7 +110,7 @@ def _build(kind: type[T], value: Value, path: str) -> T:
             hint = _hint(key, kind, fields, path)
             raise InvalidJob(f"{entry.place}: unknown key {key!r}{where}; {hint}")
         if entry.value.content is None and _has_defaults(hints[fields[key].name], fields[key]):
-            continue  # a section without anything in it
+            continue  # an empty section
         below = f"{path}.{key}" if path else key
         arguments[fields[key].name] = _convert(hints[fields[key].name], entry.value, below)
     for key, field in fields.items():
@@ -133,7 +134,7 @@ def _build(kind: type[T], value: Value, path: str) -> T:
         raise InvalidJob(f"{place}: {full}: {message}") from error
 
 
-#: Our keys by the words of other frameworks.
+#: Our keys by other frameworks' names for them.
 _OTHER_WORDS = {
     "args": "arguments",
     "kwargs": "arguments",
@@ -152,7 +153,7 @@ _MADE = ("described",)
 def _hint(key: str, kind: type, fields: Iterable[str], path: str) -> str:
     """Return a hint for a key that `kind`, at `path` of the file, does not have."""
     known = [field for field in fields if field not in _MADE]
-    # A user's model without its python, plugin or architecture is read as a ModelSpec.
+    # A user's model without python, plugin or architecture is parsed as a ModelSpec.
     possible = [*known, *OWN_KEYS] if kind is ModelSpec else known
     word = _OTHER_WORDS.get(key.lower())
     near = [word] if word in possible else difflib.get_close_matches(key.lower(), possible, n=1)
@@ -179,14 +180,14 @@ def _places(kind: type, key: str, path: str) -> Iterator[str]:
 
 
 def _has_defaults(hint: Any, field: "dataclasses.Field[Any]") -> bool:
-    """Return whether the field is a section that may be left out."""
+    """Return whether the field is a section that may be omitted."""
     section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
     return section and field.default_factory is not dataclasses.MISSING
 
 
 def _find(value: Value, key: str, path: str) -> tuple[str, str]:
-    """Return the place and the path of `key` below `value`; those of `value` itself if it is not
-    there."""
+    """Return the place and the path of `key` below `value`, or those of `value` itself if it has no
+    such key."""
     if isinstance(value.content, Mapping):
         if key in value.content:
             return value.content[key].place, f"{path}.{key}" if path else key
@@ -255,7 +256,7 @@ def _choose(choices: tuple[Any, ...], value: Value, path: str) -> object:
 
 
 def _json(value: Value, path: str) -> Json:
-    """A mapping as its JSON text, which may stand in its place."""
+    """Return a mapping as JSON text; the file may also give that text itself."""
     content = value.content
     if isinstance(content, str):
         try:
@@ -269,7 +270,7 @@ def _json(value: Value, path: str) -> Json:
 
 
 def _texts(value: Value, path: str) -> tuple[str, ...]:
-    """A list of texts; a single text stands for a list of one."""
+    """Return a list of texts; a single text counts as a list of one."""
     if isinstance(value.content, str):
         return (value.content,)
     if not isinstance(value.content, tuple):

@@ -1,4 +1,4 @@
-"""Adapters that are trained on a model in place of its own weights, as a job names them."""
+"""Adapters that a job trains in place of a model's own weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from oobleck.core.job.checks import PART, Limits, check_limits
 class LoraSpec:
     """Low-rank adapters; keys and defaults are those of peft's LoraConfig."""
 
-    #: Linear layers of the model, by the ends of their names: q_proj is that of every block.
+    #: Linear layers of the model, by the ends of their names: q_proj matches that of every block.
     target_modules: tuple[str, ...] = ()
     r: int = 8
     lora_alpha: int = 8

@@ -1,4 +1,4 @@
-"""The model of a job: a row of layers, by whatever makes them."""
+"""The model of a job: a sequence of layers, whatever makes them."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -10,8 +10,11 @@ from oobleck.core.ties import Ties
 
 
 class AnyModel:
-    """A row of layers, as planning and the files of a job see it: one that is known by its kind
-    (`ModelSpec`), or one of the user's (`oobleck.core.job.own.OwnModelSpec`)."""
+    """Sequence of layers, as planning and a job's files see it.
+
+    Subclasses are a model known by its kind (`ModelSpec`) and one of the user's
+    (`oobleck.core.job.own.OwnModelSpec`).
+    """
 
     __slots__ = ()
 
@@ -22,7 +25,7 @@ class AnyModel:
 
     @property
     def tokens(self) -> int:
-        """Number of different tokens, where it takes rows of tokens."""
+        """Vocabulary size, where the model takes rows of tokens."""
         raise NotImplementedError
 
     @staticmethod
@@ -35,22 +38,22 @@ class AnyModel:
 
     @property
     def layer_count(self) -> int:
-        """Units of placement."""
+        """Count of units of placement."""
         raise NotImplementedError
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Number of each layer's kind, from 0; layers of a kind cost the same."""
+        """Kind of each layer as a number from 0; layers of a kind cost the same."""
         raise NotImplementedError
 
     @property
     def ties(self) -> Ties:
-        """The layers that share parameters."""
+        """Groups of layers that share parameters."""
         raise NotImplementedError
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of a sample; 1 where samples are no tokens."""
+        """Tokens of a sample; 1 where samples are not tokens."""
         raise NotImplementedError
 
     @property
@@ -60,7 +63,7 @@ class AnyModel:
 
     @property
     def label(self) -> str:
-        """A short name, for files and tables."""
+        """Short name for files and tables."""
         raise NotImplementedError
 
     def may_share(self, layer: int) -> bool:
@@ -70,17 +73,17 @@ class AnyModel:
 
     @property
     def examples(self) -> tuple[int, ...]:
-        """A layer of each kind."""
+        """Layers, one of each kind."""
         return tuple(map(self.order.index, range(max(self.order) + 1)))
 
     @property
     def initial(self) -> str | None:
-        """Directory with the initial weights, the same on all nodes; None: they are drawn."""
+        """Directory of the initial weights, the same on all nodes; None: random initial weights."""
         return None
 
     @property
     def rests_on_files(self) -> bool:
-        """True where a part of it is in the initial weights alone, in no checkpoint."""
+        """True where part of the model is only in the initial weights and in no checkpoint."""
         return False
 
     @property
@@ -95,13 +98,15 @@ class AnyModel:
 
     @property
     def known(self) -> bool:
-        """True where its layers are known; those of a user's model are once it was looked at."""
+        """True where its layers are known; those of a user's model are known once it was
+        examined.
+        """
         return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(AnyModel):
-    """A transformer. Layer 0 is the embedding, the last layer is the head.
+    """Transformer whose layer 0 is the embedding and whose last layer is the head.
 
     The numbers of a Hugging Face family follow from `config`; `planner.job.model_file.family_model`
     makes such a spec.
@@ -114,13 +119,13 @@ class ModelSpec(AnyModel):
     heads: int
     sequence_length: int
     vocabulary: int = 256
-    #: The head shares the token embedding's weight.
+    #: True if the head shares the token embedding's weight.
     tied: bool = True
-    #: Of a family with several: the largest.
+    #: Largest dropout, where a family has several.
     dropout: float = 0.0
-    #: The family's own keys, all of them, as JSON; empty for the built-in model.
+    #: All keys of the family as JSON; empty for the built-in model.
     config: str = ""
-    #: Directory with the initial weights, the same on all nodes; None: they are drawn.
+    #: Directory of the initial weights, the same on all nodes; None: random initial weights.
     weights: str | None = None
     LIMITS: ClassVar[Mapping[str, Limits]] = {
         "layers": Limits(at_least=1, at_most=512),
@@ -170,7 +175,7 @@ class ModelSpec(AnyModel):
 
     @property
     def layer_count(self) -> int:
-        """Embedding, blocks, head."""
+        """Count of layers: embedding, blocks, head."""
         return self.layers + 2
 
     @property

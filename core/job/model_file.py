@@ -1,7 +1,7 @@
 """The model part of a job file: a preset, a config or the built-in model's numbers.
 
-Turns what the user wrote into the keys of `ModelSpec`, before the general reading of the file. In
-its normalised form every number stands beside the config that it follows from; both must agree.
+Turns the user's keys into those of `ModelSpec` before the rest of the file is parsed. The
+normalised form holds every number and the config it follows from; both must agree.
 """
 
 import difflib
@@ -27,17 +27,17 @@ from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.own import OWN_KEYS
 from oobleck.core.job.presets import PRESETS, Preset
 
-#: The text of a file that the job names; raises InvalidJob with what is wrong with the file.
+#: Reads a file that the job names; raises InvalidJob with the fault of the file.
 ReadText = Callable[[str], str]
 
-#: Keys of the model that say the same as keys of a config.
+#: Keys of the model that repeat keys of a config.
 _NUMBERS = ("layers", "hidden", "heads", "vocabulary", "tied", "dropout")
 
 
 def family_model(
     kind: Kind, config: Config, *, sequence_length: int, weights: str | None = None
 ) -> ModelSpec:
-    """The model of a config, as transformers would build it; raises ConfigError."""
+    """Return the model of a config, as transformers would build it; raises ConfigError."""
     family = FAMILIES[kind]
     complete = family.complete(config)
     return ModelSpec(
@@ -50,9 +50,9 @@ def family_model(
 
 
 def expand_model(root: Value, read: ReadText | None) -> Value:
-    """`root`, a job, with the preset or config of its model resolved to `ModelSpec`'s keys.
+    """Return `root`, a job, with the preset or config of its model resolved to `ModelSpec`'s keys.
 
-    Other mistakes stay as they are, for the general checks. Raises InvalidJob.
+    Other mistakes are left to the general checks. Raises InvalidJob.
     """
     entries = root.content
     if not isinstance(entries, Mapping) or "model" not in entries:
@@ -82,7 +82,7 @@ class _Model:
         family = family_of(kind)
         if family is None:
             if config is None:
-                return self._whole  # a kind that there is not is for the general checks
+                return self._whole  # the general checks refuse an unknown kind
             if kind == "gpt":
                 raise self._wrong("config", f"kind {kind} takes none; {_kinds()}")
             raise self._wrong("kind", f"there is no {kind!r}; {_kinds()}")
@@ -90,7 +90,7 @@ class _Model:
         numbers = asdict(family.numbers(chosen))
         self._check_numbers(numbers, family)
         added = {"kind": kind, "config": encode_config(chosen), **numbers}
-        # A number of a wrong type stays, for the general checks to refuse it in their words.
+        # A number of a wrong type stays: the general checks refuse it in their words.
         added = {name: value for name, value in added.items() if not self._mistyped(name)}
         kept = {
             name: entry
@@ -113,7 +113,7 @@ class _Model:
         return InvalidJob(f"{self._place(name)}: model.{name}: {text}")
 
     def _text(self, name: str) -> str | None:
-        """A key that must be a text; None where it is missing."""
+        """Return a key that must be a text; None where it is missing."""
         if name not in self._entries or self._entries[name].value.content is None:
             return None
         value = self._entries[name].value
@@ -132,8 +132,7 @@ class _Model:
         return PRESETS[name]
 
     def _config(self) -> tuple[str, dict[str, Any] | None]:
-        """Return the name of the config's keys for messages, and the keys; None where there are
-        none."""
+        """Return the name of the config for messages, and its keys; None where there are none."""
         if "config" in self._entries and self._entries["config"].value.content is not None:
             value = self._entries["config"].value
             if isinstance(value.content, Mapping):
@@ -199,7 +198,7 @@ class _Model:
             return family.complete({**(preset.config if preset else {}), **chosen})
         except ConfigError as error:
             key = error.key
-            if source == "model":  # the user said it under ModelSpec's name
+            if source == "model":  # the user gave it under ModelSpec's name
                 key = next((name for name, native in family.names.items() if native == key), key)
             raise InvalidJob(f"{self._key_place(key)}: {source}.{key}: {error.text}") from error
 
@@ -239,7 +238,7 @@ def _kinds() -> str:
 
 
 def plain(value: Value) -> object:
-    """The value without places."""
+    """Return the value without places."""
     match value.content:
         case tuple(items):
             return [plain(item) for item in items]

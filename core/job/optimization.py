@@ -1,8 +1,8 @@
-"""Settings of the update: the optimizer, and how its learning rate goes over the steps.
+"""Settings of the update: the optimizer and the schedule of its learning rate.
 
-Owns the settings, their defaults and their checks, and what planning must know of an optimizer: how
-many numbers it keeps per weight. For a class that the job names, the count is found where the job
-is submitted, and sent along. The update itself is the worker's.
+Owns the settings, their defaults and checks, and how many numbers an optimizer keeps per weight,
+which planning needs. For a class that the job names, the count is found at submission and sent with
+the job. The worker makes the update.
 """
 
 import json
@@ -16,44 +16,44 @@ from oobleck.core import codec
 from oobleck.core.job.checks import PART, Limits, check_limits
 from oobleck.core.job.code import NO_ARGUMENTS, NOT_DESCRIBED, TORCH_OPTIM, Code, Json, check_code
 
-#: What each optimizer takes beside `lr`, and the defaults.
+#: Settings of each optimizer beside `lr`, with defaults.
 _SETTINGS: Mapping[str, Mapping[str, float | bool]] = {
     "adamw": {"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1.0e-8},
     "sgd": {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False},
 }
-#: And of a class that the job names.
+#: The same for a class that the job names.
 _OWN_SETTINGS: Mapping[str, float | bool] = {"weight_decay": 0.0}
 
 
-#: Settings of a class that have a key of the job file, and so are no arguments of it.
+#: Settings of a class that have a key of the job file, and so are not among its arguments.
 _KEYS = ("params", "lr", "weight_decay")
-#: Numbers that a class may keep per weight.
+#: Most numbers that a class may keep per weight.
 _MOST_ROWS = 8
 _ENTRY = re.compile(r"[A-Za-z_]\w{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateRow:
-    """Number that a class keeps per weight: a tensor of each parameter's shape."""
+    """Number that a class keeps per weight, in a tensor of each parameter's shape."""
 
-    #: Its key in the class's state of a parameter.
+    #: Key in the class's state of a parameter.
     name: str
-    #: What it is before the first update.
+    #: Value before the first update.
     initial: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSketch:
-    """State that a class keeps from step to step, of each parameter."""
+    """State that a class keeps of each parameter from step to step."""
 
     rows: tuple[StateRow, ...]
     #: Single numbers that count the steps.
     counters: tuple[str, ...]
-    #: Other single numbers; they follow from the number of steps alone.
+    #: Other single numbers, which follow from the number of steps alone.
     series: tuple[str, ...]
-    #: The names in `series` that also depend on the learning rates.
+    #: Names in `series` that also depend on the learning rates.
     rated: tuple[str, ...] = ()
-    #: Fingerprint of the code that this was found by.
+    #: Fingerprint of the examined code.
     code: str
 
     def __post_init__(self) -> None:
@@ -74,17 +74,18 @@ def _read_sketch(text: Json) -> OptimizerSketch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """torch.optim's AdamW or SGD, or a class that the job names. A setting that is left out has its
-    optimizer's default after construction; those of others stay None, and giving one raises
-    ValueError.
+    """Optimizer of a job: torch.optim's AdamW or SGD, or a class that the job names.
+
+    After construction, an omitted setting has its optimizer's default. Settings of other optimizers
+    stay None; giving one raises ValueError.
     """
 
     #: None after construction where the job names a class.
     name: Literal["adamw", "sgd"] | None = None
     lr: float = 3.0e-4
-    #: Acts on matrices and embeddings; norms and biases are not decayed. AdamW 0.1, others 0.
+    #: Applies to matrices and embeddings, not to norms and biases. AdamW 0.1, others 0.
     weight_decay: float | None = None
-    #: Parameters that are not decayed either: patterns of what an output calls them, behind their
+    #: Further parameters without decay: patterns of their names in an output, prefixed by their
     #: layer, such as "0.*" and "*.scale".
     no_decay: tuple[str, ...] = ()
     #: AdamW: 0.9, 0.95 and 1e-8.
@@ -94,15 +95,15 @@ class OptimizerSpec:
     #: SGD: 0 and false.
     momentum: float | None = None
     nesterov: bool | None = None
-    #: A torch.optim.Optimizer: an entry point of the group oobleck.optimizers, or a class
+    #: Subclass of torch.optim.Optimizer: an entry point of the group oobleck.optimizers, or a class
     #: (package.module:Class; torch.optim:Class is allowed everywhere).
     plugin: str | None = None
     python: str | None = None
-    #: Directory on every node that the class's module lies in; None: it is installed.
+    #: Directory on every node that holds the class's module; None: it is installed.
     path: str | None = None
-    #: What it is made with, beside parameters, lr and weight_decay.
+    #: Arguments of the class beside parameters, lr and weight_decay.
     arguments: Json = NO_ARGUMENTS
-    #: An `OptimizerSketch`, as JSON; empty: the class was not looked at.
+    #: JSON of an `OptimizerSketch`; empty: the class was not examined.
     described: Json = NOT_DESCRIBED
     LIMITS: ClassVar[Mapping[str, Limits]] = {
         **dict.fromkeys(("lr", "weight_decay", "eps"), Limits(at_least=0)),
@@ -156,7 +157,7 @@ class OptimizerSpec:
 
     @property
     def code(self) -> Code | None:
-        """Code that makes the optimizer; None for one of those with a name."""
+        """Code that makes the optimizer; None for a named one."""
         name = self.plugin or self.python
         if name is None:
             return None
@@ -165,17 +166,17 @@ class OptimizerSpec:
 
     @property
     def sketch(self) -> OptimizerSketch:
-        """Sketch of the state that the job's class keeps. Raises ValueError where it was not looked
-        at."""
+        """Sketch of the state that the job's class keeps. Raises ValueError where the class was not
+        examined."""
         if not self.described:
-            raise ValueError("described: the class was not looked at; submit by oobleck submit")
+            raise ValueError("described: the class was not examined yet; submit by oobleck submit")
         return _read_sketch(self.described)
 
     @property
     def state(self) -> tuple[str, ...]:
-        """Names that torch gives the numbers that are kept per weight from step to step."""
+        """Names in torch of the numbers that are kept per weight from step to step."""
         if self.code is not None:
-            # Of a class that was not looked at nothing is known; its workers refuse the job.
+            # Nothing is known of a class that was not examined; its workers refuse the job.
             return tuple(row.name for row in self.sketch.rows) if self.described else ()
         if self.name == "adamw":
             return ("exp_avg", "exp_avg_sq")
@@ -202,13 +203,13 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSpec:
-    """Learning rate over steps: linear warm-up, then constant, or a fall to `min_lr`, along a
-    line or half a cosine."""
+    """Learning rate over steps: linear warm-up, then constant or a decay to `min_lr`, linear or
+    along half a cosine."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
     #: Steps before the first one at the full rate.
     warmup: int = 0
-    #: Rate that a fall would reach in the step after the last one.
+    #: Rate that a decay would reach in the step after the last one.
     min_lr: float = 0.0
     LIMITS: ClassVar[Mapping[str, Limits]] = dict.fromkeys(("warmup", "min_lr"), Limits(at_least=0))
 

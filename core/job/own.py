@@ -1,4 +1,4 @@
-"""A model of the user's: the code that makes it, and what is known of it before it is run."""
+"""The user's model: the code that makes it, and its description before it runs."""
 
 import json
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from oobleck.core.job.lora import LoraSpec
 from oobleck.core.job.model import AnyModel, ModelSpec
 from oobleck.core.ties import Ties
 
-#: Layers of a model at most.
+#: Most layers of a model.
 MOST_LAYERS = 514
-#: Keys that no model has but one of the user's.
+#: Keys that only a user's model has.
 OWN_KEYS = ("plugin", "python", "architecture")
 #: Name suffixes of transformers' classes that take images.
 _IMAGES = ("ForImageClassification", "ForImageClassificationLearned")
@@ -24,34 +24,34 @@ _IMAGES = ("ForImageClassification", "ForImageClassificationLearned")
 _BY_ROW = ("ForSequenceClassification", *_IMAGES)
 #: Name suffixes of classes that learn from labels, not the next token.
 _LABELLED = ("ForMaskedLM", "FlaubertWithLMHeadModel", "ForTokenClassification", *_BY_ROW)
-#: The function that splits a model of transformers into layers.
+#: Our function that splits a model of transformers into layers.
 _TRANSFORMERS = "oobleck.worker.models.huggingface.causal_lm:causal_lm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnModelSpec(AnyModel):
-    """A model made by a function that returns an `oobleck.model.Model`: the user's function, or
-    ours that splits a model of transformers into layers."""
+    """Model made by a function that returns an `oobleck.model.Model`: the user's function, or ours
+    that splits a model of transformers into layers."""
 
-    #: An entry point of the group oobleck.models, or a function (package.module:function).
+    #: Entry point of the group oobleck.models, or a function (package.module:function).
     plugin: str | None = None
     python: str | None = None
-    #: Directory on every node that the function's module lies in; None: it is installed.
+    #: Directory on every node that holds the function's module; None: it is installed.
     path: str | None = None
-    #: What it is called with.
+    #: Arguments of the function.
     arguments: Json = NO_ARGUMENTS
-    #: Or a class of transformers, such as Qwen3ForCausalLM, with keys of its config, and a
-    #: directory with initial weights, the same on all nodes.
+    #: Alternatively a class of transformers, such as Qwen3ForCausalLM, with keys of its config and
+    #: a directory of initial weights, the same on all nodes.
     architecture: str | None = None
     config: Json = NO_ARGUMENTS
     weights: str | None = None
-    #: Adapters that are trained in place of its weights.
+    #: Adapters to train in place of its weights.
     lora: LoraSpec | None = None
-    #: Where the data are tokens: of a row.
+    #: Tokens of a row, where the data are tokens.
     sequence_length: int | None = None
-    #: And how many there are.
+    #: Vocabulary size, where the data are tokens.
     vocabulary: int = 256
-    #: A `Description`, as JSON; empty: it was not made yet.
+    #: JSON of a `Description`; empty: not made yet.
     described: Json = NOT_DESCRIBED
     LIMITS: ClassVar[Mapping[str, Limits]] = {
         name: ModelSpec.LIMITS[name] for name in ("sequence_length", "vocabulary")
@@ -110,9 +110,9 @@ class OwnModelSpec(AnyModel):
 
     @property
     def description(self) -> Description:
-        """Raises ValueError where it was not made."""
+        """Description of the model. Raises ValueError where it was not made."""
         if not self.described:
-            raise ValueError("described: the model was not looked at; submit by oobleck submit")
+            raise ValueError("described: the model was not examined yet; submit by oobleck submit")
         return read_description(self.described)
 
     @property
@@ -143,7 +143,8 @@ class OwnModelSpec(AnyModel):
         return self.description.order
 
     def may_share(self, layer: int) -> bool:
-        # Draws and some hooks depend on the whole micro-batch; compiled code is for its row count.
+        # Random draws and some hooks depend on the whole micro-batch; compiled code is made for its
+        # number of rows.
         sketch = self.description.layers[layer]
         return not (sketch.draws or sketch.whole) and sketch.compiled is None
 

@@ -1,4 +1,4 @@
-"""Published models by name: a kind and the keys in which its config differs from the defaults.
+"""Published models by name: a kind, and the keys in which a config differs from the defaults.
 
 Vocabularies are the published ones; a job's own values replace any of these.
 """
@@ -21,9 +21,10 @@ def _gpt2(layers: int, hidden: int, heads: int) -> Preset:
 
 
 def _gpt3(layers: int, hidden: int, heads: int) -> Preset:
-    """Brown et al. 2020, table 2.1: GPT-2's layers (the paper's sparse attention is left out).
+    """Build a preset of Brown et al. 2020, table 2.1: GPT-2's layers (the paper's sparse attention
+    is left out).
 
-    No dropout: these see a token less than once.
+    Without dropout, since these models see each token less than once.
     """
     base = _gpt2(layers, hidden, heads)
     no_dropout = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -73,11 +74,12 @@ PRESETS: dict[str, Preset] = {
     "gpt3-small": _gpt3(12, 768, 12),
     "gpt3-medium": _gpt3(24, 1024, 16),
     "gpt3-large": _gpt3(24, 1536, 16),
-    # The paper's 24 heads do not divide its width of 2048; with 16, a head is 128 wide as there.
+    # The paper's 24 heads do not divide its width of 2048. 16 heads keep the paper's head width of
+    # 128.
     "gpt3-1.3b": _gpt3(24, 2048, 16),
     "gpt3-2.7b": _gpt3(32, 2560, 32),
     "gpt3-6.7b": _gpt3(32, 4096, 32),
-    # 5140 there, which its 40 heads of 128 do not make.
+    # The paper's width of 5140 does not match its 40 heads of 128.
     "gpt3-13b": _gpt3(40, 5120, 40),
     "gpt3-175b": _gpt3(96, 12288, 96),
     "bert-base": _bert(12, 768, 12),

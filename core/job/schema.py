@@ -1,7 +1,7 @@
-"""The JSON Schema of the job file, made from the types that the file is read into.
+"""The JSON Schema of the job file, made from the types that the file is parsed into.
 
-For editors, which complete and check what is typed. It says of every key what it may hold; what
-several keys must be together is checked when the file is read (`oobleck.core.job.file`).
+Editors use it for completion and checks. It covers each key alone; combinations of keys are checked
+when the file is parsed (`oobleck.core.job.file`).
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ Schema = dict[str, Any]
 
 _SCALARS: Mapping[type, str] = {int: "integer", float: "number", str: "string", bool: "boolean"}
 _NULL = {"type": "null"}
-#: A mapping, or its JSON text.
+#: Mapping, or its JSON text.
 _MAPPING: Schema = {"type": ["object", "string"]}
 
 
@@ -36,7 +36,7 @@ def job_schema() -> Schema:
 
 
 def _section(kind: type) -> Schema:
-    """A mapping with the fields of a dataclass for keys."""
+    """Return the schema of a mapping with the fields of a dataclass as keys."""
     hints = get_type_hints(kind)
     properties: dict[str, Schema] = {}
     required = []
@@ -60,7 +60,7 @@ def _section(kind: type) -> Schema:
 
 
 def _limits(limits: Limits) -> Schema:
-    """Return the limits as keywords that apply to numbers alone: values of other types pass
+    """Return the limits as keywords that apply to numbers alone: values of other types satisfy
     them."""
     words = {
         "minimum": limits.at_least,
@@ -72,7 +72,7 @@ def _limits(limits: Limits) -> Schema:
 
 
 def _plain(field: "dataclasses.Field[Any]") -> object:
-    """Return the field's default as the file would have it."""
+    """Return the field's default as written in the file."""
     return {} if field.default == "{}" else field.default
 
 
@@ -82,7 +82,7 @@ def _is_optional(field: "dataclasses.Field[Any]") -> bool:
 
 
 def _special(kind: type, key: str) -> Schema | None:
-    """Return the schema of a key that is not read by its type alone; None for any other key."""
+    """Return the schema of a key that is not determined by its type; None for any other key."""
     match kind.__name__, key:
         case "JobSpec", "track":
             one = {"enum": list(TRACKERS)}
@@ -116,7 +116,7 @@ def _value(hint: Any) -> Schema:
 
 
 def _models() -> Schema:
-    """Return the schema of a model; a user's model is told by a key that no other has."""
+    """Return the schema of a model; a key that no other model has marks a user's model."""
     own = [{"required": [key]} for key in OWN_KEYS]
     return {"if": {"anyOf": own}, "then": _section(OwnModelSpec), "else": _section(ModelSpec)}
 

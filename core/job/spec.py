@@ -1,6 +1,6 @@
-"""The job: what to train, on which data, for how long, and how many losses to survive.
+"""The job: model, data, length of training, and the number of losses to survive.
 
-Owns the types and their checks; `oobleck.core.job.file` reads them from a file's text.
+Owns the types and their checks; `oobleck.core.job.file` parses them from a file.
 """
 
 from collections.abc import Mapping
@@ -34,25 +34,25 @@ class DataSpec:
 
     text: tuple[str, ...] = ()
     tokens: str | None = None
-    #: Of `tokens`; None: what stands beside the file says it.
+    #: Type of the ids in `tokens`; None: the metadata file beside it has it.
     dtype: Literal["uint8", "uint16", "uint32"] | None = None
-    #: A tokenizer.json for `text`; None: every byte is a token.
+    #: Path of a tokenizer.json for `text`; None: every byte is a token.
     tokenizer: str | None = None
-    #: What stands after every document of `text`: a token of the tokenizer, or any text for bytes.
-    #: None: the token that usually does, nothing for bytes; empty: nothing.
+    #: Separator after every document of `text`: a token of the tokenizer, or any text for bytes.
+    #: None: the tokenizer's usual one, nothing for bytes; empty: nothing.
     separator: str | None = None
-    #: Where the text stands in files of JSON lines.
+    #: Field that holds the text in files of JSON lines.
     field: str = "text"
-    #: Directory on every node for texts as tokens; None: one in the home directory.
+    #: Directory on every node for tokenised texts; None: one in the home directory.
     cache: str | None = None
-    #: A map-style data set: what an entry point of oobleck.data, or a function, returns.
+    #: Map-style data set: the result of an entry point of oobleck.data, or of a function.
     plugin: str | None = None
     python: str | None = None
-    #: Directory on every node that the function's module lies in; None: it is installed.
+    #: Directory on every node that holds the function's module; None: it is installed.
     path: str | None = None
-    #: What it is called with.
+    #: Arguments of the function.
     arguments: Json = NO_ARGUMENTS
-    #: Processes of each worker that read its samples; 0: a thread does.
+    #: Processes of each worker that read its samples; 0: a thread reads them.
     workers: int = 0
     LIMITS: ClassVar[Mapping[str, Limits]] = {"workers": Limits(at_least=0, at_most=64)}
 
@@ -99,22 +99,22 @@ class TrainingSpec:
     microbatch: int = 1
     seed: int = 0
     precision: Precision = "fp32"
-    #: How exactly float32 matrices are multiplied, in torch's words.
+    #: Precision of float32 matrix products, by torch's names.
     float32_matmul: Products = "highest"
-    #: How gradients travel to be summed: as they are trained, or rounded.
+    #: Type of gradients on their way to be summed: as trained, or rounded.
     gradient_sums: GradientSums = "full"
-    #: layer: keep each layer's input alone between forward and backward, and compute it twice.
+    #: layer: keep only each layer's input between forward and backward, and recompute the rest.
     recompute: Recompute = "none"
-    #: Layers of a model of the user's go through torch's compiler, as far as they can.
+    #: True: layers of a user's model go through torch's compiler, as far as they can.
     compile: bool = False
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
-    #: The order of compute in a pipeline; auto: the fastest whose memory fits.
+    #: Order of compute in a pipeline; auto: the fastest whose memory fits.
     pipeline_schedule: Literal["auto", Schedule] = "auto"
     #: Largest global gradient norm; None: no clipping.
     clip: float | None = 1.0
-    #: Steps in a row that nobody applied, since loss or gradients were not finite, after which the
-    #: job fails; None: it never does.
+    #: Consecutive skipped steps (loss or gradients not finite) after which the job fails; None: it
+    #: never fails for that.
     max_skipped_steps: int | None = 100
     LIMITS: ClassVar[Mapping[str, Limits]] = {
         "steps": Limits(at_least=1, at_most=10**9),
@@ -148,7 +148,7 @@ class TrainingSpec:
 
     @property
     def wanted_schedule(self) -> Schedule | None:
-        """The schedule that the job asks for; None: it leaves the choice to planning."""
+        """Schedule that the job asks for; None: planning chooses."""
         return None if self.pipeline_schedule == "auto" else self.pipeline_schedule
 
     @property
@@ -159,13 +159,13 @@ class TrainingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSpec:
-    """The loss on samples that are not trained on, now and then."""
+    """Settings of periodic evaluation: the loss on samples that are not trained on."""
 
-    #: After every so many steps, and after the last one.
+    #: Steps between evaluations; the last step is always evaluated.
     every: int
-    #: The share of the job's data that is kept out of training for it.
+    #: Share of the job's data that is kept out of training for evaluation.
     fraction: float | None = None
-    #: Or data of its own.
+    #: Alternatively a data set of its own.
     data: DataSpec | None = None
     #: Most samples per evaluation; every evaluation uses the same ones.
     samples: int = 1024
@@ -193,13 +193,13 @@ class EvaluationSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceSpec:
-    """Resources that the plan may use of each worker, and limits on the shape of pipelines."""
+    """Resources of each worker that the plan may use, and limits on the shape of pipelines."""
 
-    #: Budget for state and activations of one worker; None: what its node reports.
+    #: Memory of one worker for state and activations; None: as its node reports.
     memory_per_worker_bytes: int | None = None
-    #: Lower bound for the nodes of one pipeline, above what memory asks for.
+    #: Least number of nodes of one pipeline, even where memory would allow fewer.
     min_nodes_per_pipeline: int = 1
-    #: auto: NCCL where every worker has a GPU to itself, and TCP elsewhere; tcp: always that.
+    #: auto: NCCL where every worker has a GPU to itself, and TCP elsewhere; tcp: always TCP.
     transport: TransportName = "auto"
     LIMITS: ClassVar[Mapping[str, Limits]] = {
         "min_nodes_per_pipeline": Limits(at_least=1),
@@ -212,19 +212,19 @@ class ResourceSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSpec:
-    """Settings of checkpoints: where and when the training state is saved, and what becomes of what
-    is there already."""
+    """Settings of checkpoints: where and when the training state is saved, and whether an existing
+    checkpoint is resumed."""
 
-    #: A directory or an fsspec URL, the same place on all nodes.
+    #: Directory or fsspec URL, the same place on all nodes.
     path: str
     #: Steps between two checkpoints.
     every: int = 100
-    #: Newest checkpoints that stay.
+    #: Newest checkpoints to keep.
     keep: int = 3
-    #: A job whose path holds checkpoints goes on from the newest valid one (auto), must find one
-    #: (require), or must find none (never).
+    #: Use of existing checkpoints in path: resume from the newest valid one (auto), require one
+    #: (require), or refuse to start if there is one (never).
     resume: Literal["auto", "never", "require"] = "auto"
-    #: Whether the state after the last step is saved, whatever `every` says.
+    #: True: the state after the last step is saved, whatever `every` is.
     at_end: bool = True
     LIMITS: ClassVar[Mapping[str, Limits]] = {
         "every": Limits(at_least=1),
@@ -236,8 +236,10 @@ class CheckpointSpec:
         check_limits(self, self.LIMITS)
 
     def why_untold(self) -> str:
-        """Why the master cannot be told of a checkpoint there; empty: it can. Asked for new jobs
-        alone: one that is in a journal is read, whatever its path."""
+        """Return why a checkpoint there cannot be reported to the master; empty: it can be.
+
+        Asked for new jobs only: a job that is in a journal is accepted whatever its path.
+        """
         told = redact(self.path)
         if not told.isprintable():
             return "has characters that a table cannot show, such as a no-break space"
@@ -248,12 +250,12 @@ class CheckpointSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoverySpec:
-    """Settings of recovery from a loss: see `oobleck.planner.recovery.policies`."""
+    """Settings of recovery from a loss; see `oobleck.planner.recovery.policies`."""
 
-    #: The one that answers losses where it can; auto: whichever lets training go on sooner.
+    #: Preferred answer to losses, where it applies; auto: whichever resumes training sooner.
     policy: RecoveryPolicy = "auto"
-    #: auto: where too few nodes hold a layer for fault_tolerance, and there is memory, others hold
-    #: it too (`oobleck.planner.search.shadows`).
+    #: auto: where too few nodes hold a layer for fault_tolerance, and there is memory, further
+    #: nodes hold it (`oobleck.planner.search.shadows`).
     shadows: Shadows = "auto"
 
 
@@ -267,28 +269,27 @@ class JobSpec:
     training: TrainingSpec
     #: None: no evaluation.
     evaluation: EvaluationSpec | None = None
-    #: Node losses at a time that must not cost more than the step in flight.
+    #: Simultaneous node losses that must cost no more than the step in flight.
     fault_tolerance: int = 1
     resources: ResourceSpec = field(default_factory=ResourceSpec)
     #: Directory for the final weights, the same on all nodes; None: they are not saved.
     output: str | None = None
     #: None: the training state is never saved.
     checkpoint: CheckpointSpec | None = None
-    #: Times and bytes that plans are made by: `measure` (or taken from a stored measurement),
-    #: `estimate`, or the path of a profile file.
+    #: Source of the times and bytes for planning: `measure` (or a stored measurement), `estimate`,
+    #: or the path of a profile file.
     profile: str = "measure"
-    #: Nodes with another major.minor of torch than most may take part.
+    #: True: nodes with another major.minor of torch than the majority may take part.
     allow_mixed_versions: bool = False
-    #: What becomes of the job where its state is with nobody any more and there is no checkpoint:
-    #: it ends (fail), or begins anew at step 1 (restart).
+    #: When no worker holds the state any more and there is no checkpoint: end the job (fail), or
+    #: begin anew at step 1 (restart).
     on_state_lost: OnStateLost = "fail"
     recovery: RecoverySpec = field(default_factory=RecoverySpec)
-    #: Whether what workers send each other over links can be read and changed on the way; auto:
-    #: only where the way does not leave the host.
+    #: Encryption of links between workers; auto: sealed except where the link stays on the host.
     data_plane: DataPlane = "auto"
-    #: Programs that the head node keeps a copy of metrics and events for.
+    #: Programs that get a copy of metrics and events from the head node.
     track: tuple[str, ...] = ()
-    #: A wheel whose modules the job's functions are of: see `oobleck.core.job.wheel`. None: they
+    #: Wheel with the modules of the job's functions; see `oobleck.core.job.wheel`. None: they
     #: are on the nodes.
     code: str | None = None
     LIMITS: ClassVar[Mapping[str, Limits]] = {"fault_tolerance": Limits(at_least=0)}
@@ -333,7 +334,7 @@ class JobSpec:
             )
 
     def _check_data(self) -> None:
-        """Raise ValueError where the model does not take what the data gives."""
+        """Raise ValueError where the model cannot take this data."""
         built_in = isinstance(self.model, ModelSpec)
         evaluated = self.evaluation.data if self.evaluation else None
         for data in (self.data, evaluated):
@@ -357,11 +358,11 @@ class JobSpec:
                 )
 
     def seals_links(self, *, on_loopback: bool) -> bool:
-        """Return whether a worker wants its links sealed; `on_loopback`: others reach it on
-        loopback alone."""
+        """Return whether a worker wants its links sealed. `on_loopback`: others reach it only on
+        loopback."""
         return self.data_plane == "sealed" or (self.data_plane == "auto" and not on_loopback)
 
     @property
     def profile_path(self) -> str | None:
-        """The profile file that the job names; None: it names none."""
+        """Path of the profile file that the job names; None: it names none."""
         return None if self.profile in ("measure", "estimate") else self.profile

@@ -1,8 +1,8 @@
-"""Code that goes with a job: how its key `code` names a wheel, and where its modules are found.
+"""User code carried by a job: how the key `code` names a wheel, and where its modules are found.
 
 In a job file the key is a path. In a job that the master has, it is the wheel's hash, by which
-nodes get it. A node that has unpacked it trains an ordinary job: one whose functions lie in that
-folder. Must not know what is in a wheel.
+nodes request it. A node that has unpacked it trains an ordinary job whose functions are in that
+folder. Must not know the contents of a wheel.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from oobleck.core.job.optimization import OptimizerSpec
 from oobleck.core.job.own import OwnModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec
 
-#: Bytes of a wheel at most.
+#: Most bytes of a wheel.
 MOST_WHEEL_BYTES = 64 << 20
 _STORED = re.compile("sha256:([0-9a-f]{64})")
 
@@ -22,23 +22,23 @@ S = TypeVar("S", OwnModelSpec, DataSpec, OptimizerSpec)
 
 
 def stored_as(digest: str) -> str:
-    """`code` of a job whose wheel has that SHA-256 (hex)."""
+    """Return the `code` of a job whose wheel has that SHA-256 (hex)."""
     return f"sha256:{digest}"
 
 
 def digest_of(code: str | None) -> str | None:
-    """The SHA-256 that `code` names; None: there is no code, or it is a path still."""
+    """Return the SHA-256 that `code` names; None where it is absent or still a path."""
     found = _STORED.fullmatch(code or "")
     return None if found is None else found[1]
 
 
 def is_carried(python: str | None, path: str | None, modules: Collection[str]) -> bool:
-    """Return whether a function is of a wheel with these modules and packages at its top."""
+    """Return whether a function is in a wheel with these top-level modules and packages."""
     return python is not None and path is None and re.split("[.:]", python)[0] in modules
 
 
 def unpacked_in(job: JobSpec, folder: str, modules: Collection[str]) -> JobSpec:
-    """The job of a machine that has the wheel's `modules` in `folder`."""
+    """Return the job for a machine that has the wheel's `modules` in `folder`."""
 
     def placed(spec: S) -> S:
         if not is_carried(spec.python, spec.path, modules):

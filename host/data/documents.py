@@ -16,11 +16,11 @@ import msgspec
 from oobleck.host.data.token_file import DataError
 from oobleck.host.system.files import open_regular
 
-#: A long document comes in pieces of about so many bytes.
+#: Approximate bytes per piece of a long document.
 PIECE_BYTES = 1 << 18
-#: Without a line end or a blank in so many pieces, one ends in the middle of a word.
+#: After so many pieces without a line end or a blank, a piece ends in the middle of a word.
 _LONGEST_WORD_PIECES = 4
-#: A document of JSON lines is in memory as a whole.
+#: Most bytes of a document of JSON lines, which is in memory as a whole.
 _MOST_LINE_BYTES = 64 << 20
 
 _SPACE = b" \t\n\r\x0b\x0c"
@@ -31,16 +31,16 @@ class Piece:
     """Part of a document, or a whole one."""
 
     content: bytes
-    #: Where it stands, for messages.
+    #: Place of the content, for messages.
     where: str
     #: Byte offset of `content` in the (uncompressed) file; None: it is not a piece of the file.
     offset: int | None
     ends_document: bool
-    #: Bytes of the file (as it lies on the disk) that have been read so far.
+    #: Bytes of the file (as on the disk) read so far.
     read_bytes: int
 
     def text(self) -> str:
-        """Raises DataError where it is not UTF-8."""
+        """Return the text; raises DataError where it is not UTF-8."""
         try:
             return self.content.decode()
         except UnicodeDecodeError as error:
@@ -58,7 +58,7 @@ def is_plain(path: str) -> bool:
 
 def read_documents(path: str, field: str, *, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
     """Read the documents of file `path`; `field` is the key of the text in JSON lines. Raises
-    DataError if the file cannot be read as what its name says."""
+    DataError if the file is not of the type of its name."""
     try:
         with open_regular(path) as raw:
             opened = gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw

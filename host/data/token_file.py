@@ -1,8 +1,8 @@
-"""Token files: a flat array of token ids, and beside it a JSON file that says what they are.
+"""Token files: a flat array of token ids, and beside it a JSON file that describes them.
 
 `F` has only the ids, as little-endian unsigned integers; `F.json` has their type, number, highest
-id and origin. So a job need not say the type, and a model whose vocabulary is too small is refused
-before it trains. A file appears when it is whole. Must not know what tokens are for.
+id and origin. So a job need not give the type, and a model whose vocabulary is too small is refused
+before it trains. A file appears when it is whole. Must not know the use of tokens.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from oobleck.core.codec import decode, encode
 from oobleck.host.system.files import open_regular, read_regular, sync_directory
 
-#: Of a description; it has a dozen fields.
+#: Most bytes of a description, which has a dozen fields.
 _MOST_INFO_BYTES = 1 << 20
 
 Dtype = Literal["uint8", "uint16", "uint32"]
@@ -36,11 +36,11 @@ _VOCABULARY = 1 << 22
 
 
 class DataError(ValueError):
-    """Error in the data as it is asked for; the text names the file or key and the fix."""
+    """Error in the requested data; the text names the file or key and the fix."""
 
 
 class CannotWrite(DataError):
-    """Error of writing to the disk; nothing is wrong with the data."""
+    """Error of writing to the disk; the data have no fault."""
 
 
 class TokenFileInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,14 +50,14 @@ class TokenFileInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Dtype
     #: Number of ids in the file.
     tokens: int
-    #: The highest id in the file.
+    #: Highest id in the file.
     highest: int
-    #: Ids that the tokenizer can give: 0 to `vocabulary` - 1.
+    #: Size of the tokenizer's vocabulary: ids are 0 to `vocabulary` - 1.
     vocabulary: int
-    #: `bytes`, or the name of the tokenizer's file; and SHA-256 (hex) of that file.
+    #: Either `bytes` or the name of the tokenizer's file, with the SHA-256 (hex) of that file.
     tokenizer: str
     tokenizer_sha256: str = ""
-    #: Ids that stand after every document.
+    #: Ids after every document.
     separator: tuple[int, ...] = ()
     documents: int
     #: SHA-256 (hex) of the token file.
@@ -123,11 +123,14 @@ def read_info(path: str | Path) -> TokenFileInfo | None:
 
 
 def type_of(path: str | Path, info: TokenFileInfo | None, wanted: Dtype | None) -> Dtype:
-    """Return the type of the ids in token file `path`. Raises DataError if `info`, its description,
-    and `wanted` differ, or neither says it: read in the wrong width most numbers are ids too."""
+    """Return the type of the ids in token file `path`.
+
+    Raises DataError if `info`, its description, and `wanted` differ, or neither has it: read in the
+    wrong width most numbers are ids too.
+    """
     if info is None and wanted is None:
         raise DataError(
-            f"nothing says what type the ids in {path} have: there is no "
+            f"the type of the ids in {path} is unknown: there is no "
             f"{info_path(path).name} beside it; set dtype to uint8, uint16 or uint32, or make the "
             "file with 'oobleck data prepare'"
         )
@@ -204,8 +207,8 @@ def look_through(path: str | Path, dtype: Dtype, vocabulary: int | None = None) 
 def beyond_vocabulary(
     where: str, ids: NDArray[np.unsignedinteger], vocabulary: int, key: str = "dtype"
 ) -> DataError:
-    """Return the error for the highest of `ids`. `where`: its place; `key`: the job key of the
-    ids' type."""
+    """Return the error for the highest of `ids`. `where`: its place; `key`: the job key of the ids'
+    type."""
     fix = (
         "set model.vocabulary to more than the highest token, or check that the data's dtype is "
         f"right (they were read as {ids.dtype.name})"
@@ -226,10 +229,12 @@ def narrowest(vocabulary: int) -> Dtype:
 
 class TokenWriter:
     """Writer of a token file: a context that leaves a whole file, or nothing after an error. All
-    methods raise DataError when the disk does not take it."""
+    methods raise DataError when the disk refuses the data."""
 
     def __init__(self, path: str | Path, dtype: Dtype, temporary: str = "") -> None:
-        """`temporary`: name of the file while it is being written, in the same directory."""
+        """Make a writer. `temporary`: name of the file while it is being written, in the same
+        directory.
+        """
         self._path = Path(path)
         self._dtype: Dtype = dtype
         self._limit = int(np.iinfo(dtype).max)
@@ -238,7 +243,7 @@ class TokenWriter:
         self._highest = -1
         self.tokens = 0
         self.documents = 0
-        #: Opened within the context: whatever interrupts that, its end removes the file.
+        #: Opened within the context, whose end removes the file after any interruption.
         self._file: BinaryIO | None = None
 
     def __enter__(self) -> "TokenWriter":
@@ -250,7 +255,7 @@ class TokenWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # What is still buffered does not matter any more, and may not fit on the disk.
+        # The buffered rest does not matter any more, and may not fit on the disk.
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -280,7 +285,7 @@ class TokenWriter:
         tokenizer_sha256: str = "",
         separator: tuple[int, ...] = (),
     ) -> TokenFileInfo:
-        """Put the file and its description in place; the last thing to do in the context."""
+        """Put the file and its description in place, as the last call in the context."""
         info = TokenFileInfo(
             dtype=self._dtype,
             tokens=self.tokens,
@@ -302,7 +307,7 @@ class TokenWriter:
                 file.write(msgspec.json.format(encode(info), indent=2) + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-            # At no moment may an old description stand beside new tokens.
+            # An old description must never be beside new tokens.
             beside.unlink(missing_ok=True)
             os.replace(self._temporary, self._path)
             os.replace(temporary, beside)
@@ -316,7 +321,7 @@ class TokenWriter:
     def _open(self) -> BinaryIO:
         if self._file is None:
             self._file = open(self._temporary, "wb")  # noqa: SIM115 - closed by __exit__
-            with contextlib.suppress(OSError):  # of file systems without locks nothing is swept
+            with contextlib.suppress(OSError):  # without locks nothing is swept
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return self._file
 
@@ -328,10 +333,10 @@ class TokenWriter:
 
 
 def sweep(path: str | Path) -> None:
-    """Remove what writers of `path` have left behind that were killed: nobody holds its lock."""
+    """Remove files left behind by killed writers of `path`: their locks are free."""
     path = Path(path)
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        with contextlib.suppress(OSError), open(left, "rb") as file:  # another one was faster
+        with contextlib.suppress(OSError), open(left, "rb") as file:  # another process was faster
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             left.with_name(f"{left.name}.json").unlink(missing_ok=True)
             left.unlink()

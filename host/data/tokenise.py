@@ -8,11 +8,11 @@ from oobleck.host.data.documents import Piece, read_documents
 from oobleck.host.data.token_file import DataError, TokenFileInfo, TokenWriter
 from oobleck.host.data.tokenizer import Tokenizer
 
-#: Text that is tokenised at once, in parallel where the tokenizer can; and its pieces at most.
+#: Text that is tokenised at once, in parallel where the tokenizer can; and most pieces of it.
 BATCH_BYTES = 1 << 23
 _BATCH_PIECES = 1 << 14
 
-#: Told bytes read of the files so far, and tokens written.
+#: Called with the bytes read of the files so far, and the tokens written.
 Report = Callable[[int, int], None]
 
 
@@ -26,7 +26,7 @@ def tokenise(
     report: Report = lambda read, written: None,
 ) -> TokenFileInfo:
     """Write the documents of `paths`, in order, each followed by `separator`, and publish. Raises
-    DataError for a file that cannot be used, for one that has no text, and for a full disk."""
+    DataError for a file that cannot be used, for one without text, and for a full disk."""
     behind = np.asarray(separator, dtype=np.uint32)
     for batch, read_bytes in _batches(paths, field):
         parts = []
@@ -48,7 +48,7 @@ def tokenise(
 
 
 def _batches(paths: Sequence[str], field: str) -> Iterator[tuple[list[Piece], int]]:
-    """Yield pieces in batches, with the bytes of all files read up to there."""
+    """Yield pieces in batches, with the bytes of all files read so far."""
     batch: list[Piece] = []
     size = 0
     for piece, read_bytes in _pieces(paths, field):

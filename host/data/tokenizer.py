@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids, as bytes or by a Hugging Face `tokenizers` file.
 
-Owns what identifies a tokenizer and which token ends a document. Loads the `tokenizers` library
-only when such a file is read.
+Owns a tokenizer's identity and the token that ends a document. Loads the `tokenizers` library only
+when such a file is read.
 """
 
 import hashlib
@@ -18,24 +18,24 @@ from oobleck.host.system.files import read_regular
 
 Ids = NDArray[np.uint32]
 
-#: Of a tokenizer's file; the largest have a tenth of it.
+#: Most bytes of a tokenizer's file; the largest have a tenth of it.
 _MOST_BYTES = 256 << 20
 
-#: What ends a document in the tokenizers that are about, the commonest first.
+#: Tokens that end a document in common tokenizers, the commonest first.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
 class ByteTokenizer:
     """Tokenizer for which every byte is a token; documents are separated only on request."""
 
-    #: For messages and descriptions; and SHA-256 (hex) of what defines it.
+    #: Name for messages and descriptions, and SHA-256 (hex) of its definition.
     name = "bytes"
     sha256 = ""
     #: Number of ids.
     vocabulary = 256
 
     def encode(self, pieces: Sequence[Piece]) -> list[Ids]:
-        """Return the ids of each piece. Raises DataError for a piece that is no text."""
+        """Return the ids of each piece. Raises DataError for a piece that is not text."""
         return [np.frombuffer(piece.content, dtype=np.uint8).astype(np.uint32) for piece in pieces]
 
     def separator(self, wanted: str | None) -> tuple[int, ...]:
@@ -44,15 +44,17 @@ class ByteTokenizer:
         return tuple((wanted or "").encode())
 
     def check_vocabulary(self, vocabulary: int) -> None:
-        """Raise DataError where a model of so many tokens does not take all of the ids. Text may do
-        with few bytes: each one is looked at when it is used."""
+        """Raise DataError where a model of so many tokens cannot take all ids. Text may use only
+        few bytes: each one is checked when it is used."""
 
 
 class FileTokenizer:
-    """Tokenizer described by a `tokenizer.json`, without what it puts around single texts."""
+    """Tokenizer described by a `tokenizer.json`, without the tokens that it puts around single
+    texts.
+    """
 
     def __init__(self, path: str) -> None:
-        """Raises DataError."""
+        """Load the file; raises DataError."""
         try:
             from tokenizers import Tokenizer as Library
         except ImportError as error:

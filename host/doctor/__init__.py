@@ -1,2 +1,4 @@
-"""Examinations for `oobleck doctor`: faults of a host, its folders and the paths between hosts,
-each examined by a process of its own."""
+"""Examinations for `oobleck doctor`: faults of a host, its folders and its paths to other hosts.
+
+Each host is examined by a process of its own.
+"""

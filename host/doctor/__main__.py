@@ -1,8 +1,8 @@
 """Process that examines this host: `python -m oobleck.host.doctor`.
 
 Each line of standard input is an `Asked`, each line of standard output its `Answer`; it ends with
-standard input. A check that may hang runs in a thread that is left behind when its time is over, so
-one unreachable file server costs one finding. Must not know who asks.
+standard input. A check that may hang runs in a thread that is abandoned after its time-out, so one
+unreachable file server costs one finding. Must not know the caller.
 """
 
 import os
@@ -37,9 +37,9 @@ from oobleck.core.orders import (
 )
 from oobleck.host.doctor import gpus, network, places, system, way
 
-#: For a folder, and for names; GPUs take as long as their driver is waited for.
+#: Time for a folder and for names; GPUs take as long as their driver is waited for.
 PLACE_S, GPUS_S = 10.0, 40.0
-#: Files that a look has left so long ago are nobody's.
+#: Age after which leftover files of an examination may be removed.
 _OLD_S = 3600.0
 
 T = TypeVar("T")
@@ -139,9 +139,9 @@ def _at_gpus(about: About, order: Look) -> Found:
 
 def _hangs(name: str) -> Finding:
     what = f"{name}: no answer in time, so whatever needs it hangs"
-    fix = "look whether its file server or name service is there (dmesg, mount), or unmount it"
+    fix = "check whether its file server or name service works (dmesg, mount), or unmount it"
     if "GPU" in name:
-        fix = "look at the kernel's log (dmesg | grep -i -e xid -e nvrm), and restart the host"
+        fix = "check the kernel's log (dmesg | grep -i -e xid -e nvrm), and restart the host"
     return Finding(check="hangs", level="fail", what=what, fix=fix)
 
 
@@ -178,7 +178,7 @@ def main() -> None:
             answer = Unable(reason=f"the order is not understood: {error}")
         sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
         sys.stdout.buffer.flush()
-    # Threads that hang in the kernel are not waited for.
+    # Threads that hang in the kernel are abandoned.
     os._exit(0)
 
 

@@ -1,5 +1,7 @@
-"""Checks of a host with GPUs that need no torch: driver, health by NVML and by the kernel's log,
-ways between GPUs, limits, shared memory and the environment. Must not know how findings are shown.
+"""Checks of a host with GPUs that need no torch.
+
+They cover driver, health by NVML and by the kernel's log, paths between GPUs, limits, shared memory
+and the environment. Must not know how findings are shown.
 """
 
 import os
@@ -21,7 +23,7 @@ from oobleck.host.gpu.peers import Peers, read_peers
 from oobleck.host.gpu.sample import GpuSample, Sample
 from oobleck.host.gpu.users import described, read_sample
 
-#: NCCL's buffers in shared memory, for eight GPUs with many communicators.
+#: Size of NCCL's buffers in shared memory, for eight GPUs with many communicators.
 _LEAST_SHARED = 1 << 30
 ADAPTERS = Path("/sys/class/infiniband")
 
@@ -47,7 +49,7 @@ def look_for_agent(about: About, *, gently: bool) -> Iterator[Finding]:
         yield shared_memory(Path("/dev/shm"))
         yield from environment(about.variables)
     sample = read_sample()
-    # What was reported before anybody listened is in the kernel's log alone.
+    # Errors reported before any process listened are only in the kernel's log.
     logged = read_xids()
     sample = msgspec.structs.replace(sample, xids=tuple(dict.fromkeys((*sample.xids, *logged))))
     yield from health(of_agent(sample, about), busy=gently)
@@ -55,8 +57,8 @@ def look_for_agent(about: About, *, gently: bool) -> Iterator[Finding]:
 
 
 def of_agent(sample: Sample, about: About) -> Sample:
-    """Return the part of the sample about the agent's GPUs. Errors that name no GPU may be of
-    any."""
+    """Return the part of the sample about the agent's GPUs. Errors that name no GPU may be
+    of any."""
     if not about.gpus:
         return sample
     return msgspec.structs.replace(
@@ -71,12 +73,12 @@ def peers(found: Peers, about: About) -> Iterator[Finding]:
         if about.gpus and not {one, other} <= {*about.gpus}:
             continue
         what = f"GPUs {one} and {other} cannot reach each other's memory ({why})"
-        fix = "messages go through the host: look at ACS and IOMMU (nvidia-smi topo -p2p r)"
+        fix = "messages go through the host: check ACS and IOMMU (nvidia-smi topo -p2p r)"
         yield Finding(check="p2p", level="slow", what=what, fix=fix)
     for bus in found.without_ecc:
         if about.gpus and bus not in about.gpus:
             continue
-        what = f"GPU {bus} has ECC off: a flipped bit of its memory is told by nobody"
+        what = f"GPU {bus} has ECC off: a flipped bit of its memory goes unnoticed"
         fix = "turn it on (nvidia-smi -e 1) and reset the GPU"
         yield Finding(check="ecc", level="warn", what=what, fix=fix)
 
@@ -113,10 +115,10 @@ def _use(board: GpuSample, *, busy: bool) -> Iterator[Finding]:
         fix = "end that, or choose other GPUs with --gpus"
         yield Finding(check="gpus", level="warn", what=what, fix=fix)
     if why := hindrance([board], ()):
-        fix = "look at its cooling, power and clocks (nvidia-smi -q -d PERFORMANCE)"
+        fix = "check its cooling, power and clocks (nvidia-smi -q -d PERFORMANCE)"
         yield Finding(check="gpus", level="slow", what=f"{where} is held back: {why}", fix=fix)
     elif busy or not board.processes:
-        use = "its workers use it" if busy else "nobody uses it"
+        use = "its workers use it" if busy else "it is unused"
         yield Finding(check="gpus", level="pass", what=f"{where} is well, and {use}")
 
 
@@ -132,8 +134,8 @@ def shared_memory(place: Path) -> Finding:
 
 
 def locked_memory(limit: int, adapters: Path) -> Iterator[Finding]:
-    """Check the limit on locked memory, which is all that network adapters read and write. `limit`:
-    of this user, in bytes."""
+    """Check the limit on locked memory, which all memory of network adapters is. `limit`: of this
+    user, in bytes."""
     if not (adapters.is_dir() and os.listdir(adapters)):
         return
     if limit == resource.RLIM_INFINITY:
@@ -151,6 +153,6 @@ def environment(given: Mapping[str, str]) -> Iterator[Finding]:
     """Report variables that conflict with those that agents set for workers on GPUs."""
     for name, wanted in worker_environment("cuda").items():
         if name.startswith(("NCCL_", "TORCH_NCCL_", "CUDA_")) and given.get(name, wanted) != wanted:
-            what = f"{name}={given[name]} stands against the {wanted} that workers need"
-            fix = f"unset {name}, or know why (host/device.py says what it is for)"
+            what = f"{name}={given[name]} conflicts with the {wanted} that workers need"
+            fix = f"unset {name}, or keep it for a reason (host/device.py explains it)"
             yield Finding(check="environment", level="warn", what=what, fix=fix)

@@ -1,4 +1,4 @@
-"""Names, interfaces and routes of this host, and the faults in them that hinder workers.
+"""Names, interfaces and routes of this host, and their faults that hinder workers.
 
 Reading is separate from concluding, so that the latter is a pure function.
 """
@@ -15,9 +15,9 @@ from oobleck.core.finding import Finding
 from oobleck.core.orders import About
 from oobleck.host.address import is_loopback, is_number, own_hostname, split_address
 
-#: A host has more than enough of these.
+#: Fewer ports than this are too few.
 _FEW_PORTS = 4096
-#: What NCCL takes only where there is nothing else; then this host's alone.
+#: Interfaces that NCCL takes only where there is nothing else; `lo` reaches only this host.
 _LAST = ("docker", "lo")
 _VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _NUMBERS = re.compile(r"(\d+)\s+(\d+)")
@@ -34,18 +34,18 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
     hostname: str
-    #: What the host's own name leads to here; none: nothing.
+    #: Addresses that the host's own name resolves to here; none if it does not resolve.
     named: tuple[str, ...]
-    #: What the name of the master's host leads to; None: it is none.
+    #: Addresses of the name of the master's host; None: --master has a number.
     master: tuple[str, ...] | None = None
     #: In the kernel's order.
     interfaces: tuple[Interface, ...]
-    #: By address of another node: this host's that packets to it leave from; empty: there is no
-    #: way.
+    #: By address of another node: this host's address that packets to it leave from; empty: no
+    #: route.
     sources: Mapping[str, str] = {}
     #: InfiniBand and RoCE: states of ports by adapter and number.
     adapters: Mapping[str, str] = {}
-    #: How many ports the kernel may choose.
+    #: Number of ports that the kernel may choose.
     ports: int = 0
 
     def holding(self, address: str) -> Interface | None:
@@ -120,7 +120,7 @@ def _ports() -> int:
     return int(match[2]) - int(match[1]) + 1 if match else 0
 
 
-# ---- what it means
+# ---- conclusions
 
 
 def conclude(found: Network, about: About) -> Iterator[Finding]:
@@ -132,9 +132,7 @@ def conclude(found: Network, about: About) -> Iterator[Finding]:
     for port, state in found.adapters.items():
         if state != "ACTIVE":
             what = f"port {port} of an adapter is {state}"
-            fix = (
-                "look at its cable, switch and subnet manager (ibstat), or leave it out with --hca"
-            )
+            fix = "check its cable, switch and subnet manager (ibstat), or leave it out with --hca"
             yield Finding(check="adapters", level="warn", what=what, fix=fix)
     if 0 < found.ports < _FEW_PORTS:
         what = (
@@ -150,20 +148,20 @@ def _of_names(found: Network, about: About) -> Iterator[Finding]:
     fix = f"have {told} and {name} in one line of /etc/hosts, or of the name service"
     loops = [address for address in found.named if _loops(address)]
     if not found.named:
-        what = f"the host's own name, {name}, leads nowhere"
+        what = f"the host's own name, {name}, does not resolve"
         yield Finding(check="names", level="warn", what=what, fix=fix)
     elif about.address and not is_loopback(about.address) and loops == list(found.named):
         what = (
-            f"the host's own name, {name}, leads to {', '.join(loops)}, where no other host "
-            "reaches it: programs that tell others their host's name tell them that"
+            f"the host's own name, {name}, resolves to {', '.join(loops)}, where no other host "
+            "reaches it: programs that announce their host's name announce that"
         )
         yield Finding(check="names", level="warn", what=what, fix=f"{fix}, without {loops[0]}")
     else:
-        what = f"{name} leads to {', '.join(found.named)}"
+        what = f"{name} resolves to {', '.join(found.named)}"
         yield Finding(check="names", level="pass", what=what)
     if found.master == ():
-        what = f"the name of the master's host, in {about.master}, leads nowhere any more"
-        fix = "mend the name service, or give --master by number: a new connection needs it"
+        what = f"the name of the master's host, in {about.master}, no longer resolves"
+        fix = "repair the name service, or give --master by number: a new connection needs it"
         yield Finding(check="names", level="fail", what=what, fix=fix)
 
 
@@ -198,7 +196,7 @@ def _of_routes(found: Network, about: About) -> Iterator[Finding]:
         to = ", ".join(peers[:4]) + (f" and {len(peers) - 4} more" if len(peers) > 4 else "")
         if not source:
             fix = "give the host a route to there (ip route)"
-            yield Finding(check="routes", level="fail", what=f"there is no way to {to}", fix=fix)
+            yield Finding(check="routes", level="fail", what=f"there is no route to {to}", fix=fix)
             continue
         by = found.holding(source)
         what = (
@@ -232,20 +230,23 @@ def _of_choice(found: Network, about: About) -> Iterator[Finding]:
             yield Finding(check="interface", level="fail", what=what, fix=fix)
         elif chosen != (here.name,):
             what = (
-                f"{says}: {who} talks by {', '.join(chosen)}, and others reach this node at "
+                f"{says}: {who} uses {', '.join(chosen)}, and others reach this node at "
                 f"{about.address} on {here.name}"
             )
             level = "warn" if here.name in chosen else "fail"
             yield Finding(check="interface", level=level, what=what, fix=fix)  # type: ignore[arg-type]
         else:
-            what = f"{says}: {who} talks by {here.name}, which has {about.address}"
+            what = f"{says}: {who} uses {here.name}, which has {about.address}"
             yield Finding(check="interface", level="pass", what=what)
 
 
 def nccl_choice(told: str, interfaces: Sequence[Interface]) -> tuple[str, ...]:
     """Return the interfaces that NCCL uses by NCCL_SOCKET_IFNAME (NCCL's user guide, "Environment
-    variables"). `^` excludes those that follow, `=` asks for whole names, else prefixes count.
-    Without it: those of InfiniBand, else all but docker's and loopback, else these."""
+    variables").
+
+    `^` excludes those that follow, `=` asks for whole names, else prefixes count. Without the
+    variable: those of InfiniBand, else all but docker's and loopback, else these.
+    """
     up = [one.name for one in interfaces if one.up and one.addresses]
     if told:
         exclude, rest = told.startswith("^"), told.removeprefix("^")

@@ -1,5 +1,5 @@
-"""Folders and files of this host: whether they are usable, their free room and speed, and the facts
-to compare with the same ones on other nodes.
+"""Folders and files of this host: whether they are usable, their free space and speed, and facts to
+compare with other nodes.
 
 Each place is examined by a thread of its own, since an unreachable file server may hold one for
 ever. Reading is separate from concluding, so that the latter is a pure function.
@@ -24,33 +24,34 @@ from oobleck.host.storage.folder import is_remote
 from oobleck.host.system.files import open_regular
 
 SHARED = ("checkpoints", "output")
-#: What is written to see how fast that is, and while a job trains.
+#: Bytes written to measure the write rate, usually and while a job trains.
 _WRITTEN_BYTES, _FEW_BYTES = 16 << 20, 256 << 10
 _CHUNK_BYTES = 256 << 10
-#: Small writes that are waited for, as those of a journal are.
+#: Number of small synced writes, like those of a journal.
 _SYNCS = 5
-#: With less room, less is written.
+#: Divisor of the free space that limits the bytes written.
 _PART_OF_ROOM = 8
-#: Of files that are looked into, and of what is read of each at its beginning and its end.
+#: Most files that are listed, files that are read, and bytes read at begin and end of each.
 _MOST_FILES, _READ_FILES, _READ_BYTES = 4096, 16, 64 << 10
 
-#: File systems in memory: gone with the host. Above a container's image: gone with the container.
+#: File systems in memory, lost with the host; and those above a container's image, lost with the
+#: container.
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs"})
 _LAYERED = frozenset({"overlay", "aufs"})
-#: Of which fsync returns before the other end has written.
+#: File systems whose fsync returns before the other end has written.
 _ELSEWHERE = frozenset({"9p", "fuse.sshfs", "vboxsf", "drvfs", "fuse.s3fs", "fuse.gcsfuse"})
 #: Options by which a file system does not wait for its disk.
 _HASTY = frozenset({"volatile", "nobarrier", "barrier=0", "async_commit", "journal_async_commit"})
 
 #: File systems of a host's own disks. A pod that mounts a folder of one has a volume of its node
-#: (hostPath, emptyDir, local): one that moves has all of a disk, or is on a file server.
+#: (hostPath, emptyDir, local). A volume that can move is a whole disk, or is on a file server.
 _OF_DISKS = frozenset({"ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs"})
-#: Kubelets set it in every container.
+#: Set by kubelets in every container.
 _IN_POD = "KUBERNETES_SERVICE_HOST"
 
 _LITTLE_BYTES, _FEW_LEFT = 1 << 30, 1000
 _NO_BYTES, _NONE_LEFT = 64 << 20, 10
-#: Slower ones make checkpoints, and writes of the journal, last.
+#: Limits below which checkpoints, and writes of the journal, take long.
 _SLOW_BYTES_PER_S = 50e6
 _SLOW_SYNC_S = {"journal": 0.05}
 _SLOW_SYNC_ELSE_S = 0.5
@@ -58,15 +59,15 @@ _SLOW_SYNC_ELSE_S = 0.5
 
 class PlaceFacts(msgspec.Struct, frozen=True, kw_only=True):
     place: Place
-    #: The nearest folder above it that is there, or itself.
+    #: The nearest existing folder above it, or itself.
     at: str = ""
-    #: Why it cannot be used, in the kernel's words; empty: it can.
+    #: Reason why it cannot be used, in the kernel's words; empty: it can be.
     problem: str = ""
     #: Type and options of the file system.
     system: str = ""
     options: tuple[str, ...] = ()
-    #: The folder of that file system that a Kubernetes pod has mounted as its volume; empty: it is
-    #: no pod, or has all of the file system.
+    #: Folder of that file system that a Kubernetes pod has mounted as its volume; empty: not a pod,
+    #: or the whole file system.
     volume: str = ""
     free_bytes: int = 0
     #: None: it does not count files.
@@ -74,7 +75,7 @@ class PlaceFacts(msgspec.Struct, frozen=True, kw_only=True):
     #: None: not measured.
     bytes_per_s: float | None = None
     sync_s: float | None = None
-    #: Of the files of a data place.
+    #: Files of a data place.
     files: int = 0
     digest: str = ""
 
@@ -83,7 +84,7 @@ def look(
     place: Place, *, gently: bool, mark: str, sync: Callable[[int], None] = os.fsync
 ) -> PlaceFacts:
     """Examine a place. `mark`: name of the file to leave in a shared folder; empty: none. `sync`:
-    has the disk write what there is of a file."""
+    flushes a file to the disk."""
     if is_remote(place.path):
         return PlaceFacts(place=place, system="remote")
     path = place.path.removeprefix("file://")
@@ -113,7 +114,7 @@ def _look_at_folder(
 ) -> PlaceFacts:
     at = _nearest(path)
     if at == Path("/") and path != "/":
-        return PlaceFacts(place=place, problem="is not there, nor any folder that it is in")
+        return PlaceFacts(place=place, problem="does not exist, nor any folder that it is in")
     if not at.is_dir():
         return PlaceFacts(place=place, at=str(at), problem="is no folder")
     room = os.statvfs(at)
@@ -141,8 +142,8 @@ def _look_at_folder(
 def _write(
     at: Path, room: int, *, gently: bool, sync: Callable[[int], None]
 ) -> tuple[float | None, float]:
-    """Measure the disk's write rate in bytes a second (None if there is too little room or time to
-    try), and the duration of a small synced write. Raises OSError."""
+    """Return the disk's write rate in bytes a second (None if there is too little space or time),
+    and the duration of a small synced write. Raises OSError."""
     size = min(_FEW_BYTES if gently else _WRITTEN_BYTES, room // _PART_OF_ROOM)
     path = at / f"{MARK}{secrets.token_hex(8)}"
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
@@ -170,8 +171,8 @@ def _write(
 def _file_system(
     at: Path, mounts: Path = Path("/proc/self/mountinfo")
 ) -> tuple[str, tuple[str, ...], str]:
-    """Return type, options and mounted folder of the file system there (proc(5)); empty: not
-    known."""
+    """Return type, options and mounted folder of the file system there (proc(5)); empty:
+    unknown."""
     device = os.stat(at).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     real = os.path.realpath(at)
@@ -189,8 +190,8 @@ def _file_system(
         )
         if real == point or real.startswith(point.rstrip("/") + "/"):
             options = (*own.split(","), *more.split(","))
-            # Some have a device of their own for each folder; of several on one point the last
-            # covers the others.
+            # Some have a device of their own for each folder; of several on one mount point the
+            # last covers the others.
             found.append((number == wanted, len(point), place, system, options, root))
     return max(found)[3:] if found else ("", (), "")
 
@@ -260,7 +261,7 @@ def seen(facts: PlaceFacts) -> Seen:
     )
 
 
-# ---- files that show whether nodes share a folder
+# ---- mark files, which show whether nodes share a folder
 
 
 def marks_in(folder: str, examination: str) -> tuple[str, ...]:
@@ -285,14 +286,14 @@ def remove_marks(folder: str, examination: str, older_s: float) -> None:
                     os.unlink(entry.path)
 
 
-# ---- what it means
+# ---- conclusions
 
 
 def conclude(facts: PlaceFacts) -> Iterator[Finding]:
     path, use = facts.place.path, facts.place.use
     check = "data" if use == "data" else "folders"
     if facts.system == "remote":
-        what = f"{path} is at a service, which is not looked at"
+        what = f"{path} is at a service, which is not examined"
         yield Finding(check=check, level="pass", what=what)
         return
     if facts.problem:
@@ -315,9 +316,9 @@ _FIXES = {"data": "mount or copy the data there, as on the other nodes, and let 
 
 def _fix_of_problem(problem: str) -> str:
     if "read-only" in problem:
-        return "mount it for writing (a disk with errors becomes read-only: look at dmesg)"
+        return "mount it for writing (a disk with errors becomes read-only: check dmesg)"
     if "permission" in problem or "not permitted" in problem:
-        return "let the user write there whom the daemon runs as (chown)"
+        return "let the daemon's user write there (chown)"
     if "no space" in problem or "quota" in problem:
         return "make room there, or name another folder"
     return "mount it, or name another folder"
@@ -356,7 +357,7 @@ def _of_durability(facts: PlaceFacts) -> Iterator[Finding]:
     elif facts.volume and facts.place.use == "journal" and system in _OF_DISKS:
         what = (
             f"{path} is {facts.volume} on a disk of this pod's node: the pod cannot move to "
-            "another node, and what the head knows is lost with this one"
+            "another node, and the head's state is lost with this one"
         )
         fix = "take a storage class whose volumes other nodes can mount, and run 'oobleck backup'"
         yield Finding(check="durable", level="warn", what=what, fix=fix)
@@ -379,7 +380,7 @@ def _of_speed(facts: PlaceFacts) -> Iterator[Finding]:
     slow = facts.bytes_per_s is not None and facts.bytes_per_s < _SLOW_BYTES_PER_S
     if slow or facts.sync_s > _SLOW_SYNC_S.get(use, _SLOW_SYNC_ELSE_S):
         waits = "the master waits for each" if use == "journal" else "checkpoints take long"
-        fix = f"{waits}: name a folder on a faster disk, or end what else writes there (iostat -x)"
+        fix = f"{waits}: name a folder on a faster disk, or end other writers there (iostat -x)"
         yield Finding(check="disk", level="slow", what=what, fix=fix, figures=figures)
     else:
         yield Finding(check="disk", level="pass", what=what, figures=figures)

@@ -1,7 +1,7 @@
-"""Process that examines this host for a daemon (`oobleck.host.doctor`). It is started with the
-first order, killed if it does not answer, and ended when nothing has been asked for a while.
+"""Process that examines this host for a daemon (`oobleck.host.doctor`).
 
-A check that hangs, hangs there. Must not know what orders mean.
+It is started with the first order, killed if it does not answer, and ended when idle for a while. A
+check that hangs does so in that process. Must not know the meaning of orders.
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from oobleck.core.orders import About, Answer, Asked, Order, Unable
 from oobleck.host.system.process import with_parent
 
 MODULE = "oobleck.host.doctor"
-#: Longer than anything that is looked at by a thread is waited for.
+#: Longer than the waits for examining threads.
 ANSWER_S = 50.0
 #: Longer than a master waits between two orders of one examination.
 _IDLE_S = 60.0
 _END_S = 1.0
-#: Training comes first, also before what Python loads at the start.
+#: Training has priority, even over Python's start-up.
 _NICE = 10
 _MOST_BYTES = 1 << 20
 
@@ -29,7 +29,7 @@ class Doctor:
     """Process that examines the host, one order at a time; `close` it."""
 
     def __init__(self, about: Callable[[], About], environment: Mapping[str, str] | None) -> None:
-        """`environment`: of the process; None: this one's."""
+        """Make a doctor. `environment`: of the process; None: this one's."""
         self._about = about
         self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
@@ -62,10 +62,10 @@ class Doctor:
             return answer
         except TimeoutError:
             self._kill()
-            return Unable(reason=f"the process that looks has not answered for {ANSWER_S:.0f} s")
+            return Unable(reason=f"the examining process has not answered for {ANSWER_S:.0f} s")
         except (OSError, ValueError) as error:
             self._kill()
-            return Unable(reason=f"the process that looks: {error}")
+            return Unable(reason=f"the examining process: {error}")
         except BaseException:
             self._kill()
             raise
@@ -78,7 +78,7 @@ class Doctor:
             env=self._environment,
             limit=_MOST_BYTES,
         )
-        with suppress(OSError):  # it has ended, or is as nice as that
+        with suppress(OSError):  # it has ended, or has that priority already
             os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICE)
         return self._process
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-#: Up to so many nodes all pairs are measured; of more a ring, and some rounds of others.
+#: Most nodes of which all pairs are measured. Larger clusters: a ring, and some rounds of other
+#: pairs.
 ALL_UP_TO = 16
 _FURTHER_ROUNDS = 4
 
@@ -10,9 +11,11 @@ Pair = tuple[str, str]
 
 
 def rounds(nodes: Sequence[str]) -> list[list[Pair]]:
-    """Return rounds of pairs; no node is in two pairs of a round. A few nodes get all pairs, once
-    each (the circle method). In a large cluster each node meets its two neighbours in the order of
-    names, and others across."""
+    """Return rounds of pairs; no node is in two pairs of a round.
+
+    A few nodes get all pairs, once each (the circle method). In a large cluster each node meets its
+    two neighbours in the order of names, and others across.
+    """
     names = sorted(nodes)
     if len(names) < 2:
         return []
@@ -26,7 +29,7 @@ def rounds(nodes: Sequence[str]) -> list[list[Pair]]:
         found = [ring, [*others, [names[-1], names[0]]]]
     chosen = [[(pair[0], pair[1]) for pair in one] for one in found]
     everything = _all(names)
-    # Spread over the rounds of all pairs, so that they are near ones and far ones.
+    # Spread over the rounds of all pairs, so that near and far pairs are included.
     step = len(everything) // _FURTHER_ROUNDS
     known = {frozenset(pair) for one in chosen for pair in one}
     for index in range(_FURTHER_ROUNDS):

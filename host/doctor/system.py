@@ -16,23 +16,23 @@ from oobleck.core.orders import About
 from oobleck.core.units import format_bytes
 from oobleck.host.system.memory import control_file, total_memory
 
-#: Open at the start, and for each session or link: a connection, its wake-ups, a file or two.
+#: Files open at the start, and for each session or link: a connection, its wake-ups, a file or two.
 _BASE_FILES, _FILES_EACH = 512, 4
-#: What systems begin with, which is for the sake of programs that wait by select().
+#: Usual default limit, kept low for programs that wait by select().
 _USUAL_FILES = 4096
 #: Threads of a worker: its own, gRPC's and NCCL's.
 _THREADS_EACH = 64
-#: Below this any process may be the one that the kernel ends.
+#: With less free memory the kernel may kill any process.
 _LEAST_FREE = 256 << 20
 
 
 class System(msgspec.Struct, frozen=True, kw_only=True):
-    #: Of the host, or of its control group if that has less.
+    #: Memory of the host, or of its control group if that has less.
     memory_bytes: int
     free_bytes: int
-    #: As many processors as may be used, by affinity and by quota.
+    #: Processors that may be used, by affinity and by quota.
     processors: float
-    #: Of one process, and of all of this user; None: any number.
+    #: Limits of open files of one process, and of threads of this user; None: unlimited.
     files: int | None = None
     threads: int | None = None
 
@@ -53,14 +53,14 @@ def read(root: Path = Path("/")) -> System:
 
 
 def _limit(which: int) -> int | None:
-    """Return the most that the limit may be raised to; None: any number."""
+    """Return the most that the limit may be raised to; None: unlimited."""
     most = resource.getrlimit(which)[1]
     return None if most == resource.RLIM_INFINITY else most
 
 
 def _threads(root: Path) -> int | None:
     of_group = control_file(root, "pids.max")
-    # The kernel holds root to no number of its own.
+    # The kernel does not limit root's threads.
     limits = [None if os.geteuid() == 0 else _limit(resource.RLIMIT_NPROC)]
     limits.append(int(of_group) if of_group.isdigit() else None)
     return min((one for one in limits if one is not None), default=None)
@@ -75,8 +75,8 @@ def _processors(root: Path) -> float:
 
 
 def conclude(found: System, about: About, *, gently: bool) -> Iterator[Finding]:
-    """Report limits that are too low. `gently`: a job trains here and takes its part of the
-    memory."""
+    """Report limits that are too low. `gently`: a job trains here and takes its part of
+    the memory."""
     yield from _of_memory(found, about, gently=gently)
     yield from _of_processors(found, about)
     yield from _of_files(found, about)
@@ -101,11 +101,11 @@ def _of_memory(found: System, about: About, *, gently: bool) -> Iterator[Finding
         fix = "start the agent with a smaller --memory-per-worker, or give its group more"
     elif found.free_bytes < _LEAST_FREE:
         level, what = "fail", f"{free} of memory are free"
-        fix = "end what uses it (ps aux --sort -rss), or the kernel ends a process"
+        fix = "end its users (ps aux --sort -rss), or the kernel ends a process"
     elif found.free_bytes < promised // 2 and not gently:
         level = "warn"
         what = f"{free} of memory are free, and plans may use {format_bytes(promised)}"
-        fix = "end what uses it (ps aux --sort -rss), or start with a smaller --memory-per-worker"
+        fix = "end its users (ps aux --sort -rss), or start with a smaller --memory-per-worker"
     yield Finding(check="memory", level=level, what=what, fix=fix, figures=figures)
 
 

@@ -1,5 +1,5 @@
-"""Faults of hosts compared with each other: clocks, versions, packet sizes, folders that they
-should share. Pure."""
+"""Faults of hosts compared with each other: clocks, versions, packet sizes, shared
+folders. Pure."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,15 +9,17 @@ from oobleck.core.orders import Looked, Seen
 from oobleck.core.units import comma_separated
 from oobleck.host.versions import Versions, differences, series
 
-#: Of a log that people compare; of certificates, which begin and end by the calendar.
+#: Clock differences that matter: for people who compare logs, and for the validity of certificates.
 _APART_S, _FAR_APART_S = 1.0, 60.0
-#: The master's host, as no node can be called.
+#: Name of the master's host, which no node can have.
 HEAD = "(head)"
 
 
 def of_clocks(offsets: Mapping[str, float]) -> Iterator[Finding]:
-    """Report clocks that are wrong. `offsets`: of nodes' clocks to the head's, in seconds. If most
-    nodes agree and the head does not, the head's clock is the wrong one."""
+    """Report clocks that are wrong. `offsets`: of nodes' clocks to the head's, in seconds.
+
+    If most nodes agree and the head does not, the head's clock is the wrong one.
+    """
     if not offsets:
         return
     usual = statistics.median(offsets.values())
@@ -52,7 +54,7 @@ def of_versions(hosts: Sequence[tuple[str, Versions]], head: str) -> Iterator[Fi
         fix = "install the same version everywhere"
         yield Finding(check="versions", level="warn", what=what, fix=fix, node=HEAD)
     for package, by_version in found.items():
-        # Nodes with GPUs have some that the others cannot have.
+        # Nodes with GPUs have some packages that the others cannot have.
         known = {version: names for version, names in by_version.items() if version != "none"}
         if len(known) < 2 and package not in ("torch", "oobleck", "transformers"):
             continue
@@ -60,7 +62,7 @@ def of_versions(hosts: Sequence[tuple[str, Versions]], head: str) -> Iterator[Fi
         listed = ", ".join(
             f"{version} on {comma_separated(names)}" for version, names in by_version.items()
         )
-        # As oobleck.master.state.node.Build has it.
+        # The same as in oobleck.master.state.node.Build.
         torches = package == "torch" and len({series(version) for version in by_version}) > 1
         apart = torches or package == "engine"
         what = f"{package} differs: {listed}"
@@ -110,7 +112,7 @@ def of_places(looked: Mapping[str, Looked]) -> Iterator[Finding]:
         for seen in found.seen:
             by_path.setdefault(seen.path, {})[name] = seen
     for path, on in sorted(by_path.items()):
-        # Who has nothing there has said so.
+        # A node without the place has its own finding.
         there = {name: seen for name, seen in on.items() if seen.at}
         if len(there) < 2:
             continue
@@ -138,12 +140,12 @@ def _differing(
         )
         fix = "copy them anew: workers with other data are left out of a job"
         return Finding(check="data", level="fail", what=what, fix=fix, node=node)
-    # The nearer to the path, the more is there.
+    # The nearer to the path, the more exists.
     have = max(groups, key=lambda group: len(there[group[0]].at))
     lack = [name for group in groups if group is not have for name in group]
     node = lack[0] if len(lack) == 1 else ""
     what = (
-        f"of {path} there is {there[lack[0]].at} on {comma_separated(lack)}, and "
+        f"{path}: only {there[lack[0]].at} exists on {comma_separated(lack)}, and "
         f"{there[have[0]].at} on {comma_separated(have)}"
     )
     fix = f"mount it on {comma_separated(lack)} too"

@@ -1,10 +1,10 @@
-"""Measurement of the network path from this host to another one: whether there is one, its
-round-trip time and throughput, and how large a packet may be.
+"""Measurement of the network path from this host to another one.
 
-Both ends are doctor's processes of agents that have got one secret over the master's own
-connections. The caller first proves that it has the secret, and so does the listener. To others the
-port takes nothing and answers nothing, and it is open for as long as one examination. The data sent
-is filler, with nothing secret in it.
+It finds whether there is a connection, its round-trip time and throughput, and how large a packet
+may be. Both ends are doctor's processes of agents that got one secret over the master's own
+connections. The caller proves first that it has the secret, then the listener. Without the proof
+the port accepts and answers nothing, and it is open only during one examination. The data sent is
+filler, with nothing secret in it.
 """
 
 import contextlib
@@ -25,45 +25,46 @@ import psutil
 from oobleck.core.orders import Call, Listening, Way
 
 _NONCE_BYTES = _PROOF_BYTES = 32
-#: To connect, and for each thing that is said.
+#: Time to connect, and for each answer.
 _ANSWER_S = 3.0
 _ROUND_TRIPS = 21
 _CHUNK = 256 << 10
-#: What is asked for: a kind, bytes, and seconds.
+#: Request: a kind, bytes, and seconds.
 _ASK = struct.Struct("!cQd")
 _ECHO, _TAKE, _GIVE = b"e", b"t", b"g"
-#: What was taken, and in how many nanoseconds.
+#: Bytes received, and in how many nanoseconds.
 _TAKEN = struct.Struct("!QQ")
-#: SO_LINGER: drop at the close what is not sent.
+#: SO_LINGER: drop unsent data at the close.
 _AT_ONCE = struct.pack("@ii", 1, 0)
-#: No examination sends more, whatever is asked for.
+#: No examination sends more, whatever is requested.
 MOST_BYTES, _MOST_S = 256 << 20, 5.0
-#: Served at a time: nodes are in one pair each, strangers none.
+#: Most calls served at a time: each node is in one pair, and strangers in none.
 _MOST_CALLERS = 4
 
-#: Of a datagram: a proof of what follows it, and a number.
+#: Parts of a datagram: a proof of the rest, and a number.
 _TAG_BYTES = 16
 _NUMBER = struct.Struct("!Q")
 #: Headers of IP and UDP.
 _HEADERS = {socket.AF_INET: 28, socket.AF_INET6: 48}
 _MOST_DATAGRAM = (64 << 10) - 64
 _TRIES, _WAIT_S = 3, 0.2
-#: Sizes of packets that links are made for, where the interface's own does not get through.
+#: Common packet sizes of links, tried where the interface's own does not get through.
 _SIZES = (9000, 8900, 4200, 1500, 1492, 1476, 1450, 1400, 1300, 1280, 576, 128)
-#: Linux: IP_MTU_DISCOVER (ip(7)), IPV6_MTU_DISCOVER; send unsplit whatever is known of the way.
+#: Linux: IP_MTU_DISCOVER (ip(7)), IPV6_MTU_DISCOVER; send unsplit whatever the kernel knows of the
+#: path.
 _DISCOVER = {socket.AF_INET: (socket.IPPROTO_IP, 10), socket.AF_INET6: (socket.IPPROTO_IPV6, 23)}
 _PROBE = 3
 
 
 class Refused(Exception):
-    """Error: the other end does not have the secret."""
+    """Error of a peer that does not have the secret."""
 
 
 class Listener:
-    """End of a path that is called; a context manager."""
+    """Called end of a path; a context manager."""
 
     def __init__(self, address: str, secret: bytes, seconds: float) -> None:
-        """Open the port. Raises OSError if the address is none of this host's."""
+        """Open the port. Raises OSError if the address is not one of this host's."""
         self._secret = secret
         self._until = time.monotonic() + seconds
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -129,7 +130,9 @@ class Listener:
             self._callers.release()
 
     def _echo(self) -> None:
-        """Say of each datagram of who has the secret how large it was; never more than came."""
+        """Answer each datagram of a holder of the secret with its size; never with more bytes than
+        it had.
+        """
         with contextlib.suppress(OSError):
             while not self._is_over():
                 self._udp.settimeout(1.0)
@@ -166,8 +169,7 @@ def _pair(family: int, address: str) -> tuple[socket.socket, socket.socket]:
 
 
 def measure(order: Call, secret: bytes, own: str) -> Way:
-    """Measure the path. `own`: the address of this host that the other one is called from; empty:
-    any."""
+    """Measure the path. `own`: this host's address to call from; empty: any."""
     try:
         with _called(order, secret, own) as link:
             trips = sorted(_round_trip(link) for _ in range(_ROUND_TRIPS))
@@ -179,7 +181,7 @@ def measure(order: Call, secret: bytes, own: str) -> Way:
                 link.sendall(_ASK.pack(_GIVE, order.most_bytes, order.seconds))
                 back = _rate(*_take(link, order.most_bytes, order.seconds))
     except Refused:
-        return Way(problem="what answers there is no agent of this examination")
+        return Way(problem="another program than this examination's agent answers there")
     except TimeoutError:
         return Way(problem=f"no answer within {_ANSWER_S:g} s")
     except OSError as error:
@@ -208,7 +210,7 @@ def _called(order: Call, secret: bytes, own: str) -> Iterator[socket.socket]:
         yield link
 
 
-# ---- who has the secret
+# ---- proofs of the secret
 
 
 def _proof(secret: bytes, who: bytes, said: bytes) -> bytes:
@@ -248,7 +250,7 @@ def _read(link: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-# ---- how long, how much
+# ---- times and rates
 
 
 def _round_trip(link: socket.socket) -> float:
@@ -259,9 +261,11 @@ def _round_trip(link: socket.socket) -> float:
 
 
 def _send(link: socket.socket, order: Call) -> float:
-    """Send for the order's time and return the bytes a second that the other end received. It
-    answers when it has them all or the time is over; data still in flight then counts for
-    neither."""
+    """Send for the order's time and return the bytes a second that the other end received.
+
+    It answers when it has them all or the time is over; data still in flight then counts for
+    neither.
+    """
     link.sendall(_ASK.pack(_TAKE, order.most_bytes, order.seconds))
     chunk, left = memoryview(bytes(_CHUNK)), order.most_bytes
     until = time.monotonic() + order.seconds + _ANSWER_S
@@ -275,20 +279,20 @@ def _send(link: socket.socket, order: Call) -> float:
         left -= link.send(chunk[:left])
     link.settimeout(max(0.1, until - time.monotonic()))
     rate = _rate(*_TAKEN.unpack(_read(link, _TAKEN.size)))
-    # A slow way would carry for long what is still to be sent.
+    # A slow path would carry the unsent data for long.
     link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
     return rate
 
 
 def _take(link: socket.socket, size: int, seconds: float) -> tuple[int, int]:
-    """Receive data; return the number of bytes, and the nanoseconds from the first of them on."""
+    """Receive data; return the number of bytes, and the nanoseconds since the first of them."""
     buffer, taken, began = bytearray(_CHUNK), 0, 0
     while taken < size:
         got = link.recv_into(buffer, min(_CHUNK, size - taken))
         now = time.monotonic_ns()
         if not got:
             break
-        # What came first may have come before it was looked for.
+        # The first data may have arrived before this read.
         began = began or now
         taken += got
         if now - began > seconds * 1e9:
@@ -314,7 +318,7 @@ def _rate(taken: int, took_ns: int) -> float:
     return 1e9 * taken / took_ns if took_ns else 0.0
 
 
-# ---- how large
+# ---- packet sizes
 
 
 def _largest(order: Call, secret: bytes, own: str) -> tuple[int, int]:
@@ -332,7 +336,7 @@ def _largest(order: Call, secret: bytes, own: str) -> tuple[int, int]:
         room = _HEADERS[family]
 
         def arrives(size: int) -> bool:
-            # More than loopback sends does not fit into a datagram.
+            # Loopback's packets may exceed the largest datagram.
             return _arrives(probe, min(size, _MOST_DATAGRAM) - room, secret)
 
         if arrives(mtu):
@@ -361,6 +365,6 @@ def _arrives(probe: socket.socket, size: int, secret: bytes) -> bool:
             while time.monotonic() < until:
                 if probe.recv(256) == _tag(secret, b"came", number) + number:
                     return True
-        except OSError:  # too large for the way, as the kernel knows; or nobody has answered
+        except OSError:  # too large for the path, or unanswered
             continue
     return False

@@ -1,4 +1,4 @@
-"""Conclusions from the measured network paths between nodes: which are missing, and which differ
+"""Conclusions from the measured network paths between nodes: missing ones, and those that differ
 from the others.
 
 If all paths of a node are bad, the node is reported rather than each of its pairs. Pure.
@@ -14,16 +14,16 @@ from oobleck.core.finding import Finding, Level
 from oobleck.core.orders import Way
 from oobleck.core.units import comma_separated, count
 
-#: Who measured, and to whom.
+#: Measuring node, and the other one.
 End = tuple[str, str]
 Ways = Mapping[End, Way]
 
-#: Against the median of all, and what is slow anywhere.
+#: Limits of time and rate: relative to the median of all, and absolute.
 _TIMES_LATER, _LATE_S = 5.0, 2e-3
 _FAR_S = 10e-3
 _PART_OF_RATE = 0.5
 _SLOW_BYTES_PER_S = 100e6
-#: Of a kind; more is more of the same.
+#: Most findings of a kind.
 _MOST_TOLD = 20
 
 
@@ -31,7 +31,7 @@ _MOST_TOLD = 20
 class _Scope:
     """Group of paths that are bad for one reason."""
 
-    #: Empty: all ways are.
+    #: Empty: all paths are bad.
     node: str = ""
     other: str = ""
     words: str
@@ -59,7 +59,7 @@ def conclude(ways: Ways) -> Iterator[Finding]:
 
 
 def scopes(bad: Sequence[End], ways: Ways) -> Iterator[_Scope]:
-    """Return the fewest places that explain the bad paths."""
+    """Yield the fewest places that explain the bad paths."""
     left = set(bad)
     if left and left == {*ways} and len({*(node for end in ways for node in end)}) > 2:
         yield _Scope(words="between all nodes", ways=tuple(sorted(left)))
@@ -98,15 +98,13 @@ def _of_reach(ways: Ways) -> Iterator[Finding]:
         what = f"no connection {scope.words}: {', '.join(reasons)}"
         fix = (
             "open all ports between the nodes for TCP (workers listen at ports of the kernel's "
-            "choice), in the firewalls of the hosts and on the way, and look at their routes"
+            "choice), in the firewalls of the hosts and on the way, and check their routes"
         )
         if any("refused" in reason for reason in reasons):
-            fix = (
-                "something on the way answers in the node's place: look at its --address and at NAT"
-            )
+            fix = "something on the path answers in the node's place: check its --address and NAT"
         yield _finding(scope, "ports", "fail", what, fix)
     if len(bad) < len(ways):
-        what = f"{count(len(ways) - len(bad), 'way')} between nodes can be connected to"
+        what = f"{count(len(ways) - len(bad), 'path')} between nodes can be connected"
         yield Finding(check="ports", level="pass", what=what)
 
 
@@ -117,19 +115,17 @@ def _of_size(ways: Ways) -> Iterator[Finding]:
         sent = max(ways[end].mtu for end in scope.ways)
         least = min(ways[end].arrived for end in scope.ways)
         what = (
-            f"packets of {sent} bytes get lost {scope.words}, of {least} they arrive: what is "
-            "large hangs"
+            f"packets of {sent} bytes get lost {scope.words}, those of {least} arrive: large "
+            "messages hang"
         )
         fix = (
-            f"set the interfaces to what the network carries (ip link set DEV mtu {least}), or the "
+            f"set the interfaces to its packet size (ip link set DEV mtu {least}), or the "
             f"network to {sent}"
         )
         figures = {"mtu": float(sent), "arrived": float(least)}
         yield _finding(scope, "mtu", "fail", what, fix, figures)
     if silent:
-        what = (
-            f"{count(len(silent), 'way')} let no datagram through, so packets' sizes are not known"
-        )
+        what = f"{count(len(silent), 'path')} let no datagram through, so packet sizes are unknown"
         yield Finding(check="mtu", level="pass", what=what)
     if not split and len(silent) < len(ways):
         sizes = sorted({way.arrived for way in ways.values() if way.arrived})
@@ -148,7 +144,7 @@ def _of_time(ways: Ways) -> Iterator[Finding]:
         what = f"a round trip {scope.words} takes {_ms(worst)}"
         if worst > late:
             what += f", and {_ms(usual)} elsewhere"
-        fix = "look at what is on the way; of sites that are far apart, use --detection wan"
+        fix = "check the path between them; for sites that are far apart, use --detection wan"
         yield _finding(scope, "latency", "slow", what, fix, {"round_trip_s": worst})
     if not (unlike or slow):
         least, most = min(times.values()), max(times.values())
@@ -176,7 +172,7 @@ def _of_rate(ways: Ways) -> Iterator[Finding]:
         if worst < few:
             what += f", and {_mbs(usual)} elsewhere"
         fix = (
-            "look at the link's speed (ethtool DEV), at errors (ip -s link), at what else uses it, "
+            "check the link's speed (ethtool DEV), errors (ip -s link), other users of it, "
             "and whether --interface names the fast network"
         )
         yield _finding(scope, "bandwidth", "slow", what, fix, {"bytes_per_s": worst})

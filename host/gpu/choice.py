@@ -1,6 +1,6 @@
 """Choice of the GPUs that workers use, of NCCL's network interfaces, and of the CPUs near a GPU.
 
-Names are those of CUDA and the kernel. Must not know what is wrong with a GPU.
+Names are those of CUDA and the kernel. Must not know faults of GPUs.
 """
 
 import os
@@ -23,14 +23,14 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """GPU, or part of a divided one (MIG), that workers of this host may use."""
 
     name: str
-    #: What no other GPU has.
+    #: Unique over all GPUs.
     uuid: str
     memory_bytes: int
-    #: Where it is, as in /sys/bus/pci/devices; parts of a divided one are at the same place.
+    #: PCI address as in /sys/bus/pci/devices; parts of a divided GPU have the same one.
     bus: str = ""
-    #: What shows it alone to a process, as CUDA_VISIBLE_DEVICES.
+    #: Value of CUDA_VISIBLE_DEVICES that shows only this GPU to a process.
     visible: str = ""
-    #: The CPUs that are as near to it as any; none: the kernel does not say.
+    #: CPUs nearest to it; none: unknown to the kernel.
     cpus: tuple[int, ...] = ()
 
 
@@ -38,9 +38,9 @@ class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
     """GPUs of a host, in the order of their numbers."""
 
     gpus: tuple[Gpu, ...] = ()
-    #: Why there are none, or one of those asked for is missing.
+    #: Reason why there are none, or one of those asked for is missing.
     problem: str = ""
-    #: Of what torch was built with; empty: without.
+    #: Versions that torch was built with; empty: without.
     cuda: str = ""
     nccl: str = ""
 
@@ -64,7 +64,7 @@ def chosen_gpus(option: str | None, environment: Mapping[str, str]) -> tuple[str
                 "GPU- or MIG-, as 'nvidia-smi -L' shows them, with commas between"
             )
         if names.count(name) > 1:
-            raise ValueError(f"--gpus {option}: {name} stands there twice")
+            raise ValueError(f"--gpus {option}: {name} is given twice")
     return names
 
 
@@ -83,8 +83,7 @@ def check_distinct(gpus: Sequence[Gpu], option: str | None) -> None:
 
 
 def near_cpus(bus: str, root: Path = _SYS) -> tuple[int, ...]:
-    """Return the CPUs that are as near as any to the device, in order; none: the kernel does not
-    say."""
+    """Return the CPUs nearest to the device, in order; none: unknown to the kernel."""
     try:
         text = (_device(bus, root) / "local_cpulist").read_text()
         return _read_cpus(text)

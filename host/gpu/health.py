@@ -1,11 +1,13 @@
 """Diagnosis from samples of GPUs: whether a GPU is sick, and why one is slow.
 
 A GPU is sick if it has to be reset, or its host restarted, before it can be trusted again. The
-evidence is NVIDIA's catalogue of Xids (docs.nvidia.com/deploy/xid-errors, "immediate action"
-RESET_GPU, RESTART_BM or a workflow that ends there), NVML's own report, or a bad row of memory that
-could not be replaced. Everything else is only reported: the GPU has mended it for now, and needs a
-reset when it is convenient. Xids of the program that ran (13, 31, 43, 45 and others) say nothing of
-the GPU. Pure. Must not know where samples are from, nor what is done about them.
+evidence is NVIDIA's catalogue of Xids, NVML's own report, or a bad row of memory that could not be
+replaced. In the catalogue (docs.nvidia.com/deploy/xid-errors) these are errors with the "immediate
+action" RESET_GPU, RESTART_BM or a workflow that ends there.
+
+Everything else is only reported: the GPU has repaired it for now, and needs a reset when
+convenient. Xids of the program that ran (13, 31, 43, 45 and others) are no evidence about the GPU.
+Pure. Must not know the origin of samples, nor the reaction.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -54,7 +56,7 @@ _REASONS: Mapping[int, str] = {
     0x02: "clocks are set lower",
     0x100: "clocks are set lower for a display",
 }
-#: The same bits by what they are called where they are counted.
+#: The same bits by their names in metrics.
 CLOCK_HOLDS: Mapping[str, int] = {
     "heat": 0x20 | 0x40,
     "power_supply": 0x80,
@@ -63,18 +65,18 @@ CLOCK_HOLDS: Mapping[str, int] = {
     "slower_gpu": 0x10,
     "setting": 0x02 | 0x100,
 }
-#: So many samples are one look: a moment says nothing.
+#: Samples that make up one diagnosis: a single one means nothing.
 LOOK = 6
 
 
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     """Fault of a GPU."""
 
-    #: Empty: it is not known which one.
+    #: Empty: it is unknown which one.
     bus: str
     what: str
     fix: str
-    #: Nothing should be trained on it.
+    #: True if nothing should be trained on it.
     sick: bool = False
 
     def __str__(self) -> str:
@@ -88,7 +90,7 @@ def troubles(boards: Iterable[GpuSample], xids: Iterable[Xid]) -> tuple[Trouble,
     for xid in dict.fromkeys(xids):
         known = _SICK.get(xid.code) or _TOLD.get(xid.code)
         if known is not None:
-            # Where it is not known which one has it, it may be another node's.
+            # An error without a known GPU may be of another node's GPU.
             sick = xid.code in _SICK and xid.bus != ""
             fix = "restart the host" if xid.code == 79 else _RESET if sick else _LATER
             what = f"Xid {xid.code}, {known}"
@@ -99,7 +101,7 @@ def troubles(boards: Iterable[GpuSample], xids: Iterable[Xid]) -> tuple[Trouble,
 def _of_board(board: GpuSample) -> Iterable[Trouble]:
     bus = board.bus
     if board == GpuSample(bus=bus):
-        yield Trouble(bus=bus, what="NVML can read nothing of it", fix="look into the kernel's log")
+        yield Trouble(bus=bus, what="NVML can read nothing of it", fix="check the kernel's log")
     if board.error:
         yield Trouble(bus=bus, what=board.error, fix="restart the host", sick=True)
     if board.remap_failed:
@@ -128,7 +130,7 @@ def hindrance(samples: Sequence[GpuSample], own: Collection[int]) -> str:
         for bit, word in _REASONS.items()
         if sum(bool((each.clock_reasons or 0) & bit) for each in samples) >= most
     )
-    # It is set with each of the two reasons that are its cause.
+    # It is set together with each of the two reasons that cause it.
     if len(words) > 1:
         words.pop("the hardware holds it back", None)
     newest = samples[-1] if samples else GpuSample(bus="")

@@ -1,6 +1,6 @@
 """Xids that NVIDIA's driver has written into the kernel's log (docs.nvidia.com/deploy/xid-errors).
 
-The log also has those from before any process listened to NVML. Must not know what they mean.
+The log also has those from before any process listened to NVML. Must not know their meaning.
 """
 
 import errno
@@ -17,13 +17,12 @@ _XID = re.compile(
 )
 _LOG = Path("/dev/kmsg")
 _RECORD_BYTES = 8 << 10
-#: What the kernel keeps is a few hundred KiB.
+#: The kernel keeps a few hundred KiB.
 _MOST_RECORDS = 100_000
 
 
 def read_xids(log: Path = _LOG) -> tuple[Xid, ...]:
-    """Read each Xid once, in the order in which they came; none if this user may not read the
-    log."""
+    """Read each Xid once, in order; none if this user may not read the log."""
     try:
         descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -41,7 +40,7 @@ def _records(descriptor: int) -> Iterator[str]:
         try:
             record = os.read(descriptor, _RECORD_BYTES)
         except OSError as error:
-            if error.errno == errno.EPIPE:  # overwritten meanwhile; the next one is there
+            if error.errno == errno.EPIPE:  # overwritten meanwhile; read the next one
                 continue
             return
         if not record:

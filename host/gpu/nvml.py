@@ -1,9 +1,10 @@
 """Reader of this host's GPUs by NVML, through the package nvidia-ml-py if that is installed.
 
-    python -m oobleck.host.gpu.nvml [SECONDS]
+  python -m oobleck.host.gpu.nvml [SECONDS]
 
-prints a `Sample` as a line of JSON, and with SECONDS another one so often, and with each error that
-the driver reports. It is a process of its own because a call of a sick driver may never return.
+prints a `Sample` as a line of JSON. With SECONDS it prints one at that interval, and one with each
+error that the driver reports. It is a process of its own because a call of a sick driver may never
+return.
 """
 
 import ctypes
@@ -17,15 +18,15 @@ import msgspec
 
 from oobleck.host.gpu.sample import GpuProcess, GpuSample, Sample, Xid
 
-#: How often errors are asked for where NVML cannot wait for them, and told where many come.
+#: Interval of polling for errors where NVML cannot wait for them, and of reports where many come.
 _LEAST_S = 0.5
-#: Errors that are told with one sample.
+#: Most errors that are reported with one sample.
 _MOST_XIDS = 64
 
 
 def read_forever(every_s: float | None) -> Iterator[Sample]:
-    """Yield a sample at once, then one every so many seconds and with each error; None: one
-    alone."""
+    """Yield a sample at once, then one every so many seconds and with each error; None:
+    only one."""
     try:
         import pynvml as nvml
     except ImportError:
@@ -51,17 +52,17 @@ class _Reader:
         #: Handles by place.
         self._boards: dict[str, Any] = {}
         for number in range(self._ask("nvmlDeviceGetCount") or 0):
-            # One that cannot be opened has no place that could be told; torch misses it too.
+            # A board that cannot be opened has no known place; torch misses it too.
             with suppress(nvml.NVMLError):
                 handle = nvml.nvmlDeviceGetHandleByIndex(number)
                 self._boards[self._bus(handle)] = handle
-        #: Places by what handles point to: a lost board does not say any more where it is.
+        #: Places by the targets of handles: a lost board no longer reports its place.
         self._places = {_address(handle): bus for bus, handle in self._boards.items()}
         self._events = self._listen()
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """Call NVML's function `name`; None if the driver, the package or the board lacks it.
-        Raises NVMLError if the board is gone."""
+        """Call NVML's function `name`; return None if the driver, the package or the board lacks
+        it. Raises NVMLError if the board is gone."""
         nvml, call = self._nvml, getattr(self._nvml, name, None)
         try:
             return None if call is None else call(*arguments)
@@ -85,7 +86,9 @@ class _Reader:
         return events if listening else None
 
     def wait(self, timeout_s: float) -> tuple[Xid, ...]:
-        """Return the errors that come within the time; after the first, those that come with it."""
+        """Return the errors that arrive within the time; after the first, those that arrive with
+        it.
+        """
         nvml, begun = self._nvml, time.monotonic()
         found: list[Xid] = []
         while self._events is not None and len(found) < _MOST_XIDS:
@@ -94,7 +97,7 @@ class _Reader:
             except nvml.NVMLError as error:
                 if error.value == nvml.NVML_ERROR_TIMEOUT:
                     return tuple(found)
-                break  # a lost GPU, which the next sample tells
+                break  # a lost GPU, which the next sample reports
             if not found:
                 time.sleep(_LEAST_S)
             bus = self._places.get(_address(event.device), "")
@@ -117,7 +120,7 @@ class _Reader:
         nvml, ask = self._nvml, self._ask
         volatile = nvml.NVML_VOLATILE_ECC
         rows = ask("nvmlDeviceGetRemappedRows", handle) or (None, None, None, None)
-        # Drivers before 535 know the older name alone, which means the same.
+        # Drivers before 535 have only the older name, which means the same.
         reasons = ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
         if reasons is None:
             reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)

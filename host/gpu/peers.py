@@ -1,9 +1,9 @@
 """Report, by NVML, of GPUs that cannot reach each other's memory, and of those with ECC off.
 
-    python -m oobleck.host.gpu.peers
+  python -m oobleck.host.gpu.peers
 
 prints `Peers` as a line of JSON. It is a process of its own because a call of a sick driver may
-never return. Must not know what is done about it.
+never return. Must not know the reaction.
 """
 
 import subprocess
@@ -17,9 +17,9 @@ import msgspec
 from oobleck.host.system.process import output_of, python
 
 _ANSWER_S = 20.0
-#: nvmlGpuP2PCapsIndex_t: reading. What nvidia-ml-py has by that name is no number.
+#: nvmlGpuP2PCapsIndex_t: reading. nvidia-ml-py's constant of that name is not a number.
 _READ = 0
-#: nvmlGpuP2PStatus_t, as nvml.h has it.
+#: nvmlGpuP2PStatus_t, as in nvml.h.
 _REASONS = {
     1: "the chipset does not do it",
     2: "the GPUs do not do it",
@@ -31,7 +31,7 @@ _REASONS = {
 
 
 class Peers(msgspec.Struct, frozen=True, kw_only=True):
-    #: Places of two GPUs, and why.
+    #: Places of two GPUs, and the reason.
     apart: tuple[tuple[str, str, str], ...] = ()
     without_ecc: tuple[str, ...] = ()
 
@@ -62,7 +62,7 @@ def ask(nvml: Any) -> Peers:
                 apart.append((one, other, _REASONS.get(int(status), f"status {status}")))
     without = []
     for bus, handle in boards.items():
-        with suppress(nvml.NVMLError):  # boards that have none say so
+        with suppress(nvml.NVMLError):  # boards without ECC raise it
             if not nvml.nvmlDeviceGetEccMode(handle)[0]:
                 without.append(bus)
     return Peers(apart=tuple(apart), without_ecc=tuple(without))

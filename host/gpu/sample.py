@@ -1,6 +1,6 @@
 """Sample of a host's GPUs by NVML at one moment, as plain data.
 
-Must not know what it means.
+Must not know its meaning.
 """
 
 import msgspec
@@ -10,31 +10,31 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
     """Process that computes on a GPU."""
 
     pid: int
-    #: None: NVML does not say.
+    #: None: unknown to NVML.
     memory_bytes: int | None = None
 
 
 class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
-    """Sample of one board. None in a field: the board, the driver or the caller's rights do not
-    give it."""
+    """Sample of one board. A field is None where the board, the driver or the caller's rights do
+    not allow it."""
 
-    #: As in /sys/bus/pci/devices.
+    #: Address as in /sys/bus/pci/devices.
     bus: str
     uuid: str = ""
     name: str = ""
-    #: Why it cannot be read any more, in NVML's words; empty: it can.
+    #: Reason why it cannot be read any more, in NVML's words; empty: it can be.
     error: str = ""
-    #: Errors of memory that ECC could not correct, and could, since the driver was loaded.
+    #: Memory errors that ECC could not correct, and that it corrected, since the driver was loaded.
     ecc_uncorrected: int | None = None
     ecc_corrected: int | None = None
-    #: Rows of memory that were replaced for uncorrected errors; a replacement waits for a reset;
-    #: one has failed.
+    #: Rows of memory that were replaced for uncorrected errors; whether a replacement waits for a
+    #: reset; whether one has failed.
     rows_remapped: int | None = None
     remap_pending: bool | None = None
     remap_failed: bool | None = None
-    #: Of boards that retire pages instead: one waits for a reset.
+    #: On boards that retire pages instead: whether one waits for a reset.
     retirement_pending: bool | None = None
-    #: Bits of nvmlClocksEventReasons: what holds the clocks down.
+    #: Bits of nvmlClocksEventReasons: reasons of lower clocks.
     clock_reasons: int | None = None
     clock_mhz: int | None = None
     most_clock_mhz: int | None = None
@@ -44,7 +44,7 @@ class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
     utilization: float | None = None
     memory_bytes: int | None = None
     memory_used_bytes: int | None = None
-    #: It is divided into parts (MIG).
+    #: True if it is divided into parts (MIG).
     divided: bool = False
     processes: tuple[GpuProcess, ...] | None = None
 
@@ -52,17 +52,17 @@ class GpuSample(msgspec.Struct, frozen=True, kw_only=True):
 class Xid(msgspec.Struct, frozen=True, kw_only=True):
     """Error that the driver has reported of a board, by its number in NVIDIA's catalogue."""
 
-    #: Empty: NVML does not say which board's.
+    #: Empty: unknown to NVML.
     bus: str
     code: int
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[GpuSample, ...] = ()
-    #: Reported since the sample before.
+    #: Errors reported since the previous sample.
     xids: tuple[Xid, ...] = ()
     driver: str = ""
-    #: Why nothing can be read at all; empty: it can.
+    #: Reason why nothing can be read at all; empty: it can be.
     problem: str = ""
-    #: Nor later: this host lacks what it takes.
+    #: True if it never will: this host lacks a requirement.
     for_good: bool = False

@@ -1,4 +1,4 @@
-"""Processes that use the GPUs of this host. Must not know what is done about them."""
+"""Processes that use the GPUs of this host. Must not know the reaction."""
 
 import subprocess
 import time
@@ -15,7 +15,7 @@ from oobleck.host.system.process import output_of, python
 READER = "oobleck.host.gpu.nvml"
 #: A healthy driver answers in a second or two.
 _ANSWER_S = 30.0
-#: Workers of an agent that was killed hold their GPUs until the driver has cleaned up.
+#: Workers of a killed agent hold their GPUs until the driver has cleaned up.
 _LEAVE_S = 10.0
 _LOOK_S = 1.0
 
@@ -38,8 +38,11 @@ def check_unused(
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Raise ValueError if another process keeps computing on one of the GPUs, or one of them cannot
-    be read. If NVML says nothing, all count as unused. For a part of a divided GPU NVML shows the
-    processes of all parts, so none of them count."""
+    be read.
+
+    If NVML does not answer, all count as unused. For a part of a divided GPU NVML shows the
+    processes of all parts, so none of them count.
+    """
     wanted = {gpu.bus: gpu for gpu in gpus if not gpu.visible.startswith("MIG-")}
     until = clock() + _LEAVE_S
     while True:

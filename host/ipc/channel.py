@@ -1,7 +1,7 @@
 """Frames on a stream socket: a length of four bytes, big-endian, then a message's JSON text.
 
-`Channel` is the blocking side (workers, warm process); the agent reads the same frames with
-asyncio through `read_frame`. Descriptors travel beside a frame's first byte.
+`Channel` is the blocking side (workers, warm process); the agent reads the same frames with asyncio
+through `read_frame`. Descriptors travel beside a frame's first byte.
 """
 
 import array
@@ -17,7 +17,7 @@ from oobleck.core.codec import choose, encode
 T = TypeVar("T")
 
 _LENGTH_BYTES = 4
-#: Far above any plan of thousands of workers; a longer frame is a broken peer.
+#: Far above any plan of thousands of workers; a longer frame means a broken peer.
 MAX_FRAME_BYTES = 64 << 20
 
 
@@ -49,7 +49,9 @@ class Channel(Generic[T]):
     """Blocking end of a channel; one thread reads, any thread sends."""
 
     def __init__(self, sock: socket.socket, incoming: object) -> None:
-        """`incoming`: the type (a union of tagged Structs) of what the peer sends."""
+        """Open a channel. `incoming`: the type (a union of tagged Structs) of the peer's
+        messages.
+        """
         self._socket = sock
         self._decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(incoming, dec_hook=choose)
         self._send_lock = threading.Lock()
@@ -62,7 +64,7 @@ class Channel(Generic[T]):
         self._socket.close()
 
     def send(self, message: object) -> None:
-        """Raises OSError when the peer is gone."""
+        """Send a message; raises OSError when the peer is gone."""
         data = frame(message)
         with self._send_lock:
             self._socket.sendall(data)
@@ -76,7 +78,7 @@ class Channel(Generic[T]):
         return None if body is None else self._decoder.decode(body)
 
     def take_descriptors(self) -> list[int]:
-        """Take the descriptors that came beside the messages received so far."""
+        """Take the descriptors that arrived with the messages received so far."""
         taken, self._descriptors = self._descriptors, []
         return taken
 

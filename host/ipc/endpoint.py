@@ -1,9 +1,8 @@
-"""Address of a master and the credentials to show there; decides for every caller whether a call is
-safe.
+"""Address of a master and the credentials to show there; decides whether a call is safe.
 
-Without credentials a call is in the clear and anybody's, so it may not leave this host. A master
-that the caller's own user runs here reports where its operator's credentials are. Must not know
-gRPC.
+Without credentials a call is in the clear and readable by anyone, so it may not leave this host. A
+master that the caller's own user runs here reports the folder of its operator's credentials. Must
+not know gRPC.
 """
 
 import os
@@ -21,7 +20,7 @@ class Endpoint:
     address: str
     #: None: in the clear.
     credentials: Credentials | None = None
-    #: Where else a head of the cluster may be.
+    #: Further addresses where a head of the cluster may be.
     others: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -30,7 +29,7 @@ class Endpoint:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Addresses in the order in which they are tried."""
+        """Addresses in the order of trying."""
         return (self.address, *self.others)
 
 
@@ -45,15 +44,17 @@ def check_insecure(flag: str, address: str) -> None:
     `flag` is the option that asks for it."""
     if not stays_on_host(address):
         raise ValueError(
-            f"{flag}: {address} is no address of this host, and in the clear anybody in the "
+            f"{flag}: {address} is not an address of this host, and in the clear anybody in the "
             "network could command the cluster; use credentials instead"
         )
 
 
 def choose_endpoint(addresses: str, credentials: Path | None, *, insecure: bool) -> Endpoint:
-    """Return the master at `addresses` (HOST:PORT, or several with commas between them) with what
-    to show there: `credentials`, else those of the operator if one of these masters is of this
-    process's user. Raises ValueError with the flag and the fix.
+    """Return the master at `addresses` (HOST:PORT, or several separated by commas) with the
+    credentials for it.
+
+    They are `credentials`, else those of the operator if one of these masters is of this process's
+    user. Raises ValueError with the flag and the fix.
     """
     each = split_addresses(addresses)
     if insecure:

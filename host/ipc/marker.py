@@ -13,9 +13,9 @@ from oobleck.host.display import inline
 
 _BYTES = 1024
 _LENGTH_BYTES = 2
-#: Less of a line says nothing.
+#: Shortest part of a line that is useful.
 _LEAST_LINE_BYTES = 16
-#: The beginning of a line of our own log.
+#: Begin of a line of our own log.
 _OUR_LOG = re.compile(r"\d{4}-\d\d-\d\dT\S+ (DEBUG|INFO|WARNING|ERROR) ")
 
 
@@ -31,21 +31,26 @@ class Marker:
         self._page = mmap.mmap(fd, _BYTES)
 
     def write(self, running: str) -> None:
-        """Record what runs, cut to the page's size; empty: nothing runs."""
+        """Record the running code, cut to the page's size; empty: nothing runs."""
         data = running.encode(errors="replace")[: _BYTES - _LENGTH_BYTES]
         self._page[:_LENGTH_BYTES] = bytes(_LENGTH_BYTES)  # valid if the process ends here
         self._page[_LENGTH_BYTES : _LENGTH_BYTES + len(data)] = data
         self._page[:_LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "big")
 
     def read(self) -> str:
-        """Return what runs; empty: nothing runs. Do not trust the text: user code can write it."""
+        """Return the running code; empty: nothing runs. Do not trust the text: user code can write
+        it.
+        """
         size = int.from_bytes(self._page[:_LENGTH_BYTES], "big")
         return self._page[_LENGTH_BYTES : _LENGTH_BYTES + size].decode(errors="replace")
 
     def verdict(self, status: int | None) -> str:
         """Return the error if the process exited while user code ran in it; empty: none ran, or a
-        signal ended it. Our own code clears the record before it exits. `status`: a subprocess
-        return code, None for a signal."""
+        signal ended it.
+
+        Our own code clears the record before it exits. `status`: a subprocess return code, None for
+        a signal.
+        """
         running = self.read()
         if not running or status is None or status < 0:
             return ""
@@ -58,10 +63,10 @@ class Marker:
 
 
 def with_last_line(verdict: str, line: str) -> str:
-    """Return the verdict with what the process printed last, cut to `MOST_REASON_BYTES`.
+    """Return the verdict with the process's last printed line, cut to `MOST_REASON_BYTES`.
 
-    A library that ends the process by itself, as OpenMP's without a thread, says why there. A line
-    of our own log says nothing of that.
+    A library that ends the process itself, as OpenMP's without a thread, prints its reason there. A
+    line of our own log does not count.
     """
     if _OUR_LOG.match(line):
         return verdict

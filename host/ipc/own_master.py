@@ -2,11 +2,11 @@
 
 A master with an authority answers at an abstract Unix socket, named after its user and its address.
 The kernel ends that name with the master, and keeps it in the network namespace of the master's
-port: no name is left behind, and none leads to another master. Both ends ask the kernel who the
-other one is (SO_PEERCRED). The answer is a path and no secret: the mode of the authority's folder
-keeps others out, as containers that share the host's network.
+port. So no name is left behind, and none leads to another master. Both ends ask the kernel for the
+other's user (SO_PEERCRED). The answer is a path and no secret: the mode of the authority's folder
+keeps others out, such as containers that share the host's network.
 
-A proxy or a tunnel leads to a master by another port; there the caller knows the master by its
+A proxy or a tunnel leads to a master by another port. There the caller knows the master by its
 certificate, which that authority has signed. Must not know gRPC.
 """
 
@@ -27,10 +27,10 @@ from oobleck.host.security.credentials import AUTHORITY, MASTER_NAME, OPERATOR
 
 _ANSWER_S = 5.0
 _MOST_BYTES = 16 << 10
-#: After a caller of another user, so that a crowd of them takes no processor from the master.
+#: Pause after a caller of another user, so that many of them take no processor from the master.
 _STRANGER_S = 0.01
 _WAITING = 128
-#: Addresses that stand for all of a host.
+#: Addresses that mean all addresses of a host.
 _EVERYWHERE = ("0.0.0.0", "::")
 _CREDENTIALS = struct.Struct("3i")
 _NAMES = Path("/proc/net/unix")
@@ -42,7 +42,7 @@ class OwnMaster:
 
     #: Folder of its authority.
     pki: Path
-    #: It listens on this host alone.
+    #: True if it listens on this host alone.
     private: bool
 
     @property
@@ -51,13 +51,13 @@ class OwnMaster:
         return self.pki / OPERATOR
 
     def node(self, name: str) -> Path:
-        """Return the folder of the credentials of an agent that this user starts beside the
-        master."""
+        """Return the folder of the credentials of an agent that this user starts beside
+        the master."""
         return self.pki / "nodes" / name
 
 
 def find(address: str) -> OwnMaster | None:
-    """Return the master of this user at `address`, or None. Raises ValueError if that is no
+    """Return the master of this user at `address`, or None. Raises ValueError if that is not
     HOST:PORT."""
     hosts = addresses(address)
     here = any(map(is_loopback, hosts))
@@ -107,7 +107,7 @@ def _known_by(name: str) -> OwnMaster | None:
 
 
 def _ask(name: str) -> bytes:
-    """Return what a process of this user says at the socket. Raises OSError."""
+    """Return the answer of a process of this user at the socket. Raises OSError."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.settimeout(_ANSWER_S)
         asking.connect(name)
@@ -146,7 +146,7 @@ def _answer(listening: socket.socket, answer: bytes) -> None:
             return
         with calling, contextlib.suppress(OSError):
             if _user_of(calling) == os.geteuid():
-                calling.send(answer)  # less than the kernel takes at once
+                calling.send(answer)  # small enough for one send
             else:
                 time.sleep(_STRANGER_S)
 

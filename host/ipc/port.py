@@ -1,8 +1,8 @@
-"""Port on which this process listens: its peers, and those that the kernel is to refuse.
+"""Port on which this process listens: its peers, and a filter of those that the kernel refuses.
 
-Netlink (sock_diag(7)) tells who is connected, accepted or not, in a few messages. A filter of the
-listening socket (SO_ATTACH_FILTER in socket(7)) drops what the others send to connect, which costs
-this process nothing. Needs no rights. Linux alone. Must not know what is spoken there.
+Netlink (sock_diag(7)) lists the connected peers, accepted or not, in a few messages. A filter of
+the listening socket (SO_ATTACH_FILTER in socket(7)) drops the connection attempts of others at no
+cost to this process. Needs no rights. Linux only. Must not know the protocol there.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Collection, Iterator
 
-#: Of one who is connected: the address, four bytes or sixteen, and the port.
+#: Connected peer: the address, four bytes or sixteen, and the port.
 Peer = tuple[bytes, int]
 
 _SOCK_DIAG, _SOCK_DIAG_BY_FAMILY = 4, 20
@@ -21,7 +21,8 @@ _DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
 _ERROR, _DONE = 2, 3
 #: nlmsghdr
 _HEADER = struct.Struct("=IHHII")
-#: inet_diag_req_v2: family, protocol, extensions, states, port; then what any connection fits.
+#: inet_diag_req_v2: family, protocol, extensions, states, port; then a pattern that fits any
+#: connection.
 _REQUEST = struct.Struct("=BBBxI2s2x36x8s")
 #: inet_diag_msg, up to its addresses: family, the other end's port and address.
 _ANSWER = struct.Struct("=B5x2s16x16s")
@@ -29,34 +30,34 @@ _ANSWER = struct.Struct("=B5x2s16x16s")
 _STATES = 1 << 1 | 1 << 8
 _ANY_COOKIE = b"\xff" * 8
 _RECEIVED_BYTES = 256 << 10
-#: The kernel answers in milliseconds; nobody is to wait for ever where it does not.
+#: The kernel answers in milliseconds; this bounds the wait if it does not.
 _ANSWER_S = 5.0
-#: What IPv6 sockets have before an IPv4 address.
+#: Prefix of an IPv4 address on IPv6 sockets.
 _MAPPED = bytes(10) + b"\xff\xff"
-#: Of an IPv6 address, what is looked at; an IPv4 address has fewer bytes.
+#: Bytes of an IPv6 address that count; an IPv4 address has fewer.
 _NETWORK_BYTES = 8
 
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27
-#: Where the packet's network header begins; there are its version and the sender's address.
+#: Begin of the packet's network header, with its version and the sender's address.
 _NETWORK = 0xFFF00000
 _SENDER_4, _SENDER_6 = _NETWORK + 12, _NETWORK + 8
 _LOAD, _LOAD_BYTE, _SHIFT_RIGHT, _IF_EQUAL, _GO, _RETURN = 0x20, 0x30, 0x74, 0x15, 0x05, 0x06
 _ALL_BYTES = 0xFFFFFFFF
 
-#: Code, instructions to pass over if true, if false, operand.
+#: Code, instructions to skip if true, if false, operand.
 _Instruction = tuple[int, int, int, int]
 _TAKE: _Instruction = (_RETURN, 0, 0, _ALL_BYTES)
 _DROP: _Instruction = (_RETURN, 0, 0, 0)
-#: Of attempts to connect that are refused partly.
+#: Share of connection attempts that pass a partial refusal, as 1 of so many.
 ONE_OF = 4
-#: What the filter of a TCP socket looks at begins with the TCP header.
+#: The data for the filter of a TCP socket begins with the TCP header.
 _TCP_FLAGS, _SYN, _SYN_OR_ACK = 13, 0x02, 0x12
 _RANDOM = 0xFFFFF000 + 56  # SKF_AD_OFF + SKF_AD_RANDOM
 _AND, _IF_GREATER = 0x54, 0x25
 
 
 def _drop_most_calls(one_of: int) -> tuple[_Instruction, ...]:
-    """Take one of so many attempts, and what belongs to an attempt that came through."""
+    """Return a filter that passes one of so many attempts, and the packets of a passed attempt."""
     return (
         (_LOAD_BYTE, 0, 0, _TCP_FLAGS),
         (_AND, 0, 0, _SYN_OR_ACK),
@@ -72,11 +73,11 @@ class Port:
     """Listening sockets of this process on a port; use it as a context."""
 
     def __init__(self, port: int) -> None:
-        """Raises OSError where the kernel tells nothing."""
+        """Find the sockets; raises OSError if the kernel does not answer."""
         self._port = port
         self._diag = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG)
         self._diag.settimeout(_ANSWER_S)
-        #: By descriptor. They are not ours to close, nor to keep open by descriptors of our own.
+        #: By descriptor. The sockets belong to others: they are neither closed nor kept open here.
         self._families = _listening(port)
 
     def __enter__(self) -> "Port":
@@ -113,8 +114,11 @@ class Port:
 
     def refuse(self, networks: Collection[bytes], partly: Collection[bytes] = ()) -> None:
         """Refuse new connections from these: IPv4 addresses, or the first eight bytes of IPv6
-        addresses. Existing connections stay. For `partly`, a part of them, one of `ONE_OF` attempts
-        is let in, at random. Raises OSError."""
+        addresses.
+
+        Existing connections stay. From `partly`, a part of them, one of `ONE_OF` attempts is
+        accepted, at random. Raises OSError.
+        """
         program = _program(networks, partly)
         for descriptor in self._families:
             with _lent(descriptor) as listening:
@@ -125,8 +129,8 @@ class Port:
 
 
 def favour(listening: socket.socket, hosts: Collection[str], one_of: int = ONE_OF) -> None:
-    """Let in all calls from `hosts` (for IPv6: from their networks of 64 bits), and one in `one_of`
-    of all other attempts to connect, at random. Existing connections stay. Raises OSError."""
+    """Accept all calls from `hosts` (for IPv6: from their networks of 64 bits), and one in `one_of`
+    of all other connection attempts, at random. Existing connections stay. Raises OSError."""
     networks = sorted({packed(host)[:_NETWORK_BYTES] for host in hosts})
     others = _drop_most_calls(one_of)
     _attach(listening, _program(networks, of_networks=(_TAKE,), of_others=others))
@@ -172,7 +176,7 @@ def _listening(port: int) -> dict[int, int]:
     """Return the families of the sockets that listen on the port, by descriptor."""
     found: dict[int, int] = {}
     for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
-        with contextlib.suppress(OSError), _lent(descriptor) as one:  # what else is open
+        with contextlib.suppress(OSError), _lent(descriptor) as one:  # other open files
             if (
                 one.family in (socket.AF_INET, socket.AF_INET6)
                 and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -189,8 +193,8 @@ def _program(
     of_networks: tuple[_Instruction, ...] = (_DROP,),
     of_others: tuple[_Instruction, ...] = (_TAKE,),
 ) -> bytes:
-    """Return what is done with packets of `networks`, with most calls of those in `partly` dropped,
-    and with packets of all others, in the language of bpf(4)."""
+    """Return a program in the language of bpf(4) that treats packets by their network: those of
+    `networks`, with most calls of `partly` dropped, and all others."""
     of_four: list[_Instruction] = [(_LOAD, 0, 0, _SENDER_4)]
     of_six: list[_Instruction] = []
     for network in networks:

@@ -1,7 +1,7 @@
-"""Metrics as data: their names, their values at one moment, and the text that Prometheus reads.
+"""Metrics as data: their names, their values at one moment, and the text for Prometheus.
 
-Names follow Prometheus' conventions: base units at the end, `_total` for what only grows. Must not
-know whose metrics they are, nor who reads them.
+Names follow Prometheus' conventions: base units at the end, `_total` for counters. Must not know
+the owner or the reader of metrics.
 """
 
 from bisect import bisect_left
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["gauge", "counter", "histogram"]
 _UNITS = ("seconds", "bytes", "ratio")
-#: Upper bounds of buckets, seconds: of what a processor does at once, of what waits for a disk, a
-#: process or a caller, and of what takes many hosts.
+#: Upper bounds of buckets, in seconds: for work of a processor, for waits for a disk, a process or
+#: a caller, and for work of many hosts.
 SHORT_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 USUAL_S = (
     0.001,
@@ -102,8 +102,8 @@ class Reading(NamedTuple):
 
 
 def families_of(*modules: ModuleType) -> tuple[Family, ...]:
-    """Return all families that the modules define, in their order. Raises ValueError if two have
-    the same name in OpenMetrics, which ignores `_total`."""
+    """Return all families that the modules define, in order. Raises ValueError if two have the same
+    name in OpenMetrics, which ignores `_total`."""
     values = (value for module in modules for value in vars(module).values())
     families = tuple(value for value in values if isinstance(value, Family))
     twice = [name for name, n in Counter(family.base for family in families).items() if n > 1]
@@ -126,7 +126,7 @@ def content_type(*, openmetrics: bool) -> str:
 
 def render(readings: Iterable[Reading], *, openmetrics: bool) -> bytes:
     """Render the page, with the kernel's metrics of this process. OpenMetrics, which newer readers
-    ask for, has units beside the names. Slow: not for an event loop that others wait for."""
+    request, adds units. Slow: not for an event loop that others wait for."""
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.openmetrics import exposition
     from prometheus_client.process_collector import ProcessCollector

@@ -1,8 +1,7 @@
-"""Page `/metrics` that a daemon serves over HTTP, to anybody who can reach it.
+"""Page `/metrics` that a daemon serves over HTTP to anybody who can reach it.
 
-So it is bounded in all ways: connections, what they may send, how long they may last, and how often
-the metrics are read, however many ask. A daemon waits for nobody here. Must not know what the
-metrics are.
+So it is bounded in all ways: connections, their size and duration, and how often the metrics are
+read, however many ask. A daemon never waits for a reader. Must not know the metrics.
 """
 
 import asyncio
@@ -18,12 +17,12 @@ from oobleck.host.metrics.families import Reading, content_type, render
 
 log = logging.getLogger(__name__)
 
-#: Open at a time; with one more the oldest is closed.
+#: Open connections; with one more the oldest is closed.
 MOST_CONNECTIONS = 16
-#: From the connection to the last byte of the answer.
+#: Time from the connection to the last byte of the answer.
 LONGEST_S = 10.0
 _MOST_REQUEST_BYTES = 8 << 10
-#: Who asks again within this time gets the same page.
+#: Time within which a repeated request gets the same page.
 _FRESH_S = 1.0
 _PATH = "/metrics"
 _PLAIN = "text/plain; charset=utf-8"
@@ -60,16 +59,17 @@ class MetricsPage:
         read: Callable[[], Iterable[Reading]],
         read_slowly: Callable[[], Iterable[Reading]] = tuple,
     ) -> None:
-        """`read` is called in the event loop. `read_slowly`, which may wait for a disk, is called
-        in the one thread that makes the text of all."""
+        """Make the page. `read` is called in the event loop. `read_slowly`, which may wait for a
+        disk, is called in the one thread that makes the text."""
         self._socket = listening
         self._read = read
         self._read_slowly = read_slowly
-        #: Of its own: others wait for the event loop's threads. It starts with the first scrape.
+        #: A thread of its own, since others wait for the event loop's threads. It starts with the
+        #: first scrape.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         #: Oldest first.
         self._open: dict[asyncio.Task[None], None] = {}
-        #: By whether it is OpenMetrics: when the page was begun, and what makes it.
+        #: By format (OpenMetrics or not): the begin of the page, and the task that makes it.
         self._pages: dict[bool, tuple[float, asyncio.Task[bytes | None]]] = {}
 
     async def run(self) -> None:
@@ -98,7 +98,7 @@ class MetricsPage:
 
         def ended(task: asyncio.Task[None]) -> None:
             self._open.pop(task, None)
-            writer.transport.abort()  # also where it was cancelled before it began
+            writer.transport.abort()  # also if cancelled before its begin
             if not task.cancelled() and (error := task.exception()) is not None:
                 log.error("metrics could not be served", exc_info=error)
 
@@ -120,11 +120,11 @@ class MetricsPage:
             case [method, target, version] if version.startswith("HTTP/1."):
                 pass
             case _:
-                return _refusal("400 Bad Request", "this is no request of HTTP/1.1")
+                return _refusal("400 Bad Request", "this is not a request of HTTP/1.1")
         bare = method == "HEAD"
         if method not in ("GET", "HEAD"):
             return _refusal(
-                "405 Method Not Allowed", "metrics can be read alone", "Allow: GET, HEAD"
+                "405 Method Not Allowed", "metrics can only be read", "Allow: GET, HEAD"
             )
         if self._is_rebound(_values(lines, "host")):
             told = "this page is for this host alone; ask for localhost or an address"
@@ -139,15 +139,16 @@ class MetricsPage:
         return _response("200 OK", content_type(openmetrics=openmetrics), page, bare=bare)
 
     def _is_rebound(self, hosts: list[str]) -> bool:
-        """Return whether a page that is for this host alone was requested by another name. A site
-        whose name resolves to this host would read it so through a browser here (DNS rebinding)."""
+        """Return whether a page for this host alone was requested by another name. A site whose
+        name resolves to this host could otherwise read it through a browser here (DNS rebinding).
+        """
         if not is_loopback(self._socket.getsockname()[0]):
             return False
         return not all(is_number(host) or host == "localhost" for host in map(_without_port, hosts))
 
     async def _page(self, *, openmetrics: bool) -> bytes | None:
-        """Return the page; None if it could not be made. Concurrent requests share one that is
-        being made, which goes on if they are cancelled."""
+        """Return the page; None if it could not be made. Concurrent requests share a page in the
+        making, which continues if they are cancelled."""
         loop = asyncio.get_running_loop()
         begun, making = self._pages.get(openmetrics, (0.0, None))
         if making is None or (making.done() and loop.time() >= begun + _FRESH_S):

@@ -1,11 +1,11 @@
 """Writer of credentials' folders, the only one. A folder belongs to one holder for good.
 
-    DIR/client.key   made here, once; never replaced
-    DIR/ca.crt       the cluster's authority; never replaced
-    DIR/client.crt   replaced by a certificate of the same role and name alone
+  DIR/client.key   made here, once; never replaced
+  DIR/ca.crt       the cluster's authority; never replaced
+  DIR/client.crt   replaced only by a certificate of the same role and name
 
 So a process that is given the wrong folder destroys nothing there. If two processes are given one
-folder at the same time, the kernel lets one succeed: each puts a file into an empty place by a
+folder at the same time, the kernel lets one succeed. Each puts a file into an empty place by a
 link, or makes it there. Loads the cryptography library. Must not know masters or tokens.
 """
 
@@ -39,7 +39,7 @@ def check_holder(folder: Path, role: Role, name: str) -> None:
     try:
         found = pki.identity_of(content)
     except ValueError as error:
-        raise ValueError(f"{path}: is no certificate that can be read; {_FIX}") from error
+        raise ValueError(f"{path}: is not a readable certificate; {_FIX}") from error
     if (found.role, found.name) != (role, name):
         raise ValueError(
             f"{folder} has the certificate of {found.role} {found.name}, which stays; "
@@ -58,7 +58,7 @@ def check_free(folder: Path, role: Role, name: str, authority: bytes) -> None:
     try:
         same = pki.fingerprint(content) == pki.fingerprint(authority)
     except ValueError as error:
-        raise ValueError(f"{path}: is no certificate that can be read; {_FIX}") from error
+        raise ValueError(f"{path}: is not a readable certificate; {_FIX}") from error
     if not same:
         raise ValueError(f"{folder} has credentials in another cluster, which stay; {_FIX}")
 
@@ -72,8 +72,8 @@ def own_key(folder: Path) -> pki.Key:
     content = read_secret(path)
     try:
         return pki.read_key(content)
-    except (TypeError, ValueError) as error:  # the former: it wants a password
-        raise ValueError(f"{path}: is no key that can be read; {_FIX}") from error
+    except (TypeError, ValueError) as error:  # TypeError: it needs a password
+        raise ValueError(f"{path}: is not a readable key; {_FIX}") from error
 
 
 def keep(folder: Path, authority: bytes, certificate: bytes) -> Credentials:
@@ -83,7 +83,7 @@ def keep(folder: Path, authority: bytes, certificate: bytes) -> Credentials:
     check()
     if not pki.matches(certificate, own_key(folder)):
         raise ValueError(f"{folder / KEY} is not the key that the certificate is for; {_FIX}")
-    # Another process may have come first, with either file.
+    # Another process may have been first, with either file.
     if not create_private(folder / AUTHORITY, authority):
         check()
     if not create_private(folder / CERTIFICATE, certificate):

@@ -1,8 +1,8 @@
-"""Credentials by which a process proves who it is, in files: a folder per holder.
+"""Credentials by which a process proves its identity, in files: a folder per holder.
 
 `client.crt` and `client.key` are the holder's, `ca.crt` is the cluster's authority. Only the owner
-may read a key, else the folder is refused. `oobleck.host.security.credential_folder` decides who
-may be put into a folder. Must not know certificates' contents, nor load the library for them.
+may read a key, else the folder is refused. `oobleck.host.security.credential_folder` decides which
+holder may use a folder. Must not know certificates' contents, nor load the library for them.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Literal
 
 from oobleck.host.system.files import read_regular
 
-#: In every master's certificate, and in no other.
+#: Name in every master's certificate, and in no other.
 MASTER_NAME = "master.oobleck"
 
 Role = Literal["agent", "worker", "operator", "viewer"]
@@ -26,20 +26,20 @@ ROLES: tuple[Role, ...] = ("agent", "worker", "operator", "viewer")
 AUTHORITY = "ca.crt"
 CERTIFICATE = "client.crt"
 KEY = "client.key"
-#: Beside the first one, in the folder of the authority itself.
+#: Files beside the first one in the folder of the authority itself.
 AUTHORITY_KEY = "ca.key"
 MASTER_CERTIFICATE = "master.crt"
 MASTER_KEY = "master.key"
-#: Folder in there, with the first operator's.
+#: Folder in there with the first operator's credentials.
 OPERATOR = "operator"
-#: Of the master's own certificate, which it renews by itself.
+#: Life of the master's own certificate, which the master renews itself.
 MASTER_LIFE_S = 90 * 86_400.0
-#: Where a join token may stand in the environment.
+#: Variable of the environment that may hold a join token.
 TOKEN_VARIABLE = "OOBLECK_JOIN_TOKEN"
 _MOST_BYTES = 64 << 10
-#: Of a file's mode: what all but its owner may do.
+#: Bits of a file's mode for all but its owner.
 _OTHERS = 0o077
-#: What file systems without hard links answer.
+#: Errors of file systems without hard links.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
@@ -83,7 +83,7 @@ def _check(folder: Path) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Raises ValueError with the file and the fix."""
+    """Read a file; raises ValueError with the file and the fix."""
     try:
         return read_regular(path, _MOST_BYTES)
     except OSError as error:
@@ -92,8 +92,8 @@ def read_file(path: Path) -> bytes:
 
 
 def read_secret(path: Path) -> bytes:
-    """Read a file of its owner's alone. Raises ValueError with the file and the fix, also if others
-    may read it."""
+    """Read a file that only its owner may read. Raises ValueError with the file and the fix, also
+    if others may read it."""
     content = read_file(path)
     mode = path.stat().st_mode & 0o777
     if mode & _OTHERS:
@@ -102,8 +102,8 @@ def read_secret(path: Path) -> bytes:
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder, and those above it that are missing, for its owner alone, unless it is
-    there. Raises OSError."""
+    """Make the folder and its missing parents for its owner alone, unless it exists. Raises
+    OSError."""
     if not folder.parent.is_dir():
         make_private(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -122,11 +122,11 @@ def check_writable(path: Path) -> None:
 
 
 def create_private(path: Path, content: bytes) -> bool:
-    """Create the file as its owner's alone, unless there is one, which stays. Returns whether it
-    was created. Raises OSError.
+    """Create the file for its owner alone, unless it exists, and return whether it was created.
+    Raises OSError.
 
-    A file system without hard links gets it written in place: if the process is killed meanwhile, a
-    part of it stays, which every reader refuses.
+    On a file system without hard links it is written in place: if the process is killed meanwhile,
+    a part of it stays, which every reader refuses.
     """
     with _finished(path, content) as finished:
         try:
@@ -152,7 +152,7 @@ def _create_in_place(path: Path, content: bytes) -> bool:
 def _finished(path: Path, content: bytes) -> Iterator[Path]:
     """Write the content to a temporary file beside `path`, whole and on the disk, and yield its
     path; remove it afterwards."""
-    # A name that nobody can have put a link at.
+    # An unguessable name, so that no link can be waiting there.
     finished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         _write(finished, content)
@@ -163,7 +163,7 @@ def _finished(path: Path, content: bytes) -> Iterator[Path]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Make the file, which must not be there. Raises OSError, also where others could read it."""
+    """Make the file, which must not exist. Raises OSError, also where others could read it."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -175,6 +175,6 @@ def _write(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
-        with contextlib.suppress(OSError):  # the error before it says more
+        with contextlib.suppress(OSError):  # the first error is more useful
             path.unlink()
         raise

@@ -1,6 +1,6 @@
 """Credentials made with the authority's own key, where this user has it.
 
-Loads the cryptography library. Must not know masters, nor who may have what.
+Loads the cryptography library. Must not know masters, nor permissions.
 """
 
 import time
@@ -17,9 +17,9 @@ from oobleck.host.security.credentials import (
     read_secret,
 )
 
-#: Of certificates that are made here and not by the master.
+#: Life of certificates that are made here and not by the master.
 _LIFE_S = 365 * 86_400.0
-#: Credentials that end sooner are made anew by whoever starts something with them.
+#: Remaining life below which credentials are renewed before they are used.
 _SOON_S = 7 * 86_400.0
 
 
@@ -39,7 +39,7 @@ def issue(authority: pki.Authority, target: Path, role: Role, name: str) -> None
 
 
 def have_issued(folder: Path, target: Path, role: Role, name: str) -> None:
-    """Have credentials of the holder in `target` that last for some days, by the authority in
+    """Ensure that `target` has credentials of the holder for some days, by the authority in
     `folder`. Raises ValueError, OSError."""
     check_holder(target, role, name)
     path = target / CERTIFICATE

@@ -1,8 +1,8 @@
 """Join tokens as text: a short-lived certificate with its key, and the cluster's authority.
 
-The holder can ask the master once for a certificate of its own. The authority inside is what the
-holder trusts on first contact, so a wrong master learns nothing. Comes from a file or the
-environment, never from the command line, which other users of the host can read.
+The holder can ask the master once for a certificate of its own. On first contact the holder trusts
+the authority inside, so a wrong master learns nothing. It comes from a file or the environment,
+never from the command line, which other users of the host can read.
 """
 
 import base64
@@ -32,7 +32,7 @@ def format_token(credentials: Credentials) -> str:
 
 def shown_token(path: Path | None, held: str) -> Credentials | None:
     """Read the token from the file, else from `held`, the text in the environment; None: there is
-    neither. Raises ValueError, which says where it is from."""
+    neither. Raises ValueError with its source."""
     source = TOKEN_VARIABLE if path is None else f"--token-file {path}"
     try:
         if path is not None:

@@ -1,12 +1,12 @@
-"""Certificates of a cluster: its authority, who a certificate speaks for, requests for new ones.
+"""Certificates of a cluster: its authority, the identity in a certificate, requests for new ones.
 
 One authority per cluster signs everything. A URI names the holder: oobleck://agent/n1 or
-oobleck://operator/ann. A join token has oobleck://token/agent or, for one name alone,
+oobleck://operator/ann. A join token has oobleck://token/agent or, for one name only,
 oobleck://token/agent/n1. The master's certificate has the name `MASTER_NAME` instead, which no
-other has; clients insist on it, whatever address they call. Keys are on P-256.
+other has; clients insist on it at whatever address. Keys are on P-256.
 
-Must not know files, the network, or who may do what. Loads the cryptography library, so commands
-import it only where they need it.
+Must not know files, the network, or permissions. Loads the cryptography library, so commands import
+it only where they need it.
 """
 
 import ipaddress
@@ -26,7 +26,7 @@ from oobleck.host.security.credentials import MASTER_NAME, ROLES, Role
 
 _SCHEME = "oobleck://"
 _AUTHORITY_LIFE = timedelta(days=3650)
-#: What others' clocks may differ by: certificates that other hosts check are valid from earlier on.
+#: Tolerated difference of clocks: certificates that other hosts check are backdated by it.
 _SKEW = timedelta(hours=1)
 #: A serial number begins with the microsecond of its certificate's issue.
 _RANDOM_BITS = 64
@@ -37,12 +37,12 @@ Key = ec.EllipticCurvePrivateKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Holder for whom a certificate speaks."""
+    """Holder of a certificate."""
 
     role: Role
     #: Empty: a token for any name.
     name: str
-    #: Whether it is a token's, which is good for nothing but to join with that role.
+    #: True for a token, which only allows joining with that role.
     token: bool = False
     #: Unix times; to the microsecond, and to the second.
     issued_at: float = 0.0
@@ -61,7 +61,7 @@ def new_key() -> Key:
 
 
 def new_cluster_id() -> str:
-    """Return a random name for people, to tell two authorities apart."""
+    """Return a random name by which people tell two authorities apart."""
     return secrets.token_hex(4)
 
 
@@ -113,8 +113,8 @@ def new_request(key: Key) -> str:
 
 
 def read_request(text: str) -> ec.EllipticCurvePublicKey:
-    """Return the key whose possession the request proves. Nothing else in it counts. Raises
-    ValueError."""
+    """Return the key whose possession the request proves; the rest of the request is ignored.
+    Raises ValueError."""
     if len(text) > _MOST_REQUEST_CHARACTERS:
         raise ValueError("is too long for a certificate request")
     try:
@@ -145,15 +145,15 @@ def key_digest(key: ec.EllipticCurvePublicKey) -> str:
 
 
 def identity_of(pem: bytes) -> Identity:
-    """Return the certificate's holder. Raises ValueError if it is none that this cluster knows."""
+    """Return the certificate's holder. Raises ValueError if this cluster knows no such holder."""
     certificate = x509.load_pem_x509_certificate(pem)
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except x509.ExtensionNotFound as error:
-        raise ValueError("the certificate says no role") from error
+        raise ValueError("the certificate has no role") from error
     uris = names.value.get_values_for_type(x509.UniformResourceIdentifier)
     if len(uris) != 1 or not uris[0].startswith(_SCHEME):
-        raise ValueError("the certificate says no role")
+        raise ValueError("the certificate has no role")
     role, name, token = _read_uri(uris[0].removeprefix(_SCHEME))
     return Identity(
         role=role,
@@ -174,7 +174,7 @@ def _read_uri(path: str) -> tuple[Role, str, bool]:
         if parts[:1] == [role] and len(parts) <= 2 and (token or len(parts) == 2):
             name = check_name(parts[1], role) if len(parts) == 2 else ""
             return role, name, token
-    raise ValueError("the certificate says no role that is known here")
+    raise ValueError("the certificate has no role that is known here")
 
 
 def expiry(pem: bytes) -> float:
@@ -208,7 +208,7 @@ class Authority:
     """Authority that signs for one cluster."""
 
     def __init__(self, certificate: bytes, key: Key) -> None:
-        """Raises ValueError if the key is another certificate's."""
+        """Make the authority; raises ValueError if the key is another certificate's."""
         if not matches(certificate, key):
             raise ValueError("the key is not that of the certificate")
         self.certificate = certificate
@@ -235,8 +235,7 @@ class Authority:
     def sign_master(
         self, key: ec.EllipticCurvePublicKey, names: Sequence[str], life_s: float
     ) -> bytes:
-        """Return a certificate, PEM, for the master, with further DNS names or IP addresses in
-        it."""
+        """Return a certificate, PEM, for the master, with further DNS names or IP addresses."""
         alternative: list[x509.GeneralName] = [x509.DNSName(MASTER_NAME)]
         alternative += [_server_name(name) for name in names]
         return self._sign(key, alternative, ExtendedKeyUsageOID.SERVER_AUTH, life_s, _SKEW)

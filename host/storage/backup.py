@@ -1,7 +1,7 @@
 """Format of a backup: a folder with files of a state directory, and `backup.json`.
 
-`backup.json` has the size and SHA-256 of every file. It is written last, so a backup that was cut
-off has none. Must not know masters, nor who copies the files.
+`backup.json` has the size and SHA-256 of every file. It is written last, so an incomplete backup
+lacks it. Must not know masters, nor the copying of files.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ FORMAT = 1
 PART_BYTES = 1 << 20
 _PLAIN = re.compile(r"(?!\.{1,2}$)[^/\0]{1,255}")
 _MOST_DEPTH = 8
-#: A million files fit.
+#: Enough for a million files.
 _MOST_SUMMARY_BYTES = 256 << 20
 
 
@@ -43,13 +43,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     #: Release of the master.
     release: str = ""
-    #: Identifies the cluster's authority; empty: the master had none.
+    #: Id of the cluster's authority; empty: the master had none.
     cluster: str = ""
-    #: The last event in the journal.
+    #: Last event in the journal.
     sequence: int
-    #: Unix time of the state that the backup has.
+    #: Unix time of the state in the backup.
     time: float
-    #: Whether it has what workers printed.
+    #: True if it has the output of workers.
     output: bool
     #: By path in the backup.
     files: dict[str, StoredFile] = {}
@@ -61,7 +61,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InvalidBackup(ValueError):
-    """Error: a folder is no whole backup; the text is one line that begins with a path."""
+    """Error of a folder that is no whole backup; the text is one line that begins with a path."""
 
 
 def check_path(path: str) -> str:
@@ -96,7 +96,7 @@ def read_summary(folder: Path) -> Summary:
 def read_file(folder: Path, name: str, expected: StoredFile) -> Iterator[bytes]:
     """Yield the content of a file, and raise InvalidBackup if it is not as expected.
 
-    That is known at the end of the file alone, so the caller may not use it before.
+    That is known only at the end of the file, so the caller must not use the content before.
     """
     path = folder / name
     hashed, size = hashlib.sha256(), 0
@@ -114,11 +114,11 @@ def read_file(folder: Path, name: str, expected: StoredFile) -> Iterator[bytes]:
         more = "more" if size > expected.bytes else "less"
         raise InvalidBackup(f"{path}: has {more} than the {expected.bytes} bytes in {SUMMARY}")
     if hashed.hexdigest() != expected.sha256:
-        raise InvalidBackup(f"{path}: is not what {SUMMARY} says; it was changed or is damaged")
+        raise InvalidBackup(f"{path}: differs from {SUMMARY}; it was changed or is damaged")
 
 
 def whole_lines(file: BinaryIO) -> int:
-    """Return how many bytes of an open file are whole lines. Reads its end alone."""
+    """Return how many bytes of an open file are whole lines. Reads only its end."""
     end = file.seek(0, 2)
     while end > 0:
         start = max(0, end - PART_BYTES)

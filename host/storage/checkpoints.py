@@ -1,7 +1,7 @@
 """Checkpoints in a folder: listing and verifying them, setting damaged ones aside, and removing old
 ones.
 
-Reads and removes; workers write. Must not know torch or what is inside a layer's file.
+Reads and removes; workers write. Must not know torch or the content of a layer's file.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ from oobleck.core.codec import decode, encode
 from oobleck.host.storage.folder import Folder
 from oobleck.host.system.files import WrongFile
 
-#: Stands beside the manifest of a checkpoint that is set aside, which whoever looks for checkpoints
-#: passes over. The folder keeps its name, since object stores have no rename.
+#: File beside the manifest of a checkpoint that is set aside; searches for checkpoints skip that
+#: one. The folder keeps its name, since object stores have no rename.
 DAMAGED = "damaged.json"
 
 _MOST_MARKED_FILES = 16
@@ -39,7 +39,7 @@ class StoredCheckpoint:
 
     name: str
     manifest: Manifest
-    #: First 8 bytes of the manifest's SHA-256: the same number on all who see the same one.
+    #: First 8 bytes of the manifest's SHA-256: the same number for all readers of it.
     identity: int
 
 
@@ -47,11 +47,11 @@ class StoredCheckpoint:
 class Listing:
     #: Newest first.
     checkpoints: tuple[StoredCheckpoint, ...]
-    #: Folders whose manifest cannot be read, or that are set aside, and why.
+    #: Folders whose manifest cannot be read, or that are set aside, with reasons.
     damaged: dict[str, str]
-    #: Of these, the ones that are set aside: what was found damaged in them is beside the manifest.
+    #: The set-aside ones among them; the mark beside the manifest lists the damage.
     set_aside: tuple[StoredCheckpoint, ...]
-    #: Folders without a manifest: of saves under way, or that came to nothing.
+    #: Folders without a manifest: of saves under way, or of failed ones.
     torn: tuple[str, ...]
 
 
@@ -61,7 +61,7 @@ class Mark:
 
     #: Unix time.
     found: float
-    #: By file; not all of many.
+    #: By file; only some if there are many.
     problems: dict[str, str]
 
     def __str__(self) -> str:
@@ -72,18 +72,20 @@ class LayerProblem(InvalidCheckpoint):
     """Error in the file of one layer."""
 
     def __init__(self, file: LayerFile, what: str) -> None:
-        """`what`: is wrong, without the file's name."""
+        """Make the error. `what`: the fault, without the file's name."""
         super().__init__(f"{file.name}: {what}")
         self.layer = file.layer
         self.what = what
 
 
 class Damaged(LayerProblem):
-    """Error: a file is not as it was written, as far as the reader here can tell."""
+    """Error of a file that is not as it was written, as far as the reader here can tell."""
 
 
 class Unreadable(LayerProblem):
-    """Error: a file cannot be read here; on another node, or at another time, it may be whole."""
+    """Error of a file that cannot be read here; on another node, or at another time, it may be
+    whole.
+    """
 
 
 def list_checkpoints(folder: Folder) -> Listing:
@@ -137,7 +139,7 @@ def read_layer(folder: Folder, file: LayerFile) -> bytes:
 
 
 def read_records(folder: Folder, file: RecordsFile) -> bytes:
-    """Return the content of the file of records, after its hash was found right. Raises
+    """Return the content of the file of records, after checking its hash. Raises
     InvalidCheckpoint."""
     try:
         content = folder.read(file.name, most_bytes=MOST_RECORDS_BYTES)
@@ -175,8 +177,8 @@ def verify_layer(folder: Folder, file: LayerFile) -> LayerProblem | None:
 
 
 def _unreadable(file: LayerFile, error: OSError) -> LayerProblem:
-    """Return the problem that the error means: Unreadable, as storage may fail for a moment, but
-    Damaged for a missing or irregular file, which stays so."""
+    """Return the problem that the error means: Damaged for a missing or irregular file, which stays
+    so; else Unreadable, as storage may fail for a moment."""
     lasts = isinstance(error, FileNotFoundError | WrongFile)
     kind = Damaged if lasts else Unreadable
     return kind(file, error.strerror or str(error))
@@ -193,9 +195,11 @@ def prune(
     folder: Folder, *, keep: int, newest: str, is_own: Callable[[Manifest], bool], now: float
 ) -> None:
     """Remove all but the `keep` newest checkpoints of one training, of which `newest` was just
-    published. Damaged ones do not count, and are removed once `keep` whole ones were published
-    after they were found. `is_own`: whether a checkpoint is of that training; `now`: Unix time.
-    Raises OSError."""
+    published.
+
+    Damaged ones do not count, and are removed once `keep` whole ones were published after they were
+    found. `is_own`: whether a checkpoint is of that training; `now`: Unix time. Raises OSError.
+    """
     listing = list_checkpoints(folder)
     own = [c for c in listing.checkpoints if is_own(c.manifest)]
     others = [c for c in own if c.name != newest]
@@ -203,7 +207,7 @@ def prune(
     for checkpoint in others[keep - 1 :]:
         _remove(folder, checkpoint.name)
     published = [now, *(checkpoint.manifest.created for checkpoint in others)]
-    alone = len(own) == len(listing.checkpoints)  # else nobody knows whose an unreadable one is
+    alone = len(own) == len(listing.checkpoints)  # else the owner of an unreadable one is unknown
     set_aside_own = {c.name for c in listing.set_aside if is_own(c.manifest)}
     for name in listing.damaged if alone else set_aside_own:
         mark = _mark_of(folder.below(name), name, now)
@@ -212,7 +216,7 @@ def prune(
 
 
 def _mark_of(here: Folder, name: str, now: float) -> Mark | None:
-    """Return when and why a checkpoint was set aside; a checkpoint with an invalid manifest is set
+    """Return the time and reason of setting a checkpoint aside; one with an invalid manifest is set
     aside now. None if it is not set aside, or cannot be read, which may pass. Raises OSError."""
     try:
         read_checkpoint(here, name)
@@ -225,15 +229,17 @@ def _mark_of(here: Folder, name: str, now: float) -> Mark | None:
 
 
 def _remove(folder: Folder, name: str) -> None:
-    # The manifest first: what is half removed is no checkpoint.
+    # The manifest first: a half-removed folder is no checkpoint.
     folder.remove(f"{name}/{MANIFEST}")
     folder.remove(name)
 
 
 def sweep(folder: Folder, *, under_way: str, is_own: Callable[[Manifest], bool]) -> str:
-    """Remove what is left of saves that came to nothing, but for the one that begins now. Where
-    there are checkpoints of another training, it may be saving just now: nothing is removed, and
-    the name of one of them returned. `is_own` as for `prune`. Raises OSError."""
+    """Remove the remains of failed saves, except for the one that begins now.
+
+    If there are checkpoints of another training, that training may be saving just now: nothing is
+    removed, and the name of one of them is returned. `is_own` as for `prune`. Raises OSError.
+    """
     listing = list_checkpoints(folder)
     if others := [c.name for c in listing.checkpoints if not is_own(c.manifest)]:
         return others[0]
@@ -256,7 +262,7 @@ def read_mark(folder: Folder) -> Mark | None:
         return None
     try:
         return decode(Mark, folder.read(DAMAGED, most_bytes=_MOST_MARK_BYTES))
-    except (ValueError, WrongFile):  # somebody's own way of setting it aside
+    except (ValueError, WrongFile):  # set aside by hand
         return Mark(found=0.0, problems={DAMAGED: "says so"})
 
 

@@ -1,9 +1,10 @@
 """Export of a checkpoint as one model: config.json and safetensors files, as transformers loads
-them. For a model that it does not know, only the files, as an nn.Sequential of its layers does; for
-adapters the files that peft loads.
+them.
 
-Layers are read one after the other, each against its hash, and written in pieces of a few
-gigabytes, so a model may be larger than memory. Must not know torch or transformers.
+For a model that transformers does not know it has only the files, named as in an nn.Sequential of
+the layers. For adapters it has the files that peft loads. Layers are read one after the other, each
+checked against its hash. They are written in pieces of a few gigabytes, so a model may be larger
+than memory. Must not know torch or transformers.
 """
 
 import json
@@ -28,7 +29,7 @@ from oobleck.host.storage.weight_files import (
     read_tensor,
 )
 
-#: Of weights per file, as transformers itself cuts.
+#: Bytes of weights per file, as in transformers.
 FILE_BYTES = 5 << 30
 _INDEX = "model.safetensors.index.json"
 
@@ -41,10 +42,13 @@ def export(
     file_bytes: int = FILE_BYTES,
     on_layer: Callable[[], object] = lambda: None,
 ) -> list[str]:
-    """Write the model of the checkpoint in `folder` to `output`, a directory that is not there or
-    empty; returns the files' names. Raises InvalidCheckpoint where a layer is damaged, OSError, and
-    ValueError where something is in `output`, WeightsError where the initial weights, which have
-    what is not trained, cannot be read; what was written is removed then."""
+    """Write the model of the checkpoint in `folder` to `output`, a missing or empty directory, and
+    return the files' names.
+
+    Raises InvalidCheckpoint where a layer is damaged, ValueError where `output` is not empty, and
+    OSError. Raises WeightsError where the initial weights, which have the untrained tensors, cannot
+    be read. After an error the written files are removed.
+    """
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} is not empty; name a new directory")
     made_here = not output.exists()
@@ -67,13 +71,13 @@ class _Export:
         self._output = LocalFolder(output)
         self._path = output
         self._file_bytes = file_bytes
-        #: What the files are called.
+        #: Names of the files.
         self._weights, self._config = "model", "config.json"
         if has_adapters(found.manifest.model):
             # They are small, and peft reads one file.
             self._weights, self._config = "adapter_model", "adapter_config.json"
             self._file_bytes = sys.maxsize
-        #: The names of the tensors in each file.
+        #: Names of the tensors in each file.
         self._files: list[list[str]] = []
         self._waiting: dict[str, Array] = {}
         self._total = 0
@@ -99,8 +103,8 @@ class _Export:
             self._waiting[name] = value
 
     def _converted(self, spec: AnyModel, file: LayerFile) -> dict[str, Array]:
-        """Convert a layer's weights. Raises InvalidCheckpoint if the layer is not what the manifest
-        says."""
+        """Convert a layer's weights. Raises InvalidCheckpoint if the layer does not match the
+        manifest."""
         content = read_layer(self._folder, file)
         try:
             check_content(content, MOST_LAYER_HEADER_BYTES)

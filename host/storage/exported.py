@@ -1,7 +1,7 @@
-"""Layers under the names and in the forms of transformers: what an exported checkpoint holds.
+"""Layers under the names and in the forms of transformers: the contents of an exported checkpoint.
 
-Pure: names, shapes and numpy arrays. The built-in model goes as GPT-2, whose layers are the same
-but for biases, which it has as zeros, and for weights that it keeps transposed.
+Pure: names, shapes and numpy arrays. The built-in model is exported as GPT-2, whose layers are the
+same except that biases are zeros and some weights are transposed.
 """
 
 import json
@@ -17,7 +17,7 @@ from oobleck.core.job.own import OwnModelSpec
 
 Array = NDArray[Any]
 
-#: The built-in block's parts under GPT-2's names.
+#: Parts of the built-in block under GPT-2's names.
 _GPT_PARTS = {
     "attention_norm": "ln_1",
     "qkv": "attn.c_attn",
@@ -26,14 +26,14 @@ _GPT_PARTS = {
     "mlp_in": "mlp.c_fc",
     "mlp_out": "mlp.c_proj",
 }
-#: What the layers of a model of transformers call all that they have of it.
+#: Prefix of all parameter names in the layers of a model of transformers.
 _PART = "module.part."
-#: What transformers leaves out of a file where it is tied.
+#: Tensors that transformers omits from a file where they are tied.
 _TIED = frozenset({"lm_head.weight", "cls.predictions.decoder.weight"})
 
 
 def foreign_name(spec: ModelSpec, layer: int, name: str) -> str:
-    """transformers' name of parameter `name` of `layer`."""
+    """Return transformers' name of parameter `name` of `layer`."""
     family = family_of(spec.kind)
     if family is None:
         return _gpt(spec, layer, name)
@@ -50,10 +50,10 @@ def _gpt(spec: ModelSpec, layer: int, name: str) -> str:
 
 
 def to_hugging_face(spec: ModelSpec, layer: int, tensors: Mapping[str, Array]) -> dict[str, Array]:
-    """The parameters of `layer`, by our names, as transformers' checkpoint of the model has them.
+    """Return the parameters of `layer`, given by our names, as transformers' checkpoint has them.
 
-    The head's copy of a tied weight is left out. All layers together, with `hugging_face_config`,
-    are what `from_pretrained` loads.
+    The head's copy of a tied weight is left out. `from_pretrained` loads all layers together with
+    `hugging_face_config`.
     """
     found: dict[str, Array] = {}
     for name, value in tensors.items():
@@ -71,7 +71,7 @@ def to_hugging_face(spec: ModelSpec, layer: int, tensors: Mapping[str, Array]) -
 
 
 def exported(spec: AnyModel, layer: int, tensors: Mapping[str, Array]) -> dict[str, Array]:
-    """The parameters of `layer`, by our names, as an export of the model has them."""
+    """Return the parameters of `layer`, given by our names, as an export of the model has them."""
     if isinstance(spec, ModelSpec):
         return to_hugging_face(spec, layer, tensors)
     assert isinstance(spec, OwnModelSpec), "there are two kinds"
@@ -92,19 +92,19 @@ def exported(spec: AnyModel, layer: int, tensors: Mapping[str, Array]) -> dict[s
 
 
 def _of_adapter(name: str) -> str:
-    """Return the tensor's name as peft has it in a file: without the name of the adapter."""
+    """Return peft's name of the tensor in a file: without the name of the adapter."""
     for matrix in ("lora_A", "lora_B"):
         name = name.replace(f".{matrix}.default.", f".{matrix}.")
     return f"base_model.model.{name}"
 
 
 def has_adapters(spec: AnyModel) -> bool:
-    """Return whether an export has adapters of peft, and not a model."""
+    """Return whether an export has adapters of peft instead of a model."""
     return isinstance(spec, OwnModelSpec) and spec.lora is not None
 
 
 def exported_config(spec: AnyModel) -> dict[str, Any] | None:
-    """The config beside them; None where transformers does not know the model."""
+    """Return the export's config; None where transformers does not know the model."""
     if isinstance(spec, ModelSpec):
         return hugging_face_config(spec)
     assert isinstance(spec, OwnModelSpec), "there are two kinds"
@@ -113,18 +113,18 @@ def exported_config(spec: AnyModel) -> dict[str, Any] | None:
 
 
 def by_layer(layer: int, tensors: Mapping[str, Array]) -> dict[str, Array]:
-    """The parameters of a layer of the user's, as an nn.Sequential of the layers calls them."""
+    """Return the parameters of a user's layer, named as in an nn.Sequential of the layers."""
     return {f"{layer}.{name.removeprefix('module.')}": value for name, value in tensors.items()}
 
 
 def hugging_face_config(spec: ModelSpec) -> dict[str, Any]:
-    """The config.json of the model as transformers reads it."""
+    """Return the config.json of the model as transformers reads it."""
     keys = _gpt_config(spec) if spec.kind == "gpt" else decode_config(spec.config)
     family = family_of(spec.kind) or GPT2
     return {
         "model_type": family.kind,
         "architectures": [family.architecture],
-        # BERT pads with token 0 where nothing is said.
+        # BERT pads with token 0 by default.
         **{name: v for name, v in keys.items() if v is not None or name == "pad_token_id"},
     }
 

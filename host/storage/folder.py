@@ -1,8 +1,8 @@
 """Folder of files on this machine or anywhere that fsspec reaches, as checkpoints need it.
 
 A file appears when it is whole. On a local disk it is written under another name, synced and
-renamed. Elsewhere the service shows it when it is closed; so rely on a file only once another one
-is there that was written after it. Must not know what the files are.
+renamed. A remote service shows it when it is closed, so rely on a file only once another one exists
+that was written after it. Must not know the content of files.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from typing import Any, Protocol
 from oobleck.core.redact import redact
 from oobleck.host.system.files import check_size, open_regular, read_regular, sync_directory
 
-#: Read and hashed at a time.
+#: Bytes that are read and hashed at a time.
 CHUNK_BYTES = 4 << 20
-#: More is no folder of checkpoints.
+#: A folder with more names is not one of checkpoints.
 _MOST_NAMES = 100_000
 
 Content = bytes | memoryview
@@ -28,7 +28,7 @@ Content = bytes | memoryview
 class Folder(Protocol):
     """Folder of files. Names are relative to it and use `/`. All methods raise OSError."""
 
-    #: As the user named it, without the secrets in it: for messages.
+    #: Name given by the user, with its secrets hidden, for messages.
     url: str
 
     def names(self) -> list[str]:
@@ -39,16 +39,18 @@ class Folder(Protocol):
         """Return whether there is such a file. Raises OSError if it cannot be determined."""
 
     def read(self, name: str, *, most_bytes: int) -> bytes:
-        """Read a file. Raises WrongFile if it is larger than `most_bytes`, or no regular file."""
+        """Read a file. Raises WrongFile if it is larger than `most_bytes`, or not a
+        regular file.
+        """
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """Yield the file's content piece by piece."""
 
     def write(self, name: str, content: Iterable[Content]) -> None:
-        """Make the file and the folders that it is in; it is there only when it is whole."""
+        """Make the file and its folders; it appears only when it is whole."""
 
     def remove(self, name: str) -> None:
-        """Remove the file or folder with all its content; do nothing if it is not there."""
+        """Remove the file or folder with all its content; do nothing if it does not exist."""
 
     def below(self, name: str) -> "Folder":
         """Return the folder `name` in this one, whether or not it exists."""
@@ -60,8 +62,8 @@ def is_remote(path: str) -> bool:
 
 
 def open_folder(path: str) -> Folder:
-    """Open a folder. `path`: of a local directory, or an fsspec URL. Raises ValueError with the fix
-    if fsspec cannot speak that protocol here."""
+    """Open a folder. `path`: a local directory or an fsspec URL. Raises ValueError with the fix if
+    fsspec does not support that protocol here."""
     if is_remote(path):
         return _open_remote(path)
     return LocalFolder(path.removeprefix("file://"))
@@ -83,7 +85,7 @@ class LocalFolder:
             return []
 
     def exists(self, name: str) -> bool:
-        # Path.exists takes any trouble of the storage for an absence from Python 3.14 on.
+        # From Python 3.14 on Path.exists takes any error of the storage for an absence.
         try:
             os.stat(self._path / name)
         except (FileNotFoundError, NotADirectoryError):
@@ -106,7 +108,7 @@ class LocalFolder:
             with open(temporary, "wb", buffering=0) as file:
                 for part in content:
                     view = memoryview(part).cast("B")
-                    while view:  # a disk that is nearly full takes a part and refuses the rest
+                    while view:  # a nearly full disk writes only a part
                         view = view[file.write(view) :]
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -148,7 +150,7 @@ def _make_directory(path: Path) -> None:
     _make_directory(path.parent)
     try:
         path.mkdir(exist_ok=True)
-    except FileExistsError as error:  # a file, or a link that leads nowhere
+    except FileExistsError as error:  # a file, or a broken link
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from error
     sync_directory(path.parent)
 
@@ -195,7 +197,7 @@ class RemoteFolder:
         with _as_os_errors(self.url):
             self._system.invalidate_cache()
             try:
-                self._system.info(self._at(name))  # `exists` takes any error for a missing file
+                self._system.info(self._at(name))  # `exists` hides errors
             except FileNotFoundError:
                 return False
             return True
@@ -233,5 +235,5 @@ def _as_os_errors(url: str) -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:
-        # Foreign code of any service; what it raises is for the caller to handle as one kind.
+        # Foreign code of any service: the caller handles all its errors as one kind.
         raise OSError(redact(f"{url}: {type(error).__name__}: {error}")) from error

@@ -1,8 +1,8 @@
 """Initial weights on disk: a directory as Hugging Face saves a model, in safetensors files.
 
-Owns which tensors lie where, that the files are whole, and that they stay what they were; reads
-their headers and samples of each tensor, so the command line can look before a job is sent. No
-pickle is read. Must not know what the tensors mean.
+Owns the places of tensors, and checks that the files are whole and stay unchanged. It reads headers
+and samples of each tensor, so that the command line can check before a job is sent. No pickle is
+read. Must not know the meaning of tensors.
 """
 
 import hashlib
@@ -25,19 +25,19 @@ _ONE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-#: A file of the largest models has a tenth of it. The format's own limit, 100 MB, takes half a
-#: minute and gigabytes to read.
+#: Most bytes of a header; a file of the largest models has a tenth of it. The format's own limit,
+#: 100 MB, takes half a minute and gigabytes to read.
 _MOST_HEADER_BYTES = 10 << 20
 _MOST_INDEX_BYTES = 64 << 20
 _MOST_CONFIG_BYTES = 16 << 20
-#: Bits of one value; of another type, what its offsets say counts.
+#: Bits of one value; for other types the offsets decide.
 _BITS = {
     **dict.fromkeys(("F64", "I64", "U64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 8),
 }
-#: How numpy has the numbers; it knows no BF16, whose bits are the upper half of an F32's.
+#: Types in numpy, which lacks BF16; its bits are the upper half of an F32's.
 _NUMPY = {
     "F64": "<f8",
     "F32": "<f4",
@@ -50,17 +50,17 @@ _NUMPY = {
     "U8": "u1",
     "BOOL": "?",
 }
-#: A fingerprint covers the begin, the middle and the end of each tensor, so much of each.
+#: Bytes of each sample for the fingerprint: at begin, middle and end of each tensor.
 _BLOCK_BYTES = 4096
-#: Keys of a config that say where a model comes from or how it is stored, and not what it computes.
+#: Keys of a config that describe the origin or storage of a model, and not its computation.
 _OF_NO_EFFECT = ("_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype")
-#: Size and time of change of a file, in nanoseconds. Not the inode: file systems
-#: that have none make up another one now and then.
+#: Size and time of change of a file, in nanoseconds. Not the inode: file systems without inodes
+#: make up changing ones.
 _Stamp = tuple[int, int]
 
 
 class WeightsError(ValueError):
-    """Error: initial weights cannot be used; the text names the file or tensor and the fix."""
+    """Error of unusable initial weights; the text names the file or tensor and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,10 @@ class StoredTensor:
     """Location of one tensor."""
 
     path: str
-    #: As safetensors names it, such as `F32` or `BF16`.
+    #: Name in safetensors, such as `F32` or `BF16`.
     dtype: str
     shape: tuple[int, ...]
-    #: Of the file, when it was looked at.
+    #: Stamp of the file when it was opened.
     stamp: _Stamp
 
 
@@ -105,8 +105,7 @@ def open_weights(directory: str) -> WeightFiles:
     for tensor, name in (index or {}).items():
         if tensor not in tensors:
             raise WeightsError(
-                f"{folder / name} has no tensor {tensor}, which {_INDEX} says is there; "
-                "copy the model anew"
+                f"{folder / name} has no tensor {tensor}, which {_INDEX} lists; copy the model anew"
             )
     digest.update(_config(folder))
     return WeightFiles(directory, tensors, digest.digest())
@@ -114,7 +113,7 @@ def open_weights(directory: str) -> WeightFiles:
 
 def check_unchanged(read: Iterable[StoredTensor]) -> None:
     """Raise WeightsError if a file has changed since it was opened. Call it once the data `read`
-    are copied: till then they may be a map of the file."""
+    are copied: until then they may be a map of the file."""
     for path, stamp in sorted({(stored.path, stored.stamp) for stored in read}):
         try:
             now = _stamp(os.stat(path))
@@ -122,7 +121,7 @@ def check_unchanged(read: Iterable[StoredTensor]) -> None:
             raise WeightsError(f"cannot read {path}: {error.strerror}; put it back") from error
         if now != stamp:
             raise WeightsError(
-                f"{path} was changed since this job began, and other nodes have what was there "
+                f"{path} was changed since this job began, and other nodes have the file as it was "
                 "before; put that back"
             )
 
@@ -132,7 +131,7 @@ def read_tensor(files: WeightFiles, name: str) -> NDArray[Any]:
     stored = files.tensors.get(name)
     if stored is None or stored.dtype not in _NUMPY:
         has = "no tensor" if stored is None else f"{stored.dtype} in"
-        raise WeightsError(f"{files.directory} has {has} {name}; put the model there that it was")
+        raise WeightsError(f"{files.directory} has {has} {name}; restore the original model there")
     try:
         with open_regular(Path(stored.path)) as file:
             length = int.from_bytes(file.read(8), "little")
@@ -173,7 +172,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
 
 
 def _config(folder: Path) -> bytes:
-    """Return the keys of config.json that affect what the model computes, as JSON; empty if there
+    """Return the keys of config.json that affect the model's computation, as JSON; empty if there
     is no such file. Raises WeightsError."""
     path = folder / _CONFIG
     try:
@@ -222,7 +221,7 @@ def _read_header(path: Path, digest: "hashlib._Hash") -> dict[str, StoredTensor]
 
 
 def _sample(file: BinaryIO, begin: int, end: int, digest: "hashlib._Hash") -> None:
-    """Add so much of the bytes from `begin` to `end` that other numbers hardly go unseen."""
+    """Add samples of the bytes from `begin` to `end`, enough to detect almost any change."""
     last = max(begin, end - _BLOCK_BYTES)
     for place in sorted({begin, (begin + last) // 2, last}):
         file.seek(place)
@@ -230,8 +229,8 @@ def _sample(file: BinaryIO, begin: int, end: int, digest: "hashlib._Hash") -> No
 
 
 def check_content(content: bytes, most_header_bytes: int) -> None:
-    """Raise WeightsError if `content` is no whole safetensors file, or its header is too long. Call
-    it before a library makes objects of it."""
+    """Raise WeightsError if `content` is not a whole safetensors file, or its header is too long.
+    Call it before a library makes objects of it."""
     length = int.from_bytes(content[:8], "little")
     _check_length(length, len(content), "it", most_header_bytes)
     _parse_header(content[8 : 8 + length], "it", len(content))
@@ -242,7 +241,7 @@ class _Entry(msgspec.Struct):
 
     dtype: Annotated[str, msgspec.Meta(max_length=16)]
     shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=8)]
-    #: Begin and end in the data behind the header.
+    #: Begin and end in the data after the header.
     data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]]
 
     @property
@@ -254,7 +253,7 @@ class _Entry(msgspec.Struct):
 
 
 class _Index(msgspec.Struct):
-    #: Tensors to file names.
+    #: File names by tensor.
     weight_map: dict[str, str]
 
 

@@ -1,10 +1,10 @@
-"""Run the `main` of a module, or of a package's `__main__`, as a process that ends with its parent
-from its first moment on.
+"""Runner of a module's `main`, or of a package's `__main__`, in a process that ends with its
+parent.
 
-    python -m oobleck.host.system.die_with_parent PARENT_PID MODULE [ARGUMENT...]
+  python -m oobleck.host.system.die_with_parent PARENT_PID MODULE [ARGUMENT...]
 
-For modules whose imports take seconds. Without this the parent could die unnoticed meanwhile, and
-Ctrl-C would leave a traceback in a log. Must import nothing that is slow.
+For modules whose imports take seconds: the parent could die unnoticed meanwhile, and Ctrl-C would
+leave a traceback in a log. Must import nothing that is slow.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Clocks and randomness, which a process takes from outside.
 
-Built once and passed down. A daemon with the same environment runs the same way again: so the
+Built once and passed down. A daemon with the same environment repeats its run, so that the
 simulation plays a whole cluster from a seed.
 """
 
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 class Environment:
     #: Seconds since some moment; never jumps. All spans are measured by it.
     now: Callable[[], float] = time.monotonic
-    #: Seconds of the calendar, which may jump: for what people read.
+    #: Unix time, which may jump: for people.
     unix: Callable[[], float] = time.time
     #: Unguessable hexadecimal text of so many bytes, never the same twice.
     token: Callable[[int], str] = secrets.token_hex
-    #: Of this process.
+    #: Process id of this process.
     pid: Callable[[], int] = os.getpid
-    #: A number from the first to the second one.
+    #: Random number from the first to the second one.
     uniform: Callable[[float, float], float] = random.uniform

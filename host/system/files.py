@@ -1,7 +1,8 @@
-"""Files that others made or named: only regular ones are opened, and only so much of them is read.
+"""Files made or named by others: only regular ones are opened, and only a bounded part of them is
+read.
 
-A pipe in a file's place would be waited for, and a file of any size would fill the memory. Must not
-know what is in them.
+A pipe in a file's place would block, and a file of any size would fill the memory. Must not know
+their content.
 """
 
 import errno
@@ -15,13 +16,15 @@ _MACHINE_ID = Path("/etc/machine-id")
 
 
 class WrongFile(OSError):
-    """Error for a path that is no regular file, or a file too large: retrying would fail again."""
+    """Error for a path that is not a regular file, or a file too large: retrying would
+    fail again.
+    """
 
 
 def open_at_once(path: str | Path) -> int:
     """Return a descriptor for reading, without waiting for a pipe's writer. Raises OSError."""
     if "\0" in str(path):
-        raise WrongFile(errno.EINVAL, "a name with a NUL is no file's")
+        raise WrongFile(errno.EINVAL, "a file name cannot contain NUL")
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 

@@ -1,7 +1,7 @@
-"""Memory that this process and others share: how much it is, and whether it has run out.
+"""Memory that this process and others share: its size, and whether it has run out.
 
 A control group may have less than the host. A process that the kernel kills for lack of memory
-looks like any other that got SIGKILL; only a counter of its control group, or else of the whole
+looks like any other that got SIGKILL. Only a counter of its control group, or else of the whole
 host, shows the cause.
 """
 

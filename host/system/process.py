@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
-#: What is killed ends within this, unless the kernel holds it.
+#: Time within which a killed process ends, unless the kernel holds it.
 _KILLED_S = 1.0
 
 
 def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process `signum` as soon as its parent ends, however it ends; at
-    once, if `parent_pid`, the parent that the caller knows of, is gone already. Linux alone."""
+    """Have the kernel send this process `signum` as soon as its parent ends, however it ends.
+
+    If the known parent, `parent_pid`, is gone already, the signal is sent at once. Linux only.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -32,16 +34,18 @@ def python(module: str, *arguments: str) -> list[str]:
 
 def with_parent(module: str) -> list[str]:
     """Return the beginning of a command that runs a Python module and ends with this process,
-    however that ends. It ends once the thread that starts it has."""
+    however that ends. It also ends with the thread that starts it."""
     return python("oobleck.host.system.die_with_parent", str(os.getpid()), module)
 
 
 def completed(
     command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a command and return its exit status and output. Unlike `subprocess.run`, it also kills
-    the command's children, and does not wait for a process that survives SIGKILL, as where a driver
-    hangs. Raises OSError and subprocess.TimeoutExpired."""
+    """Run a command and return its exit status and output.
+
+    Unlike `subprocess.run`, it also kills the command's children, and does not wait for a process
+    that survives SIGKILL, as where a driver hangs. Raises OSError and subprocess.TimeoutExpired.
+    """
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -83,10 +87,10 @@ def end_signals() -> tuple[signal.Signals, ...]:
 
 
 def leave_ending_to_agent() -> None:
-    """Pass over SIGTERM, which is the agent's to answer with a drain: Slurm sends it to all
-    processes of a step. No program that this process starts inherits that."""
+    """Ignore SIGTERM, which the agent answers with a drain: Slurm sends it to all processes of a
+    step. No program that this process starts inherits that."""
     signal.signal(signal.SIGTERM, lambda signum, frame: None)
-    signal.siginterrupt(signal.SIGTERM, False)  # calls of libraries go on
+    signal.siginterrupt(signal.SIGTERM, False)  # library calls continue
 
 
 def end_by_sigterm() -> None:
@@ -94,9 +98,9 @@ def end_by_sigterm() -> None:
 
 
 def allow_open_files() -> int:
-    """Raise the limit of this process's open files as far as it may; return the new limit.
+    """Raise the limit of this process's open files as far as allowed; return the new limit.
 
-    Most systems begin with 1,024, for the sake of programs that wait by select().
+    Most systems begin with 1,024, for programs that wait by select().
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

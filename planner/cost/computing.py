@@ -1,6 +1,6 @@
-"""Compute time of each worker of a plan in a step, as its profile has it.
+"""Compute time of each worker of a plan in a step, predicted from its profile.
 
-Workers' own measurements are held against this. Must not know rates, nor the order of things.
+Workers' own measurements are compared with it. Must not know rates or the order of compute.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from oobleck.planner.cost.stagecost import stage_cost
 
 
 def computing_s(plan: Plan, profile: Profile) -> Mapping[WorkerId, float]:
-    """Seconds of forward and backward of all its micro-batches that each worker of the plan has in
-    a step, in rank order; 0 for those that only hold layers. Rates are not counted.
+    """Return each worker's seconds of forward and backward over its micro-batches in a step, in
+    rank order. A worker that only holds layers has 0. Rates are not counted.
 
     Raises ValueError, as `stage_cost`.
     """
@@ -32,8 +32,8 @@ def computing_s(plan: Plan, profile: Profile) -> Mapping[WorkerId, float]:
 
 
 def computing_by_layer_s(plan: Plan, profile: Profile) -> Mapping[WorkerId, Mapping[int, float]]:
-    """The same of each layer that a worker computes. Where several share it, by the rows that each
-    has of a micro-batch.
+    """Return each worker's compute seconds by layer. Workers that share a layer are counted by
+    their rows of a micro-batch.
 
     Raises ValueError, as `stage_cost`.
     """

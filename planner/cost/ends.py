@@ -1,7 +1,7 @@
 """The end of a step, worker by worker: gradient sums, vote and update of any plan.
 
-`oobleck.planner.cost.sums` has the same by kinds of pipelines, for plans whose workers run all that
-they hold. Must not know how routes compute.
+`oobleck.planner.cost.sums` does the same by kinds of pipelines, for plans whose workers run every
+layer that they hold. Must not know how routes compute.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,17 +12,19 @@ from oobleck.core.profile import Profile, all_reduce_s
 from oobleck.core.ties import Ties
 from oobleck.planner.programs.compiler.gradients import gradient_buckets
 
-#: Loss, norm and flags of a vote.
+#: Bytes of a vote's message: loss, norm and flags.
 _VOTE_BYTES = 64
 
 
 def plan_end_s(
     plan: Plan, ends_s: Mapping[WorkerId, float], profile: Profile, *, tied: Ties
 ) -> float:
-    """Return when the step is over on all workers, given when each has computed its last. The sums,
-    the vote and the update come after that; each worker's link passes its sums on one after the
-    other as they become ready. A holder of a layer that does not run it adds no wait. Workers that
-    compute nothing are not in `ends_s`."""
+    """Return when the step is over on all workers, from when each finishes its compute (`ends_s`).
+
+    After its compute come a worker's gradient sums, the vote and the update. Each worker's link
+    carries its sums one after the other as they become ready. A worker that holds a layer without
+    running it adds no wait, and one that computes nothing is not in `ends_s`.
+    """
     sums: dict[WorkerId, list[tuple[float, float]]] = {worker: [] for worker in plan.workers}
     for bucket in gradient_buckets(plan, tied=tied):
         own = {part.layer: part.share for part in bucket.parts if part.part == "own"}

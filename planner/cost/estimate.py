@@ -1,8 +1,8 @@
-"""Estimates of step time and memory: of a whole plan under a schedule, and of many plans at once.
+"""Estimates of step time and memory, for one plan or for many at once.
 
-Pipelines that run alike are replayed once and remembered, and most plans have few kinds of them, so
-an estimate takes O(pipelines + kinds x stages x micro-batches), whatever the number of workers.
-Must not build programs, nor choose.
+Pipelines that run alike are replayed once and remembered. Most plans have few kinds of them, so an
+estimate takes O(pipelines + kinds x stages x micro-batches) whatever the number of workers. Must
+not build programs, nor choose.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,15 +32,15 @@ from oobleck.planner.programs.compiler.schedule import in_flight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindEstimate:
-    """Pipelines that run alike; values are per stage."""
+    """Group of pipelines that run alike; values are per stage."""
 
-    #: Their positions in the plan, and the first of them.
+    #: Positions of the pipelines in the plan; `pipeline` is the first of them.
     numbers: tuple[int, ...]
     pipeline: Pipeline
     kind: Kind
-    #: When its last forward or backward is over, seconds.
+    #: Seconds from the step's begin to the end of the last forward or backward.
     computed_s: tuple[float, ...]
-    #: Of one worker: state and the activations at their highest.
+    #: State and peak activations of one worker.
     peak_bytes: tuple[int, ...]
 
     @property
@@ -49,7 +49,7 @@ class KindEstimate:
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Seconds each worker computes in a step, without the update."""
+        """Seconds that each worker computes in a step, without the update."""
         return tuple(
             self.kind.microbatches * (stage.forward_s + stage.backward_s)
             for stage in self.kind.cut.stages
@@ -64,7 +64,7 @@ class StepEstimate:
     step_s: float
     #: Share of all workers' time that is not spent computing.
     bubble: float
-    #: In the order of their first pipelines.
+    #: Ordered by first pipeline.
     kinds: tuple[KindEstimate, ...]
 
     @property
@@ -74,7 +74,9 @@ class StepEstimate:
 
 
 class Alike(NamedTuple):
-    """Pipelines of one kind: their positions in the plan, the first of them, its stages' costs."""
+    """Group of pipelines of one kind: their positions in the plan, the first pipeline, the stages'
+    costs.
+    """
 
     numbers: tuple[int, ...]
     pipeline: Pipeline
@@ -83,9 +85,10 @@ class Alike(NamedTuple):
 
 
 class Replays:
-    """Steps under one profile, whatever its memory; remembers the pipelines that it has replayed.
+    """Step estimates under one profile, whatever its memory; remembers the pipelines it has
+    replayed.
 
-    `tied`: the head shares layer 0's token embedding.
+    `tied`: the layers that share parameters.
     """
 
     def __init__(self, profile: Profile, *, tied: Ties) -> None:
@@ -102,11 +105,11 @@ class Replays:
     def estimates(
         self, plans: Sequence[Plan], schedules: Sequence[Schedule]
     ) -> list[dict[Schedule, StepEstimate]]:
-        """Time, bubble and memory of one step of each plan under each schedule; of many plans at
-        once it is faster.
+        """Estimate time, bubble and memory of one step of each plan under each schedule.
 
-        Beyond some hundreds of micro-batches per pipeline, times are extrapolated from the steady
-        state, to within a fraction of a per cent. Raises ValueError, as `stage_cost`.
+        One call for many plans is faster than many calls. Beyond some hundreds of micro-batches per
+        pipeline, times are extrapolated from the steady state, to within a fraction of a per cent.
+        Raises ValueError, as `stage_cost`.
         """
         kinds = [self.kinds(plan) for plan in plans]
         self._replay([(s, each.kind) for some in kinds for each in some for s in schedules])
@@ -183,12 +186,12 @@ class Replays:
 
 
 def kinds_of(plan: Plan, profile: Profile) -> Sequence[Alike]:
-    """The pipelines of a plan that run alike."""
+    """Group the pipelines of a plan that run alike."""
     return Replays(profile, tied=False).kinds(plan)
 
 
 def _ends_s(plan: Plan, kinds: Iterable[KindEstimate]) -> dict[WorkerId, float]:
-    """Return when each worker has computed its last."""
+    """Return when each worker finishes its compute."""
     return {
         worker: end_s
         for kind in kinds
@@ -201,7 +204,7 @@ def _ends_s(plan: Plan, kinds: Iterable[KindEstimate]) -> dict[WorkerId, float]:
 def estimate_step(
     plan: Plan, profile: Profile, *, tied: Ties = False, schedule: Schedule | None = None
 ) -> StepEstimate:
-    """`Replays.estimates` of one plan; `schedule` in place of the plan's own."""
+    """Estimate one plan's step (`Replays.estimates`); `schedule` replaces the plan's own."""
     wanted = schedule or plan.schedule
     return Replays(profile, tied=tied).estimates([plan], [wanted])[0][wanted]
 
@@ -233,7 +236,7 @@ def worker_peak_bytes(
 
 
 def shadow_bytes(plan: Plan, profile: Profile) -> dict[WorkerId, int]:
-    """Return the bytes that workers need for the layers that they hold and do not run."""
+    """Return the bytes that workers need for layers that they hold without running them."""
     found: dict[WorkerId, int] = {}
     for hold in plan.holds if plan.shadows else ():
         for worker in hold.workers:
@@ -250,8 +253,8 @@ def with_shadow_bytes(
     numbers: Iterable[int],
     shadows: Mapping[WorkerId, int],
 ) -> tuple[int, ...]:
-    """`peaks` of the stages of alike pipelines (their positions in the plan), with what the worker
-    of each stage has that has most for shadows."""
+    """Return the stages' peaks with shadows added: per stage, those of the worker that has most.
+    `numbers` are the positions in the plan of the pipelines, which run alike."""
     if not shadows:
         return peaks
     stages = zip(*(plan.pipelines[number].stages for number in numbers), strict=True)
@@ -273,8 +276,8 @@ def _peaks(
 def stage_peak_bytes(
     costs: Sequence[StageCost], schedule: Schedule, microbatches: int, replicas: int
 ) -> tuple[int, ...]:
-    """Return the peak memory of each worker of a pipeline, by stage, in a plan of so many replicas
-    of the model."""
+    """Return the peak memory of one worker of each stage, in a plan with `replicas` replicas of the
+    model."""
     return tuple(
         cost.worker_bytes(
             in_flight(schedule, stages=len(costs), stage=number, microbatches=microbatches),

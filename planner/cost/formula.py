@@ -1,8 +1,8 @@
-"""The formula that searches compare by: what stages, pipelines and gradient sums take.
+"""The closed-form costs that searches compare: times of stages, pipelines and gradient sums.
 
-`oobleck.planner.cost.replay` tells it exactly for the few that are worth it. Times are integers
-here (ticks of a femtosecond), so that sums are exact, equal stages are equal, and which stage is
-the slowest never hangs on rounding.
+`oobleck.planner.cost.replay` gives exact times for the few candidates that are worth it. Times are
+integers here (ticks of a femtosecond): sums are exact, equal stages compare equal, and rounding
+never decides which stage is the slowest.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ TICKS_PER_S = 10**15
 
 
 def ticks(seconds: float) -> int:
-    """Seconds in whole ticks."""
+    """Convert seconds to whole ticks."""
     return round(seconds * TICKS_PER_S)
 
 
@@ -27,11 +27,11 @@ def seconds(count: int) -> float:
 class PipelineCost:
     """Cost of a template as a pipeline, apart from its share of the batch (in ticks)."""
 
-    #: One micro-batch all the way forward and back.
+    #: Ticks of one micro-batch all the way forward and back.
     first: int
-    #: Each further micro-batch.
+    #: Ticks of each further micro-batch.
     period: int
-    #: Gradient bytes of the stage (per GPU) that has most of them.
+    #: Gradient bytes per GPU of the stage that has most.
     gradient_bytes: int
 
     def time(self, microbatches: int) -> int:
@@ -45,13 +45,14 @@ class PipelineCost:
 
 
 def pipeline_cost(template: PipelineTemplate, profile: Profile) -> PipelineCost:
-    """1F1B in closed form.
+    """Return the closed-form cost of a template under 1F1B.
 
     A micro-batch passes all stages and the messages between them. In the steady state, any run of
-    neighbouring stages s..k takes in one micro-batch per round trip through it and may have
-    k - s + 1 of them inside, so the slowest such run sets the period. Against a replay this is up
-    to a quarter too long for few micro-batches on very uneven stages, since short stages make up
-    for part of the first round trip, and within a few per cent otherwise.
+    neighbouring stages s..k takes in one micro-batch per round trip through it. It may hold k - s +
+    1 of them. The slowest such run sets the period.
+
+    The formula is within a few per cent of a replay. For few micro-batches on very uneven stages it
+    is up to a quarter too long: short stages make up for part of the first round trip.
     """
     stages = template.stages
     times = [ticks(stage.forward_s) + ticks(stage.backward_s) for stage in stages]
@@ -83,5 +84,5 @@ def pipeline_cost(template: PipelineTemplate, profile: Profile) -> PipelineCost:
 
 
 def sync_ticks(gradient_bytes: int, *, pipelines: int, links: Links) -> int:
-    """Gradient sync of a stage with that many gradient bytes over that many pipelines."""
+    """Return the ticks of a stage's gradient sum over that many pipelines."""
     return ticks(all_reduce_s(gradient_bytes, workers=pipelines, same_node=False, links=links))

@@ -1,6 +1,6 @@
 """Pipelines that run alike: the same cut on the same places with the same share of the batch.
 
-Owns what the replay has to know of them, from a template or from a plan. Must not know how long a
+Owns the replay's input for them, built from a template or from a plan. Must not know how long a
 step takes.
 """
 
@@ -16,14 +16,14 @@ from oobleck.planner.cost.stagecost import StageCost, stage_cost
 
 
 class Place(NamedTuple):
-    """Layers on some workers of the pipeline's node number `node`."""
+    """Run of layers on some workers of the pipeline's node number `node`."""
 
     first_layer: int
     #: Inclusive.
     last_layer: int
     gpus: int
     node: int
-    #: Of the slowest of the workers.
+    #: Rate of the slowest of the workers.
     rate: float = 1.0
 
 
@@ -40,15 +40,15 @@ class StageTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Cut:
-    """The stages of pipelines that run alike, first stage first.
+    """Stages of pipelines that run alike, first stage first.
 
-    Compared by identity, so that looking up what is remembered of a kind does not hash hundreds of
-    numbers: whoever asks again for the same cut keeps the object.
+    Compared by identity: a lookup by kind then need not hash hundreds of numbers. Callers keep the
+    object to ask again for the same cut.
     """
 
     places: tuple[Place, ...]
     stages: tuple[StageTimes, ...]
-    #: Of the message between a stage and the next one, either way, seconds.
+    #: Seconds of the message between a stage and the next one, either way.
     message_s: tuple[float, ...]
 
     @property
@@ -57,7 +57,7 @@ class Cut:
 
 
 class Kind(NamedTuple):
-    """Pipelines that run alike."""
+    """Pipelines that run alike: their cut and their count of micro-batches."""
 
     microbatches: int
     cut: Cut
@@ -66,7 +66,7 @@ class Kind(NamedTuple):
 def template_cut(template: PipelineTemplate, profile: Profile) -> Cut:
     """Build the cut of the template's pipelines, for schedules that do not split the backward.
 
-    Its times are the template's, in which stages that are equal on paper are equal.
+    Its times are the template's, so that stages that are equal on paper stay equal.
     """
     places = [Place(s.first_layer, s.last_layer, s.gpus, s.node) for s in template.stages]
     times = []
@@ -106,7 +106,7 @@ def cost_of(stage: Hold, profile: Profile, rate: float = 1.0) -> StageCost:
 
 
 def pipeline_kinds(plan: Plan) -> dict[tuple[int, tuple[Place, ...]], list[int]]:
-    """Group pipelines that run alike: by micro-batches and places, their positions in the plan."""
+    """Return the positions in the plan of pipelines that run alike, by micro-batches and places."""
     kinds: dict[tuple[int, tuple[Place, ...]], list[int]] = {}
     for number, pipeline in enumerate(plan.pipelines):
         kinds.setdefault((pipeline.microbatches, _places(pipeline, plan)), []).append(number)
@@ -114,8 +114,8 @@ def pipeline_kinds(plan: Plan) -> dict[tuple[int, tuple[Place, ...]], list[int]]
 
 
 def replicas(plan: Plan) -> int:
-    """Pipelines, and one more where workers hold shadows. A single replica has no gradients
-    summed."""
+    """Count the replicas of the model: pipelines, and one more where workers hold shadows. With a
+    single replica no gradients are summed."""
     return len(plan.pipelines) + bool(plan.shadows)
 
 
@@ -134,7 +134,9 @@ def _places(pipeline: Pipeline, plan: Plan) -> tuple[Place, ...]:
 
 
 def _messages_s(places: Iterable[Place], profile: Profile) -> tuple[float, ...]:
-    """Each worker sends its rows to those that hold them; the largest of these messages counts."""
+    """Return the seconds of the largest message between each stage and the next; each worker sends
+    its rows to the workers that compute them next.
+    """
     return tuple(
         message_s(
             -(-profile.layers[before.last_layer].output_bytes // max(before.gpus, after.gpus)),

@@ -1,5 +1,4 @@
-"""Plans whose workers stand in several hops: what list scheduling needs of a profile, and what a
-step takes then.
+"""Estimates of plans whose workers compute in several hops: list scheduling's input, and step time.
 
 Must not choose plans.
 """
@@ -28,13 +27,13 @@ from oobleck.planner.cost.replay import computed_s
 from oobleck.planner.cost.stagecost import StageCost, idle_bytes, stage_cost
 from oobleck.planner.programs.listing.schedule import listed_routes, planned
 
-#: The longest forward or backward of any hop has so many ticks.
+#: Ticks of the longest forward or backward of any hop.
 _FINENESS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedEstimate:
-    """Time and memory of a step of a plan some of whose workers stand in several hops."""
+    """Time and memory of a step of a plan some of whose workers compute in several hops."""
 
     step_s: float
     #: State and activations of each worker, in rank order.
@@ -47,7 +46,7 @@ class ListedEstimate:
 
 
 def with_listing(plan: Plan, profile: Profile, *, split: bool = True) -> Plan:
-    """`plan` with what its hops take and the room that its workers have, by `profile` and its
+    """Return `plan` with the times of its hops and its workers' free memory, by `profile` and its
     rates.
 
     Raises PlanInfeasible, as `stage_cost`.
@@ -63,7 +62,7 @@ def with_listing(plan: Plan, profile: Profile, *, split: bool = True) -> Plan:
 def estimate_listed(plan: Plan, profile: Profile, *, tied: Ties) -> ListedEstimate:
     """Estimate a step of `plan`, which has a listing by `profile`. Raises PlanInfeasible."""
     schedule = planned(plan)
-    assert schedule is not None, "workers stand in several hops"
+    assert schedule is not None, "workers compute in several hops"
     tick_s = _tick_s(_costs(plan, profile))
     ends_s = {worker: max(ends) * tick_s for worker, ends in schedule.ends.items()}
     for kind in _closed_kinds(plan, profile):
@@ -79,11 +78,14 @@ def estimate_listed(plan: Plan, profile: Profile, *, tied: Ties) -> ListedEstima
 def listed_bytes(
     plan: Plan, profile: Profile, *, kept: float = 1.0, least_replicas: int = 1
 ) -> dict[WorkerId, int]:
-    """State and activations of each worker, in rank order, of `plan`, which has a listing by
-    `profile`; as if there were so many replicas of each layer at least, and where list-scheduled
-    workers keep a part of what they do of micro-batches. Raises PlanInfeasible."""
+    """Return the state and activations of each worker, in rank order. `plan` has a listing by
+    `profile`.
+
+    Each layer is counted as having at least `least_replicas` replicas. List-scheduled workers keep
+    the share `kept` of their activations. Raises PlanInfeasible.
+    """
     schedule = planned(plan)
-    assert schedule is not None, "workers stand in several hops"
+    assert schedule is not None, "workers compute in several hops"
     held = _held_bytes(plan, profile, least_replicas)
     found = {
         worker: held[worker] + ceil(kept * schedule.peak_bytes.get(worker, 0))
@@ -101,7 +103,7 @@ def listed_bytes(
 
 
 class _Closed(NamedTuple):
-    """Routes that nobody helps and that run alike, as pipelines."""
+    """Group of routes that share no workers with others and run alike, as pipelines."""
 
     microbatches: int
     places: tuple[Place, ...]
@@ -150,7 +152,8 @@ def _route_ticks(
                 backward_weight=round(cost.backward_weight_s / tick_s),
                 message=0 if after is None else round(_message_s(hop, after, profile) / tick_s),
                 kept_bytes=kept,
-                # Nothing is freed between the parts of a backward (`StageCost.activation_bytes`).
+                # Nothing is freed between the two parts of a backward
+                # (`StageCost.activation_bytes`).
                 deferred_bytes=kept,
             )
         )
@@ -158,7 +161,9 @@ def _route_ticks(
 
 
 def _message_s(hop: Hop, after: Hop, profile: Profile) -> float:
-    """Each worker sends its rows to those that compute them next; the largest message counts."""
+    """Return the seconds of the largest message between two hops; each worker sends its rows to the
+    workers that compute them next.
+    """
     widest = max(len(hop.workers), len(after.workers))
     return message_s(
         -(-profile.layers[hop.last_layer].output_bytes // widest),
@@ -168,7 +173,7 @@ def _message_s(hop: Hop, after: Hop, profile: Profile) -> float:
 
 
 def _held_bytes(plan: Plan, profile: Profile, least_replicas: int = 1) -> dict[WorkerId, int]:
-    """Return the bytes that each worker holds before it keeps anything of a micro-batch."""
+    """Return the bytes that each worker holds before the activations of any micro-batch."""
     found, beside = dict.fromkeys(plan.workers, 0), dict.fromkeys(plan.workers, 0)
     held_twice = sum(len(hold.layers) for hold in plan.holds) > plan.layer_count
     copies = max(least_replicas, 1 + held_twice)

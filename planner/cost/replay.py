@@ -1,9 +1,9 @@
-"""The one replay of a step: when each stage of a pipeline computes what, many pipelines at once.
+"""The replay of a step: when each stage of a pipeline computes, for many pipelines at once.
 
-The order of compute comes from `oobleck.planner.programs.compiler.schedule`. A message is on its
-way for a while and keeps nobody from computing. Pipelines of one schedule go side by side through
-arrays, and very long ones are extrapolated from their steady state. `oobleck.planner.cost.sums` has
-what follows in a step. Must not know plans or profiles.
+The order of compute comes from `oobleck.planner.programs.compiler.schedule`. A message takes time
+on its way and keeps no stage from computing. Pipelines of one schedule are replayed as columns of
+arrays; very long ones are extrapolated from their steady state. `oobleck.planner.cost.sums` owns
+the rest of the step. Must not know plans or profiles.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,18 +21,18 @@ from oobleck.planner.programs.compiler.schedule import backward_slot, forward_sl
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
-#: When each stage of a pipeline has computed its last, seconds.
+#: Seconds at which each stage of a pipeline finishes its compute.
 Ends = tuple[float, ...]
 Question = tuple[Schedule, Kind]
 
-#: Pipelines side by side: enough for a slot's arithmetic to take longer than its calls.
+#: Pipelines replayed together: enough for a slot's arithmetic to outweigh its calls.
 _MOST_COLUMNS = 64
-#: Pipelines are replayed whole up to so many micro-batches, or 4 per stage.
+#: Largest count of micro-batches that is replayed whole; 4 per stage if that is more.
 _FEW_MICROBATCHES = 128
 
 
 class Event(NamedTuple):
-    """A stage computes this of a micro-batch, counted from 0."""
+    """Compute of one stage on one micro-batch (counted from 0), with its begin and end."""
 
     kind: type[Compute]
     microbatch: int
@@ -41,7 +41,7 @@ class Event(NamedTuple):
 
 
 def computed_s(questions: Iterable[Question]) -> dict[Question, Ends]:
-    """Return when each stage of each kind has computed its last. For many micro-batches the times
+    """Return when each stage of each kind finishes its compute. For many micro-batches the times
     are right to within a fraction of a per cent."""
     counts = {question: _replayed(question[1]) for question in questions}
     short = dict.fromkeys(
@@ -50,7 +50,7 @@ def computed_s(questions: Iterable[Question]) -> dict[Question, Ends]:
         for count in own
     )
     found: dict[Question, Ends] = {}
-    # Alike in length, so that few go on alone.
+    # Pipelines of similar length go together, so that few columns go on alone.
     ordered = sorted(short, key=lambda q: (q[0], q[1].microbatches + len(q[1].cut.stages)))
     for schedule, group in groupby(ordered, key=lambda question: question[0]):
         kinds = [kind for _, kind in group]
@@ -74,8 +74,8 @@ def timeline(schedule: Schedule, kind: Kind) -> list[list[Event]]:
 
 
 def _replayed(kind: Kind) -> tuple[int, ...]:
-    """The numbers of micro-batches that tell what the kind takes: its own, or two of the steady
-    state, so that a replay takes bounded work."""
+    """Return the counts of micro-batches to replay for a kind: its own, or two in the steady state
+    to extrapolate from. That bounds the work of a replay."""
     most = max(_FEW_MICROBATCHES, 4 * len(kind.cut.stages))
     return (kind.microbatches,) if kind.microbatches <= most else (most // 2, most)
 
@@ -91,8 +91,8 @@ def _extrapolated(counts: Sequence[int], ends: Sequence[Ends], wanted: int) -> E
 
 
 class _Wave(NamedTuple):
-    """Compute that can run side by side: forwards, or backwards, of micro-batch `batch[i]` on the
-    stage with `after[i]` stages after it."""
+    """Compute that can run side by side: the forward or backward of micro-batch `batch[i]` on the
+    stage that has `after[i]` stages after it."""
 
     slot: int
     backward: bool
@@ -119,10 +119,10 @@ def _waves(schedule: Schedule, depth: int, most: int) -> tuple[_Wave, ...]:
 
 
 class _SideBySide:
-    """Pipelines as the columns of arrays, and stages as rows, counted from the last one.
+    """Replay of several pipelines as the columns of arrays; rows are stages, the last one first.
 
-    Shorter pipelines are filled up with stages before the first that take no time: those have a
-    micro-batch no later than the first stage can take it in.
+    Shorter pipelines are padded with stages that take no time before their first one. A padding
+    stage has each micro-batch no later than the first stage can take it in.
     """
 
     def __init__(self, schedule: Schedule, kinds: Sequence[Kind]) -> None:
@@ -132,9 +132,9 @@ class _SideBySide:
         self._microbatches: Integers = np.array([kind.microbatches for kind in kinds])
         self._fewest, self._most = min(self._microbatches), int(max(self._microbatches))
         self._forward_s, self._backward_s, self._weight_s = (np.zeros(shape) for _ in range(3))
-        #: Of the message between a stage and the one after it.
+        #: Seconds of the message between a stage and the next one.
         self._message_s = np.zeros(shape)
-        #: Stages before it: of so many micro-batches the weight gradients are left for later.
+        #: Number of stages before it: the weight gradients of so many micro-batches are deferred.
         self._before = np.zeros(shape, dtype=np.int64)
         self._splits = splits_backward(schedule)
         for column, kind in enumerate(kinds):
@@ -143,13 +143,13 @@ class _SideBySide:
             self._forward_s[:count, column] = [stage.forward_s for stage in stages]
             self._backward_s[:count, column] = [stage.backward_s for stage in stages]
             if self._splits:
-                # Nobody waits for the first stage's input gradient: its backward stays whole.
+                # No stage needs the first stage's input gradient: its backward stays whole.
                 self._backward_s[: count - 1, column] = [s.backward_input_s for s in stages[:-1]]
                 self._weight_s[: count - 1, column] = [s.backward_weight_s for s in stages[:-1]]
             self._message_s[1:count, column] = kind.cut.message_s[::-1]
             self._before[:count, column] = range(count - 1, -1, -1)
         self._clock = np.zeros(shape)
-        #: When a stage, and the one after it, was done with what it computed last.
+        #: End of the last forward of a stage, and of the last backward of the stage after it.
         self._forward, self._backward = np.zeros(shape), np.zeros(shape)
 
     def ends(self) -> list[Ends]:
@@ -163,7 +163,7 @@ class _SideBySide:
         ]
 
     def _played(self) -> Iterator[_Wave]:
-        """Go through all waves; in each a stage takes in what came out of the neighbour last."""
+        """Yield all waves in order; in each, a stage takes in its neighbour's last output."""
         for wave in _waves(self._schedule, self._depth, self._most):
             after = wave.after
             before = slice(after.start + 1, after.stop + 1, after.step)
@@ -180,8 +180,8 @@ class _SideBySide:
                 self._clock[after] += np.where(due, self._weight_s[after], 0.0)
 
     def _done(self, wave: _Wave, arrived: Floats, taken_s: Floats) -> Floats:
-        """Advance these stages past what has arrived, and return when they end. Stages without that
-        micro-batch compute nothing."""
+        """Advance these stages past the arrivals and return when they end. A stage without that
+        micro-batch keeps its time."""
         clock, batch = self._clock[wave.after], wave.batch
         end = np.maximum(clock, arrived) + taken_s[wave.after]
         if max(batch[0], batch[-1]) >= self._fewest:

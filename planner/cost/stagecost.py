@@ -1,7 +1,7 @@
 """Cost of a stage for each of its workers: compute, the update, and memory.
 
-The terms of the replay (`oobleck.planner.cost.replay`) and of what fits. Must not know the order of
-things.
+Owns the terms of the replay (`oobleck.planner.cost.replay`) and of memory checks. Must not know the
+order of compute.
 """
 
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ from oobleck.core.errors import PlanInfeasible
 from oobleck.core.profile import Profile, working_bytes
 from oobleck.planner.profile.sharing import exchange_bytes
 
-#: Share of the backward that makes the input's gradient where the profile does not tell: measured
-#: on transformer blocks, gradients of inputs and of weights take 1.3 to 1.
+#: Share of the backward that makes the input's gradient, where the profile has no times for it.
+#: Measured on transformer blocks: gradients of inputs and of weights take 1.3 to 1.
 INPUT_SHARE = 1.3 / 2.3
 
 
@@ -28,27 +28,29 @@ class StageCost:
     backward_input_s: float
     backward_weight_s: float
     update_s: float
-    #: Of the whole stage, as all bytes here; its workers share them evenly.
+    #: Bytes of the whole stage, as all bytes here; its workers share them evenly.
     state_bytes: int
-    #: Sums over all workers that hold a layer, where several do.
+    #: Gradient sums over all workers that hold a layer, where several do.
     sum_bytes: int
-    #: The part of that which is summed where nobody else holds a layer as well: of a weight that
-    #: two layers share, whether they lie on one worker or on two.
+    #: The part of `sum_bytes` that is needed even with one replica: the sum of a weight that two
+    #: layers share, on one worker or on two.
     tied_bytes: int
-    #: Kept per micro-batch from its forward to the end of its backward. Nothing is counted as freed
-    #: between the gradient of the input and those of the weights: the latter still need each linear
-    #: layer's input and its output's gradient, which are 16 hidden widths per token of a
-    #: transformer block, as many as the block keeps before.
+    #: Kept per micro-batch from its forward to the end of its backward.
+    #:  Nothing is counted as freed between the gradient of the input and those of the weights. The
+    #: latter still need each linear layer's input and its output's gradient. They are 16 hidden
+    #: widths per token of a transformer block, as many as the block keeps before.
     activation_bytes: int
-    #: What the layers that take most have beside, while they are computed.
+    #: Extra bytes while a layer is computed, for the layer that needs most.
     working_bytes: int
-    #: What each worker has beside its share of these while it computes.
+    #: Extra bytes of each worker for exchanges while it computes.
     exchange_bytes: int
 
     def worker_bytes(self, kept: int, *, replicas: int) -> int:
         """Return the bytes of each worker that keeps the activations of `kept` micro-batches, in a
-        plan of so many replicas of the model (`oobleck.planner.cost.kinds.replicas`). The sum is
-        rounded up only once, so that what a template's memory allows is allowed here."""
+        plan with `replicas` replicas of the model (`oobleck.planner.cost.kinds.replicas`).
+
+        The sum is rounded up only once, so that it never exceeds what a template's memory allows.
+        """
         shared = self.state_bytes + kept * self.activation_bytes + self.working_bytes
         shared += self.sum_bytes if replicas > 1 else self.tied_bytes
         return -(-shared // self.gpus) + self.exchange_bytes
@@ -68,8 +70,8 @@ class StageCost:
 
 
 def idle_bytes(profile: Profile, layers: Iterable[int], gpus: int) -> int:
-    """Return the bytes of each of `gpus` workers that hold layers and compute none of them: the
-    state, and what the sums of gradients need."""
+    """Return the bytes of each of `gpus` workers that hold layers without computing them: the state
+    and the gradient sums."""
     own = [profile.layers[layer] for layer in layers]
     return -(-sum(layer.state_bytes + layer.sum_bytes for layer in own) // gpus)
 
@@ -77,9 +79,9 @@ def idle_bytes(profile: Profile, layers: Iterable[int], gpus: int) -> int:
 def stage_cost(
     profile: Profile, first_layer: int, last_layer: int, gpus: int, *, resident: bool = False
 ) -> StageCost:
-    """The cost of layers first_layer .. last_layer on `gpus` GPUs of a node.
+    """Return the cost of layers first_layer .. last_layer on `gpus` GPUs of a node.
 
-    `resident`: as a stage's flag of that name (`oobleck.core.routes.Hold`). Raises
+    `resident` is the flag of that name in `oobleck.core.routes.Hold`. Raises
     PlanInfeasible where the profile has no time of a layer for so many GPUs.
     """
     layers = profile.layers[first_layer : last_layer + 1]
@@ -103,7 +105,7 @@ def stage_cost(
         update_s=sum(layer.update_s.get(gpus, 0.0) for layer in layers),
         state_bytes=sum(layer.state_bytes for layer in layers),
         activation_bytes=sum(layer.activation_bytes for layer in layers),
-        # Both places of a shared weight have one sum.
+        # A shared weight has one sum for all its places.
         sum_bytes=sum(layer.sum_bytes - layer.tied_bytes for layer in layers) + tied_bytes,
         tied_bytes=tied_bytes,
         working_bytes=working_bytes(layers),

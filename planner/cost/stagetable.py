@@ -1,8 +1,7 @@
-"""Table of the stages that may exist, with their times and their room, for all runs of layers at
-once.
+"""Table of all possible stages, with their times and free memory, for all runs of layers at once.
 
-Searches compare times that are whole numbers in float64, so that sums are exact and what cannot be
-is infinite; what a stage is said to take is in ticks. Must not know what a cut costs: that is for
+Searches compare whole numbers in float64: sums are exact, and an impossible stage is infinite.
+Times of chosen stages are in ticks. Must not know what a cut costs; that belongs to
 `oobleck.planner.search.partition`.
 """
 
@@ -20,9 +19,9 @@ from oobleck.planner.profile.sharing import running_exchange_bytes
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-#: T stays below so many units of time, so that all sums of whole units are exact in float64.
+#: Limit of a time T in units, so that all sums of whole units are exact in float64.
 _MOST_UNITS = 2**52
-#: More micro-batches in flight, or stages, than there can be.
+#: Larger than any number of micro-batches in flight or of stages.
 UNBOUNDED = 2**31
 #: (first layer, stop, GPUs) of each stage.
 Stages = tuple[tuple[int, int, int], ...]
@@ -31,8 +30,9 @@ Stages = tuple[tuple[int, int, int], ...]
 class StageTable:
     """Time and room of every possible stage.
 
-    `time[k, i, j]` is that of layers i .. j-1 on `choices[k]` GPUs, `per_s` to the second; infinite
-    where the layers may not be shared so. `room[k, i, j]` micro-batches fit there in flight.
+    `time[k, i, j]` is the time of layers i .. j-1 on `choices[k]` GPUs, in units of 1 / `per_s`
+    seconds; infinite where the layers cannot be shared so. `room[k, i, j]` is the number of
+    micro-batches that fit there in flight.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -46,13 +46,13 @@ class StageTable:
         ]
         whole_s = max((sum(t for t in row if t != np.inf) for row in seconds), default=0.0)
         # No stage takes longer than the model, and T counts 4 times the stages and a few more. A
-        # decimal unit keeps times equal that are so on paper: 0.1 + 0.2 and 0.3.
+        # decimal unit keeps times equal that are equal on paper: 0.1 + 0.2 and 0.3.
         most_s = (whole_s or 1.0) * (4 * self.layers + 4)
         self.per_s = 10.0 ** min(15, math.floor(math.log10(_MOST_UNITS / most_s)))
         shape = (len(self.choices), self.layers, self.layers + 1)
         self.time = np.full(shape, np.inf)
         self.room = np.zeros(shape, dtype=np.int64)
-        #: By number of GPUs: the ticks of all layers before each one, forward and backward.
+        #: By number of GPUs: forward and backward ticks of all layers before each one.
         self._ticks = {
             d: tuple(
                 _ticks(times.get(d, 0.0) for times in every)
@@ -64,7 +64,7 @@ class StageTable:
         kept = _running([la.activation_bytes for la in layers])
         working = np.array([la.working_bytes for la in layers], dtype=np.int64)
         mapped = np.array([la.mapped_bytes for la in layers], dtype=np.int64)
-        #: From each layer on, as further layers join it in a stage of several workers.
+        #: For each first layer: the bytes as further layers join it in a stage of several workers.
         exchange = [
             np.array(running_exchange_bytes(layers[i:]), dtype=np.int64)
             for i in range(self.layers if self.choices[-1:] > (1,) else 0)
@@ -85,8 +85,9 @@ class StageTable:
         self.time[self.room == 0] = np.inf
 
     def fewest_stages(self, nodes: int) -> Integers:
-        """[layer, node, GPUs]: the fewest stages for the layers from there on, `UNBOUNDED` where
-        no cut fits. A cut of fewest stages leaves the stages before it most memory."""
+        """Return by [layer, node, GPUs] the fewest stages for the layers from there on, or
+        `UNBOUNDED` where no cut fits. A cut of fewest stages leaves the most memory to the stages
+        before it."""
         fewest = np.full((self.layers + 1, nodes, self.per_node + 1), UNBOUNDED)
         fewest[self.layers, 0, 0] = 0
         for i in range(self.layers - 1, -1, -1):
@@ -105,12 +106,12 @@ class StageTable:
         return float(self.time[self.choices.index(gpus), first, stop])
 
     def stage_ticks(self, first: int, stop: int, gpus: int) -> tuple[int, int]:
-        """Forward and backward of one micro-batch."""
+        """Return the forward and backward ticks of one micro-batch."""
         forward, backward = self._ticks[gpus]
         return forward[stop] - forward[first], backward[stop] - backward[first]
 
     def fits(self, cut: Stages) -> bool:
-        """Return whether the memory holds the micro-batches that each stage has in flight under
+        """Return whether each stage's memory holds the micro-batches that it has in flight under
         1F1B."""
         return all(
             self.room[self.choices.index(gpus), first, stop] >= len(cut) - number

@@ -1,6 +1,6 @@
-"""The end of a step: gradient sums, vote and update, from when each stage has computed its last.
+"""The end of a step: gradient sums, vote and update, after each stage's compute.
 
-One pipeline stands for all of its kind. Must not know how pipelines compute, nor where plans come
+One pipeline represents all of its kind. Must not know how pipelines compute, nor where plans come
 from.
 """
 
@@ -14,19 +14,18 @@ from oobleck.core.profile import Profile, all_reduce_s
 from oobleck.core.ties import Ties, groups
 from oobleck.planner.cost.kinds import Kind, Place
 
-#: Loss, norm and flags of a vote.
+#: Bytes of a vote's message: loss, norm and flags.
 _VOTE_BYTES = 64
 
-#: A worker by number of the kind, of its stage and in it.
+#: Worker, as (number of the kind, stage, worker in the stage).
 _Owner = tuple[int, int, int]
-#: When the sum is ready, and what it takes, seconds.
+#: Seconds at which a sum is ready, and seconds that it takes.
 _Sum = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """Count of pipelines of a kind, and when each of their stages has computed its last, in
-    seconds."""
+    """Kind of pipeline: its count, and when each of its stages finishes its compute, in seconds."""
 
     count: int
     kind: Kind
@@ -41,10 +40,9 @@ def step_end_s(kinds: Sequence[Computed], profile: Profile, *, tied: Ties) -> fl
     """Return when the step is over on all workers.
 
     Runs of layers that every pipeline has in one stage are summed, in pieces where stages of
-    different numbers of workers share the layers; so is what `tied` layers share, over all of
-    them. A sum is ready when its last owner is; each worker's link passes
-    its sums on one after the other, as they become ready. All of a kind come to each sum at the
-    same time.
+    different numbers of workers share the layers. Parameters that `tied` layers share are summed
+    over all of them. A sum is ready when its last owner is. Each worker's link carries its sums one
+    after the other as they become ready. All pipelines of a kind reach each sum at the same time.
     """
     sums: dict[_Owner, list[_Sum]] = {
         (number, position, worker): []
@@ -64,7 +62,7 @@ def step_end_s(kinds: Sequence[Computed], profile: Profile, *, tied: Ties) -> fl
 
 
 def _in_turn(sums: Iterable[_Sum]) -> float:
-    """Return when the last of one worker's sums is over."""
+    """Return when the last of one worker's sums ends."""
     end = 0.0
     for ready_s, taken_s in sorted(sums):
         end = max(end, ready_s) + taken_s
@@ -74,9 +72,8 @@ def _in_turn(sums: Iterable[_Sum]) -> float:
 def _summed(
     kinds: Sequence[Computed], profile: Profile, *, tied: Ties
 ) -> Iterator[tuple[list[tuple[int, int]], list[int], int]]:
-    """Yield each group of layers that is summed in one go: the (kind, stage) pairs that hold it,
-    the bytes of each layer's own parameters, and the bytes of the parameters that layers share, if
-    the group has them."""
+    """Yield each group of layers that is summed together. It has the (kind, stage) pairs that hold
+    it, the bytes of each layer's own parameters, and the bytes of shared ones."""
     own = [layer.summed_bytes for layer in profile.layers]
     shared = {places: min(own[layer] for layer in places) for places in groups(tied, len(own))}
     for places, weight in shared.items():
@@ -84,7 +81,7 @@ def _summed(
             own[layer] -= weight
     whole = all(len(kind.places) == 1 for kind in kinds)
     for layers, at in _runs(kinds):
-        # Where every pipeline is one stage, what is shared has the owners of all the rest.
+        # Where every pipeline is one stage, shared parameters have the owners of all the rest.
         weight = sum(shared.values()) if whole else 0
         yield list(enumerate(at)), [own[layer] for layer in layers], weight
     for places, weight in () if whole else shared.items():
@@ -98,7 +95,9 @@ def _summed(
 
 
 def _runs(kinds: Sequence[Computed]) -> Iterator[tuple[range, list[int]]]:
-    """Maximal runs of layers that every kind has in one stage, last first, with those stages."""
+    """Yield maximal runs of layers that every kind has in one stage, with those stages; last run
+    first.
+    """
     at = [len(kind.places) - 1 for kind in kinds]
     stop = kinds[0].places[-1].last_layer + 1
     while stop:
@@ -118,7 +117,7 @@ def _add_sums(
     weight: int,
     profile: Profile,
 ) -> None:
-    """The sums over `stages` (kind, stage), one for each piece."""
+    """Add the sums over `stages` (kind, stage), one for each piece."""
     places = [kinds[number].places[position] for number, position in stages]
     ready_s = max(kinds[number].ends_s[position] for number, position in stages)
     same_node = (
@@ -139,7 +138,7 @@ def _add_sums(
 
 
 def _pieces(sizes: Iterable[int]) -> Iterator[Share]:
-    """Cut wherever a stage of so many workers changes the one that owns it."""
+    """Yield the pieces of a layer between all the places where stages of these sizes cut it."""
     widths = set(sizes)
     of = math.lcm(*widths)
     cuts = sorted({p * of // size for size in widths for p in range(size)} | {of})

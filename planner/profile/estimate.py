@@ -1,8 +1,8 @@
-"""A profile from arithmetic alone, for a job that nobody has measured yet.
+"""Profiles from arithmetic alone, for jobs without a measurement.
 
-Times come from FLOPs and bytes over what a kind of worker does per second; those of the nominal one
-mean something by their proportions alone. Byte counts are true for every kind of model. Must not
-know the machine beyond that.
+Times come from FLOPs and bytes divided by a machine's rates. On the nominal machine only their
+proportions are meaningful. Byte counts are right for every kind of model. Must not know more of the
+machine.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ from oobleck.planner.profile.memory import (
 from oobleck.planner.profile.sharing import gathered_bytes, sharing_sizes, with_exchanges
 from oobleck.planner.profile.sums import with_sums
 
-#: Memory of the nominal worker.
+#: Memory rate of the nominal worker.
 _NOMINAL_BYTES_PER_S = 5e9
-#: How often a forward reads or writes each byte that it keeps.
+#: Times that a forward reads or writes each byte that it keeps.
 _PASSES = 2
-#: How often an update reads or writes each byte of the state: norm, clip and AdamW read and write
-#: weights, gradients and moments, and the gradients are cleared.
+#: Times that an update reads or writes each byte of the state. Norm, clip and AdamW read and write
+#: weights, gradients and moments; then the gradients are cleared.
 _UPDATE_PASSES = 2.25
 
 _TOKEN_BYTES = 8
@@ -47,10 +47,11 @@ def estimate_profile(
     memory_per_worker_bytes: int,
     machine: Machine = NOMINAL,
 ) -> Profile:
-    """The profile of `job`'s model; times for each number of GPUs that divides a micro-batch.
+    """Estimate the profile of `job`'s model, with times for each number of GPUs that divides a
+    micro-batch.
 
-    A margin goes off `memory_per_worker_bytes` (see `oobleck.planner.profile.memory`); the job's
-    own memory budget, where given, takes its place as it stands.
+    A margin is taken off `memory_per_worker_bytes` (see `oobleck.planner.profile.memory`). The
+    job's own memory budget, where given, replaces it without a margin.
     """
     links = Links(
         intra_node_bytes_per_s=machine.intra_node_bytes_per_s,
@@ -90,22 +91,21 @@ def _layers(job: JobSpec, machine: Machine) -> tuple[LayerProfile, ...]:
 
 
 def flops_per_token(job: JobSpec) -> float:
-    """Return the operations of a step per token: forward and backward, without what is computed
-    again. The model is one that is known by its kind."""
+    """Return the operations of a step per token: forward and backward, without recomputation. The
+    model is one known by its kind."""
     model = _built_in(job)
     counts, blocks = _counts(model), model.layers
     return 3.0 * (counts.embedding.flops + blocks * counts.block.flops + counts.head.flops)
 
 
 def _built_in(job: JobSpec) -> ModelSpec:
-    """The job's, which is known by its kind."""
+    """Return the job's model, which is known by its kind."""
     assert isinstance(job.model, ModelSpec)
     return job.model
 
 
 def _shared(layer: LayerProfile, sizes: Sequence[int], machine: Machine) -> LayerProfile:
-    """Return the layer with times for each number of GPUs; none of them has more rows than its
-    share."""
+    """Return the layer with times for each number of GPUs, which share its rows evenly."""
     return replace(
         layer,
         forward_s={gpus: layer.forward_s[1] / gpus for gpus in sizes},
@@ -123,8 +123,8 @@ def _update_s(state_bytes: int, sizes: Sequence[int], machine: Machine) -> dict[
 
 
 def _moving_s(count: float, machine: Machine, *, nominal: bool) -> float:
-    """Return the time to read or write so many bytes. `nominal`: it counts for a nominal worker
-    too."""
+    """Return the time to read or write so many bytes. `nominal`: whether it counts on a nominal
+    worker too."""
     rate = machine.memory_bytes_per_s
     if rate is None:
         return count / _NOMINAL_BYTES_PER_S if nominal else 0.0
@@ -160,12 +160,12 @@ def _own_layer(
     rows, item = job.training.microbatch, STATE_ITEM_BYTES[job.training.precision]
     output_bytes = 0 if last else rows * sketch.output.message_bytes
     kept_bytes = max(input_bytes, rows * sketch.kept_bytes)
-    # Numbers that are read and written take time too where nothing is multiplied.
+    # Reading and writing numbers takes time even where nothing is multiplied.
     products_s = rows * sketch.flops / machine.flops_per_s(job.training)
     moving_s = _moving_s(kept_bytes, machine, nominal=True)
     forward_s = products_s + moving_s + machine.least_s
     again = job.training.recompute == "layer"
-    # Messages of both directions, posted ahead; the largest gradient; what is computed again.
+    # Messages of both directions, posted ahead; the largest gradient; recomputed activations.
     blocks = [input_bytes] * 2 + [output_bytes] * 2 + [sketch.largest * item, 2 * kept_bytes // 5]
     activation_bytes = kept_bytes
     if again:
@@ -190,12 +190,12 @@ def _own_layer(
 
 
 def _rows(job: JobSpec) -> int:
-    """Tokens of a micro-batch."""
+    """Return the tokens of a micro-batch."""
     return job.training.microbatch * _built_in(job).sequence_length
 
 
 def _counts(model: ModelSpec) -> Counts:
-    """The arithmetic of each kind of layer."""
+    """Return the arithmetic of each kind of layer."""
     family = family_of(model.kind)
     if family is not None:
         return family.count(decode_config(model.config), model.sequence_length)
@@ -209,7 +209,7 @@ def _counts(model: ModelSpec) -> Counts:
             masks=hidden if model.dropout else 0,
         ),
         block=LayerCount(
-            # and weight and bias of two layer norms
+            # Plus weight and bias of two layer norms.
             parameters=matrices + 4 * hidden,
             flops=2.0 * matrices + 4.0 * length * hidden,
             # qkv, attention output, MLP (up, GELU); norms and residuals
@@ -249,8 +249,8 @@ def _block(job: JobSpec, name: str, machine: Machine) -> LayerProfile:
         counted,
         machine,
         activation_bytes=kept_bytes,
-        # Messages of both directions, posted ahead; gradients replace what was kept one by one; the
-        # largest matrix's own, before it is added.
+        # Messages of both directions, posted ahead. Gradients replace the kept activations one by
+        # one. The largest matrix has its own gradient before it is added.
         blocks=[
             *[_hidden_bytes(job)] * 4,
             *_hidden_blocks(job, 2 * kept_bytes // 5),
@@ -270,7 +270,7 @@ def _head(job: JobSpec, machine: Machine) -> LayerProfile:
         counted,
         machine,
         activation_bytes=_kept_bytes(job, counted),
-        # A piece of the loss is there with the logits, then their gradient with the weight's.
+        # A piece of the loss is in memory with the logits, then their gradient with the weight's.
         blocks=[max(chunk_bytes, _narrow_bytes(job, counted.parameters))],
         output_bytes=0,
         tied_bytes=_tied_bytes(job),
@@ -278,7 +278,7 @@ def _head(job: JobSpec, machine: Machine) -> LayerProfile:
 
 
 def _kept_bytes(job: JobSpec, counted: LayerCount) -> int:
-    """Return the bytes that are kept of a micro-batch from a layer's forward to its backward."""
+    """Return the bytes of a micro-batch kept from a layer's forward to its backward."""
     rows = _rows(job)
     narrow, wide = _narrow_bytes(job, counted.kept), _wide_bytes(job, counted.kept_wide)
     return rows * (narrow + wide + counted.masks)
@@ -290,24 +290,24 @@ def _narrow_bytes(job: JobSpec, numbers: int) -> int:
 
 
 def _wide_bytes(job: JobSpec, numbers: int) -> int:
-    """Return the bytes of so many numbers in the type of what is trained."""
+    """Return the bytes of so many numbers in the type of the trained weights."""
     return numbers * STATE_ITEM_BYTES[job.training.precision]
 
 
 def _hidden_blocks(job: JobSpec, size: int) -> list[int]:
-    """Split so many bytes of activations into blocks of one hidden state each, as most are."""
+    """Split so many bytes of activations into blocks of one hidden state, the most common size."""
     count, rest = divmod(size, _hidden_bytes(job))
     return [_hidden_bytes(job)] * count + [rest]
 
 
 def _tied_bytes(job: JobSpec) -> int:
-    """Return the bytes of the token embedding, where the head shares it; else 0."""
+    """Return the bytes of the token embedding where the head shares it; else 0."""
     model = _built_in(job)
     return _wide_bytes(job, model.vocabulary * model.hidden) if model.tied else 0
 
 
 def _hidden_bytes(job: JobSpec) -> int:
-    """Return the bytes that a layer hands to the next one."""
+    """Return the bytes that a layer sends to the next one."""
     return _narrow_bytes(job, _rows(job) * _built_in(job).hidden)
 
 
@@ -323,7 +323,7 @@ def _layer(
     tied_bytes: int = 0,
     wide: bool = False,
 ) -> LayerProfile:
-    """`wide`: it computes with the weights as they are trained."""
+    """Build the profile of a layer. `wide`: it computes with the weights in their trained type."""
     narrow = 0 if wide else narrow_bytes(counted.parameters, job.training.precision)
     products_s = _rows(job) * counted.flops / machine.flops_per_s(job.training)
     moved = _PASSES * activation_bytes + (0 if wide else narrow)

@@ -1,9 +1,8 @@
-"""Speeds of kinds of workers, for estimates of jobs that nobody has measured.
+"""Speeds of kinds of workers, for estimates of jobs without a measurement.
 
-Peaks are those that makers publish, dense: NVIDIA's data sheets of SXM boards, NVLink one way, and
-the adapter that a DGX has for each GPU. Shares of them that a model reaches are assumptions:
-products of cuBLAS reach 60 to 70 % of the bf16 peak at the boards' power limits, copies 80 to 90 %
-of the memory's. docs/planning.md holds the estimates against published training speeds.
+Peaks are the published dense ones: NVIDIA's data sheets of SXM boards, NVLink one way, and a DGX's
+network adapter per GPU. The shares that a model reaches are assumptions. Products of cuBLAS reach
+60 to 70 % of the bf16 peak at the boards' power limits, copies 80 to 90 % of the memory's.
 """
 
 import re
@@ -15,35 +14,35 @@ from oobleck.core.job.spec import Precision, TrainingSpec
 _PRODUCTS_SHARE = 0.6
 _MEMORY_SHARE = 0.8
 _LINKS_SHARE = 0.8
-#: Of a layer's forward on a GPU, however small: its kernels are launched one by one.
+#: Least time of a layer's forward on a GPU: its kernels are launched one by one.
 _LAUNCHES_S = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Machine of one worker, and its wires."""
+    """Machine of one worker, and its links."""
 
     name: str
-    #: Of products, by the precision of the job.
+    #: Peak of matrix products, by the precision of the job.
     peak_flops_per_s: Mapping[Precision, float]
-    #: Of float32 where the job allows TF32; 0: it makes no difference.
+    #: Peak of float32 where the job allows TF32; 0: the same as without.
     tf32_flops_per_s: float = 0.0
-    #: The part of the peak that products reach.
+    #: Share of the peak that products reach.
     products_share: float = _PRODUCTS_SHARE
-    #: What is read and written beside products; None: that counts for models of the user's alone.
+    #: Rate of reads and writes beside products; None: they count for users' models only.
     memory_bytes_per_s: float | None
     intra_node_bytes_per_s: float
     inter_node_bytes_per_s: float
     latency_s: float
     #: Least time of a layer's forward.
     least_s: float
-    #: Of a whole board; 0: the host says.
+    #: Memory of a whole board; 0: as the host reports.
     memory_bytes: int = 0
-    #: How many a node has, where nobody says.
+    #: Boards of a node, where it is not known.
     per_node: int = 1
 
     def shared(self, by: int) -> "Machine":
-        """Return the part of the machine that each of so many workers has."""
+        """Return the share of the machine of one of `by` workers."""
         if by == 1 or self.memory_bytes_per_s is None:
             return self
         return replace(
@@ -61,7 +60,7 @@ class Machine:
         return self.memory_bytes > 0
 
     def peak(self, training: TrainingSpec) -> float:
-        """FLOP/s at most, for a job."""
+        """Return the peak FLOP/s for a job."""
         if training.precision == "fp32" and training.float32_matmul != "highest":
             return self.tf32_flops_per_s or self.peak_flops_per_s["fp32"]
         return self.peak_flops_per_s[training.precision]
@@ -71,7 +70,8 @@ class Machine:
         return self.products_share * self.peak(training)
 
 
-#: One CPU core, and loopback or a 25 Gbit/s network. Only proportions of its times mean something.
+#: One CPU core, and loopback or a 25 Gbit/s network. Only the proportions of its times are
+#: meaningful.
 NOMINAL = Machine(
     name="cpu",
     peak_flops_per_s=dict.fromkeys(("fp32", "bf16", "fp64"), 20e9),
@@ -96,7 +96,9 @@ def _gpu(
     links: float,
     network: float,
 ) -> Machine:
-    """Build a machine from units of 1e12 FLOP/s and 1e9 bytes/s; `memory_gib`: as torch sees it."""
+    """Build a machine from units of 1e12 FLOP/s and 1e9 bytes/s; `memory_gib` is as torch reports
+    it.
+    """
     return Machine(
         name=name,
         peak_flops_per_s={"bf16": bf16 * 1e12, "fp32": fp32 * 1e12, "fp64": fp64 * 1e12},
@@ -127,8 +129,8 @@ GPUS: Mapping[str, Machine] = {
 }
 
 
-#: By the names that drivers give their boards. Others with the same chip, such as H100 PCIe, and
-#: slices of them (MIG) compute less, or have no NVLink.
+#: Kinds by the names that drivers give their boards. Other boards with the same chip, such as H100
+#: PCIe, and slices of them (MIG) compute less or have no NVLink.
 _BOARDS: Mapping[str, str] = {
     "B200": "b200",
     "H200": "h200",
@@ -138,15 +140,18 @@ _BOARDS: Mapping[str, str] = {
     "A100-SXM4-40GB": "a100-40gb",
     "A100-SXM4-80GB": "a100",
 }
-#: A guess for all other GPUs: an A100 without NVLink, on PCIe of the fourth generation.
+#: Guess for all other GPUs: an A100 without NVLink, on PCIe of the fourth generation.
 OTHER_GPU = _gpu("gpu", **_AMPERE, links=32, network=12.5, memory_gib=39, memory=1555)
 _KIND = re.compile(r"cuda (?P<names>.+?)(, shared by (?P<sharing>[1-9][0-9]{0,3}))?")
 
 
 def machine_of(device_kind: str) -> Machine:
-    """Find the machine by the name that an agent gives its workers' devices, such as `cuda NVIDIA
-    H100 80GB HBM3`. If a node has several kinds of GPUs, it is the slowest one; `NOMINAL` where the
-    name is of no GPU."""
+    """Return the machine by an agent's name for its workers' devices, such as `cuda NVIDIA H100
+    80GB HBM3`.
+
+    If a node has several kinds of GPUs, it is the slowest one. A name that is not of a GPU gives
+    `NOMINAL`.
+    """
     match = _KIND.fullmatch(device_kind)
     if match is None:
         return NOMINAL
@@ -161,6 +166,6 @@ def _board(name: str) -> Machine:
 
 
 def slowest_of(device_kinds: Collection[str], training: TrainingSpec) -> Machine:
-    """Return the slowest machine for this job; `NOMINAL` where there is none."""
+    """Return the slowest machine for this job; `NOMINAL` if `device_kinds` is empty."""
     machines = [machine_of(kind) for kind in sorted(device_kinds)]
     return min(machines, key=lambda one: one.flops_per_s(training), default=NOMINAL)

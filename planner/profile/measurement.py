@@ -1,7 +1,7 @@
-"""Measurements of workers, and how they become the profile of the whole model.
+"""Measurements by workers, and the profile of the whole model made from them.
 
-Owns the types of a measurement, how several of them become one, and the key that says which
-measurements may stand for each other. Must not know how anything is measured.
+Owns the types of a measurement, how several are combined, and the key under which measurements are
+reused. Must not know how anything is measured.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ from oobleck.planner.profile.machine import NOMINAL
 from oobleck.planner.profile.sharing import gathered_bytes, with_exchanges
 from oobleck.planner.profile.sums import with_sums
 
-#: Part of the key: measurements of another way of measuring do not stand for one of this.
+#: Version of the method of measuring, a part of the key.
 _METHOD = 5
 _TIMES = ("forward_s", "backward_s", "backward_input_s", "update_s")
-#: What follows from the model alone, and how far off a profile may be.
+#: Byte counts that follow from the model alone, and their tolerance in a profile.
 _COMPARED = ("parameter_bytes", "output_bytes")
 _SAME_BYTES = 0.01
 
@@ -43,11 +43,12 @@ def profile_key(
     workers_per_host: int,
     several_nodes: bool,
 ) -> str:
-    """Name of the measurements of this model on such machines; a file name.
+    """Return the name, usable for a file, under which measurements of this model on such machines
+    are reused.
 
-    `workers_per_host`: most workers that compute on one host at a time, over all of its nodes;
-    they share its memory and cores, and a measurement is made under that load. `several_nodes`: a
-    link between nodes is there to be measured.
+    `workers_per_host`: most workers that compute on one host at a time, over all of its nodes. They
+    share its memory and cores, and are measured under that load. `several_nodes`: a link between
+    nodes can be measured.
     """
     training = job.training
     matters = {
@@ -81,11 +82,11 @@ def assemble_profile(
     gpus_per_node: int,
     memory_bytes: int,
 ) -> tuple[Profile, dict[str, object]]:
-    """The profile of `job`'s model, and notes on how it came about.
+    """Return the profile of `job`'s model, and notes on how it was made.
 
-    The median counts among devices of one kind, the slowest among kinds: any of them may get any
-    stage. `memory_bytes`: what training may use of a worker. Raises ValueError where measurements
-    contradict each other.
+    The median counts among devices of one kind, and the slowest among kinds: any worker may get any
+    stage. `memory_bytes`: memory of a worker that training may use. Raises ValueError where
+    measurements contradict each other.
     """
     if not measurements:
         raise ValueError("nothing was measured")
@@ -110,7 +111,7 @@ def assemble_profile(
             ),
             links=wires,
         )
-    except InvalidProfile as error:  # a clock that runs wild must not become a plan
+    except InvalidProfile as error:  # a faulty clock must not shape a plan
         raise ValueError(f"the measurement makes no sense: {error}") from error
     notes = {
         "devices": sorted({m.device for m in measurements}),
@@ -152,8 +153,8 @@ def _combine(found: Sequence[tuple[str, LayerProfile]]) -> LayerProfile:
 
 
 def _links(found: Iterable[LinkMeasurement]) -> tuple[Links, dict[str, object]]:
-    """Return the links, and which of them are not measured. The other link, or the estimate, stands
-    in for a missing one."""
+    """Return the links, and which of them are not measured. A missing link gets the other one's
+    numbers, or the estimate."""
     by_scope = {link.scope: link for link in found}
     intra, inter = by_scope.get("intra_node"), by_scope.get("inter_node")
     if intra is None and inter is None:
@@ -177,8 +178,8 @@ def _links(found: Iterable[LinkMeasurement]) -> tuple[Links, dict[str, object]]:
 
 
 def check_fits(profile: Profile, job: JobSpec) -> None:
-    """Raises ValueError where `profile` cannot be one of `job`'s model, or lacks what training
-    needs of it."""
+    """Check `profile` against `job`'s model; raises ValueError where they do not match or it lacks
+    a time that training needs."""
     model = job.model
     if len(profile.layers) != model.layer_count:
         parts = ""
@@ -195,7 +196,7 @@ def check_fits(profile: Profile, job: JobSpec) -> None:
         )
     expected = _expected(job)
     for number, (layer, wanted) in enumerate(zip(profile.layers, expected, strict=True)):
-        # What the head sends to nobody may be anything.
+        # The head's output is not sent, so its bytes are not compared.
         for name in _COMPARED if number < len(expected) - 1 else _COMPARED[:1]:
             has, should = getattr(layer, name), getattr(wanted, name)
             if abs(has - should) > _SAME_BYTES * should:
@@ -217,7 +218,7 @@ def check_fits(profile: Profile, job: JobSpec) -> None:
                 'node; leave in all of its times the entry "1" alone'
             )
     if not isinstance(model, ModelSpec):
-        return  # a layer of the user's may keep anything
+        return  # a user's layer may keep any number of bytes
     recompute = job.training.recompute
     for number, layer in enumerate(profile.layers[1:-1], 1):
         found: Recompute = "layer" if _keeps_input_alone(layer) else "none"
@@ -235,13 +236,15 @@ def _optimizer(job: JobSpec) -> str:
 
 
 def _keeps_input_alone(block: LayerProfile) -> bool:
-    """Otherwise a transformer block keeps ten times as much and more, in every precision."""
+    """Return whether a block keeps only its input. Otherwise a transformer block keeps at least ten
+    times as much, in every precision.
+    """
     return block.activation_bytes < 2 * block.output_bytes
 
 
 def check_measured(profile: Profile, job: JobSpec, *, gpus_per_node: int) -> None:
-    """Raises ValueError where `profile` cannot be what `assemble_profile` makes for `job` on nodes
-    of so many GPUs."""
+    """Check that `assemble_profile` could have made `profile` for `job` on nodes of so many GPUs;
+    raises ValueError."""
     check_fits(profile, job)
     if profile.gpus_per_node != gpus_per_node:
         raise ValueError(
@@ -257,5 +260,5 @@ def check_measured(profile: Profile, job: JobSpec, *, gpus_per_node: int) -> Non
 
 
 def _expected(job: JobSpec) -> tuple[LayerProfile, ...]:
-    """Names and byte counts of `job`'s model."""
+    """Return the names and byte counts of `job`'s model."""
     return estimate_profile(job, gpus_per_node=1, memory_per_worker_bytes=1 << 30).layers

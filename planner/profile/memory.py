@@ -1,47 +1,48 @@
-"""Bytes: what a number costs by precision, and how much of a device training may use.
+"""Bytes per number by precision, and the share of a device that training may use.
 
-The one place for both, shared by the estimate, the profiler and the master. Must not know models.
+Shared by the estimate, the profiler and the master. Must not know models.
 """
 
 from collections.abc import Iterable
 
 from oobleck.core.job.spec import Precision, TrainingSpec
 
-#: Of weights as they are trained, gradients and moments.
+#: Bytes of a trained weight, a gradient or a moment.
 STATE_ITEM_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 4, "fp64": 8}
-#: Of a number that a layer computes with: a weight, or what it keeps for its backward.
+#: Bytes of a number that a layer computes with: a weight, or an activation kept for the backward.
 ACTIVATION_ITEM_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp64": 8}
 
-#: One part in so many is left free: caching allocators hold 5 to 8% that no tensor of a fitting
-#: size can use, and while layer state moves, sends and receives are buffered beside it.
+#: Divisor of the memory that is left free. Caching allocators hold 5 to 8% that no tensor of a
+#: fitting size can use. While layer state moves, sends and receives need extra buffers.
 MARGIN_SHARE = 10
-#: Least that is left free, however small the device: a CUDA context with the workspaces of its
-#: libraries, or a CPU worker's own libraries, threads and communication buffers, before any model.
+#: Least memory left free on any device: a CUDA context with its libraries' workspaces, or a CPU
+#: worker's libraries, threads and communication buffers before any model.
 LEAST_MARGIN_BYTES = 256 << 20
 
 
-#: Of a GPU, per worker: CUDA's context, the code of all kernels, workspaces of its libraries and
-#: what a process's first communicator brings. An estimate until a GPU is measured: an H100's
-#: context alone takes some 500 MB.
+#: Memory of a GPU that each worker takes before any model: CUDA's context, the code of all kernels,
+#: workspaces of libraries, and a process's first communicator. An estimate; an H100's context alone
+#: takes some 500 MB.
 GPU_CONTEXT_BYTES = 1 << 30
 #: NCCL's buffers for one peer and channel, one for each of its protocols (its defaults of
 #: NCCL_LL_BUFFSIZE, NCCL_LL128_BUFFSIZE and NCCL_BUFFSIZE).
 _BUFFERS_BYTES = (512 << 10) + 120 * 640 * 8 * 8 + (4 << 20)
-#: Beside its buffers, a communicator's tables. An estimate.
+#: Tables of a communicator, beside its buffers. An estimate.
 _TABLES_BYTES = 4 << 20
-#: How many of a GPU's multiprocessors an operation of NCCL takes at most, which is also the number
-#: of its channels. Its own choice, 24 between two A100s, took 544 MB there (NVIDIA/nccl#964: 24
-#: channels of a ring and a tree with the buffers of above are 462). Sums go over the network.
+#: Most multiprocessors of a GPU that an NCCL operation takes, which is also its number of channels.
+#:
+#: NCCL's own choice between two A100s, 24, took 544 MB there (NVIDIA/nccl#964; 24 channels of a
+#: ring and a tree with the buffers above are 462 MB). Sums go over the network.
 LINK_CTAS = 4
 GROUP_CTAS = 8
-#: What the workers of a usual plan are in: sums for the cuts of four kinds of pipelines, and links
-#: to the stages before and after.
+#: Communicators of a worker of a usual plan: sums for the cuts of four kinds of pipelines, and
+#: links to the stages before and after.
 _USUAL_SUMS = 4
 _USUAL_LINKS = 4
 
 
 def sum_bytes() -> int:
-    """Return the bytes that a communicator of sums takes of a GPU: each channel has a ring and a
+    """Return the bytes of a GPU for one communicator of sums, whose channels each have a ring and a
     tree."""
     return _TABLES_BYTES + GROUP_CTAS * 2 * _BUFFERS_BYTES
 
@@ -54,61 +55,62 @@ def stage_bytes(workers: int) -> int:
 
 def link_bytes(*, receives: bool, same_node: bool) -> int:
     """Return the bytes of the GPU at one end of a link. Within a node the sender writes into the
-    receiver's buffers; over the network both have their own."""
+    receiver's buffers; over the network both ends have their own."""
     return _TABLES_BYTES + (LINK_CTAS * _BUFFERS_BYTES if receives or not same_node else 0)
 
 
 def gpu_reserve_bytes(workers_per_node: int) -> int:
-    """Return the bytes of each GPU that no plan may use: for CUDA, and for the communicators of a
-    usual plan whose stages have all workers of a node. Plans that need more have it from the
-    margin."""
+    """Return the bytes of each GPU that no plan may use. They are for CUDA, and for the
+    communicators of a usual plan whose stages have all workers of a node. Plans with more
+    communicators use the margin."""
     links = _USUAL_LINKS * link_bytes(receives=True, same_node=False)
     stage = stage_bytes(workers_per_node) if workers_per_node > 1 else 0
     return GPU_CONTEXT_BYTES + _USUAL_SUMS * sum_bytes() + stage + links
 
 
 def allocator_share(gpu_bytes: int, communicator_bytes: int) -> float:
-    """Return the part of a GPU that torch's allocator may take, at least half. CUDA and
-    communicators of so many bytes need the rest: NCCL takes memory from the driver, and torch gives
-    none back by itself."""
+    """Return the share of a GPU that torch's allocator may take, at least half.
+
+    CUDA and communicators of so many bytes need the rest: NCCL takes memory from the driver, and
+    torch does not return any by itself.
+    """
     left = gpu_bytes - GPU_CONTEXT_BYTES - communicator_bytes
     return max(left / gpu_bytes, 0.5)
 
 
-#: What a GPU has in use beyond what is known of, from which on others must have it: CUDA's own part
-#: is an estimate.
+#: Least unexplained use of a GPU that is blamed on other processes; CUDA's own part is an estimate.
 _STRANGERS_BYTES = 1 << 30
 
 
 def strangers_bytes(used: int, reserved: int, communicator_bytes: int) -> int:
-    """Return the bytes that others hold of a GPU that one worker has for itself; 0 where that is in
-    doubt. `used`: bytes of all; `reserved`: of torch's allocator."""
+    """Return the bytes that other processes hold of a GPU that one worker has for itself; 0 where
+    in doubt. `used`: bytes of all processes; `reserved`: of torch's allocator."""
     left = used - reserved - communicator_bytes - GPU_CONTEXT_BYTES
     return left if left >= _STRANGERS_BYTES else 0
 
 
-#: On a CPU, blocks from this size on are taken from the kernel and given back one by one; what
-#: smaller ones once took stays with the heap (`worker/runtime/heap.py`).
+#: On a CPU, blocks from this size on are mapped from the kernel and returned one by one. Memory of
+#: smaller blocks stays with the heap (`worker/runtime/heap.py`).
 MAPPED_BYTES = 4 << 20
-#: For each byte of one layer's smaller blocks the heap holds so many more in holes. Measured with
-#: glibc, whose aligned blocks rarely fit where one of the same size was: 13 to 20 MB where a layer
-#: has 11 to 19 in fp32, 4 to 18 where it has 15 to 26 under bf16; what libraries keep from their
-#: first use, some 10 MB, is beside that.
+#: Bytes that the heap holds in holes, per byte of one layer's smaller blocks.
+#:  Measured with glibc, whose aligned blocks rarely fit where one of the same size was. In fp32 it
+#: was 13 to 20 MB where a layer has 11 to 19, under bf16 4 to 18 where it has 15 to 26. Libraries
+#: keep some 10 MB more from their first use.
 HOLES_PER_BYTE = 1
 
 
-#: Logits of which the loss is taken at once, in float32.
+#: Logits per piece of the loss, in float32.
 LOSS_CHUNK = 1 << 24
 
 
 def with_holes(working_bytes: int, kept_bytes: int) -> int:
-    """`working_bytes` in smaller blocks of a layer that keeps `kept_bytes` in such, and what the
-    heap holds beside."""
+    """Return `working_bytes` with the holes of the heap added, for a layer that keeps `kept_bytes`;
+    both are in smaller blocks."""
     return working_bytes + (working_bytes + kept_bytes) * HOLES_PER_BYTE
 
 
 def heap_and_mapped(blocks: Iterable[int]) -> tuple[int, int]:
-    """Split the bytes of `blocks`, all there at once, into those in the heap and those that are
+    """Split the bytes of `blocks`, all in memory at once, into those in the heap and those
     mapped."""
     heap = mapped = 0
     for size in blocks:
@@ -131,20 +133,24 @@ def usable_bytes(physical_bytes: int) -> int:
 
 
 def budget_bytes(limit_bytes: int | None, physical_bytes: int) -> int:
-    """A limit that the job sets is what it says; of a device the margin goes off."""
+    """Return the memory that training may use: the job's own limit as given, or the device's memory
+    less the margin.
+    """
     return usable_bytes(physical_bytes) if limit_bytes is None else limit_bytes
 
 
 def state_bytes(parameters: int, training: TrainingSpec) -> int:
-    """Weights, gradients and the optimizer's moments of so many parameters."""
+    """Return the bytes of weights, gradients and the optimizer's moments of so many parameters."""
     return (2 + training.optimizer.moments) * parameters * STATE_ITEM_BYTES[training.precision]
 
 
 def moved_bytes(parameters: int, training: TrainingSpec) -> int:
-    """Return the bytes of the state that are sent to another worker: all but the gradients."""
+    """Return the bytes of state that are sent to another worker: all but the gradients."""
     return state_bytes(parameters, training) - parameters * STATE_ITEM_BYTES[training.precision]
 
 
 def narrow_bytes(parameters: int, precision: Precision) -> int:
-    """The copy of so many weights that a layer computes with, where that is of another type."""
+    """Return the bytes of the copy of the weights that a layer computes with, if its type
+    differs.
+    """
     return parameters * ACTIVATION_ITEM_BYTES[precision] if precision == "bf16" else 0

@@ -1,13 +1,16 @@
-"""Costs of a layer that the workers of a node share: times, bytes, and who may keep what.
+"""Costs of a layer that the workers of a node share: times and bytes, with or without resident
+weights.
 
 A stage of d workers splits each micro-batch: worker i takes the i-th d-th of its rows. State is
 sharded: worker i keeps the i-th d-th of each layer's weights, gradients and moments. A layer's
 weights are gathered for its forward and backward, and its gradients are summed into the shares
-after (fully sharded data parallelism, as ZeRO-3 of Rajbhandari et al., 2020, inside one stage).
-While a layer is computed, the weights of the next one and the gradients of the last one travel.
-With room for it a worker does both once per step instead of once per micro-batch (`resident`).
+after. This is fully sharded data parallelism inside one stage, as ZeRO-3 of Rajbhandari et al.,
+2020. While a layer is computed, the weights of the next one and the gradients of the last one
+travel. With enough memory (`resident`) a worker does both once per step instead of once per
+micro-batch.
 
-Owns the sizes that a profile offers and the bytes of both ways. Must not know cuts or schedules.
+Owns the numbers of workers that a profile offers, and the bytes of both ways. Must not know cuts or
+schedules.
 """
 
 from collections.abc import Sequence
@@ -17,7 +20,7 @@ from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.profile import LayerProfile, Links, exchange_s
 
-#: Beside the gathered weights, in units of a layer's parameters: the gradient of the whole layer,
+#: Gradients beside the gathered weights, in units of a layer's parameters: that of the whole layer,
 #: and the other workers' shares of the sum on their way.
 _GRADIENTS = 2
 
@@ -32,18 +35,22 @@ def sharing_sizes(microbatch: int, gpus_per_node: int) -> tuple[int, ...]:
 
 
 def gathered_bytes(job: JobSpec, number: int, parameter_bytes: int) -> int:
-    """Return the bytes of the weights of layer `number` as it computes with them. In a bf16 job
-    those of a built-in model, except for its embedding, have half the bytes of what is trained."""
+    """Return the bytes of the weights of layer `number` as it computes with them.
+
+    In a bf16 job the weights of a built-in model, except for its embedding, have half the bytes of
+    the trained ones.
+    """
     narrow = job.training.precision == "bf16" and isinstance(job.model, ModelSpec) and number > 0
     return parameter_bytes // 2 if narrow else parameter_bytes
 
 
 def with_exchanges(layer: LayerProfile, links: Links, gathered: int) -> LayerProfile:
-    """`layer`, whose times are of computing alone, with what sharing it takes beside. `gathered`:
-    bytes of its weights as it computes with them.
+    """Return `layer`, whose times are of computing alone, with the cost of sharing it added.
+    `gathered`: bytes of its weights as it computes with them.
 
     Weights are gathered and gradients summed once per step, so that is part of `update_s`. Where
-    memory is too short for that, both take their time for every micro-batch, which no time says.
+    memory is too short for that, both happen for every micro-batch; no time of a profile counts
+    that.
     """
     sizes = sorted(layer.forward_s)
     if sizes == [1]:
@@ -72,14 +79,14 @@ def exchange_bytes(layers: Sequence[LayerProfile], gpus: int, *, resident: bool)
 
 
 def running_exchange_bytes(layers: Sequence[LayerProfile]) -> list[int]:
-    """The same of the first layer, of the first two, and so on, where none is resident.
+    """Return the same for the first layer, the first two, and so on, where none is resident.
 
-    Most are there in the backward of a layer: its weights and gradient, the weights of the one
-    below, which come, and of the one above its gradient and the others' shares of it.
+    The peak is in the backward of a layer. In memory are its weights and gradient, the arriving
+    weights of the layer below, and the gradient of the layer above with the others' shares of it.
     """
     running: list[int] = []
-    before: tuple[int, int] | None = None  # of the layer below: bytes of weights and of a gradient
-    below = 0  # the weights of the one below that
+    before: tuple[int, int] | None = None  # layer below: bytes of weights, gradient
+    below = 0  # weights of the layer below that
     most = 0
     for layer in layers:
         weights, gradient = _moving(layer)
@@ -98,8 +105,8 @@ def running_exchange_bytes(layers: Sequence[LayerProfile]) -> list[int]:
 
 
 def _moving(layer: LayerProfile) -> tuple[int, int]:
-    """Return the bytes of the layer's weights and of its gradient as they travel. A profile that
-    does not say them has them estimated from its exchange bytes."""
+    """Return the bytes of the layer's weights and of its gradient as they travel. A profile without
+    them gets an estimate from its exchange bytes."""
     weights = layer.exchange_bytes - _GRADIENTS * layer.parameter_bytes
     if weights > 0:
         return weights, layer.parameter_bytes
@@ -107,7 +114,7 @@ def _moving(layer: LayerProfile) -> tuple[int, int]:
 
 
 def _gathered(layer: LayerProfile) -> int:
-    """Return the bytes of the layer's gathered weights; where the profile does not say, those of
-    what is trained."""
+    """Return the bytes of the layer's gathered weights; where the profile lacks them, those of the
+    trained weights."""
     said = layer.exchange_bytes - _GRADIENTS * layer.parameter_bytes
     return said if said > 0 else layer.parameter_bytes

@@ -1,4 +1,4 @@
-"""Times of sums of gradients, where a job has them sent in fewer bytes than it trains with.
+"""Gradient sums that are sent in fewer bytes than the job trains with.
 
 Must not know how sums are made.
 """
@@ -10,8 +10,8 @@ from oobleck.core.profile import LayerProfile
 
 
 def with_sums(layer: LayerProfile, training: TrainingSpec) -> LayerProfile:
-    """`layer`, whose sums are told as of numbers that are sent as they are trained. Sums in fewer
-    bytes have a copy of half the bytes beside them, as long as they are under way."""
+    """Return `layer`, profiled with full gradient sums, for the job's kind of sums. Sums in fewer
+    bytes need a copy of half the bytes beside them while they are under way."""
     if training.gradient_sums == "full":
         return layer
     return replace(

@@ -1,12 +1,13 @@
-"""Balancing of senders, so that the one with most to send has as little as possible.
+"""Balancing of senders: the largest load of any sender is made as small as possible.
 
-Makespan scheduling of tasks on machines of which each task allows some. The biggest tasks come
-first, each to the least loaded of its senders. Then chains of moves are searched from the most
-loaded sender: it hands a task to another sender, that one a task of the same size to the next,
-and so on to one that has room. For tasks of one size, as the blocks of a transformer are, a load
-that no such chain lessens is the least there is (Harvey, Ladner, Lovász and Tamir, Semi-matchings
-for bipartite graphs, 2006). For mixed sizes the problem is NP-hard; `least_load` bounds the
-result from below.
+This is makespan scheduling of tasks on machines, where each task allows some machines. The biggest
+tasks are placed first, each on the least loaded of its senders. Then chains of moves are searched
+from the most loaded sender. It hands a task to another sender, which hands a task of the same size
+to the next, until one has room.
+
+For tasks of one size, such as the blocks of a transformer, a load that no such chain lessens is the
+least possible. (Harvey, Ladner, Lovász and Tamir, Semi-matchings for bipartite graphs, 2006.) For
+mixed sizes the problem is NP-hard; `least_load` bounds the result from below.
 """
 
 from collections import deque
@@ -19,10 +20,10 @@ from oobleck.core.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Bytes to send to one destination, and who can."""
+    """Bytes to send to one destination, and the possible senders."""
 
     size: int
-    #: Senders on the destination's node: one of them does it, if there is any.
+    #: Senders on the destination's node; one of them sends if there are any.
     near: tuple[WorkerId, ...]
     #: All senders.
     far: tuple[WorkerId, ...]
@@ -33,7 +34,7 @@ class Task:
 
 
 def balance(tasks: Sequence[Task]) -> list[WorkerId]:
-    """The sender of each task; the same for the same tasks in the same order."""
+    """Assign a sender to each task; the result depends only on the tasks and their order."""
     loads = _Loads(tasks)
     for number in sorted(range(len(tasks)), key=lambda n: (-tasks[n].size, n)):
         senders = tasks[number].senders
@@ -44,8 +45,8 @@ def balance(tasks: Sequence[Task]) -> list[WorkerId]:
 
 
 def least_load(tasks: Sequence[Task]) -> int:
-    """No way to send the tasks leaves every sender with less: what one task takes, and what tasks
-    that share their senders do on average over these."""
+    """Return a lower bound of the largest load: the biggest task, and the average load of groups of
+    tasks that share their senders."""
     together: dict[frozenset[WorkerId], int] = {}
     for task in tasks:
         senders = frozenset(task.senders)
@@ -63,11 +64,11 @@ class _Loads:
         self.of: dict[WorkerId, int] = {w: 0 for task in tasks for w in task.senders}
         self.sender: dict[int, WorkerId] = {}
         self._least = least_load(tasks)
-        #: The numbers of the tasks of each sender, in the order in which it got them.
+        #: Numbers of each sender's tasks, in the order in which it got them.
         self._tasks_of: dict[WorkerId, dict[int, None]] = {w: {} for w in self.of}
 
     def give(self, number: int, worker: WorkerId) -> None:
-        """Give the task to `worker`, away from who had it."""
+        """Move the task to `worker` from its sender, if it has one."""
         size = self._tasks[number].size
         before = self.sender.get(number)
         if before is not None:
@@ -80,7 +81,7 @@ class _Loads:
     def improve(self) -> bool:
         """Take load off one of the most loaded senders without making another one as loaded.
 
-        Where one of them keeps its load, the most stays what it is, so no other one matters.
+        If one of them cannot be relieved, the maximum stays, so the others need no try.
         """
         most = max(self.of.values(), default=0)
         worker = next((w for w, load in self.of.items() if load == most), None)
@@ -95,7 +96,9 @@ class _Loads:
         return False
 
     def _chain(self, worker: WorkerId, size: int, most: int) -> list[tuple[int, WorkerId]] | None:
-        """Moves of tasks of that size, from `worker` to the next and on to one that has room."""
+        """Find moves of tasks of that size, from `worker` to the next and on to one that
+        has room.
+        """
         reached: dict[WorkerId, tuple[int, WorkerId] | None] = {worker: None}
         queue = deque([worker])
         while queue:
@@ -119,8 +122,8 @@ class _Loads:
 
 
 def writers(plan: Plan, sizes: Sequence[int]) -> Mapping[WorkerId, tuple[int, ...]]:
-    """The layers that each worker of the plan writes: each layer once, by one of its holders, and
-    the one with most to write has as little as possible. `sizes`: bytes per layer."""
+    """Return the layers that each worker of the plan writes, each layer once by one of its holders.
+    The largest load of a writer is as small as possible. `sizes`: bytes per layer."""
     owners: dict[int, list[WorkerId]] = {layer: [] for layer in range(plan.layer_count)}
     for worker in plan.workers:
         for layer in plan.held[worker]:

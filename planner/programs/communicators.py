@@ -1,10 +1,10 @@
-"""Communicators of NCCL that a plan needs, and the order in which they are used first.
+"""NCCL communicators of a plan, and the order of their first use.
 
-There is one for each set of owners whose gradients are summed, one for each stage that several
-workers share, and one for each link, which is a sender and a receiver of the step's messages.
-Workers have exactly these while they train by the plan: of those of the plan before they keep what
-is among these, and end the others before they make one. `oobleck plan` tells how many they are and
-what they take (`oobleck.planner.profile.memory` has the bytes). Must not know NCCL.
+There is one for each set of owners whose gradients are summed, and one for each stage that several
+workers share. There is also one for each link, which is a sender and a receiver of the step's
+messages. Workers have exactly these while they train by the plan. At a change of plans they keep
+those that both plans have, and end the others before they make new ones. `oobleck plan` shows their
+number and memory (`oobleck.planner.profile.memory` has the bytes). Must not know NCCL.
 """
 
 from collections import Counter, defaultdict
@@ -21,16 +21,19 @@ from oobleck.planner.programs.compiler.compile import rows_in_common
 from oobleck.planner.programs.compiler.gradients import gradient_buckets
 from oobleck.planner.programs.transfer import Transfer
 
-#: A worker can be in so many: torch has 32 streams of a priority, beyond which two share one, where
-#: operations of the one wait behind those of the other, in another order than at their peers
-#: perhaps. Workers use one themselves.
+#: Most communicators of a worker. Torch has 32 streams of a priority; beyond that two communicators
+#: share one, and their operations may wait for each other in another order than at their peers.
+#: Workers use one stream themselves.
 MOST_COMMUNICATORS = 31
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Communicator:
-    """Communicator: its purpose, and its members. For a link, and for state that moves, these are
-    the sender and the receiver, in this order; for a stage its workers by their part."""
+    """Communicator: its purpose and its members.
+
+    Members of a link, or of a communicator for moving state, are the sender and the receiver, in
+    this order. Members of a stage are its workers by their part.
+    """
 
     purpose: Literal["owners", "stage", "link", "state"]
     members: tuple[WorkerId, ...]
@@ -51,15 +54,15 @@ class Needed:
 
     communicators: int
     device_bytes: int
-    #: So many are used for the first time one after the other, before the first step.
+    #: Count of first uses that follow one another before the first step.
     rounds: int
 
 
 def communicators(
     plan: Plan, *, tied: Ties, worker: WorkerId | None = None
 ) -> tuple[Communicator, ...]:
-    """List the communicators of `worker`, by default all; sorted. `tied`: which layers share
-    parameters."""
+    """List the communicators of `worker`, by default of all workers, sorted. `tied`: groups of
+    layers that share parameters."""
     found = {Communicator("link", way) for way in _ways(plan, worker)}
     for hold in plan.holds:
         if len(hold.workers) > 1 and (worker is None or worker in hold.workers):
@@ -71,7 +74,7 @@ def communicators(
 
 
 def _ways(plan: Plan, worker: WorkerId | None) -> Iterator[tuple[WorkerId, WorkerId]]:
-    """Sender and receiver of all messages."""
+    """Yield sender and receiver of all messages."""
     for route in plan.routes:
         for before, after in pairwise(route.hops):
             for member, one in enumerate(before.workers):
@@ -89,10 +92,13 @@ def for_state(
     *,
     least_bytes: int,
 ) -> tuple[Communicator, ...]:
-    """List the communicators that carry state from one worker to another before the first step of a
-    plan, and are ended then. They are for `least_bytes` and more, the most bytes first, as far as
-    nobody is in too many. `layer_bytes`: of each layer's state; `has`: in how many the plan has
-    each worker."""
+    """List the communicators that carry moving state before the first step of a plan; they are
+    ended after that.
+
+    A pair of workers gets one for `least_bytes` or more, the most bytes first, while neither has
+    too many. `layer_bytes`: state of each layer; `has`: number of communicators that the plan gives
+    each worker.
+    """
     moved = Counter[tuple[WorkerId, WorkerId]]()
     for each in transfers:
         share = each.stop - each.start
@@ -107,9 +113,12 @@ def for_state(
 
 
 def in_rounds(found: Iterable[Communicator]) -> list[list[Communicator]]:
-    """Group communicators into rounds, in the order in which they are used first. In a round each
-    worker is in one at most, so the longest row of workers that wait for each other is the number
-    of rounds. `found`: all of a plan, so that all of its workers come to the same rounds."""
+    """Group communicators into rounds, in the order of their first use.
+
+    In a round each worker is in at most one, so the number of rounds bounds the chain of workers
+    that wait for each other. `found` must be all of a plan's, so that all workers compute the same
+    rounds.
+    """
     rounds: list[list[Communicator]] = []
     taken: dict[WorkerId, set[int]] = defaultdict(set)
     # The largest are the hardest to place.

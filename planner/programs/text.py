@@ -2,15 +2,15 @@
 
 A word names the layers, the kind with the micro-batch, and the peer: `2-3:RECV_F3<n0/0`.
 
-    LOAD3  F3  B3                 tokens, forward, backward of micro-batch 3
-    BI3  BW3                      the backward in two: gradient of the input, then of the weights
-    RECV_F3<peer  SEND_F3>peer    activation from / to
-    RECV_B3<peer  SEND_B3>peer    gradient from / to
-    SYNC2[3,4,tied:4]@n0/0,n1/0   bucket 2: own parts of layers 3 and 4, the tied one of layer 4
-    VOTE[0,1,tied:0]  STEP        parts that this worker's norm counts; optimizer step
+  LOAD3  F3  B3                 tokens, forward, backward of micro-batch 3
+  BI3  BW3                      the backward in two: gradient of the input, then of the weights
+  RECV_F3<peer  SEND_F3>peer    activation from / to
+  RECV_B3<peer  SEND_B3>peer    gradient from / to
+  SYNC2[3,4,tied:4]@n0/0,n1/0   bucket 2: own parts of layers 3 and 4, the tied one of layer 4
+  VOTE[0,1,tied:0]  STEP        parts that this worker's norm counts; optimizer step
 
-Where hops have several workers, a share stands behind what it is of: `SEND_F3(1:2/4)>peer` sends
-the second quarter of the rows, `SYNC2[3(0:1/2)]@...` sums the first half of layer 3.
+Where hops have several workers, a share follows what it is of: `SEND_F3(1:2/4)>peer` sends the
+second quarter of the rows, `SYNC2[3(0:1/2)]@...` sums the first half of layer 3.
 """
 
 from collections.abc import Iterable, Mapping
@@ -49,7 +49,7 @@ NAMES: Mapping[type[Action], str] = {
 
 
 def format_instruction(instruction: Instruction) -> str:
-    """The word for it."""
+    """Return the word for an instruction."""
     match instruction:
         case Message():
             arrow = "<" if isinstance(instruction, ReceiveActivation | ReceiveGradient) else ">"

@@ -1,10 +1,10 @@
 """Transfers of layers' state between workers before a new plan can start.
 
-Every worker computes this from the same table and comes to the same list, so nobody has to be
-told. A stage of d workers keeps its layers' state (parameters, gradients, moments) in shards:
-worker p of d holds part p of d of each layer's flat state. When the grouping changes, 2 workers to
-1 or 3 to 2, the pieces that are missing come from whoever holds them. Owns what is missing and who
-has it; `oobleck.planner.programs.balance` says who sends. Must not know how state travels.
+Every worker computes the same list from the same table, so none needs to be sent it. A stage of d
+workers keeps its layers' state (parameters, gradients, moments) in shards. Worker p of d holds part
+p of d of each layer's flat state. When the grouping changes, 2 workers to 1 or 3 to 2, missing
+pieces come from their holders. Owns the missing pieces and their holders;
+`oobleck.planner.programs.balance` chooses the senders. Must not know how state travels.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,9 +18,11 @@ from oobleck.core.plan import Plan
 from oobleck.core.routes import Shard, ShardTable
 from oobleck.planner.programs.balance import Task, balance
 
-#: Shares of a layer's numbers begin at multiples of this. Vectorised kernels round the last few
-#: numbers of a tensor, fewer than these, unlike the others; so an update gives the same result to
-#: the last bit however the layer is cut, and copies of it in different cuts stay equal.
+#: Unit of the cuts: shares of a layer's numbers begin at multiples of it.
+#:
+#: Vectorised kernels round the last few numbers of a tensor, fewer than these, unlike the others.
+#: With such cuts an update gives the same result to the last bit however the layer is cut, and
+#: copies of it in different cuts stay equal.
 CUT_NUMBERS = 16
 
 
@@ -29,16 +31,16 @@ def cut(share: Fraction, count: int) -> int:
     return min(count, share.numerator * -(-count // CUT_NUMBERS) // share.denominator * CUT_NUMBERS)
 
 
-#: The layers whose whole state each reachable worker holds, all at the same committed step.
+#: Layers whose whole state each reachable worker holds, all at the same committed step.
 LayerTable = Mapping[WorkerId, frozenset[int]]
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class Transfer:
-    """State of `layer` (parameters and moments) goes from source to destination.
+    """Transfer of the state of `layer` (parameters and moments) from source to destination.
 
-    All of it, or the piece from `start` to `stop` of its flat state: of its tied part and of its
-    own part, each of n numbers, those from cut(start, n) to cut(stop, n) - 1.
+    It is all of the state, or the piece from `start` to `stop` of the flat state. In its tied part
+    and in its own part, each of n numbers, a piece is those from cut(start, n) to cut(stop, n) - 1.
     """
 
     layer: int
@@ -58,8 +60,8 @@ def plan_transfers(
     """List all transfers after which every worker of `plan` holds its layers, or its parts, sorted.
 
     A piece that a worker of the destination's node holds comes from there. The rest is spread over
-    its holders so that the one that sends most bytes sends as few as possible
-    (`oobleck.planner.programs.balance`). A worker receives exactly what it lacks, whoever sends.
+    its holders so that the largest load of a sender is as small as possible
+    (`oobleck.planner.programs.balance`). A worker receives exactly what it lacks, from any sender.
     Raises LayerLost.
     """
     table = {worker: _shards(held[worker]) for worker in sorted(held, key=_key)}
@@ -98,7 +100,7 @@ def plan_transfers(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """Something that `destination` lacks, and everyone who holds all of it."""
+    """Piece of state that `destination` lacks, and the workers that hold all of it."""
 
     layer: int
     start: Fraction
@@ -114,7 +116,9 @@ def _shards(held: frozenset[int] | frozenset[Shard]) -> frozenset[Shard]:
 def _cut(
     shard: Shard, holders: Sequence[tuple[WorkerId, Shard]]
 ) -> list[tuple[Fraction, Fraction, dict[WorkerId, None]]]:
-    """The pieces of `shard`, cut where the set of their holders changes, and the holders."""
+    """Return the pieces of `shard`, cut where the set of their holders changes, each with its
+    holders.
+    """
     others = dict.fromkeys(other for _, other in holders)
     cuts = {shard.start, shard.stop}
     for other in others:
@@ -131,7 +135,7 @@ def _bytes(piece: _Piece, count: int) -> int:
 
 
 def _joined(found: Iterable[tuple[_Piece, WorkerId]]) -> Iterator[Transfer]:
-    """Neighbouring pieces of one layer, source and destination as one transfer."""
+    """Yield transfers; neighbouring pieces of one layer, source and destination become one."""
     last: Transfer | None = None
     for piece, source in found:
         transfer = Transfer(

@@ -1,4 +1,7 @@
-"""A change of the nodes or of their speed, and an answer to it. Must not know any policy."""
+"""A change of the nodes or of their speed, and an answer to it.
+
+Must not know any policy.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,10 +23,10 @@ Policy = Literal["templates", "reroute", "uneven", "shadow", "normalise"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Change of the live nodes: nodes and plans before it, and what plans are made of."""
+    """Change of the live nodes, with the plans before it and the inputs of planning."""
 
-    #: What runs, and the newest plan of templates or recut: the same, unless micro-batches take
-    #: other routes since.
+    #: The running plan, and the newest plan of templates or recut. They are the same unless
+    #: micro-batches were re-routed since.
     plan: Plan
     base: Plan
     live: tuple[NodeName, ...]
@@ -31,33 +34,33 @@ class Change:
     templates: Templates
     profile: Profile
     fault_tolerance: int
-    #: The head shares layer 0's token embedding.
+    #: Groups of layers that share parameters.
     tied: Ties
-    #: The job names the plan's schedule.
+    #: True if the job names the plan's schedule.
     schedule_named: bool = False
-    #: Whether nodes may hold layers that they do not run.
+    #: True if nodes may hold layers without running them.
     shadows: bool = False
     judge: Judge = by_formula
     costs: Costs | None = None
-    #: Of workers that are slower than profiled; those of others than the live ones do not matter.
+    #: Rates of workers slower than profiled; those of workers that are not live are ignored.
     rates: Mapping[WorkerId, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Answer of one policy to a change, or the one that is taken."""
+    """Answer of one policy to a change."""
 
     policy: Policy
-    #: Its plan is settled: it can be handed out.
+    #: Its plan is settled: workers can get it.
     found: Reconfiguration
-    #: State that moves before the next step, and what that takes.
+    #: Bytes of state that move before the next step, and the time of that.
     moved_bytes: int
     stall_s: float
     step_s: float
-    #: What follows at a step boundary behind it.
+    #: Follow-up at a later step boundary.
     then: Next | None = None
-    #: Of what moves, how much is expected to be copied at the switch where the plan is for a step
-    #: boundary: the gradients of what is sent ahead outrun the links.
+    #: Moved bytes that are expected to be copied at the switch, where the plan is for a step
+    #: boundary. The gradients of state that is sent ahead outrun the links.
     outrun_bytes: int = 0
 
 
@@ -95,21 +98,23 @@ def answer(
 
 
 def idle(change: Change, plan: Plan) -> tuple[NodeName, ...]:
-    """The live nodes that `plan` does without."""
+    """Return the live nodes that `plan` leaves out."""
     return tuple(sorted(set(change.live).difference(plan.nodes)))
 
 
 def moves(change: Change, plan: Plan) -> tuple[int, int]:
-    """Bytes of state that workers lack before `plan` can begin, and those of the node that receives
-    or sends most."""
+    """Return the bytes of state that workers lack before `plan` can begin, and those of the node
+    that receives or sends most."""
     received, sent = _moves(change, plan, [la.travelling_bytes for la in change.profile.layers])
     return received.total(), max((*received.values(), *sent.values()), default=0)
 
 
 def outrun_bytes(change: Change, plan: Plan, step_s: float) -> int:
-    """Return how many of the moved bytes cannot be kept up to date ahead of the plan. A copy is
-    followed by the gradients of each step, and a node's link carries no more of these than fit into
-    one."""
+    """Return how many of the moved bytes cannot be kept up to date ahead of the plan.
+
+    A copy is followed by the gradients of each step, and a node's link carries only as many of
+    these as fit into one step.
+    """
     layers = change.profile.layers
     room = change.profile.links.inter_node_bytes_per_s * step_s
     state = _moves(change, plan, [layer.travelling_bytes for layer in layers])
@@ -127,10 +132,10 @@ def outrun_bytes(change: Change, plan: Plan, step_s: float) -> int:
 def _moves(
     change: Change, plan: Plan, sizes: Sequence[int]
 ) -> tuple[Counter[NodeName], Counter[NodeName]]:
-    """Return the bytes that each node receives and those that it sends, of layers of these `sizes`.
+    """Return the bytes that each node receives and sends, of layers of these `sizes`.
 
-    Each layer is sent by those that have it, evenly: who exactly sends what
-    (`oobleck.planner.programs.transfer`) takes seconds to find for a thousand workers.
+    Each layer is sent by all its holders evenly. The real assignment of senders
+    (`oobleck.planner.programs.transfer`) takes seconds to compute for a thousand workers.
     """
     live = frozenset(change.live)
     received, wanted = Counter[NodeName](), Counter[int]()

@@ -1,10 +1,9 @@
-"""Candidates of reconfiguration: all ways from a plan into one for the nodes that live now.
+"""Candidates of reconfiguration: all ways from a plan to one for the live nodes.
 
 Some apply the paper's rules to the hit pipelines, in any combination
-(`oobleck.planner.recovery.rules`), with newcomers in pipelines of their own or in those that are
-there. Others have given sizes, with whole pipelines staying where they can. Owns the candidates and
-their stories. Must not know which one is the best: `oobleck.planner.recovery.reconfigure` compares
-them.
+(`oobleck.planner.recovery.rules`), with newcomers in pipelines of their own or in existing ones.
+Others have given sizes, with whole pipelines kept where possible. Owns the candidates and their
+descriptions. Must not know which one is best: `oobleck.planner.recovery.reconfigure` compares them.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -24,13 +23,13 @@ from oobleck.planner.recovery.rules import (
     refill,
 )
 
-#: Ways to put the hit pipelines right; all of them for up to three.
+#: Most combinations of rules for the hit pipelines; that is all of them for up to three.
 _MOST_WAYS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A way into the next plan: its pipelines, the rule that leads there, and its story."""
+    """Change to the next plan: its pipelines, its rule, and its description."""
 
     slots: tuple[Slot, ...]
     rule: Rule
@@ -43,12 +42,12 @@ class Change:
 
 
 def by_rules(plan: Plan, alive: frozenset[NodeName], known: Collection[int]) -> Iterator[Change]:
-    """Changes with templates of `known` sizes, in the paper's order of rules.
+    """Yield changes with templates of `known` sizes, in the paper's order of rules.
 
-    Not all of them use all nodes, and some may have fewer pipelines than there were.
+    Some may leave nodes unused, or have fewer pipelines than before.
     """
     groups, gone = _hit_groups(plan, alive)
-    stop = min(known)  # the rules use the sizes without a gap
+    stop = min(known)  # the rules need sizes without a gap
     while stop in known:
         stop += 1
     sizes = range(min(known), stop)
@@ -67,12 +66,12 @@ def by_rules(plan: Plan, alive: frozenset[NodeName], known: Collection[int]) -> 
 
 
 def reshaped(sizes: Sequence[int], plan: Plan, alive: frozenset[NodeName]) -> Change:
-    """Pipelines of these sizes, with those of `plan` that can stay."""
+    """Return pipelines of these sizes, with those of `plan` that can stay."""
     return told(keep_fitting(sizes, plan, alive), plan, alive)
 
 
 def told(slots: tuple[Slot, ...], plan: Plan, alive: frozenset[NodeName]) -> Change:
-    """Slots that no rule has told the story of."""
+    """Describe slots that come from no rule."""
     before = frozenset(plan.nodes)
     changes = [
         f"{', '.join(sorted(nodes))} {verb}"
@@ -91,7 +90,7 @@ def told(slots: tuple[Slot, ...], plan: Plan, alive: frozenset[NodeName]) -> Cha
 
 
 def _listed(sizes: Sequence[int]) -> str:
-    """`3, 2, 2`, and many equal ones in a row as `3, 2 (x12)`."""
+    """List sizes such as `3, 2, 2`; more than four equal ones in a row as `3, 2 (x12)`."""
     runs = [(size, len(list(run))) for size, run in groupby(sizes)]
     return ", ".join(
         f"{size} (x{number})" if number > 4 else ", ".join([str(size)] * number)

@@ -1,4 +1,4 @@
-"""Answers to nodes that are lost or come: by templates, and around those that are lost."""
+"""Answers to lost or joined nodes: by templates, and by re-routing around the lost ones."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from oobleck.planner.search.shadows import with_shadows
 
 
 def by_templates(change: Change) -> Answer:
-    """A plan of templates for the nodes that live. Raises PlanInfeasible."""
+    """Answer with a plan of templates for the live nodes. Raises PlanInfeasible."""
     profile = change.profile
     base, why = _base_for_rates(change)
     found = reconfigure(
@@ -37,7 +37,7 @@ def by_templates(change: Change) -> Answer:
         plan = reshared(plan, profile)
     plan = keep_schedule(plan, profile)
     if change.shadows:
-        # What moves for shadows must not keep the next step waiting.
+        # State that moves for shadows must not delay the next step.
         plan = with_shadows(
             plan,
             profile,
@@ -56,8 +56,8 @@ def by_templates(change: Change) -> Answer:
 
 
 def _base_for_rates(change: Change) -> tuple[Plan, str]:
-    """The base, with its pipelines cut as templates are where they were cut for workers that are
-    slow no more; and words about that for the reason."""
+    """Return the base, with the template's cut again for pipelines whose slow workers have
+    recovered; and words about that for the reason."""
     base = change.base
     slow = [one.worker for one in base.rates if one.worker.node in change.live]
     well = [str(worker) for worker in slow if worker not in change.rates]
@@ -77,7 +77,7 @@ def _base_for_rates(change: Change) -> tuple[Plan, str]:
 
 
 def by_reroute(change: Change) -> Answer:
-    """The running plan around the workers of lost nodes. Raises PlanInfeasible."""
+    """Answer with the running plan re-routed around lost workers. Raises PlanInfeasible."""
     plan, alive = change.plan, frozenset(change.live)
     gone = sorted(set(plan.nodes) - alive)
     if not gone:

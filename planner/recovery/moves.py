@@ -1,9 +1,9 @@
-"""Moves of one stage behind a re-routed plan: who takes over a hole, and what is left to do.
+"""Moves of one stage after a re-route: a group of workers takes over the layers of a hole.
 
-To work out the routes behind a move takes as long as it took to re-route the plan, and there are as
-many moves as kinds of workers times kinds of holes. So each move first gets a bound that follows
-from sums alone; routes are worked out from the least bound on, and not many. Owns the moves and
-their order. Must not know what a step takes, nor how state comes to who takes over.
+Routes after a move take as long to compute as the re-route itself. There are as many moves as kinds
+of workers times kinds of holes. So each move first gets a bound from sums alone. Routes are
+computed from the least bound on, and only for few moves. Owns the moves and their order. Must not
+know the step time, nor how state reaches the workers.
 """
 
 from bisect import insort
@@ -19,10 +19,10 @@ from oobleck.core.routes import Hold, Hop, Route
 from oobleck.planner.recovery.reroute import Spread, add_load, held_layers, routes_around
 
 Ticks = Callable[[Hop], int]
-#: Hops that are looked at for micro-batches, in all: a second or two. Of clusters of a dozen nodes
-#: all moves are worked out.
+#: Hops to visit for micro-batches in total: a second or two. On clusters of a dozen nodes all moves
+#: are computed.
 MOST_VISITS = 1_000_000
-#: Of a bound: hops' ticks are rounded, so that a sum of theirs may be a little less.
+#: Tolerance of a bound: hops' ticks are rounded, so a sum of them may be a little less.
 _ROUNDING = 1e-6
 
 _Group = tuple[WorkerId, ...]
@@ -32,17 +32,17 @@ _Interval = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Workers hold these layers in place of all that they held, also of what one of them held for
-    itself or with others: a shadow."""
+    """Hold that replaces all other holds of its workers, including those that they share with
+    others and shadows."""
 
     taken: Hold
-    #: What the worker with most to do has.
+    #: Load of the busiest worker.
     load: int
 
 
 class Moves:
-    """Moves of a re-routed plan that leave no layer to fewer nodes than the layer with fewest has
-    now; moves that are alike count as one. `base` is the plan of templates that was re-routed."""
+    """Moves of a re-routed plan that leave each layer on at least as many nodes as the rarest layer
+    now; alike moves count as one. `base` is the plan of templates that was re-routed."""
 
     def __init__(self, base: Plan, running: Plan, ticks: Ticks) -> None:
         self._base, self._running, self._ticks = base, running, ticks
@@ -54,14 +54,14 @@ class Moves:
         self._hops = defaultdict[_Group, list[Hop]](list)
         for hop in _hops(base.routes):
             self._hops[hop.workers].append(hop)
-        #: Of the base, those that nobody has taken over.
+        #: Hops of the base whose layers their workers no longer hold.
         self._lost = {
             hop
             for workers, hops in self._hops.items()
             for hop in hops
             if not self._held.get(workers, set()).issuperset(hop.layers)
         }
-        #: How often each node holds each layer, and how many nodes do.
+        #: Number of copies of each layer on each node, and number of nodes with each layer.
         self._copies = Counter(
             (layer, workers[0].node) for workers, layers in self._held.items() for layer in layers
         )
@@ -76,16 +76,16 @@ class Moves:
         self._visits = 0
 
     def may_leave(self, most: float) -> bool:
-        """Return whether some move may leave at most so much to the worker with most to do. This
-        works out no routes, and a False is certain."""
+        """Return whether some move may leave at most so much load on the busiest worker. It
+        computes no routes; False is certain."""
         return any(
             self._bounds.behind(taken, self._sharing(taken.workers)) <= most
             for taken in self._all()
         )
 
     def by_load(self, enough: int) -> list[Move]:
-        """List moves from the least load on: all that may be among the first `enough`, as far as
-        `MOST_VISITS` go."""
+        """List moves by load, least first: all candidates for the first `enough`, as far as
+        `MOST_VISITS` allows."""
         bounds = [
             (self._bounds.behind(taken, self._sharing(taken.workers)), number, taken)
             for number, taken in enumerate(self._all())
@@ -102,7 +102,7 @@ class Moves:
         return [move for _, _, move in found]
 
     def behind(self, taken: Hold) -> tuple[tuple[Hold, ...], tuple[Route, ...]]:
-        """Return the holds and the routes once `taken` is taken over."""
+        """Return the holds and the routes after the move."""
         takers = set(taken.workers)
         holds = tuple(hold for hold in self._running.holds if takers.isdisjoint(hold.workers))
         _, held, gone = self._after(taken)
@@ -118,8 +118,9 @@ class Moves:
                     yield taken
 
     def _different(self) -> Iterator[_Group]:
-        """Yield groups of workers that run a stage of the base together, one each of those that are
-        alike: they have the same place in pipelines with the same holes, and give up as much."""
+        """Yield groups of workers that run a stage of the base together, one of each set of alike
+        groups. Alike groups have the same place in pipelines with the same holes, and give up as
+        much."""
         seen = set()
         places = {
             hop.workers: (number, pipeline)
@@ -128,7 +129,7 @@ class Moves:
         }
         for workers, layers in self._held.items():
             if workers not in places:
-                continue  # shadows of one of those workers
+                continue  # a shadow
             given_up = tuple(sorted(self._given_up(workers).items()))
             alike = (places[workers], tuple(sorted(layers)), given_up, len(workers))
             if alike not in seen:
@@ -136,7 +137,7 @@ class Moves:
                 yield workers
 
     def _pipelines(self) -> Iterator[object]:
-        """Equal for routes of the base that are alike."""
+        """Yield values that are equal for alike routes of the base."""
         for route in self._base.routes:
             parts = [(hop, hop in self._lost) for hop in route.hops]
             hops = tuple((hop.layers, lost, 0 if lost else self._ticks(hop)) for hop, lost in parts)
@@ -152,18 +153,18 @@ class Moves:
         )
 
     def _given_up(self, workers: _Group) -> Counter[int]:
-        """Count by layer the copies that go where these workers hold something in place of it."""
+        """Count by layer the copies that are dropped when these workers get a new hold."""
         return Counter(layer for own in self._sharing(workers) for layer in self._held[own])
 
     def _sharing(self, workers: _Group) -> Iterable[_Group]:
-        """Return the groups that hold layers together and have one of these workers among them."""
+        """Return the groups that hold layers together and include one of these workers."""
         return dict.fromkeys(own for worker in workers for own in self._groups[worker])
 
     def _after(
         self, taken: Hold
     ) -> tuple[Counter[WorkerId], dict[_Group, set[int]], set[WorkerId]]:
-        """Return how much each worker has to do on its own routes, what is held, and the workers
-        whose hops are lost."""
+        """Return after the move: the load of each worker on its own routes, the held layers, and
+        the workers whose hops are lost."""
         workers, held = taken.workers, self._held.copy()
         for own in self._sharing(workers):
             del held[own]
@@ -180,7 +181,7 @@ class Moves:
         return load, held, gone
 
     def _load_behind(self, taken: Hold) -> int:
-        """Return the load of the worker with most to do behind the move. Raises PlanInfeasible."""
+        """Return the load of the busiest worker after the move. Raises PlanInfeasible."""
         load, held, gone = self._after(taken)
         spread = Spread(held, gone, self._ticks, load)
         for route in self._base.routes:
@@ -191,28 +192,28 @@ class Moves:
         return max(load.values())
 
 
-#: What a holder can do of a stage: how many workers it has, the ticks of the whole stage, and
-#: whether it holds all of that.
+#: Holder's part of a stage: its number of workers, the ticks of the whole stage, and whether it
+#: holds all of that.
 _Part = tuple[int, int, bool]
 
 
 class _Bounds:
-    """The least that the worker with most to do may have, by how many hold some layers.
+    """Lower bounds of the busiest worker's load, from the number of holders of some layers.
 
-    All micro-batches pass the layers of each stage, and only who holds some of them computes there.
+    All micro-batches pass the layers of each stage, and only holders of some of them compute there.
     """
 
     def __init__(self, base: Plan, held: Mapping[_Group, set[int]], ticks: Ticks) -> None:
         self._held, self._ticks = held, ticks
         self._microbatches = sum(route.microbatches for route in base.routes)
         stages = sorted({(hop.first_layer, hop.last_layer) for hop in _hops(base.routes)})
-        #: Those that have a layer.
+        #: Stages that have a layer.
         self._stages = defaultdict[int, list[_Interval]](list)
         for first_layer, last_layer in stages:
             for layer in range(first_layer, last_layer + 1):
                 self._stages[layer].append((first_layer, last_layer))
         cuts = {first_layer for first_layer, _ in stages}
-        #: Those that no other stage has a part of.
+        #: Stages that overlap no other stage.
         self._whole = {s for s in stages if cuts.isdisjoint(range(s[0] + 1, s[1] + 1))}
         self._holders = {stage: Counter[_Part]() for stage in stages}
         for workers, layers in held.items():
@@ -222,7 +223,9 @@ class _Bounds:
         self._now = sorted(now, reverse=True)
 
     def behind(self, taken: Hold, given_up: Iterable[_Group]) -> float:
-        """A bound, once it is taken over by those that gave up all that these groups hold."""
+        """Return the bound after `taken` is taken over by workers that gave up all that these
+        groups hold.
+        """
         before = [part for own in given_up for part in self._parts(own, self._held[own]).items()]
         now = self._parts(taken.workers, taken.layers).items()
         changed = {stage for stage, _ in (*before, *now)}
@@ -246,7 +249,7 @@ class _Bounds:
         return parts
 
     def _whole_ticks(self, stage: Hop) -> int:
-        """0: these workers cannot compute all of it."""
+        """Return the ticks of the whole stage; 0: these workers cannot compute it."""
         try:
             return self._ticks(stage)
         except PlanInfeasible:
@@ -258,7 +261,7 @@ class _Bounds:
         fluid = self._microbatches / sum(n / ticks for (_, ticks, _), n in holders.items())
         fluid *= 1 - _ROUNDING
         if stage in self._whole and all(whole for _, _, whole in holders):
-            # Each micro-batch is computed there by one of them.
+            # One of them computes each micro-batch there.
             if len(kinds := {ticks for _, ticks, _ in holders}) > 1:
                 return fluid
             return float(-(-self._microbatches // holders.total()) * kinds.pop())

@@ -1,10 +1,9 @@
-"""Normalising behind a re-routed plan: one stage takes over the layers of a hole, and gives up its
-own.
+"""Normalising after a re-route: one stage takes over the layers of a hole in place of its own.
 
-Where several holes are at the same layers, the few that hold them compute most of the step, and the
-others wait. With one stage copied to a worker of other layers the holes are at different ones, and
-more workers share each (*normalising*: Gandhi et al., ReCycle, SOSP 2024). Owns which move is
-taken. Must not know how state comes there, nor which moves there are.
+Where several holes are at the same layers, their few holders compute most of the step, and the
+others wait. If one stage is copied to a worker of other layers, the holes are at different ones,
+and more workers share each (*normalising*: Gandhi et al., ReCycle, SOSP 2024). Owns the choice of
+the move. Must not know how state moves, nor which moves exist.
 """
 
 from contextlib import suppress
@@ -22,12 +21,14 @@ from oobleck.planner.recovery.shadowed import shadows_behind
 from oobleck.planner.recovery.uneven.candidates import hop_ticks, scheduled, staying_s
 from oobleck.planner.recovery.worth import LEAST_GAIN, worth_a_change
 
-#: Of the moves with the least load, how many get a schedule.
+#: Number of moves, by least load, that get a schedule.
 MOST_SCHEDULED = 3
 
 
 def normalised(change: Change) -> Answer:
-    """The running plan with the best move. Raises PlanInfeasible where none is worth it."""
+    """Answer with the running plan and its best move. Raises PlanInfeasible where none is
+    worth it.
+    """
     now = situation(change)
     before_s = staying_s(now)
     offers: list[Answer] = []
@@ -38,7 +39,7 @@ def normalised(change: Change) -> Answer:
             routed, step_s = scheduled(plan, now)
             offers.append(_answer(change, routed, step_s, move.taken))
     if not offers:
-        raise PlanInfeasible("nobody can take over the layers of a lost worker for its own")
+        raise PlanInfeasible("no worker can take over a lost worker's layers in place of its own")
     best = worth_a_change(offers, change.plan, before_s)
     plan = best.found.plan
     further: Next | None = "normalise" if promising(change, plan) else None
@@ -46,9 +47,11 @@ def normalised(change: Change) -> Answer:
 
 
 def promising(change: Change, plan: Plan) -> bool:
-    """Return whether behind `plan` some move may leave so much less to the worker with most to do
-    that it is worth it. A loss waits for this, so it works out no routes: those, and schedules,
-    take longer, and can still find that no move is worth it. A False is certain."""
+    """Return whether a move after `plan` may relieve the busiest worker enough to be worth it.
+
+    A loss waits for this, so it computes no routes or schedules, which take longer and may still
+    find that no move is worth it. False is certain.
+    """
     ticks = _ticks(change)
     most = (1 - LEAST_GAIN) * most_load(plan.routes, ticks)
     return Moves(change.base, plan, ticks).may_leave(most)

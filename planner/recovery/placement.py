@@ -1,8 +1,8 @@
-"""Placement of nodes in a new plan, so that the fewest bytes of state move.
+"""Placement of nodes in a new plan so that the fewest bytes of state move.
 
-An assignment problem: a node that a place is given to keeps what it holds of the place's layers.
-Pipelines that stay whole are no part of it. Places of the same template position are alike, and
-so are nodes that hold the same, so gains are worked out by kinds.
+This is an assignment problem: a node placed where it already holds layers keeps them. Pipelines
+that stay whole are no part of it. Places of the same template position are alike, and so are nodes
+that hold the same layers, so gains are computed by kinds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ from oobleck.core.plan import Pipeline, PipelineTemplate, Plan, place
 
 Templates = Mapping[int, PipelineTemplate]
 Matrix = NDArray[np.float64]
-#: What the workers of a node hold, by slot: first layer, layer after the last, part, parts.
+#: Holdings of a node's workers, by slot: first layer, layer after the last, part, parts.
 Kind = tuple[tuple[int, int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Slot for one pipeline of the next plan: its size, and the pipeline that it is if it stays."""
+    """Place of one pipeline in the next plan: its size, and the pipeline itself if it stays."""
 
     size: int
     kept: Pipeline | None
@@ -32,20 +32,20 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seats:
-    """The nodes of every slot, in the order of its template, and the bytes that move for them."""
+    """Nodes of every slot, in the order of its template, and the bytes that move for them."""
 
     nodes: tuple[tuple[NodeName, ...], ...]
-    #: State that comes from elsewhere; what comes from the same node counts half.
+    #: Bytes of state from elsewhere; those from the same node count half.
     moved_bytes: int
-    #: Of that, what comes to the node that most comes to.
+    #: Bytes of the node that receives most.
     busiest_bytes: int
 
 
 def keep_fitting(sizes: Sequence[int], plan: Plan, alive: frozenset[NodeName]) -> tuple[Slot, ...]:
-    """Slots of these sizes in which whole pipelines of `plan` stay as far as sizes allow.
+    """Return slots of these sizes in which whole pipelines of `plan` stay as far as sizes allow.
 
-    No placement moves fewer bytes than one that keeps them: whoever takes a place where another
-    node holds all may change with that one without a loss.
+    No placement moves fewer bytes than one that keeps them. A node that takes a place where another
+    node holds all layers may swap with that one at no cost.
     """
     free = list(sizes)
     slots = []
@@ -68,7 +68,7 @@ def put_in_place(
     templates: Templates,
     generation: Generation,
 ) -> Plan:
-    """The next plan: pipelines that stay, and new ones on their `seats`."""
+    """Build the next plan: pipelines that stay, and new ones on their `seats`."""
     return Plan.of_pipelines(
         [
             place(templates[slot.size], nodes, microbatches=share)
@@ -89,7 +89,9 @@ def seat(
     templates: Templates,
     state_bytes: Sequence[int],
 ) -> Seats:
-    """The seats that move the fewest bytes; among equals a node stays beside its old neighbours."""
+    """Return the seats that move the fewest bytes; among equals a node stays beside its old
+    neighbours.
+    """
     staying = {node for slot in slots if slot.kept for node in slot.kept.nodes}
     pool = sorted(alive - staying)
     wanted = [
@@ -122,15 +124,15 @@ def seat(
 
 
 def _assigned(gains: Matrix) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Rows, and the column of each, for the largest sum of gains."""
-    # Imported here: it takes 45 MB, and most who read plans make none.
+    """Return the rows, and the column of each, for the largest sum of gains."""
+    # Imported late: it takes 45 MB, and most importers of this module place no nodes.
     from scipy.optimize import linear_sum_assignment
 
     return linear_sum_assignment(gains, maximize=True)
 
 
 def _template_kinds(template: PipelineTemplate) -> list[Kind]:
-    """Return what each of the template's nodes is to hold."""
+    """Return the layers that each of the template's nodes is to hold."""
     kinds: list[list[tuple[int, int, int, int]]] = [[] for _ in range(template.nodes)]
     for stage in template.stages:
         kinds[stage.node] += [
@@ -141,8 +143,8 @@ def _template_kinds(template: PipelineTemplate) -> list[Kind]:
 
 
 def _plan_kinds(plan: Plan) -> dict[NodeName, Kind]:
-    """Return what each node of the plan holds: by slot what a worker runs, then its shadows, which
-    are as good for any worker of the node."""
+    """Return what each node of the plan holds: by slot the layers that a worker runs, then shadows,
+    which suit any worker of the node."""
     kinds: dict[NodeName, list[tuple[bool, int, tuple[int, int, int, int]]]] = {}
     for hold in plan.holds:
         for part, worker in enumerate(hold.workers):
@@ -153,7 +155,7 @@ def _plan_kinds(plan: Plan) -> dict[NodeName, Kind]:
 
 
 def _numbered(kinds: Sequence[Kind]) -> tuple[list[int], list[Kind]]:
-    """The number of each one's kind, and the kinds."""
+    """Return the number of each element's kind, and the kinds."""
     number: dict[Kind, int] = {}
     return [number.setdefault(kind, len(number)) for kind in kinds], list(number)
 
@@ -161,8 +163,8 @@ def _numbered(kinds: Sequence[Kind]) -> tuple[list[int], list[Kind]]:
 def _kept_bytes(
     places: Sequence[Kind], nodes: Sequence[Kind], state_bytes: Sequence[int]
 ) -> Matrix:
-    """[place, node]: bytes that need not come from another node, and once more those that stay in
-    their slot. A worker that shares its stage holds its part of every layer of it."""
+    """Return by [place, node] the bytes that need not come from another node, plus once more those
+    that stay in their slot. A worker that shares its stage holds its part of every layer of it."""
     sums = np.concatenate([[0.0], np.cumsum(np.array(state_bytes, dtype=np.float64))])
     wanted, held = _table(places), _table(nodes)
     total = np.zeros((len(places), len(nodes)))
@@ -177,7 +179,9 @@ def _kept_bytes(
 
 
 def _table(kinds: Sequence[Kind]) -> NDArray[np.float64]:
-    """[slot, what, kind], the parts as begin and end of a share of the layer."""
+    """Return by [slot, field, kind] the holdings, with parts as begin and end of a share of the
+    layer.
+    """
     slots = max((len(kind) for kind in kinds), default=0)
     table = np.zeros((slots, 4, len(kinds)))
     for column, kind in enumerate(kinds):
@@ -187,5 +191,5 @@ def _table(kinds: Sequence[Kind]) -> NDArray[np.float64]:
 
 
 def _bytes_of(kind: Kind, state_bytes: Sequence[int]) -> float:
-    """State that the workers of a place hold."""
+    """Return the bytes of state that the workers of a place hold."""
     return sum(sum(state_bytes[first:stop]) / parts for first, stop, _, parts in kind)

@@ -1,15 +1,15 @@
-"""Ways to go on after a change of the nodes, by the idea that they stand on, and which is taken.
+"""Policies that answer a change of the nodes, and the choice among them.
 
-- `templates` (Oobleck §5): a plan of templates for the nodes that live; state moves before the next
+- `templates` (Oobleck §5): a plan of templates for the live nodes; state moves before the next
   step.
 - `reroute` (ReCycle, SOSP 2024): the micro-batches of lost workers go to live holders of their
-  layers; nothing moves, so training goes on at once. `normalise` (as there) moves one stage behind
-  it, so that holes are at different layers.
-- `uneven` (Malleus): where nobody is lost, by how fast each worker is now.
-- `shadow` (Bamboo, NSDI 2023) answers no loss itself: behind an answer, nodes get copies of layers
-  that too few hold, and `reroute` finds them at the next loss.
+  layers; no state moves, so training continues at once. `normalise` (also there) then moves one
+  stage, so that holes are at different layers.
+- `uneven` (Malleus): where no node is lost, by the current speed of each worker.
+- `shadow` (Bamboo, NSDI 2023) answers no loss itself. After an answer, nodes get copies of layers
+  that too few hold, and `reroute` uses them at the next loss.
 
-Owns the choice. Must not know how a policy comes to its plan.
+Owns the choice. Must not know how a policy makes its plan.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,25 +24,24 @@ from oobleck.planner.recovery.lost import by_reroute, by_templates
 from oobleck.planner.recovery.normalise import normalised, promising
 from oobleck.planner.recovery.shadowed import shadowed, shadows_behind
 
-#: State that moves in less than this is moved at once.
+#: Time of moving state below which it is moved at once.
 QUICK_S = 1.0
 _TEMPLATES_FIRST: tuple[Policy, Policy] = ("templates", "reroute")
 _REROUTE_FIRST: tuple[Policy, Policy] = ("reroute", "templates")
-#: What each policy has to say about a change.
+#: Answer of each policy to a change, or its refusal.
 Answers = Mapping[Policy, Answer | PlanInfeasible]
 
 
 def answer(change: Change, wanted: RecoveryPolicy, known: Answers | None = None) -> Answer:
-    """Decide what is done about a change. `known`: `answers(change)`, for a caller that has it
-    already.
+    """Decide the answer to a change. `known`: `answers(change)`, for a caller that has it already.
 
-    `auto`: a loss whose state moves in less than a second is answered by `templates`; else by
-    `reroute` at once and by `templates` behind it, as far as both are possible. Where `reroute` is
-    wanted by name, `normalise` follows if that promises a shorter step, and `shadow` behind that.
-    Whichever is wanted, the
-    other one takes its place where it has no answer, and the reason says why: fewer nodes than
-    templates need may hold all layers, some as shadows.
-    Raises PlanInfeasible where there is no answer.
+    With `auto`, a loss whose state moves in less than a second is answered by `templates`. Else
+    `reroute` answers at once and `templates` follows, as far as both are possible. Where the job
+    names `reroute`, `normalise` follows if it promises a shorter step, and `shadow` after that.
+
+    If the preferred policy has no answer the other one is used, and the reason says so. Fewer nodes
+    than templates need may hold all layers, some as shadows. Raises PlanInfeasible where there is
+    no answer.
     """
     lost = not frozenset(change.live).issuperset(change.plan.nodes)
     first, other = _REROUTE_FIRST if wanted == "reroute" and lost else _TEMPLATES_FIRST
@@ -61,8 +60,8 @@ def answer(change: Change, wanted: RecoveryPolicy, known: Answers | None = None)
 def _instead(
     other: Policy, first: Policy, why: PlanInfeasible, change: Change, known: Answers | None
 ) -> Answer:
-    """Answer by the other policy, and say in the reason why not by the first. Where neither has an
-    answer, the error of `templates` is raised, since an operator can do something about that."""
+    """Answer by the other policy, with the first one's refusal in the reason. Where both refuse,
+    the error of `templates` is raised, since an operator can act on that."""
     try:
         found = _made(other, change, known)
     except PlanInfeasible as infeasible:
@@ -72,7 +71,7 @@ def _instead(
 
 
 def behind(change: Change, wanted: Literal["shadow", "normalise"]) -> Answer:
-    """Return what follows an answer at a step boundary; shadows also where no stage is worth
+    """Return the follow-up of an answer at a step boundary; shadows also where no stage is worth
     moving. Raises PlanInfeasible."""
     if wanted == "shadow":
         return shadowed(change)
@@ -86,7 +85,7 @@ def behind(change: Change, wanted: Literal["shadow", "normalise"]) -> Answer:
 
 
 def answers(change: Change) -> Answers:
-    """Every policy's own answer, or why it has none."""
+    """Return every policy's own answer, or its refusal."""
     found: dict[Policy, Answer | PlanInfeasible] = {}
     for policy, make in _MAKERS.items():
         try:

@@ -1,19 +1,19 @@
-"""Reconfiguration: from a plan and the nodes that live now to the next plan (Oobleck §5).
+"""Reconfiguration: from a plan and the live nodes to the next plan (Oobleck §5).
 
-All ways into the next plan are candidates (`oobleck.planner.recovery.changes`): what the paper's
-rules make of the hit pipelines, and sizes chosen anew for all live nodes
-(`oobleck.planner.search.instantiate`). What counts, in this order:
+All ways into the next plan are candidates (`oobleck.planner.recovery.changes`): the paper's rules
+applied to the hit pipelines, and new sizes for all live nodes
+(`oobleck.planner.search.instantiate`). The criteria, in this order:
 
-1. lost guarantees: as many pipelines as f asks for, as far as the nodes allow it, and no idle node;
-2. step time, with the time that state takes to move spread over the steps until the next loss;
-   candidates within a band of the best are equal;
+1. kept guarantees: as many pipelines as f asks for, as far as the nodes allow it, and no idle node;
+2. step time, with the time to move state spread over the steps until the next loss; candidates
+   within a band of the best are equal;
 3. where no node is lost, the most pipelines, which survive more losses; after a loss the job waits
    for its state, so bytes come first;
 4. bytes of state that move (`oobleck.planner.recovery.placement`);
-5. the paper's order of rules: reinstantiate, borrow, merge, then sizes chosen anew.
+5. the paper's order of rules: reinstantiate, borrow, merge, then new sizes.
 
-Owns the choice. Must not know who holds what in truth: `oobleck.planner.programs.transfer` finds
-out whether all layers are still there.
+Owns the choice. Must not know the workers' real holdings: `oobleck.planner.programs.transfer`
+checks whether all layers are still held.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,31 +42,31 @@ from oobleck.planner.search.templates import feasible_sizes, generate_templates
 
 Templates = Mapping[int, PipelineTemplate]
 
-#: A plan is used for so long, seconds: the paper's worst case is a loss every ten minutes.
+#: Seconds that a plan is expected to be used: the paper's worst case is a loss every ten minutes.
 HORIZON_S = 600.0
-#: Costs this close, as parts of the best step time, are equal: the estimate is not that exact.
+#: Costs this close, as parts of the best step time, are equal: the estimate is not more exact.
 TIE = Fraction(1, 100)
-#: Sizes whose step time is judged, where there are many.
+#: Most sizes whose step time is judged.
 _MOST_JUDGED = 6
-#: Of them, those chosen anew.
+#: Most of these that are new sizes.
 _MOST_ANEW = 2
-#: The effort of the search for them (`oobleck.planner.search.instantiate.Patience`): some 10 ms.
+#: Effort of the search for new sizes (`oobleck.planner.search.instantiate.Patience`): some 10 ms.
 _EFFORT = 8000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reconfiguration:
-    """The next plan, the strongest rule that led to it, and what happened in words."""
+    """Next plan, the strongest rule that led to it, and a description."""
 
     plan: Plan
     rule: Rule
     reason: str
-    #: Live nodes that no combination of templates has a use for: the plan is without them.
+    #: Live nodes that fit into no combination of templates; the plan leaves them out.
     idle: tuple[NodeName, ...] = ()
 
 
 def can_lose(plan: Plan) -> int:
-    """Return how many nodes, whichever they are, can be lost at a time without losing a layer."""
+    """Return how many nodes can be lost at a time, whichever they are, without losing a layer."""
     return min(map(len, plan.layer_nodes())) - 1
 
 
@@ -81,9 +81,9 @@ def reconfigure(
     judge: Judge = by_formula,
     costs: Costs | None = None,
 ) -> Reconfiguration:
-    """The plan for the `live` nodes; raises PlanInfeasible when they cannot hold the model.
+    """Return the plan for the `live` nodes; raises PlanInfeasible when they cannot hold the model.
 
-    `judge` says what a step takes; `costs` are those of the templates, where they are at hand.
+    `judge` estimates step times; `costs` are those of the templates, where the caller has them.
     """
     alive, before = frozenset(live), frozenset(plan.nodes)
     smallest = min(templates)
@@ -95,7 +95,7 @@ def reconfigure(
     means = _Means(templates=templates, costs=costs, judge=judge)
     means, demand = _for_nodes(len(alive), means, plan, profile, fault_tolerance)
     if before <= alive and demand.nodes <= len(before):
-        # Those that are not in the plan are of no use to any other one.
+        # Nodes that this plan cannot use fit into no other plan either.
         return Reconfiguration(
             plan=replace(plan, generation=generation),
             rule="replace",
@@ -125,7 +125,7 @@ def reconfigure(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Means:
-    """Means by which plans are made and measured."""
+    """Inputs for making plans and comparing them."""
 
     templates: Templates
     costs: Costs
@@ -141,7 +141,7 @@ def _for_nodes(
     wanted = min(fault_tolerance + 1, nodes // smallest, batch)
     used = most_used(means.costs, nodes, least=wanted, most=batch)
     if used < nodes:
-        # The table is for the nodes that there were, and may lack sizes for the ones left.
+        # The table was made for the previous nodes and may lack sizes for the remaining ones.
         feasible = [n for n in feasible_sizes(profile, nodes) if n > smallest]
         most = most_used((smallest, *feasible), nodes, least=wanted, most=batch)
         if most > used:
@@ -159,15 +159,15 @@ def _for_nodes(
 def _with_sizes(sizes: Sequence[int], means: _Means, profile: Profile) -> _Means:
     more = [generate_templates(profile, range(size, size + 1)) for size in sizes]
     templates = {n: t for part in (means.templates, *more) for n, t in part.items()}
-    # The judge knows the templates alone that it was made for.
+    # The judge knows only the templates that it was made for.
     return _Means(templates=templates, costs=template_costs(templates, profile), judge=by_formula)
 
 
 def _changes(
     plan: Plan, alive: frozenset[NodeName], demand: Demand
 ) -> tuple[list[Change], dict[Sizes, int]]:
-    """List the changes that lose no guarantee, in the order of rules, and what their sizes take in
-    ticks."""
+    """List the changes that lose no guarantee, in the order of rules; also return the ticks of
+    their sizes."""
     changes = [
         change
         for change in by_rules(plan, alive, demand.costs)
@@ -177,7 +177,7 @@ def _changes(
     quick = min(steps.values(), default=None)
     patience = Patience(
         most=_MOST_ANEW,
-        # What gains less is not worth a move.
+        # A smaller gain is not worth a move.
         limit=None if quick is None else quick - int(quick * TIE),
         slack=TIE,
         effort=_EFFORT,
@@ -201,8 +201,8 @@ def _judged(close: Mapping[Sizes, int], demand: Demand, judge: Judge) -> dict[Si
 
 
 def _timed(changes: Sequence[Change], judged: Mapping[Sizes, float]) -> list[tuple[float, Change]]:
-    """Changes to `judged` sizes, with their times: the first for each set of sizes and of pipelines
-    that stay."""
+    """Return changes to `judged` sizes with their times: the first for each set of sizes and of
+    pipelines that stay."""
     kept: dict[object, tuple[float, Change]] = {}
     for change in changes:
         if change.sizes in judged:
@@ -218,8 +218,10 @@ def _least_cost(
     templates: Templates,
     profile: Profile,
 ) -> tuple[Change, Seats]:
-    """The change of least step time and transfer; of those that tie, where no node is lost, of the
-    most pipelines; of those of the fewest bytes, and of those the first."""
+    """Return the change of least cost of step time and transfer, with its seats.
+
+    Ties go to the most pipelines if no node is lost, then to the fewest bytes, then to the first.
+    """
     fastest = min(time for time, _ in timed)
     state_bytes = [layer.travelling_bytes for layer in profile.layers]
     rate = profile.links.inter_node_bytes_per_s
@@ -228,7 +230,7 @@ def _least_cost(
     for number, (time, change) in sorted(enumerate(timed), key=lambda one: one[1][0]):
         cost = time / fastest if fastest else 1.0
         if cost > least + TIE:
-            break  # seats can only add to that
+            break  # seats only add to the cost
         seats = seat(change.slots, plan, alive, templates=templates, state_bytes=state_bytes)
         cost += seats.busiest_bytes / rate / HORIZON_S
         least = min(least, cost)
@@ -242,7 +244,7 @@ def _least_cost(
 
 
 def _shares(slots: Sequence[Slot], demand: Demand) -> list[int]:
-    """Share the batch among the slots as the judge has seen it: among the sizes, biggest first."""
+    """Share the batch among the slots as the judge did: by size, biggest first."""
     order = sorted(range(len(slots)), key=lambda number: -slots[number].size)
     shares = demand.shares([slots[number].size for number in order])
     return [share for _, share in sorted(zip(order, shares, strict=True))]

@@ -1,8 +1,9 @@
-"""Around lost workers without moving state: their micro-batches go to others that hold the layers.
+"""Re-routing around lost workers without moving state: other holders of the layers take over.
 
-ReCycle (Gandhi et al., SOSP 2024) sends them through the equal stages of the other pipelines. Here
-a hole is covered by hops on any workers that hold its layers, several in a row where pipelines cut
-the model differently. Owns the choice of the hops. Must not know in which order they are computed.
+ReCycle (Gandhi et al., SOSP 2024) sends micro-batches through the equal stages of the other
+pipelines. Here a hole is covered by hops on any workers that hold its layers, several in a row
+where pipelines cut the model differently. Owns the choice of the hops. Must not know the order of
+compute.
 """
 
 from collections import Counter
@@ -31,12 +32,12 @@ def reroute(
     generation: Generation,
     ticks: Callable[[Hop], int] = layer_count,
 ) -> Plan:
-    """The plan without the `lost` workers: survivors hold what they held, and routes through lost
-    workers go by others, each micro-batch where the busiest worker has least to do by then.
+    """Return the plan without the `lost` workers: survivors keep their holds, and routes through
+    lost workers use others. Each micro-batch goes where the busiest worker then has least to do.
 
-    `ticks` is what a micro-batch takes a worker of that hop, its rate counted in; it raises
-    PlanInfeasible of a hop that these workers cannot compute. Raises LayerLost, and PlanInfeasible
-    where workers that hold the layers cannot compute them or cannot follow each other.
+    `ticks` is the time of a micro-batch on a worker of that hop, with its rate. It raises
+    PlanInfeasible for a hop that these workers cannot compute. Raises LayerLost, and PlanInfeasible
+    where holders of the layers cannot compute them or cannot follow each other.
     """
     gone = set(lost)
     holds = tuple(hold for hold in plan.holds if gone.isdisjoint(hold.workers))
@@ -65,9 +66,9 @@ def routes_around(
     lost: set[WorkerId],
     ticks: Callable[[Hop], int],
 ) -> tuple[Route, ...]:
-    """Re-route `routes` around `lost` workers: hops of workers that hold the layers take the place
-    of hops through lost ones. Each micro-batch goes where the busiest worker has least to do by
-    then. Raises PlanInfeasible."""
+    """Re-route `routes` around `lost` workers: hops of workers that hold the layers replace hops
+    through lost ones. Each micro-batch goes where the busiest worker then has least to do. Raises
+    PlanInfeasible."""
     routes, load = tuple(routes), Counter[WorkerId]()
     for route in routes:
         for hop in route.hops:
@@ -80,13 +81,13 @@ def routes_around(
     return tuple(Route(hops=hops, microbatches=count) for hops, count in counts.items())
 
 
-#: The most that one of its workers has to do, how many hops, and the hops.
+#: Load of the busiest of its workers, number of hops, and the hops.
 _Way = tuple[int, int, tuple[Hop, ...]]
 
 
 class Spread:
-    """Spread of micro-batches around the `lost` workers, each where it goes best by the `load`: how
-    much each worker has to do. `held`: the layers of each group of workers."""
+    """Spread of micro-batches around the `lost` workers, each on the best way by the `load` of each
+    worker. `held`: layers of each group of workers."""
 
     def __init__(
         self,
@@ -97,11 +98,13 @@ class Spread:
     ) -> None:
         self._held, self._lost, self._ticks, self._load = held, lost, ticks, load
         self._offered: dict[tuple[int, int], tuple[tuple[Hop, int], ...]] = {}
-        #: How many hops were looked at.
+        #: Number of hops visited.
         self.visits = 0
 
     def around(self, route: Route) -> Counter[tuple[Hop, ...]]:
-        """The hops that its micro-batches take, and how many of them."""
+        """Return the hops that the route's micro-batches take, with their number of
+        micro-batches.
+        """
         if all(map(self._lives, route.hops)):
             return Counter({route.hops: route.microbatches})
         return Counter(merged(self.way(route.hops)) for _ in range(route.microbatches))
@@ -139,8 +142,8 @@ class Spread:
     def _ways(
         self, layer: int, last_layer: int, after: _Group, known: dict[int, list[_Way]]
     ) -> list[_Way]:
-        """Return the ways from `layer` on, the best ones first: for each first hop the best way to
-        the workers that come after. Each hop goes as far as its workers hold the layers."""
+        """Return the ways from `layer` on, best first: for each first hop the best way to the
+        workers that come after. Each hop goes as far as its workers hold the layers."""
         if layer in known:
             return known[layer]
         ways: list[_Way] = []
@@ -156,13 +159,13 @@ class Spread:
                 if _can_follow(hop.workers, rest[2][0].workers):
                     ways.append((max(load, rest[0]), rest[1] + 1, (hop, *rest[2])))
                     break
-        # Of equal ones the first, in the order of the holds.
+        # Sorting is stable: among equals the order of the holds decides.
         known[layer] = sorted(ways, key=lambda way: way[:2])
         return known[layer]
 
     def _offers(self, layer: int, last_layer: int) -> tuple[tuple[Hop, int], ...]:
-        """Return all hops that can compute `layer` and what follows, with their ticks, in the order
-        of the holds."""
+        """Return all hops that can compute `layer` and as many following layers as held, with their
+        ticks, in the order of the holds."""
         if (layer, last_layer) not in self._offered:
             offers = []
             for workers, layers in self._held.items():
@@ -186,12 +189,12 @@ def add_load(load: Counter[WorkerId], hop: Hop, ticks: int) -> None:
 
 
 def _can_follow(before: _Group, after: _Group) -> bool:
-    """Hops in a row have nobody in common, or are one hop."""
+    """Return whether two successive hops share no worker, or have the same workers."""
     return before == after or set(before).isdisjoint(after)
 
 
 def merged(way: Iterable[Hop]) -> tuple[Hop, ...]:
-    """Hops in a row on the same workers are one."""
+    """Merge successive hops on the same workers into one."""
     return tuple(
         Hop(first_layer=own[0].first_layer, last_layer=own[-1].last_layer, workers=workers)
         for workers, own in (

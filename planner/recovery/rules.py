@@ -1,9 +1,9 @@
-"""The three rules that put a hit pipeline right (Oobleck §5), and joining, on sizes alone.
+"""The three rules that repair a hit pipeline (Oobleck §5), and joining, on sizes alone.
 
-Each rule takes the pipelines as they stand after the loss and the index of a hit one, and gives
-them back with that one put right, with the story in words, or None where it does not apply. Which
-nodes go where is no matter here: `oobleck.planner.recovery.placement` decides that for all at once.
-Nor is which way is the best: `oobleck.planner.recovery.reconfigure` compares them.
+Each rule takes the pipelines after the loss and the index of a hit one. It returns them with that
+one repaired and a description, or None where it does not apply. The placement of nodes is left to
+`oobleck.planner.recovery.placement`, for all at once, and the choice of the best way to
+`oobleck.planner.recovery.reconfigure`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,11 +12,16 @@ from typing import Literal
 
 from oobleck.core.plan import Pipeline
 
-#: How a plan came about, by the paper's three or: "takeover", of pipelines lost whole the others
-#: take the shares; "reshape", sizes chosen anew; "join", newcomers; "replace", the same nodes;
-#: "reroute", no template: around lost workers; "shadow", layers on more nodes; "normalise",
-#: the layers of a lost worker in place of others; or, for slow
-#: workers, by the candidates of `oobleck.planner.recovery.uneven`.
+#: Origin of a plan: one of the paper's three rules, a candidate of
+#: `oobleck.planner.recovery.uneven` for slow workers, or one of these.
+#:
+#: - "takeover": the others take the shares of pipelines lost whole;
+#: - "reshape": new sizes;
+#: - "join": newcomers;
+#: - "replace": the same nodes;
+#: - "reroute": no template, around lost workers;
+#: - "shadow": layers on more nodes;
+#: - "normalise": layers of a lost worker in place of others.
 Rule = Literal[
     "takeover",
     "reinstantiate",
@@ -35,37 +40,36 @@ Rule = Literal[
     "stand by",
     "take back",
 ]
-#: What comes behind an answer, at a step boundary; `shadow`: see
-#: `oobleck.planner.recovery.shadowed`.
+#: Follow-up of an answer at a step boundary; for `shadow` see `oobleck.planner.recovery.shadowed`.
 Next = Literal["templates", "shadow", "normalise"]
-#: Of the rules, those that make a plan of templates, for fewer or more nodes.
+#: Rules that make a plan of templates for fewer or more nodes.
 OF_OTHER_NODES: frozenset[Rule] = frozenset({"stand by", "take back"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A pipeline on its way into the next plan."""
+    """Pipeline while the next plan is made."""
 
     name: str
-    #: Its template's nodes in the plan before.
+    #: Nodes of its template in the previous plan.
     template: int
-    #: Nodes that it has now, in number.
+    #: Number of its nodes now.
     size: int
-    #: As before, untouched.
+    #: The previous pipeline, if untouched.
     kept: Pipeline | None
     #: The pipeline that it was; None after a merge.
     origin: Pipeline | None
-    #: It is hit and no rule has put it right yet.
+    #: True if it is hit and not repaired yet.
     hit: bool = False
 
 
 Groups = tuple[Group, ...]
-#: Puts the hit group at an index right: the groups after it and the story; None: cannot.
+#: Repairs the hit group at an index: returns the groups and a description, or None if it cannot.
 RuleFunction = Callable[[Groups, int, range], tuple[Groups, str] | None]
 
 
 def reinstantiate(groups: Groups, index: int, sizes: range) -> tuple[Groups, str] | None:
-    """A smaller template for the nodes that are left, if they are enough."""
+    """Use a smaller template for the remaining nodes, if they are enough."""
     group = groups[index]
     if group.size not in sizes:
         return None
@@ -74,7 +78,7 @@ def reinstantiate(groups: Groups, index: int, sizes: range) -> tuple[Groups, str
 
 
 def borrow(groups: Groups, index: int, sizes: range) -> tuple[Groups, str] | None:
-    """Nodes from the largest pipelines that still fit the model without them."""
+    """Borrow nodes from the largest pipelines that still fit the model without them."""
     group, now = groups[index], list(groups)
     if group.size >= sizes.start:
         return None
@@ -128,7 +132,7 @@ def merge(groups: Groups, index: int, sizes: range) -> tuple[Groups, str] | None
     return (*changed[:gone], *changed[gone + 1 :]), story
 
 
-#: In the paper's order; what comes later disturbs more.
+#: Ordered as in the paper; later rules disturb more.
 RULES: tuple[tuple[Rule, RuleFunction], ...] = (
     ("reinstantiate", reinstantiate),
     ("borrow", borrow),
@@ -138,16 +142,16 @@ RULES: tuple[tuple[Rule, RuleFunction], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mended:
-    """No pipeline is hit any more; the rules that were used, and what they did."""
+    """Groups without any hit pipeline, with the rules applied and their descriptions."""
 
     groups: Groups
-    #: Of those used the one that disturbs most; "takeover" where none was needed.
+    #: The most disturbing of the rules used; "takeover" where none was needed.
     rule: Rule
     stories: tuple[str, ...]
 
 
 def mend(groups: Groups, sizes: range, *, most: int) -> Iterator[Mended]:
-    """Up to `most` ways to put all hit groups right, one rule after the other, in all orders of
+    """Yield up to `most` ways to repair all hit groups, one rule after the other, in all orders of
     preference; the paper's comes first."""
     names: list[Rule] = ["takeover", *(name for name, _ in RULES)]
     made = 0
@@ -168,7 +172,7 @@ def mend(groups: Groups, sizes: range, *, most: int) -> Iterator[Mended]:
 
 
 def refill(groups: Groups, newcomers: int) -> tuple[Groups, int]:
-    """Newcomers take the places of lost nodes, group by group; how many are left over."""
+    """Give newcomers the places of lost nodes, group by group; also return how many remain."""
     filled = []
     for group in groups:
         more = min(newcomers, group.template - group.size) if group.hit else 0
@@ -178,7 +182,7 @@ def refill(groups: Groups, newcomers: int) -> tuple[Groups, int]:
 
 
 def found_pipelines(groups: Groups, newcomers: int, sizes: range) -> Groups | None:
-    """Newcomers make up pipelines of their own, as small as can be."""
+    """Put newcomers into pipelines of their own, as small as possible."""
     count = newcomers // sizes.start
     if count == 0 or newcomers > count * (sizes.stop - 1):
         return None
@@ -191,7 +195,7 @@ def found_pipelines(groups: Groups, newcomers: int, sizes: range) -> Groups | No
 
 
 def enlarge(groups: Groups, newcomers: int, sizes: range) -> Groups | None:
-    """Newcomers go to the smallest pipelines one by one."""
+    """Give newcomers to the smallest pipelines one by one."""
     now = list(groups)
     for _ in range(newcomers):
         index = min(range(len(now)), key=lambda i: (now[i].size, -i), default=None)

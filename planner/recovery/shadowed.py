@@ -1,7 +1,7 @@
-"""Shadows behind an answer: plans in which more nodes hold each layer.
+"""Shadows after an answer: plans in which more nodes hold each layer.
 
-Where workers are list-scheduled, their order may have to make do with less memory for that. Owns
-how much of it they are left. Must not know who holds what.
+List-scheduled workers may need an order that takes less memory for that. Owns how much memory they
+keep. Must not know holders.
 """
 
 from dataclasses import replace
@@ -19,15 +19,14 @@ from oobleck.planner.recovery.worth import LEAST_GAIN
 from oobleck.planner.search.choose import settled
 from oobleck.planner.search.shadows import with_shadows
 
-#: What list-scheduled workers are left at least of the memory that micro-batches take now, in the
-#: order of trying. An order is made for speed alone and often keeps more than it needs.
+#: Least share of the memory of micro-batches that list-scheduled workers keep, in the order of
+#: trying. An order is made for speed alone and often keeps more than it needs.
 _KEPT = (1.0, 0.5, 0.25)
 
 
 def shadows_behind(plan: Plan, change: Change) -> Next | None:
-    """Return what follows `plan` at a step boundary, if more shadows would let more nodes be lost;
-    else None. A loss waits for this, so whether list-scheduled workers can do with less is found
-    out behind it."""
+    """Return the follow-up of `plan` at a step boundary if more shadows would let more nodes be
+    lost; else None. A loss waits for this, so orders with less memory are tried only after it."""
     if not change.shadows:
         return None
     found = _more_shadows(plan, change, change.fault_tolerance, _KEPT[-1])
@@ -42,8 +41,11 @@ def can_lose_behind(plan: Plan, change: Change) -> int:
 
 
 def shadowed(change: Change) -> Answer:
-    """The running plan with all shadows that let more nodes be lost; its routes and schedule stay.
-    For a step boundary. Raises PlanInfeasible where there are none to add."""
+    """Answer, for a step boundary, with the running plan and all shadows that let more nodes be
+    lost.
+
+    Its routes and schedule stay. Raises PlanInfeasible where there are none to add.
+    """
     profile = change.profile
     plan = replace(_with_more(change), generation=change.generation)
     if plan.listing is None:
@@ -69,8 +71,8 @@ def _more_shadows(plan: Plan, change: Change, wanted: int, kept: float = 1.0) ->
 
 
 def _with_more(change: Change) -> Plan:
-    """The running plan with more shadows. The order of list-scheduled workers stays where these fit
-    beside it; else it is made anew. Raises PlanInfeasible."""
+    """Return the running plan with more shadows. The order of list-scheduled workers stays where it
+    fits beside them; else it is made anew. Raises PlanInfeasible."""
     plan, listed = change.plan, change.plan.listing is not None
     most = min(change.fault_tolerance, len(plan.nodes) - 1)
     why = "no layer can be on one node more, or none has to be"
@@ -92,9 +94,11 @@ def _with_more(change: Change) -> Plan:
 
 
 def _listed_anew(found: Plan, change: Change) -> Plan | None:
-    """List the plan anew in an order that needs no more memory than there is beside the shadows.
-    Returns None where some micro-batch has no room, or a step would take longer by more than no
-    change is worth."""
+    """List the plan anew in an order that fits into the memory beside the shadows.
+
+    Returns None where some micro-batch has no room, or a step would take longer by more than the
+    least gain of a change.
+    """
     assert found.listing is not None, "its workers are list-scheduled"
     anew = with_listing(found, change.profile, split=found.listing.split)
     try:

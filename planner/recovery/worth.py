@@ -1,4 +1,4 @@
-"""Decision whether a change that nobody is forced to make is worth it. Pure."""
+"""Decision whether a voluntary change is worth it. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,31 +12,31 @@ from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.reconfigure import HORIZON_S
 from oobleck.planner.search.choose import TIE
 
-#: What a change of generation takes beside the state that moves.
+#: Seconds of a change of generation beside moving state.
 CHANGE_S = 0.5
-#: Part of a step's time that a change must save at least: estimates are not more exact.
+#: Least share of a step's time that a change must save: estimates are not more exact.
 LEAST_GAIN = 0.03
-#: What it saves until the next loss is expected is at least so many times what it costs.
+#: Least ratio of the time saved until the expected next loss to the cost of a change.
 _LEAST_RETURN = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
-    """A plan that could take the running one's place."""
+    """Candidate to replace the running plan."""
 
     step_s: float
     stall_s: float
-    #: A step counts as so many times as long, by what splits its backward now and then.
+    #: Factor on the step time for splitting backwards, whose cost profiles lack.
     weight: float = 1.0
 
     @property
     def until_next_loss(self) -> float:
-        """Steps that are made until then."""
+        """Steps until the expected next loss."""
         step_s = self.step_s * self.weight
         return (HORIZON_S - self.stall_s - CHANGE_S) / step_s if step_s else 0.0
 
     def why_not(self, staying_s: float) -> str:
-        """Why staying, at so many seconds a step, is better; empty: it is not."""
+        """Return why staying, at so many seconds a step, is better; empty if it is not."""
         step_s = self.step_s * self.weight
         if step_s > staying_s * (1 - LEAST_GAIN):
             told = f"a step would take {self.step_s:.4g} s in place of {staying_s:.4g} s"
@@ -52,19 +52,19 @@ class Prospect:
 
 
 def splitting_weight(plan: Plan) -> float:
-    """Splitting the backward costs a part of the step that profiles do not tell, and that a first
-    plan's schedule has to gain as well."""
+    """Return the factor for splitting the backward, a cost that profiles lack. A first plan's
+    schedule has to gain as much."""
     listed = listed_routes(plan) and (plan.listing is None or plan.listing.split)
     return 1 + TIE if listed or splits_backward(plan.schedule) else 1.0
 
 
 def worth_a_change(offers: Sequence[Answer], running: Plan, staying_s: float) -> Answer:
-    """The best of `offers`, of which there are some, that is worth it, proved to run to its end.
-    Raises PlanInfeasible where staying, at so many seconds a step, is better than each."""
+    """Return the best of `offers` (not empty) that is worth it, proven free of deadlock. Raises
+    PlanInfeasible where staying, at so many seconds a step, is better than each."""
     now = splitting_weight(running)
 
     def prospect(offer: Answer) -> Prospect:
-        # Who stops splitting has gained nothing that is known.
+        # No gain is known for no longer splitting.
         weight = max(1.0, splitting_weight(offer.found.plan) / now)
         return Prospect(step_s=offer.step_s, stall_s=offer.stall_s, weight=weight)
 

@@ -1,7 +1,7 @@
-"""Pipelines as text: which layers on which GPUs, and when each stage computes what.
+"""Pipelines as text: the layers of each GPU, and the compute of each stage over time.
 
-Owns layout alone; pipelines that are alike are drawn once. Boxes and strips are as wide as they
-may be; sentences are on one line, which whoever prints it folds. Must not decide or estimate.
+Owns layout only; alike pipelines are drawn once. Boxes and strips fill the given width; sentences
+are on one line, for the printer to fold. Must not decide or estimate.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from oobleck.core.units import count, format_bytes
 from oobleck.planner.cost.estimate import KindEstimate, StepEstimate
 from oobleck.planner.cost.replay import Event, timeline
 
-#: Columns of a drawing where nobody says how many there are, and the fewest.
+#: Columns of a drawing by default, and the fewest.
 WIDTH, NARROWEST = 80, 40
-#: A timeline of more stages or micro-batches is not readable.
+#: Most stages and micro-batches of a readable timeline.
 MOST_STAGES, MOST_MICROBATCHES = 16, 26
-#: Of pipelines that are alike, and of the nodes of each, so many are named.
+#: Most alike pipelines, and nodes of each, that are named.
 _NAMED = 4
 
 
 def draw_pipelines(plan: Plan, estimate: StepEstimate, *, memory_limit: int, width: int) -> str:
-    """Each kind of pipeline once: stages in their order, with node, layers, GPUs, peak memory."""
+    """Draw each kind of pipeline once: stages in order, with node, layers, GPUs and peak memory."""
     return "\n".join(_draw_kind(plan, kind, memory_limit, width) for kind in estimate.kinds)
 
 
@@ -58,8 +58,7 @@ def _draw_kind(plan: Plan, kind: KindEstimate, memory_limit: int, width: int) ->
 
 
 def draw_shadows(plan: Plan) -> str:
-    """Describe which workers hold layers that they do not run, and which; of many workers the
-    first."""
+    """Describe which workers hold layers without running them; of many workers, the first ones."""
     layers = {layer for own in plan.shadows.values() for layer in own}
     held = [
         f"{worker}: {', '.join(f'{r[0]}-{r[-1]}' if len(r) > 1 else str(r[0]) for r in runs(own))}"
@@ -75,7 +74,7 @@ def draw_shadows(plan: Plan) -> str:
 
 
 def some(nodes: Sequence[NodeName]) -> str:
-    """The names of the first nodes, and of the last one."""
+    """Return the names of the first nodes and of the last one."""
     if len(nodes) > _NAMED + 1:
         return f"{', '.join(nodes[:_NAMED])}, ... {nodes[-1]}"
     return ", ".join(nodes)
@@ -100,7 +99,7 @@ def _column(stage: Hold, peak: int, limit: int, *, gpus: bool) -> list[str]:
 
 
 def _boxes(columns: Sequence[Sequence[str]], nodes: Sequence[str], width: int) -> list[str]:
-    """Boxes side by side, in as many rows as they need; `||` where the node changes."""
+    """Draw boxes side by side, in as many rows as needed; `||` marks a change of node."""
     lines: list[str] = []
     row: list[int] = []
     used = 0
@@ -121,7 +120,7 @@ def _row(columns: Sequence[Sequence[str]], nodes: Sequence[str], row: Sequence[i
         cells = []
         for number in row:
             text = columns[number][index]
-            # A node's name stands over the first of its stages.
+            # A node's name is above the first of its stages.
             if index == 0 and number != row[0] and nodes[number] == nodes[number - 1]:
                 text = ""
             cells.append(text.ljust(max(map(len, columns[number]))))
@@ -134,7 +133,7 @@ def _row(columns: Sequence[Sequence[str]], nodes: Sequence[str], row: Sequence[i
 
 
 def draw_timeline(kind: KindEstimate, schedule: Schedule, *, width: int) -> str | None:
-    """Draw when each stage computes what, a line per stage; None where that would not be
+    """Draw the compute of each stage over time, a line per stage; None where it would not be
     readable."""
     pipeline = kind.pipeline
     if len(pipeline.stages) > MOST_STAGES or pipeline.microbatches > MOST_MICROBATCHES:
@@ -154,7 +153,7 @@ def draw_timeline(kind: KindEstimate, schedule: Schedule, *, width: int) -> str 
 
 
 def _strip(row: Sequence[Event], end: float, columns: int) -> str:
-    """The micro-batch that is computed in the middle of each column."""
+    """Return a line with the micro-batch that is computed in the middle of each column."""
     marks = []
     events = iter(row)
     event = next(events, None)

@@ -1,5 +1,5 @@
-"""Report of `oobleck plan --lost`: what is done about each loss and what comes behind it, beside
-what each policy would do."""
+"""Report of `oobleck plan --lost`: the answer to each loss and its follow-ups, beside each policy's
+own answer."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from oobleck.planner.report.shape import shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowUp:
-    """Follow-up that was to come behind an answer, at a step boundary."""
+    """Follow-up intended after an answer, at a step boundary."""
 
     wanted: Next
     found: Answer | PlanInfeasible
@@ -34,21 +34,21 @@ class FollowUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Loss of a node, and what follows it."""
+    """Loss of a node, and the answer to it."""
 
     node: NodeName
-    #: Those that are left.
+    #: Remaining nodes.
     live: tuple[NodeName, ...]
-    #: What is done; None: nothing can be, and the reason says what is missing.
+    #: The answer; None: there is none, and the reason says what is missing.
     taken: Answer | None
     reason: str
-    #: What each policy would do, or why it cannot.
+    #: Answer of each policy, or its refusal.
     answers: Answers
-    #: Behind what is done, one after the other.
+    #: Follow-ups in order.
     follow_ups: tuple[FollowUp, ...] = ()
 
     def data(self, plan: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return it as plain data, for JSON. `plan`: the one that is taken, likewise."""
+        """Return it as plain data, for JSON. `plan`: plain data of the new plan."""
         taken = self.taken
         return {
             "lost": self.node,
@@ -63,11 +63,11 @@ class Loss:
 
 
 def losses(asked: Change, policy: RecoveryPolicy, lost: int) -> Iterator[Loss]:
-    """Yield what follows each of so many losses of the first pipeline's last node, until nothing
-    fits.
+    """Yield the results of losing the first pipeline's last node, up to `lost` times or until
+    nothing fits.
 
-    Each comes in the plan that answers the one before, ahead of what follows that. Idle nodes take
-    part where they can. `asked`: of the first plan, before anything happens.
+    Each loss hits the plan that answers the one before, ahead of its follow-ups. Idle nodes take
+    part where they can. `asked` describes the first plan, before any loss.
     """
     change, live = asked, list(asked.live)
     for _ in range(lost):
@@ -93,7 +93,7 @@ def losses(asked: Change, policy: RecoveryPolicy, lost: int) -> Iterator[Loss]:
 
 
 def _follow_ups(change: Change, then: Next | None) -> Iterator[FollowUp]:
-    """`change`: of the plan that they follow, in which nothing has happened since."""
+    """Yield the follow-ups of a plan. `change`: of that plan, before any further loss."""
     while then is not None:
         try:
             found = by_templates(change) if then == "templates" else behind(change, then)
@@ -105,8 +105,8 @@ def _follow_ups(change: Change, then: Next | None) -> Iterator[FollowUp]:
 
 
 def _after(change: Change, taken: Answer) -> Change:
-    """Return the next change, of the plan that is taken, in which nothing has happened yet. The
-    next plan of templates starts from its pipelines, or from those that it left as they are."""
+    """Return the next change, of the new plan, before any further loss. The next plan of templates
+    starts from its pipelines, or from those that it left unchanged."""
     plan, base = taken.found.plan, change.base
     if taken.policy == "templates" or (taken.policy == "shadow" and base is change.plan):
         base = plan

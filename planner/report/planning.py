@@ -1,4 +1,4 @@
-"""Inputs of a running job's plans, for whoever asks the planner about it elsewhere.
+"""Inputs of a running job's plans, for questions to the planner elsewhere.
 
 Must not know how plans are made.
 """
@@ -14,12 +14,12 @@ from oobleck.core.ties import Ties
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planning:
-    """Inputs of a job's plans, and the plan that it has."""
+    """Inputs of a job's plans, and its current plan."""
 
     plan: Plan
-    #: The newest plan of templates; the same, unless micro-batches take other routes since.
+    #: Newest plan of templates; the same as `plan` unless micro-batches were re-routed since.
     base: Plan
-    #: With the memory that there is.
+    #: With the memory that the nodes have.
     profile: Profile
     #: Templates are for so many nodes, and up to so many.
     least_nodes: int
@@ -29,7 +29,7 @@ class Planning:
     schedule_named: bool = False
     shadows: bool = False
     policy: RecoveryPolicy = "auto"
-    #: All that may take part.
+    #: All nodes that may take part.
     nodes: tuple[NodeName, ...]
     #: Of slow workers.
     rates: tuple[WorkerRate, ...] = ()

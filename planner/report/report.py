@@ -1,4 +1,4 @@
-"""Report of `oobleck plan`: templates, the plan and what a step of it takes, as data and text."""
+"""Report of `oobleck plan`: templates, the plan and its step estimate, as data and text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,18 +38,18 @@ MOST_SAMPLES = 1 << 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A plan under the schedule that was chosen for it."""
+    """Plan under its chosen schedule."""
 
     plan: Plan
-    #: Nodes that the plan has no use for.
+    #: Nodes that the plan leaves out.
     idle: tuple[NodeName, ...] = ()
     choice: ScheduleChoice
-    #: The head shares layer 0's token embedding.
+    #: Groups of layers that share parameters.
     tied: Ties = False
 
     @property
     def needs(self) -> Needed:
-        """Communicators that the plan needs, and what they ask of a GPU."""
+        """Communicators that the plan needs, and their memory of a GPU."""
         return needed(self.plan, tied=self.tied)
 
     @property
@@ -59,14 +59,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """The answer to `oobleck plan`."""
+    """Answer to `oobleck plan`."""
 
     profile: Profile
     templates: Mapping[int, PipelineTemplate]
     first: Outcome
-    #: Each with its plan where that is one of templates; None where nobody asked for losses.
+    #: Losses, each with its plan if that is one of templates; None: losses were not asked for.
     losses: tuple[tuple[Loss, Outcome | None], ...] | None
-    #: None where nobody asked for slow workers.
+    #: None: slow workers were not asked for.
     slowness: Slowness | None = None
 
     def data(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class PlanReport:
         return report
 
     def drawing(self, width: int = WIDTH) -> str:
-        """The plan's pipelines, the timeline of the first where it is small, and the step."""
+        """Draw the plan's pipelines, the timeline of the first where it is small, and the step."""
         return draw(self.first, self.profile, width)
 
 
@@ -102,13 +102,14 @@ def make_report(
     slow: Sequence[str] = (),
     shadows: bool = False,
 ) -> PlanReport:
-    """Templates and plan for nodes n1 .. n<nodes>.
+    """Make templates and plan for nodes n1 .. n<nodes>.
 
-    With `lost` there is also what follows so many losses, one after the other, answered by
-    `policy`. `tied`: the head shares layer 0's token embedding. `wanted`: the schedule to use;
-    None: the best one. `slow`: slow workers, as `read_rates` has them; what is done about them
-    before any loss. `shadows`: nodes may hold layers that they do not run. Raises ValueError naming
-    the field and the fix, or PlanInfeasible.
+    With `lost` the report also has the results of so many losses, one after the other, answered by
+    `policy`. `tied`: groups of layers that share parameters. `wanted`: schedule to use; None: the
+    best one. `slow`: slow workers, as `read_rates` parses them; the report has the answers to them
+    before any loss. `shadows`: nodes may hold layers without running them.
+
+    Raises ValueError with the field and the fix, or PlanInfeasible.
     """
     _check(profile, nodes, global_batch, lost)
     sizes = node_specification(
@@ -182,7 +183,7 @@ def _change(
     schedule_named: bool,
     shadows: bool,
 ) -> Change:
-    """Build the change of `plan`, in which nothing has happened yet."""
+    """Build the change of `plan`, before any loss."""
     return Change(
         plan=plan,
         base=plan,
@@ -200,7 +201,7 @@ def _change(
 
 
 def _outcome(loss: Loss, profile: Profile, *, tied: Ties) -> Outcome | None:
-    """The plan that is taken, if it is one of templates."""
+    """Return the new plan's outcome, if it is one of templates."""
     if loss.taken is None or loss.taken.policy != "templates":
         return None
     plan = loss.taken.found.plan
@@ -209,7 +210,7 @@ def _outcome(loss: Loss, profile: Profile, *, tied: Ties) -> Outcome | None:
 
 
 def draw(outcome: Outcome, profile: Profile, width: int = WIDTH) -> str:
-    """The pipelines of a plan, each kind once, and what a step takes."""
+    """Draw the pipelines of a plan, each kind once, and the step estimate."""
     plan, estimate = outcome.plan, outcome.estimate
     parts = [draw_pipelines(plan, estimate, memory_limit=profile.gpu_memory_bytes, width=width)]
     if outcome.idle:
@@ -232,7 +233,7 @@ def draw(outcome: Outcome, profile: Profile, width: int = WIDTH) -> str:
 
 
 def _nccl(needs: Needed, profile: Profile) -> str:
-    """Describe what GPUs need beside the peak; empty where no two workers talk."""
+    """Describe the GPU memory needed beside the peak; empty where no two workers communicate."""
     if not needs.communicators:
         return ""
     many = count(needs.communicators, "communicator")
@@ -322,7 +323,7 @@ def _plan(outcome: Outcome, profile: Profile) -> dict[str, Any]:
 
 def _loss_plan(loss: Loss, outcome: Outcome | None, profile: Profile) -> dict[str, Any] | None:
     """Return the plan that answers the loss: one of templates in full, as the first plan, another
-    one by its routes. Returns None where nothing can be done."""
+    one by its routes. Return None where there is no answer."""
     if outcome is not None:
         return _plan(outcome, profile)
     if loss.taken is None:
@@ -349,7 +350,7 @@ def _routes(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _kind(kind: KindEstimate) -> dict[str, Any]:
-    """Pipelines that are alike, by their positions in `pipelines`."""
+    """Return a kind of alike pipelines, by their positions in `pipelines`."""
     return {
         "template_nodes": len(kind.pipeline.nodes),
         "microbatches": kind.pipeline.microbatches,

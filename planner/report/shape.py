@@ -1,4 +1,4 @@
-"""A plan in a few words."""
+"""Description of a plan in a few words."""
 
 from collections import Counter
 

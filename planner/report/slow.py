@@ -18,14 +18,14 @@ _SLOW = re.compile(r"(?P<node>[^/=]+)(/(?P<slot>[0-9]{1,9}))?=(?P<rate>.+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowness:
-    """Steps where some workers are slow."""
+    """Step times and answers where some workers are slow."""
 
     rates: Mapping[WorkerId, float]
-    #: With all workers as fast as profiled, and with nothing done, seconds.
+    #: Seconds of a step with all workers as fast as profiled, and of the running plan's at `rates`.
     healthy_s: float
     staying_s: float
     answers: Sequence[Answer]
-    #: The rule by which the job goes on; None: as before.
+    #: Rule of the answer; None: the running plan stays.
     taken: Rule | None
     reason: str
 
@@ -58,7 +58,7 @@ class Slowness:
 def read_rates(
     texts: Sequence[str], nodes: Sequence[NodeName], workers_per_node: int
 ) -> dict[WorkerId, float]:
-    """Read the rates of workers: `NODE=RATE` is of all workers of the node, `NODE/SLOT=RATE` of
+    """Parse the rates of workers: `NODE=RATE` for all workers of the node, `NODE/SLOT=RATE` for
     one. Raises ValueError."""
     found: dict[WorkerId, float] = {}
     for text in texts:
@@ -94,7 +94,7 @@ def _rate(text: str) -> float:
 
 
 def slowness(change: Change, healthy_s: float) -> Slowness:
-    """Find what would be done at the rates of `change`, and what could be."""
+    """Find the answer to the rates of `change`, and all possible ones."""
     staying_s, answers = by_rates(change)
     taken: Rule | None = None
     try:

@@ -1,4 +1,4 @@
-"""Tokens per second of a plan or a job, and what part of the GPUs' peak they are (MFU)."""
+"""Tokens per second of a plan or a job, and their share of the GPUs' peak (MFU)."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -14,9 +14,9 @@ from oobleck.planner.profile.machine import GPUS, machine_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Work that a job asks of a worker, and the peak of one worker."""
+    """Work of a job per token and sample, and the peak of one worker."""
 
-    #: Of a step, forward and backward, without what is computed again.
+    #: Operations of a step, forward and backward, without recomputation.
     flops_per_token: float
     tokens_per_sample: int
     peak_flops_per_s: float
@@ -43,8 +43,8 @@ def speed_line(data: dict[str, Any]) -> str:
 
 
 def utilization(job: JobSpec, tokens_per_s: float, device_kinds: Iterable[str]) -> float | None:
-    """Return the part of its workers' peak that a job reaches. `device_kinds`: of each of them, as
-    their agents call it. None: the model is of the user's, or some device is not in the table."""
+    """Return the share of its workers' peak that a job reaches; None: the model is a user's, or
+    some device is unknown. `device_kinds`: the agents' name for each worker's device."""
     if not isinstance(job.model, ModelSpec):
         return None
     peak_flops_per_s = 0.0
@@ -56,5 +56,5 @@ def utilization(job: JobSpec, tokens_per_s: float, device_kinds: Iterable[str]) 
     return tokens_per_s * _flops_per_token(job) / peak_flops_per_s if peak_flops_per_s else None
 
 
-#: Whoever looks at a job asks again and again.
+#: Cached, since pages that show a job ask repeatedly.
 _flops_per_token = lru_cache(maxsize=32)(flops_per_token)

@@ -1,5 +1,7 @@
-"""Answer to an operator's question: what would become of a running job if these nodes were lost.
-The code that would answer the loss itself gives it."""
+"""Answer to an operator's question: what follows if a running job loses these nodes.
+
+The code that answers real losses makes the answer.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -22,20 +24,20 @@ from oobleck.planner.search.catalogue import Catalogue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """Consequences of the loss of some nodes, all at once."""
+    """Consequences of losing some nodes, all at once."""
 
     lost: tuple[NodeName, ...]
-    #: Those of them that are in the plan.
+    #: Lost nodes that are in the plan.
     hit: tuple[NodeName, ...]
     step_s: float
     can_lose: int
     shape: str
-    #: What nobody would hold any more; then all would go back to a checkpoint.
+    #: Layers without any holder; then the job returns to a checkpoint.
     gone_layers: tuple[int, ...]
-    #: What would be done; None: nothing can be, and the reason says what is missing.
+    #: The answer; None: there is none, and the reason says what is missing.
     taken: Answer | None
     reason: str
-    #: What each policy would do, or why it cannot.
+    #: Answer of each policy, or its refusal.
     answers: Answers
 
     def data(self) -> dict[str, Any]:
@@ -61,7 +63,7 @@ class WhatIf:
 
 
 def what_if(planning: Planning, lost: Collection[NodeName]) -> WhatIf:
-    """Raises ValueError where a node is none of the job's, or all are lost."""
+    """Answer the question; raises ValueError where a node is none of the job's, or all are lost."""
     unknown = set(lost) - set(planning.nodes) - set(planning.plan.nodes)
     if unknown:
         raise ValueError(f"no such node in the job's plan: {comma_separated(unknown)}")
@@ -92,7 +94,7 @@ def what_if(planning: Planning, lost: Collection[NodeName]) -> WhatIf:
 
 
 def _change(planning: Planning, live: tuple[NodeName, ...]) -> Change:
-    """Raises PlanInfeasible."""
+    """Build the change to the live nodes; raises PlanInfeasible."""
     catalogue = Catalogue(tied=planning.tied)
     sizes = range(planning.least_nodes, planning.most_nodes + 1)
     offer = catalogue.offer(planning.profile, sizes, planning.base)
@@ -114,7 +116,7 @@ def _change(planning: Planning, live: tuple[NodeName, ...]) -> Change:
 
 
 def _step_s(planning: Planning) -> float:
-    """Return the step time of the plan that runs."""
+    """Return the step time of the running plan."""
     plan = planning.plan
     if listed_routes(plan):
         listed = with_listing(plan, planning.profile)

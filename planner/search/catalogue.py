@@ -1,9 +1,9 @@
-"""The templates of one model on one kind of machine, at hand for every plan of a job.
+"""Templates of one model on one kind of machine, kept for all plans of a job.
 
-Making templates takes seconds for large models, and what follows from them (costs, replayed step
-times) is asked for again and again, so both are kept. Memory is no part of what a catalogue is
-for: when the weakest node leaves or joins, templates that fit the memory there is now stay in use,
-even if with more memory there may be better ones: a plan right after a loss comes first.
+Templates take seconds to make for large models. Their costs and replayed step times are needed
+repeatedly, so both are kept. A catalogue serves any memory size. When the weakest node leaves or
+joins, templates that still fit stay in use, even if more memory would allow better ones. A quick
+plan after a loss comes first.
 """
 
 from collections import Counter
@@ -24,12 +24,12 @@ from oobleck.planner.search.templates import shortlisted_templates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Templates by their numbers of nodes, what they cost, and a judge of plans made of them."""
+    """Templates by their numbers of nodes, their costs, and a judge of plans made of them."""
 
     costed: Mapping[int, Costed]
-    #: By number of nodes: these, and others that are as good by T1 + T2 + T3 and fit as well.
+    #: By number of nodes: these, and others with the same T1 + T2 + T3 that fit as well.
     equals: Mapping[int, tuple[Costed, ...]]
-    #: Those that the search for least T has come upon first.
+    #: Templates that the search for least T found first.
     found: Mapping[int, Costed]
     replays: Replays
 
@@ -42,7 +42,7 @@ class Offer:
         return {size: each.cost for size, each in self.costed.items()}
 
     def judge(self, candidates: Sequence[Instantiation]) -> list[float]:
-        """Seconds of a step of each, by a replay under 1F1B."""
+        """Return the seconds of a step of each, by a replay under 1F1B."""
         return self.replays.step_s(
             [
                 Counter(
@@ -54,13 +54,15 @@ class Offer:
         )
 
     def using(self, others: Iterable[Costed]) -> "Offer":
-        """The same with these in place of the ones of their sizes."""
+        """Return the same offer with these in place of the ones of their sizes."""
         named = {each.template.nodes: each for each in others}
         return replace(self, costed={**self.costed, **named})
 
 
 class Catalogue:
-    """Grows with the sizes that are asked for. `tied`: the head shares layer 0's embedding."""
+    """Templates by size; grows with the sizes that are asked for. `tied`: groups of layers that
+    share parameters.
+    """
 
     def __init__(self, *, tied: Ties) -> None:
         self._tied = tied
@@ -69,9 +71,10 @@ class Catalogue:
         self._offers: dict[tuple[range, int], Offer] = {}
 
     def offer(self, profile: Profile, sizes: range, plan: Plan | None = None) -> Offer:
-        """The templates of these sizes; with a `plan`, as it has them, where they are as good.
+        """Return the templates of these sizes; with a `plan`, prefer its templates where they are
+        as good.
 
-        Between calls, profiles may differ in their memory alone. Raises PlanInfeasible.
+        Profiles of different calls may differ only in their memory. Raises PlanInfeasible.
         """
         key = sizes, profile.gpu_memory_bytes
         if key not in self._offers:
@@ -80,14 +83,14 @@ class Catalogue:
         return offer if plan is None else offer.using(_of_plan(offer, plan))
 
     def replays(self, profile: Profile) -> Replays:
-        """Return the replays that tell what steps take, on any memory."""
+        """Return the replays, which estimate steps for any memory."""
         if self._replays is None:
             self._replays = Replays(profile, tied=self._tied)
         return self._replays
 
     def _make(self, profile: Profile, sizes: range) -> Offer:
-        """Make the offer for `sizes`. Templates that are missing or do not fit are made first, by
-        runs of adjacent sizes."""
+        """Make the offer for `sizes`. Missing or unfit templates are made first, by runs of
+        adjacent sizes."""
         table = StageTable(profile)
         missing = [
             size
@@ -115,7 +118,7 @@ class Catalogue:
 
 
 def _of_plan(offer: Offer, plan: Plan) -> list[Costed]:
-    """Return the offer's templates of equal T that the plan has in place of the first."""
+    """Return the offer's templates of equal T that the plan uses in place of the first."""
     pipelines = {len(pipeline.nodes): pipeline for pipeline in reversed(plan.pipelines)}
     found: list[Costed] = []
     for size, pipeline in sorted(pipelines.items()):

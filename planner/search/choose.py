@@ -1,8 +1,8 @@
 """Choice of a plan's schedule: the fastest of those that fit the memory.
 
-Owns the comparison, which stages of several workers may keep what they gather for a whole step, and
-the last step of every plan, its proof (`settled`). The time of a step is
-`oobleck.planner.cost.estimate`'s to say.
+Owns the comparison, the choice of stages whose workers keep gathered weights for a whole step, and
+the last step of every plan, its proof (`settled`). `oobleck.planner.cost.estimate` owns the step
+time.
 """
 
 from collections.abc import Mapping
@@ -21,15 +21,14 @@ from oobleck.planner.cost.stagecost import stage_cost
 from oobleck.planner.programs.compiler.proof import prove
 from oobleck.planner.programs.compiler.schedule import in_flight
 
-#: A schedule that is faster by less than this share of the step is not worth leaving 1F1B for:
-#: splitting the backward was measured to cost 0.5 % of it in wide layers and 7 % in narrow ones,
-#: which profiles do not tell.
+#: Least gain, as a share of the step, for leaving 1F1B. Splitting the backward was measured to cost
+#: 0.5 % of the step in wide layers and 7 % in narrow ones; profiles lack that cost.
 TIE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleChoice:
-    """The schedule for a plan, why, and what each of the candidates would take."""
+    """Schedule of a plan, the reason, and the estimates of all candidates."""
 
     schedule: Schedule
     reason: str
@@ -47,10 +46,10 @@ def choose_schedule(
     tied: Ties = False,
     wanted: Schedule | None = None,
 ) -> ScheduleChoice:
-    """The schedule of least step time among those whose peak memory fits on every worker.
+    """Return the schedule of least step time among those whose peak memory fits on every worker.
 
-    Ties go to 1F1B; so does a plan for which nothing fits, since it keeps least. `tied`: the head
-    shares layer 0's token embedding. With `wanted` it is that one; raises PlanInfeasible where it
+    Ties go to 1F1B. So does a plan for which nothing fits, since 1F1B keeps least. `tied`: groups
+    of layers that share parameters. `wanted` is chosen if given; raises PlanInfeasible where it
     does not fit.
     """
     (estimates,) = Replays(profile, tied=tied).estimates([plan], SCHEDULES)
@@ -60,14 +59,14 @@ def choose_schedule(
 def choose_among(
     estimates: Mapping[Schedule, StepEstimate], profile: Profile, wanted: Schedule | None
 ) -> ScheduleChoice:
-    """The same of a plan with these estimates under all schedules."""
+    """Choose likewise for a plan with these estimates under all schedules."""
     limit = profile.gpu_memory_bytes
     fitting = [s for s in SCHEDULES if estimates[s].peak_bytes <= limit]
     if wanted is not None:
         return ScheduleChoice(
             schedule=wanted, reason=_wanted(wanted, estimates, limit), estimates=estimates
         )
-    best: Schedule = "1f1b"  # where it does not fit, none does
+    best: Schedule = "1f1b"  # if 1F1B does not fit, none does
     for schedule in fitting:
         if estimates[schedule].step_s < estimates[best].step_s * (1 - TIE):
             best = schedule
@@ -77,16 +76,16 @@ def choose_among(
 
 
 def settled(plan: Plan, profile: Profile) -> Plan:
-    """`plan` as it is handed out, whoever asks: `with_residents`, and proven. Raises
-    ProgramDeadlock, an error of ours."""
+    """Return `plan` in its final form, with `with_residents`, and proven. Raises ProgramDeadlock,
+    which is an error of ours."""
     final = with_residents(plan, profile)
     prove(final)
     return final
 
 
 def with_residents(plan: Plan, profile: Profile) -> Plan:
-    """`plan`, of templates, with all stages of several workers resident that have the memory
-    beside their shadows."""
+    """Return `plan`, of templates, with all stages of several workers resident whose memory beside
+    shadows allows it."""
     shadows = shadow_bytes(plan, profile)
     resident = {
         stage.workers
@@ -121,9 +120,9 @@ def _has_room(
 
 
 def keep_schedule(plan: Plan, profile: Profile) -> Plan:
-    """`plan` under its schedule where memory allows it, else under 1F1B, which keeps least.
+    """Return `plan` under its schedule where memory allows it, else under 1F1B, which keeps least.
 
-    For a plan that has to be there at once: looks at memory alone.
+    This is for a plan that is needed at once: it considers only memory.
     """
     if plan.schedule == "1f1b" or peak_bytes(plan, profile) <= profile.gpu_memory_bytes:
         return plan
@@ -163,8 +162,8 @@ def _reason(
 
 
 def _compared(best: Schedule, other: Schedule, estimates: Mapping[Schedule, StepEstimate]) -> str:
-    """Say by how much `best` is faster than another one that fits, or why it is taken all the
-    same."""
+    """Describe by how much `best` is faster than another one that fits, or why it is preferred
+    anyway."""
     taken, left = estimates[best].step_s, estimates[other].step_s
     figure = f"{100 * abs(left - taken) / max(left, taken, 1e-300):.1f}%"
     if figure == "0.0%":

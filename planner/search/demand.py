@@ -1,8 +1,7 @@
-"""Demand for pipelines to be instantiated, and what any sizes of them take by the formula (Oobleck
-§4.2).
+"""Demand for pipelines to be instantiated, and the cost of any sizes by the formula (Oobleck §4.2).
 
-Owns the question, and which answers a judge should look at. Must not search: the best answers are
-`oobleck.planner.search.sizesearch`'s.
+Owns the question, and which answers a judge should consider. Must not search: the best answers come
+from `oobleck.planner.search.sizesearch`.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,20 +19,20 @@ Costs = Mapping[int, PipelineCost]
 #: Nodes per pipeline, biggest first.
 Sizes = tuple[int, ...]
 
-#: Answers this much slower than the best are worth a closer look by a judge: the formula and a
-#: replay of the programs differ by about as much.
+#: Answers within this share of the best are worth a judge's look: the formula and a replay of the
+#: programs differ by about as much.
 BAND = Fraction(5, 100)
 #: The same for pipelines that fill and drain for most of the step.
 ROUGH_BAND = Fraction(1, 3)
-#: Where there are no more answers than that, a judge may look at all of them.
+#: Most answers of which a judge may consider all.
 MOST_SIZES = 64
-#: Of more pipelines than that there are far more, or so few that a search finds them.
+#: With more pipelines there are far more answers, or so few that a search finds them.
 _MOST_PIPELINES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Pipelines of these templates on exactly so many nodes, for a batch."""
+    """Demand for pipelines of these templates on exactly so many nodes, for a batch."""
 
     costs: Costs
     nodes: int
@@ -43,16 +42,16 @@ class Demand:
 
     @property
     def numbers(self) -> range:
-        """The numbers of pipelines that come into question."""
+        """Possible numbers of pipelines."""
         most = min(self.nodes // min(self.costs), self.microbatches)
         return range(max(1, self.min_pipelines), most + 1)
 
     def shares(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Micro-batches per pipeline. Raises PlanInfeasible where there are too few."""
+        """Return the micro-batches per pipeline. Raises PlanInfeasible where there are too few."""
         return share_batch([self.costs[size] for size in sizes], self.microbatches)
 
     def step(self, sizes: Sequence[int]) -> int:
-        """Ticks of a step with the best shares."""
+        """Return the ticks of a step with the best shares."""
         gradient_bytes = max(self.costs[size].gradient_bytes for size in sizes)
         sync = sync_ticks(gradient_bytes, pipelines=len(sizes), links=self.links)
         kinds = {self.costs[size]: 0 for size in sizes}
@@ -61,8 +60,8 @@ class Demand:
         return makespan(kinds, self.microbatches) + sync
 
     def rough(self, sizes: Sequence[int]) -> bool:
-        """Return whether some pipeline has so few micro-batches that it fills and drains for most
-        of the step. There the formula is up to a quarter too long."""
+        """Return whether some pipeline fills and drains for most of the step. There the formula is
+        up to a quarter too long."""
         kinds = set(zip(sizes, self.shares(sizes), strict=True))
         return any(
             share * self.costs[size].period < 2 * self.costs[size].first for size, share in kinds
@@ -78,12 +77,12 @@ class Demand:
         return first if len(first) <= MOST_SIZES else None
 
     def neighbours(self, sizes: Sizes) -> Iterator[Sizes]:
-        """Yield the sizes that `sizes` become when a node goes from one pipeline to another one."""
+        """Yield the sizes that `sizes` become when one node moves from one pipeline to another."""
         kinds = sorted(set(sizes))
         for giver in kinds:
             for taker in kinds:
                 if giver == taker + 1:
-                    continue  # they would only change places
+                    continue  # they would only swap
                 rest = list(sizes)
                 rest.remove(giver)
                 if taker in rest and giver - 1 in self.costs and taker + 1 in self.costs:
@@ -92,10 +91,10 @@ class Demand:
 
 
 def worth_judging(demand: Demand, found: Mapping[Sizes, int], *, most: int) -> dict[Sizes, int]:
-    """Sizes that may be the fastest, and their ticks, those first that are by the formula.
+    """Return sizes that may be the fastest, with their ticks, the best by the formula first.
 
     Up to `most` are of `found` (with their ticks; the best by the formula among them). Where the
-    formula is rough, their neighbours too, and where there are few sizes at all, any of them.
+    formula is rough, their neighbours are added, and where there are few sizes at all, any of them.
     """
     best = min(found, key=lambda sizes: found[sizes])
     more: Iterable[Sizes] | None = demand.all_sizes()
@@ -120,14 +119,16 @@ def worth_judging(demand: Demand, found: Mapping[Sizes, int], *, most: int) -> d
 def _sums(
     rising: Sequence[int], nodes: int, biggest: int, fewest: int, most: int
 ) -> Iterator[Sizes]:
-    """Sizes up to `biggest`, biggest first, `fewest` to `most` of them, of `nodes` altogether."""
+    """Yield sizes up to `biggest`, biggest first, `fewest` to `most` of them, with `nodes` in
+    total.
+    """
     if nodes == 0:
         if fewest <= 0:
             yield ()
         return
     if not max(fewest, -(-nodes // biggest)) <= min(most, nodes // rising[0]):
         return
-    low = bisect_left(rising, -(-nodes // most))  # less leaves more than the others can be
+    low = bisect_left(rising, -(-nodes // most))  # less leaves too much for the others
     for size in rising[low : bisect_right(rising, min(nodes, biggest))]:
         for rest in _sums(rising, nodes - size, size, fewest - 1, most - 1):
             yield (size, *rest)

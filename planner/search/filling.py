@@ -1,8 +1,8 @@
-"""Filling of workers with further layers so that enough nodes hold each: within their room, and
+"""Filling of workers with further layers so that enough nodes hold each: within their memory, and
 evenly.
 
-A sweep along the layers and around the workers hands them out; what just fits and a sweep misses is
-searched for. Must not know plans, nor where room comes from.
+A sweep along the layers and around the workers hands them out. A search follows for tight fits that
+the sweep misses. Must not know plans, nor the origin of free memory.
 """
 
 from collections import Counter, deque
@@ -14,15 +14,15 @@ from itertools import groupby
 from oobleck.core.ids import NodeName, WorkerId
 from oobleck.core.routes import ShardTable
 
-#: Workers that the search for room asks, some 10 ms: all there is to ask of a dozen layers.
+#: Workers that the search may try, some 10 ms: an exhaustive search of a dozen layers.
 _EFFORT = 50_000
-#: For more shadows than these it ends before it begins.
+#: Most shadows to place for which the search runs.
 _MOST_SEARCHED = 128
-#: The most that is held beside is known to one part in so many.
+#: Resolution of the largest load, as a part of it.
 _FINENESS = 16
-#: The layers that workers get.
+#: Layers that workers get.
 Given = dict[WorkerId, frozenset[int]]
-#: Layers in a row that the same nodes lack.
+#: Consecutive layers that the same nodes lack.
 _Run = Sequence[int]
 
 
@@ -31,13 +31,13 @@ def whole_layers(held: ShardTable, worker: WorkerId) -> frozenset[int]:
 
 
 class _Filling:
-    """State of a filling: who has got what so far."""
+    """State of a filling: the layers handed out so far."""
 
     def __init__(self, gap: "Gap") -> None:
         self._gap = gap
         self.bytes: Counter[WorkerId] = Counter(gap.had)
         self.layers: dict[WorkerId, set[int]] = {}
-        #: How many more nodes each layer needs, and who has it.
+        #: Number of nodes that each layer still needs, and the nodes that have it.
         self.copies = list(gap.copies)
         self.nodes = [set(have) for have in gap.nodes]
 
@@ -54,7 +54,7 @@ class _Filling:
         self.nodes[layer].remove(worker.node)
 
     def fits(self, worker: WorkerId, size: int, most: int) -> bool:
-        """Return whether the worker can have so much more, with `most` in all."""
+        """Return whether the worker can take so many more bytes, with at most `most` in all."""
         return self.bytes[worker] + size <= min(most, self._gap.room[worker])
 
     @property
@@ -64,21 +64,21 @@ class _Filling:
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """Gap to be filled before a number of nodes can be lost."""
+    """Gap to fill before a number of nodes can be lost."""
 
-    #: Bytes of a shadow of each layer; the nodes that hold it, and how many more it needs.
+    #: By layer: bytes of a shadow, nodes that hold it, and number of nodes it still needs.
     sizes: tuple[int, ...]
     nodes: tuple[frozenset[NodeName], ...]
     copies: tuple[int, ...]
-    #: In the order in which layers are handed out: neighbours of a pipeline side by side.
+    #: Free bytes of workers, in the order in which layers are handed out: neighbours of a pipeline
+    #: are adjacent.
     room: Mapping[WorkerId, int]
-    #: Of that, bytes of shadows that are there.
+    #: Bytes of existing shadows, a part of `room`.
     had: Mapping[WorkerId, int]
 
     def filled(self, held: ShardTable) -> Given | None:
-        """Fill the gap. Shadows that are `held` stay in their place if that can be, and the most
-        that any worker gets is as little as a sweep finds it. Returns None where nothing is
-        found."""
+        """Fill the gap. Shadows that are `held` stay if possible, and a sweep keeps the largest
+        load of a worker low. Return None where nothing is found."""
         if any(
             copies > len({worker.node for worker in self.room} - have)
             for copies, have in zip(self.copies, self.nodes, strict=True)
@@ -112,8 +112,8 @@ class Gap:
     # ---- evenly, by sweeps
 
     def _swept(self, held: ShardTable) -> Given | None:
-        """The least that a sweep succeeds with, as `_FINENESS` tells it; whole runs of layers where
-        nobody gets more so."""
+        """Return a filling with about the least load by which a sweep succeeds, to one part in
+        `_FINENESS`; whole runs of layers where that adds little load."""
         least = -(-self._needed // len(self.room))
         step = least // _FINENESS + 1
         low, high = least - 1, least
@@ -138,14 +138,14 @@ class Gap:
         return more + sum(self.had.values())
 
     def _sweep(self, held: ShardTable, most: int, *, whole: bool) -> Given | None:
-        """Go along the layers and around the workers: each gets what comes, up to so many bytes,
-        and then the next one, which does not hold it. None: something is left over."""
+        """Go along the layers and around the workers: each worker without the layer gets layers up
+        to so many bytes, then the next one. Return None if a layer is left over."""
         filling = self._start(held)
         for _ in range(max(self.copies)):
             ring = deque(self.room)
             left = self._runs(filling, whole=whole)
             if left:
-                # The neighbour of who holds the first layers begins with them.
+                # The neighbour of the first layers' holder begins with them.
                 while ring[0].node not in self.nodes[left[0][0]]:
                     ring.rotate(-1)
                 while ring[0].node in filling.nodes[left[0][0]]:
@@ -156,8 +156,8 @@ class Gap:
         return filling.given
 
     def _runs(self, filling: _Filling, *, whole: bool) -> list[_Run]:
-        """The layers that need a further node: those in a row of the same nodes together, if
-        `whole`, else one by one."""
+        """Return the layers that need a further node: runs of layers that the same nodes have if
+        `whole`, else single ones."""
         wanted = [layer for layer, copies in enumerate(filling.copies) if copies]
         if not whole:
             return [[layer] for layer in wanted]
@@ -167,8 +167,8 @@ class Gap:
         return [[layer for _, layer in run] for _, run in keyed]
 
     def _hand_out(self, filling: _Filling, run: _Run, ring: deque[WorkerId], most: int) -> bool:
-        """Give the run to the first of the ring that can have it, who then is the first. Workers
-        that hold it come last; full ones come no more."""
+        """Give the run to the first worker of the ring that can take it, which moves to the front.
+        Workers that hold it move to the end; full ones leave the ring."""
         size = sum(self.sizes[layer] for layer in run)
         holding: list[WorkerId] = []
         while ring:
@@ -187,8 +187,8 @@ class Gap:
     # ---- at all, by a search
 
     def _searched(self, held: ShardTable) -> Given | None:
-        """Anywhere, biggest layers first; sweeps can miss what just fits. Exact for few layers and
-        nodes, and given up where it takes long."""
+        """Search any placement, biggest layers first, since sweeps can miss tight fits. It is exact
+        for few layers and nodes, and stops where it takes long."""
         filling = self._start(held)
         wanted = [layer for layer, copies in enumerate(filling.copies) for _ in range(copies)]
         if self._needed > sum(self.room.values()) or len(wanted) > _MOST_SEARCHED:
@@ -197,7 +197,7 @@ class Gap:
         return filling.given if self._place(filling, wanted, 0, [_EFFORT]) else None
 
     def _place(self, filling: _Filling, wanted: _Run, number: int, effort: list[int]) -> bool:
-        """Place all of `wanted` from `number` on, first where it leaves the least room; return
+        """Place all of `wanted` from `number` on, first where it leaves the least memory; return
         whether all fit."""
         if number == len(wanted):
             return True
@@ -213,7 +213,7 @@ class Gap:
         for left, _, worker in fitting:
             if effort[0] < 0:
                 return False
-            if (worker.node, left) in tried:  # another worker of the node, with as much room
+            if (worker.node, left) in tried:  # like another worker of the node
                 continue
             tried.add((worker.node, left))
             filling.give(worker, layer)

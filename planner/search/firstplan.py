@@ -1,10 +1,10 @@
-"""The first plan of a job: sizes, cuts and schedule, chosen for what a step of them all takes.
+"""The first plan of a job: sizes, cuts and schedule, by the estimated step of all together.
 
 The formula finds a few instantiations near the best (`oobleck.planner.search.instantiate`), with
-the templates of best replay and with those that the search for least T has found. A replay under
-1F1B tells which are worth the estimate under the schedule that each would run under, which has the
-last word; then other cuts of the same T are tried in the winner. There is time for that before a
-job's first step, and only then. Must not know schedules or costs.
+the templates of best replay and with those that the search for least T found. A replay under 1F1B
+selects those worth an estimate under their own schedule, which decides. Then other cuts of the same
+T are tried in the winner. Only before a job's first step is there time for that. Must not know
+schedules or costs.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ from oobleck.planner.search.instantiate import Instantiation, instantiate
 from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.shares import share_batch
 
-#: Instantiations that are estimated under their schedules, for each set of templates.
+#: Most instantiations that are estimated under their schedules, for each set of templates.
 _MOST_ESTIMATED = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstPlan:
-    """A plan under the schedule that was chosen for it, and the templates to change it with."""
+    """Plan under its chosen schedule, and the templates for changing it."""
 
     plan: Plan
     choice: ScheduleChoice
@@ -51,11 +51,11 @@ def make_first_plan(
     wanted: Schedule | None = None,
     shadows: bool = False,
 ) -> FirstPlan:
-    """The plan of least step time for `nodes`, of templates of `sizes`.
+    """Return the plan of least step time for `nodes`, of templates of `sizes`.
 
-    `wanted`: the schedule; None: the best. With `shadows`, where nodes are too few for so many
-    pipelines, as many as can be, and nodes that hold further layers in place of the others: no
-    state has to move for them before the first step. Raises PlanInfeasible.
+    `wanted`: the schedule; None: the best. With `shadows`, if there are too few nodes for so many
+    pipelines, make as many as possible and give nodes further layers instead. No state has to move
+    for them before the first step. Raises PlanInfeasible.
     """
     pipelines = min(min_pipelines, len(nodes) // sizes.start) if shadows else min_pipelines
     maker = _Maker(replays=catalogue.replays(profile), profile=profile, wanted=wanted)
@@ -112,9 +112,9 @@ class _Maker:
     wanted: Schedule | None
 
     def judge(self, offer: Offer, candidates: Sequence[Instantiation]) -> list[float]:
-        """Seconds of a step; infinite for those that are not worth the estimate."""
+        """Return the seconds of a step; infinite for candidates not worth the estimate."""
         quick = offer.judge(candidates)
-        # The first one is the best by the formula, which the result must not be worse than.
+        # The first one is the best by the formula; the result must not be worse.
         order = sorted(range(len(candidates)), key=lambda at: (at > 0, quick[at]))[:_MOST_ESTIMATED]
         times = [float("inf")] * len(candidates)
         plans = [_sketch(offer, candidates[at]) for at in order]
@@ -123,13 +123,13 @@ class _Maker:
         return times
 
     def choice(self, plan: Plan) -> ScheduleChoice:
-        """Raises PlanInfeasible where the wanted schedule does not fit."""
+        """Choose the schedule; raises PlanInfeasible where the wanted one does not fit."""
         (estimates,) = self.replays.estimates([plan], SCHEDULES)
         return choose_among(estimates, self.profile, self.wanted)
 
     def step_s(self, plans: Sequence[Plan]) -> list[float]:
-        """Under the schedule that each would run under; infinite where the wanted one does not fit:
-        should none of the plans fit, the last choice says so."""
+        """Return step times, each under the plan's own schedule. It is infinite where the wanted
+        one does not fit; if none fits, the final choice raises the error."""
         times = []
         for estimates in self.replays.estimates(plans, SCHEDULES):
             try:
@@ -156,7 +156,7 @@ class _Maker:
 
 
 def _sketch(offer: Offer, candidate: Instantiation) -> Plan:
-    """The candidate on any nodes."""
+    """Put the candidate on any nodes."""
     names = (NodeName(f"n{number}") for number in numbers())
     nodes = [tuple(islice(names, size)) for size in candidate.sizes]
     return _put(offer, nodes, candidate.shares, Generation(1))

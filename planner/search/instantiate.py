@@ -1,10 +1,10 @@
 """Pipeline instantiation: how many pipelines of which template, and their shares of the batch.
 
 Minimises the estimated step time of Oobleck §4.2: the slowest pipeline's share plus gradient sync.
-Numbers of pipelines are visited in the order of their lower bounds, each searched for its best
-sizes (`oobleck.planner.search.sizesearch`), until no bound is below the best step found. Owns that
-order, and the plan that the judge picks of the candidates near the best. Owns no formula: they are
-in `oobleck.planner.cost.formula`.
+Numbers of pipelines are visited in the order of their lower bounds, until no bound is below the
+best step found. Each is searched for its best sizes (`oobleck.planner.search.sizesearch`). Owns
+that order, and the choice by a judge among candidates near the best. The formulas are in
+`oobleck.planner.cost.formula`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,14 +20,13 @@ from oobleck.planner.cost.formula import pipeline_cost
 from oobleck.planner.search.demand import BAND, Costs, Demand, Sizes, worth_judging
 from oobleck.planner.search.sizesearch import EXACT, BestSizes, Floats, SizeSearch
 
-#: How many candidates near the best the search looks for, the best one included.
+#: Candidates near the best that the search looks for, the best one included.
 MOST_CANDIDATES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instantiation:
-    """Sizes and shares of pipelines: nodes and micro-batches of each, and what a step of them
-    takes."""
+    """Nodes and micro-batches of each pipeline, and their step time."""
 
     #: Nodes per pipeline, biggest first.
     sizes: tuple[int, ...]
@@ -37,12 +36,12 @@ class Instantiation:
     step: int
 
 
-#: The step time of each instantiation, in any unit.
+#: Returns the step time of each instantiation, in any unit.
 Judge = Callable[[Sequence[Instantiation]], Sequence[float]]
 
 
 def by_formula(candidates: Sequence[Instantiation]) -> Sequence[float]:
-    """The judge that believes the formula."""
+    """Judge candidates by the formula's step time."""
     return [candidate.step for candidate in candidates]
 
 
@@ -57,11 +56,11 @@ def instantiate(
     judge: Judge = by_formula,
     costs: Costs | None = None,
 ) -> Plan:
-    """The plan with the smallest step time that uses all `nodes`, by `judge` among the best.
+    """Return the plan with the smallest step time that uses all `nodes`, by `judge` among the best.
 
-    Bigger pipelines come first; nodes are taken by name. Where no combination of templates uses
-    all of them (more nodes than layers and micro-batches have use for), the last ones are left
-    out. `costs` are those of the templates, where they are at hand. Raises PlanInfeasible.
+    Bigger pipelines come first; nodes are taken by name. If no combination of templates uses all
+    nodes (more than layers and micro-batches can use), the last ones are left out. `costs` are
+    those of the templates, where the caller has them. Raises PlanInfeasible.
     """
     names = sorted(nodes)
     costs = template_costs(templates, profile) if costs is None else costs
@@ -81,7 +80,7 @@ def instantiate(
 def _placed(
     chosen: Instantiation, templates: Mapping[int, PipelineTemplate], names: Sequence[NodeName]
 ) -> tuple[Pipeline, ...]:
-    """Nodes are handed out in order."""
+    """Place the chosen pipelines on the nodes in order."""
     pipelines: list[Pipeline] = []
     first_node = 0
     for size, share in zip(chosen.sizes, chosen.shares, strict=True):
@@ -92,7 +91,7 @@ def _placed(
 
 
 def best_judged(candidates: Sequence[Instantiation], judge: Judge) -> Instantiation:
-    """The fastest; of equals the one with more pipelines, which survive more losses."""
+    """Return the fastest; ties go to more pipelines, which survive more losses."""
     times = judge(candidates)
     order = sorted(range(len(candidates)), key=lambda i: (times[i], -len(candidates[i].sizes)))
     return candidates[order[0]]
@@ -103,12 +102,12 @@ def template_costs(templates: Mapping[int, PipelineTemplate], profile: Profile) 
 
 
 def most_used(sizes: Sequence[int] | Costs, nodes: int, *, least: int, most: int) -> int:
-    """The most nodes, up to `nodes`, that `least` to `most` pipelines of these sizes use exactly;
-    0 where there are no such pipelines."""
+    """Return the most nodes, up to `nodes`, that `least` to `most` pipelines of these sizes use
+    exactly; 0 where there are no such pipelines."""
     if not sizes:
         return 0
     everything = (1 << nodes + 1) - 1
-    reached, best = 1, 0  # bit n: the pipelines so far can use n nodes
+    reached, best = 1, 0  # bit n: pipelines so far can use n nodes
     for pipelines in range(1, min(most, nodes // min(sizes)) + 1):
         now = 0
         for size in sizes:
@@ -123,21 +122,21 @@ def most_used(sizes: Sequence[int] | Costs, nodes: int, *, least: int, most: int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """Limits on how far a search goes."""
+    """Limits of a search."""
 
     #: Candidates, the best one included.
     most: int = MOST_CANDIDATES
-    #: Ticks: there is no candidate where no step takes so little.
+    #: Ticks: without a step of at most so many there is no candidate.
     limit: int | None = None
-    #: The best may be off by this part of its step time.
+    #: Share of its step time by which the best may be off.
     slack: Fraction = EXACT
-    #: Sizes in knapsacks, a microsecond or two each, after which the search ends early, if it has
-    #: a candidate or a limit.
+    #: Most sizes in knapsacks, a microsecond or two each. After that the search ends if it has a
+    #: candidate or a limit.
     effort: int | None = None
 
 
 def judgeable(demand: Demand) -> tuple[Instantiation, ...]:
-    """Return the instantiations that a judge should look at, the best by the formula first. Raises
+    """Return the instantiations that a judge should consider, the best by the formula first. Raises
     PlanInfeasible."""
     found = choose(demand)
     close = worth_judging(demand, {one.sizes: one.step for one in found}, most=MOST_CANDIDATES)
@@ -145,10 +144,10 @@ def judgeable(demand: Demand) -> tuple[Instantiation, ...]:
 
 
 def choose(demand: Demand, patience: Patience | None = None) -> tuple[Instantiation, ...]:
-    """The best instantiation by the formula, then a few others in the band.
+    """Return the best instantiation by the formula, then a few others in the band.
 
     The others are the best ones of other numbers of pipelines, the most promising numbers first.
-    With equal step times, more pipelines count as better. Raises PlanInfeasible.
+    Ties go to more pipelines. Raises PlanInfeasible.
     """
     patience = patience or Patience()
     if not demand.costs:
@@ -177,11 +176,11 @@ def choose(demand: Demand, patience: Patience | None = None) -> tuple[Instantiat
 
 
 def _best(search: SizeSearch, floors: Mapping[int, Floats], patience: Patience) -> BestSizes | None:
-    """The best of all numbers of pipelines, looked at in the order of `floors`."""
+    """Return the best of all numbers of pipelines, visited in the order of `floors`."""
     limit, best = patience.limit, None
     for pipelines, floor in floors.items():
         if best is not None:
-            # One that is only as fast must have more pipelines.
+            # A tie must have more pipelines to win.
             even = pipelines < len(best.sizes)
             limit = best.step - max(even, int(best.step * search.slack))
         spent = patience.effort is not None and search.looked_at > patience.effort

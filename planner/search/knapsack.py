@@ -1,15 +1,17 @@
 """Exactly p items of exactly N size with the most value: a knapsack that counts its items.
 
 Owns the search for sizes that do a batch within a given time: `values` are micro-batches that a
-pipeline of each size does by then. Must not know what sizes and values stand for.
+pipeline of each size does by then. Must not know the meaning of sizes and values.
 
-The upper hull of the points (size, value) at N/p, times p, bounds what any p items are worth. Its
-corners a and b beside N/p are worth the most per item; every other item loses against the line
+The upper hull of the points (size, value) at N/p, times p, bounds the value of any p items. Its
+corners a and b beside N/p have the most value per item; every other item loses against the line
 through them. Counted modulo b - a, a selection is the loss of a few such items whose sizes make up
-the remainder of N, and the rest is a's and b's: the group relaxation of the knapsack (Gomory,
-1965), a shortest path over b - a remainders. Where the numbers of a and b that it leaves are not
-negative, as is the rule for more than a few items, its answer is exact. Else a table over part
-of the items decides, and of all of them where it is small enough.
+the remainder of N, and the rest is a's and b's. This is the group relaxation of the knapsack
+(Gomory, 1965), a shortest path over b - a remainders.
+
+Its answer is exact if the numbers of a and b that it leaves are not negative, as is usual for more
+than a few items. Else a table over part of the items decides, or over all of them where it is small
+enough.
 """
 
 import math
@@ -26,19 +28,19 @@ _TABLE_CELLS = 1 << 20
 
 
 class Kind(NamedTuple):
-    """Items of this size and value; there are as many as one likes."""
+    """Items of this size and value, in any number."""
 
     size: int
     value: int
 
 
 def select(kinds: Sequence[Kind], *, items: int, size: int, worth: int) -> tuple[int, ...] | None:
-    """Sizes, biggest first, of so many items of `size` altogether that are worth at least `worth`;
-    None: there are none.
+    """Return sizes, biggest first, of so many items with `size` in total and a value of at least
+    `worth`; None: there are none.
 
     `kinds` rise in size. The answer is exact where items x size x kinds is at most a million (100
-    items of 10 kinds for 1,000); beyond that a None may rarely be wrong. Only kinds count that lose
-    no more than what the bound leaves.
+    items of 10 kinds for 1,000). Beyond that a None may rarely be wrong. Only kinds that lose no
+    more than the slack of the bound matter.
     """
     if not kinds or not items * kinds[0].size <= size <= items * kinds[-1].size:
         return None
@@ -46,7 +48,7 @@ def select(kinds: Sequence[Kind], *, items: int, size: int, worth: int) -> tuple
     span = high.size - low.size
     if span == 0:
         return (low.size,) * items if items * low.value >= worth else None
-    # All values are times `span` from here on, so that the line through both is whole.
+    # All values are times `span` from here on, so that the line through both has integer values.
     above = size - items * low.size
     bound = above * high.value + (items * span - above) * low.value
     spare = bound - worth * span
@@ -69,7 +71,7 @@ def select(kinds: Sequence[Kind], *, items: int, size: int, worth: int) -> tuple
 
 
 def _hull(kinds: Sequence[Kind]) -> list[Kind]:
-    """The corners of the upper hull."""
+    """Return the corners of the upper hull."""
     hull: list[Kind] = []
     for kind in kinds:
         while len(hull) > 1 and _below(hull[-2], hull[-1], kind):
@@ -85,7 +87,7 @@ def _below(left: Kind, middle: Kind, right: Kind) -> bool:
 
 
 def _around(hull: Sequence[Kind], items: int, size: int) -> tuple[Kind, Kind]:
-    """The corners beside size/items; the same one twice where it is right there."""
+    """Return the corners beside size/items; the same one twice if it is exactly there."""
     for low, high in pairwise(hull):
         if items * low.size == size:
             return low, low
@@ -97,8 +99,8 @@ def _around(hull: Sequence[Kind], items: int, size: int) -> tuple[Kind, Kind]:
 def _cheapest_detour(
     losses: Sequence[tuple[Kind, int]], base: int, span: int, remainder: int, spare: int
 ) -> tuple[int, ...] | None:
-    """Sizes of items that bring the remainder (of sizes less `base`, modulo `span`) at the least
-    loss, of those the fewest items; None if that loses more than `spare`."""
+    """Return sizes of items that make up the remainder (of sizes less `base`, modulo `span`) at the
+    least loss, with the fewest items among ties. Return None if that loses more than `spare`."""
     if remainder == 0:
         return ()
     best: dict[int, tuple[int, int]] = {}
@@ -106,7 +108,7 @@ def _cheapest_detour(
         step = (kind.size - base) % span
         if step and (step not in best or loss < best[step][0]):
             best[step] = loss, kind.size
-    # Dijkstra from 0 over the remainders: loss, items, and the last item on the way there.
+    # Dijkstra from 0 over the remainders: loss, items, and the last item of the path.
     last: dict[int, int] = {}
     least = {0: 0}
     ways = [(0, 0, 0, 0)]
@@ -135,7 +137,7 @@ def _by_table(
     kinds: Sequence[Kind], low: Kind, high: Kind, *, items: int, size: int, worth: int
 ) -> tuple[int, ...] | None:
     """Solve by (max, +) steps over as many items as the table has room for; the rest is low and
-    high. Returns None where there is no answer, or it is worth less than `worth`."""
+    high. Return None where there is no answer, or its value is less than `worth`."""
     free = items
     if items * size * len(kinds) > _TABLE_CELLS:
         free = math.isqrt(_TABLE_CELLS * items // (size * len(kinds)))
@@ -154,10 +156,10 @@ def _by_table(
 def _best_of_all(
     kinds: Sequence[Kind], items: int, size: int
 ) -> tuple[int, tuple[int, ...]] | None:
-    """The most value of that many items of `size` altogether, and their sizes."""
+    """Return the most value of that many items with `size` in total, and their sizes."""
     sizes = np.array([kind.size for kind in kinds])
     gains = np.array([kind.value for kind in kinds])[:, None]
-    # Places before the first stand for what is out of reach, for good.
+    # Padding before the first place stays unreachable.
     pad = int(sizes.max())
     nothing = np.iinfo(np.int64).min // 2
     values: NDArray[np.int64] = np.full(pad + size + 1, nothing, dtype=np.int64)

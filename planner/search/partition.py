@@ -1,9 +1,8 @@
 """Cuts of a model into stages for every number of nodes at once: the recursion under templates.
 
-Goes over the layers from the last to the first and keeps, for each number of GPUs used so far, the
+Goes over the layers from the last to the first. For each number of GPUs used so far it keeps the
 least cost of covering the layers from there on. Owns how costs add up while no stage takes longer
-than a bound. Must not know which bounds are worth a look: `oobleck.planner.search.templates`
-searches.
+than a bound. Must not know which bounds to try: `oobleck.planner.search.templates` searches.
 
 Arrays are indexed by layer, row (a bound on the slowest stage), node and GPUs used in that node,
 nodes counted from the model's end.
@@ -17,9 +16,9 @@ from oobleck.planner.cost.stagetable import Floats, Integers, StageTable
 
 #: Numbers that are added at a time, so that they stay in the cache.
 _BLOCK_NUMBERS = 2**16
-#: Rows up to such a ratio are swept together: each pays for the longest stages of all.
+#: Largest ratio of rows that are swept together: each pays for the longest stages of all.
 _ALIKE = 2.0
-#: Numbers in the arrays of one sweep; up to the fewer, likeness does not matter.
+#: Numbers in the arrays of one sweep; up to the fewer, the ratio is ignored.
 _FEW_NUMBERS, _MOST_NUMBERS = 300_000, 4_000_000
 
 
@@ -28,8 +27,8 @@ class Bounds:
     """Rows of a sweep: the slowest stage takes between `low` and `high`.
 
     Stages after it take at most `after`. With `stages_after`, every row has the same bounds, and
-    row a counts the cuts with exactly a stages from a layer on: memory is exact then, and
-    otherwise judged by the fewest stages that may follow.
+    row a counts the cuts with exactly a stages from a layer on: memory is exact then. Otherwise it
+    is judged by the fewest stages that may follow.
     """
 
     low: Floats
@@ -39,10 +38,10 @@ class Bounds:
 
 
 def swept_together(table: StageTable, high: Floats, nodes: Integers) -> int:
-    """Return how many of the first rows, at least one, a sweep should take, as memory and likeness
-    allow.
+    """Return how many of the first rows, at least one, a sweep should take, as memory and the ratio
+    of rows allow.
 
-    `high` rises; `nodes` is the most that a row is wanted for.
+    `high` rises; `nodes` is the most nodes that a row is wanted for.
     """
     row = 2 * (table.layers + 1) * (table.per_node + 1) * np.maximum.accumulate(nodes)
     numbers = np.arange(1, len(high) + 1) * row
@@ -54,10 +53,10 @@ def swept_together(table: StageTable, high: Floats, nodes: Integers) -> int:
 class Sweep:
     """Least costs under `bounds` for up to `nodes` nodes, `least` at least.
 
-    With the slowest stage taking t* and 4 micro-batches per stage (Oobleck §4.1.2), a stage before
-    it costs its time + 4 t*, the slowest 4 t*, one after it twice its time + 3 t*. Here t*
-    counts as `low`, so that the result is exact where low = high and a lower bound elsewhere.
-    `costs[1]` has the slowest stage placed, `costs[0]` not yet.
+    Let the slowest stage take t*, with 4 micro-batches per stage (Oobleck §4.1.2). A stage before
+    it costs its time + 4 t*, the slowest 4 t*, one after it twice its time + 3 t*. Here t* counts
+    as `low`, so that the result is exact where low = high and a lower bound elsewhere. `costs[1]`
+    has the slowest stage placed, `costs[0]` not yet.
     """
 
     def __init__(
@@ -77,11 +76,11 @@ class Sweep:
             self.costs[:, i, :, 1:, 0] = self.costs[:, i, :, :-1, table.per_node]
 
     def totals(self, nodes: Integers) -> Floats:
-        """T by row and number of nodes."""
+        """Return T by row and number of nodes."""
         return self.costs[1, 0, :, nodes - 1, self.table.per_node].T
 
     def _add_stages(self, i: int, k: int, stop: int, window: slice) -> None:
-        """Put stages of layers i .. j-1, j < stop, on choices[k] GPUs before what there is."""
+        """Put stages of layers i .. j-1, j < stop, on choices[k] GPUs before the existing ones."""
         slots = self.table.per_node - self.table.choices[k] + 1
         numbers = self._rows * (window.stop - window.start) * slots
         step = max(1, _BLOCK_NUMBERS // max(1, numbers))
@@ -112,7 +111,7 @@ class Sweep:
             np.minimum(into[1], (source[0, some] + slowest[some]).min(0), out=into[1])
 
     def _stage_costs(self, i: int, k: int, block: slice) -> tuple[Floats, Floats, Floats]:
-        """[stop, row, 1, 1]: what the stage adds after, before and as the slowest."""
+        """Return by [stop, row, 1, 1] the stage's cost after, before and as the slowest."""
         bounds = self.bounds
         time = self.table.time[k, i, block, None]
         low = bounds.low
@@ -125,7 +124,9 @@ class Sweep:
         return after[..., None, None], before[..., None, None], slowest[..., None, None]
 
     def _penalty(self, i: int, k: int, block: slice, window: slice) -> Floats | None:
-        """Infinite where even the fewest stages after it leave the stage too little memory."""
+        """Return infinity where even the fewest later stages leave the stage too little memory;
+        None: nowhere.
+        """
         if self.bounds.stages_after:
             return None
         room = self.table.room[k, i, block]

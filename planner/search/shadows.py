@@ -1,9 +1,9 @@
 """Shadows: layers that nodes hold beside those that they run, so that more nodes can be lost.
 
-Bamboo (Thorpe et al., NSDI 2023) has each node hold its successor's layers too. Here any node may,
-whole layers to one worker, and those that the fewest nodes hold get further holders. Nobody
-computes with a shadow: it takes part in its layer's gradient sums and updates, which keep it equal.
-Owns who holds them. Must not know how state comes there.
+In Bamboo (Thorpe et al., NSDI 2023) each node holds its successor's layers too. Here any node may,
+whole layers to one worker, and layers on the fewest nodes get further holders. No worker computes
+with a shadow: it takes part in its layer's gradient sums and updates, which keep it equal. Owns the
+choice of holders. Must not know how state moves.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,18 +28,17 @@ def with_shadows(
     moving: bool = True,
     kept: float = 1.0,
 ) -> Plan:
-    """`plan`, in which nodes hold each other's layers so that any `fault_tolerance` nodes can be
-    lost; where memory is short, as many as can be.
+    """Return `plan` with shadows so that any `fault_tolerance` nodes can be lost; where memory is
+    short, as many as possible.
 
-    The same object where nothing is added: where enough nodes hold each layer, and where shadows
-    that fit would not let one node more be lost. `held` is what workers have: what of that is a
-    shadow stays one, as far as more nodes can be lost so. Without `moving` these are the only ones:
-    those of the same plan for which no state has to move.
+    The same object is returned where nothing is added. Either enough nodes hold each layer, or the
+    shadows that fit would not let one node more be lost. `held` is the current state of workers:
+    its shadows stay where they help. Without `moving` no state may move, so only those are used.
 
-    Room is what a worker has left at its peak under the plan's schedule, with nothing resident;
-    `oobleck.planner.search.choose` sees to that. Workers that are list-scheduled keep their order,
-    and room is what that leaves; for shadows to have more, with `kept` below 1 such workers are
-    left only that part of what they keep of micro-batches, and the plan needs another listing.
+    Free memory is measured at a worker's peak under the plan's schedule, with nothing resident;
+    `oobleck.planner.search.choose` adds residents later. Workers that are list-scheduled keep their
+    order, and shadows get the memory beside it. With `kept` below 1 they keep only that share of
+    their activations, so that shadows get more; the plan then needs another listing.
     """
     nodes = plan.layer_nodes()
     safe = min(map(len, nodes)) - 1
@@ -72,8 +71,8 @@ def with_shadows(
 
 
 def _room(plan: Plan, profile: Profile, kept: float) -> dict[WorkerId, int] | None:
-    """Bytes that each worker has left when layers have shadows, in the order of the holds; None: a
-    lone replica has no memory for the sums of gradients that come with them."""
+    """Return the bytes that each worker has left when layers have shadows, in the order of the
+    holds. None: a lone replica lacks memory for the gradient sums that shadows bring."""
     limit = profile.gpu_memory_bytes
     if plan.listing is None:
         without = worker_peak_bytes(plan, profile)

@@ -1,7 +1,6 @@
-"""Shares of a batch among pipelines, so that the slowest is done soonest (Oobleck §4.2).
+"""Shares of a batch among pipelines that minimise the slowest pipeline's time (Oobleck §4.2).
 
-Owns the shares of given pipelines; which pipelines there are is
-`oobleck.planner.search.instantiate`'s choice.
+Owns the shares of given pipelines; `oobleck.planner.search.instantiate` chooses the pipelines.
 """
 
 from collections import Counter
@@ -12,11 +11,12 @@ from oobleck.planner.cost.formula import PipelineCost
 
 
 def share_batch(costs: Sequence[PipelineCost], microbatches: int) -> tuple[int, ...]:
-    """Micro-batches per pipeline, at least one each, so that the slowest is done soonest.
+    """Return micro-batches per pipeline, at least one each, that minimise the slowest pipeline's
+    time.
 
-    The result is that of handing out one micro-batch after the other, each to the pipeline that
-    would be done with it first (of equals the one that stands first), found by bisection over the
-    time. Raises PlanInfeasible where there are fewer micro-batches than pipelines.
+    The result equals handing out one micro-batch after the other, each to the pipeline that would
+    finish it first (the first one among ties). It is found by bisection over the time. Raises
+    PlanInfeasible where there are fewer micro-batches than pipelines.
     """
     if len(costs) > microbatches:
         raise PlanInfeasible(
@@ -36,8 +36,8 @@ def share_batch(costs: Sequence[PipelineCost], microbatches: int) -> tuple[int, 
 
 
 def makespan(pipelines: Mapping[PipelineCost, int], microbatches: int) -> int:
-    """Ticks of the slowest of so many pipelines of each cost, with the best shares."""
-    # Each has a micro-batch at least, however long that takes.
+    """Return the ticks of the slowest of so many pipelines of each cost, with the best shares."""
+    # Each has at least one micro-batch, however long that takes.
     return max(_full_at(pipelines, microbatches), *(cost.first for cost in pipelines))
 
 
@@ -46,7 +46,9 @@ def _share(cost: PipelineCost, time: int, microbatches: int) -> int:
 
 
 def _full_at(pipelines: Mapping[PipelineCost, int], microbatches: int) -> int:
-    """The first tick by which the pipelines, none of them idle, are done with the whole batch."""
+    """Return the first tick by which the pipelines, each with at least one micro-batch, finish the
+    batch.
+    """
 
     def full(time: int) -> bool:
         done = sum(n * _share(cost, time, microbatches) for cost, n in pipelines.items())

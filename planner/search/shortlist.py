@@ -1,8 +1,8 @@
 """Choice of the cuts of least T that become templates: those with the shortest replays.
 
-T1 + T2 + T3 knows neither messages nor which stages beside the slowest are short, so many cuts
-have the same T (in a model of equal blocks nearly always) though they take differently long.
-Owns that choice. Sampling draws from a fixed seed: the same profile gives the same templates.
+T1 + T2 + T3 ignores messages and which stages beside the slowest are short. So many cuts have the
+same T (in a model of equal blocks nearly always) but different step times. Owns that choice.
+Sampling draws from a fixed seed: the same profile gives the same templates.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,11 +20,11 @@ from oobleck.planner.cost.stagetable import Floats, Integers, Stages, StageTable
 from oobleck.planner.search.partition import Bounds, Sweep, swept_together
 from oobleck.planner.search.trace import trace
 
-#: Cuts that are drawn for each number of nodes, beside the one that the search has found.
+#: Cuts that are drawn for each number of nodes, beside the one that the search found.
 _SAMPLES = 5
 #: Micro-batches per stage of a replay: enough to fill, run and drain.
 _MICROBATCHES = 2
-#: Templates of a size, for the first plan to choose among.
+#: Templates of a size for the first plan to choose among.
 _SHORTLISTED = 3
 
 
@@ -54,7 +54,7 @@ def _drawn(
     sizes: Integers,
     sample: np.random.Generator,
 ) -> Iterator[tuple[int, float, Stages]]:
-    """Cuts of least T for each size and its slowest stage: number of nodes, T and cut."""
+    """Yield cuts of least T for each size and its slowest stage: number of nodes, T and cut."""
     times = np.unique(slowest)
     bounds = Bounds(low=times, high=times, after=times - 1)
     sweep = Sweep(table, fewest, bounds, nodes=int(sizes.max()), least=int(sizes.min()))
@@ -65,7 +65,7 @@ def _drawn(
 
 
 class Costed:
-    """A template and what follows from it, worked out once, when it is first asked for."""
+    """Template with its costs, each computed once when first needed."""
 
     def __init__(self, template: PipelineTemplate, profile: Profile) -> None:
         self.template, self._profile = template, profile
@@ -81,13 +81,13 @@ class Costed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortlist:
-    """A few templates of one size and of least T, one of them twice where it is best and first."""
+    """Templates of one size and of least T; `quickest` and `found` may be the same."""
 
-    #: Its pipeline is done first with micro-batches for all its stages.
+    #: Template whose pipeline ends first with micro-batches for all its stages.
     quickest: Costed
-    #: The first one that the search has come upon.
+    #: First template that the search found.
     found: Costed
-    #: The next quickest.
+    #: Next quickest ones.
     others: tuple[Costed, ...] = ()
 
     @property
@@ -98,7 +98,7 @@ class Shortlist:
 def shortlists(candidates: Sequence[Sequence[Costed]]) -> list[Shortlist]:
     """Return the templates of each group, of one size and of equal T, that are worth a closer look.
 
-    The one that suits a plan depends on its shares of the batch and on the other pipelines, too.
+    Which one suits a plan also depends on its shares of the batch and on the other pipelines.
     """
     kinds = [
         [Kind(_MICROBATCHES * len(each.template.stages), each.cut) for each in group]

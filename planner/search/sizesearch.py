@@ -1,12 +1,13 @@
 """The best sizes of a given number of pipelines that use all nodes.
 
-For p pipelines and a time bound, each size does so many micro-batches, so whether p pipelines can
+For p pipelines and a time bound, each size does so many micro-batches. So whether p pipelines can
 do the batch is a knapsack of p items (`oobleck.planner.search.knapsack`), and the least time
-follows by bisection. Gradient sync hangs on p and on the template that has the most gradients per
-GPU, so the one that does is fixed in turn. A linear program bounds each such question from below.
+follows by bisection. Gradient sync depends on p and on the template with the most gradients per
+GPU, so each template in turn is fixed as that one. A linear program bounds each such question from
+below.
 
-The result is exact wherever the knapsack is, until the search has taken long (`SizeSearch.slack`).
-Owns no formula: they are in `oobleck.planner.cost.formula`.
+The result is exact where the knapsack is, until the search has taken long (`SizeSearch.slack`). The
+formulas are in `oobleck.planner.cost.formula`.
 """
 
 from collections import Counter
@@ -23,26 +24,26 @@ from oobleck.planner.search.shares import makespan
 
 Floats = NDArray[np.float64]
 
-#: What `be_quick` leaves: other candidates need not be the very best of their number.
+#: Slack after `be_quick`: other candidates need not be the very best of their number.
 ROUGH = Fraction(5, 1000)
 EXACT = Fraction(0)
-#: After so many sizes in knapsacks what is not this much better is not looked for any more: with
-#: next to no gradient sync, hundreds of numbers of pipelines differ by less.
+#: After so many sizes in knapsacks only a gain of more than CLOSE is searched for. With next to no
+#: gradient sync, hundreds of numbers of pipelines differ by less.
 _PATIENCE = 4000
 CLOSE = Fraction(1, 1000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestSizes:
-    """The fastest sizes of one number of pipelines."""
+    """Fastest sizes of one number of pipelines."""
 
     sizes: Sizes
-    #: Ticks.
+    #: Ticks of a step.
     step: int
 
 
 class SizeSearch:
-    """The best sizes for one number of pipelines after the other."""
+    """Search for the best sizes, for one number of pipelines after the other."""
 
     def __init__(self, demand: Demand, slack: Fraction) -> None:
         costs = demand.costs
@@ -53,7 +54,7 @@ class SizeSearch:
         self._slack = slack
         #: Sizes in all knapsacks so far: a measure of the time spent.
         self.looked_at = 0
-        #: Templates by gradients per GPU: what syncs faster stands before what syncs slower.
+        #: Templates by gradients per GPU: fastest sync first.
         self._order = sorted(costs, key=lambda size: (costs[size].gradient_bytes, size))
         self._sizes = np.array(self._order, dtype=float)
         self._first = np.array([costs[size].first for size in self._order], dtype=float)
@@ -65,15 +66,15 @@ class SizeSearch:
         self._later = np.triu_indices(len(self._order), k=1)
 
     def be_quick(self) -> None:
-        """Only rough answers are wanted from now on."""
+        """Accept rough answers from now on."""
         self._slack = ROUGH
 
     def floors(self, pipelines: int) -> Floats:
         """Return lower bounds, one for each place in the order of gradients: no step of templates
         up to there, with that one's sync, takes fewer ticks.
 
-        Parts of pipelines may do parts of micro-batches here. That is a linear program in the
-        numbers of pipelines with two constraints, which two sizes beside nodes/pipelines solve.
+        Pipelines and micro-batches may be fractional here. That is a linear program in the numbers
+        of pipelines with two constraints, solved by two sizes beside nodes/pipelines.
         """
         average = self._nodes / pipelines
         low, high = (
@@ -105,9 +106,10 @@ class SizeSearch:
         return floors
 
     def best(self, pipelines: int, floors: Floats, limit: int | None) -> BestSizes | None:
-        """The fastest sizes of exactly that many pipelines, if a step takes `limit` ticks at most.
+        """Return the fastest sizes of exactly that many pipelines, if a step takes at most `limit`
+        ticks.
 
-        The template with the slowest sync is fixed in turn, the one with the lowest floor first.
+        Each template in turn is fixed as the one with the slowest sync, lowest floor first.
         """
         best: BestSizes | None = None
         if limit is not None and self._hopeless(pipelines, floors, limit):
@@ -134,8 +136,8 @@ class SizeSearch:
         """Return whether all templates together, with the least sync of any, are too slow for
         `limit`.
 
-        Counted as time spent only where it spares the other knapsacks of that number: else `slack`
-        would come earlier for it, and with it sizes that are a little slower.
+        It counts as time spent only where it replaces the other knapsacks of that number. Otherwise
+        `slack` would grow earlier and allow slightly slower sizes.
         """
         open_places = np.flatnonzero(floors <= limit)
         if not len(open_places):
@@ -149,12 +151,12 @@ class SizeSearch:
 
     @property
     def slack(self) -> Fraction:
-        """The part of a step time that is not worth more search."""
+        """Share of a step time that is not worth more search."""
         return self._slack or (CLOSE if self.looked_at > _PATIENCE else EXACT)
 
     def _reachable(self, pipelines: int, index: int, floor: int) -> int | None:
-        """Return some step time that is not too short for the templates up to `index`; None where
-        there is none."""
+        """Return a step time that suffices for the templates up to `index`; None where there is
+        none."""
         allowed = self._up_to(index)
         latest = max(cost.time(self._microbatches) for cost in allowed.values())
         time = max(1, floor + max(cost.period for cost in allowed.values()))
@@ -165,7 +167,9 @@ class SizeSearch:
         return time + self._sync(self._order[index], pipelines)
 
     def _up_to(self, index: int) -> Costs:
-        """Costs by size, rising, of the templates up to a place in the order of gradients."""
+        """Return costs by ascending size of the templates up to a place in the order of
+        gradients.
+        """
         return {size: self._costs[size] for size in sorted(self._order[: index + 1])}
 
     def _sync(self, size: int, pipelines: int) -> int:
@@ -173,12 +177,12 @@ class SizeSearch:
         return sync_ticks(count, pipelines=pipelines, links=self._links)
 
     def _least_time(self, allowed: Costs, pipelines: int, limit: int) -> tuple[int, Sizes] | None:
-        """The least time, up to `limit`, within which the pipelines can do the batch, and their
-        sizes.
+        """Return the least time, up to `limit`, within which the pipelines can do the batch, and
+        their sizes.
 
-        Each answer of the knapsack moves a bound to where the capacities change: a yes to the
-        time that the sizes really take, a no to the next micro-batch that any template is done
-        with. From a yes the steps down double, since the limit is mostly near.
+        Each answer of the knapsack moves a bound to the next change of capacities. A yes moves it
+        to the real time of the sizes, a no to the next micro-batch that any template finishes.
+        After a yes the steps down double, since the result is mostly near the limit.
         """
         low = -1
         high, best = limit + 1, None
@@ -205,12 +209,12 @@ class SizeSearch:
 
 
 _NEVER = 1 << 200
-#: More than what floating point may have rounded up.
+#: Covers rounding up in floating point.
 _ROUNDED_DOWN = 1 - 1e-9
 
 
 def _next_change(allowed: Costs, time: int) -> int:
-    """The first tick after `time` at which some template is done with one more micro-batch."""
+    """Return the first tick after `time` at which some template finishes one more micro-batch."""
     return min(_next_done(cost, time) for cost in allowed.values())
 
 

@@ -1,4 +1,4 @@
-"""Node specification: which template sizes a cluster needs (Oobleck §4.1.1)."""
+"""Node specification: the template sizes that a cluster needs (Oobleck §4.1.1)."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -8,7 +8,7 @@ from oobleck.core.profile import MOST_BYTES, Profile
 from oobleck.core.units import are, count, enough_bytes, format_bytes
 from oobleck.planner.search.templates import feasible_sizes
 
-#: Missing memory is told to this part of it.
+#: Resolution of missing memory in messages, as a part of it.
 _MEMORY_STEPS = 1000
 
 
@@ -20,16 +20,16 @@ def node_specification(
     min_nodes: int = 1,
     shadows: bool = False,
 ) -> range:
-    """The template sizes: n0 and what follows it, as far as `nodes` nodes have use for them.
+    """Return the template sizes: n0 and the following sizes, as far as `nodes` nodes can use them.
 
-    n0 is the fewest nodes, `min_nodes` at least, that hold the model. The largest is what the other
-    `fault_tolerance` pipelines leave, nodes - fault_tolerance * n0 (§4.1.1); it is at least
-    2 n0 - 1, since only with n0 .. 2 n0 - 1 can every number of nodes from n0 on be made up, which
-    a cluster that begins with no more than it needs would miss after its first loss. No size
-    exceeds the number of layers or of nodes, or leaves a gap. With `shadows` n0 nodes of more than
-    `fault_tolerance` are enough, as far as this can tell: the plan has the last word
-    (`oobleck.planner.search.firstplan`). Raises PlanInfeasible with the bytes or the nodes that are
-    missing.
+    n0 is the fewest nodes, at least `min_nodes`, that hold the model. The largest is what the other
+    `fault_tolerance` pipelines leave, nodes - fault_tolerance * n0 (§4.1.1), but at least 2 n0 - 1.
+    Only n0 .. 2 n0 - 1 make up every number of nodes from n0 on; a cluster with exactly the nodes
+    it needs would miss a size after its first loss. No size exceeds the number of layers or of
+    nodes, or leaves a gap.
+
+    With `shadows` n0 nodes, if more than `fault_tolerance`, are accepted here; the plan decides
+    (`oobleck.planner.search.firstplan`). Raises PlanInfeasible with the missing bytes or nodes.
     """
     for name, value, least in (
         ("nodes", nodes, 1),
@@ -66,11 +66,11 @@ def node_specification(
 
 
 def on_usable_gpus(profile: Profile, *, gpus: int, min_nodes: int = 1) -> Profile:
-    """`profile` for training on nodes of `gpus` GPUs, or of as many of these as can be used.
+    """Return `profile` for training on nodes of `gpus` GPUs, or of as many of these as can be used.
 
     A stage has no more GPUs than the profile has times for, and a pipeline no more stages than
-    layers, so a node may have more than it can use: the result's `gpus_per_node` is the most of
-    which some pipeline of `min_nodes` nodes or more fits.
+    layers. So a node may have more GPUs than it can use. `gpus_per_node` of the result is the most
+    that fits some pipeline of at least `min_nodes` nodes.
     """
     layers = len(profile.layers)
     most = max(1, min(gpus, sum(max(la.forward_s) for la in profile.layers) // min_nodes))
@@ -82,7 +82,7 @@ def on_usable_gpus(profile: Profile, *, gpus: int, min_nodes: int = 1) -> Profil
 def _nodes_cause(
     profile: Profile, nodes: int, fault_tolerance: int, smallest: int, min_nodes: int, least: int
 ) -> str:
-    """Say how many nodes are missing, and what else would do."""
+    """Describe how many nodes are missing, and the alternatives."""
     needed = (fault_tolerance + 1) * smallest
     fewer = f", or {least} with memory for shadows" if least < needed else ""
     fixes = [f"add {count(needed - nodes, 'node')}"]
@@ -100,7 +100,7 @@ def _nodes_cause(
 
 
 def _memory_cause(profile: Profile) -> str:
-    """Say how much memory per GPU would do, and for how many nodes."""
+    """Describe how much memory per GPU is enough, and for how many nodes."""
     layers = profile.layers
     if any(min(layer.forward_s) > profile.gpus_per_node for layer in layers):
         return (
@@ -129,10 +129,10 @@ def _more_memory(profile: Profile, memory: int) -> str:
     )
 
 
-@lru_cache(maxsize=16)  # asked again and again while a job waits
+@lru_cache(maxsize=16)  # needed repeatedly while a job waits
 def _least_memory(profile: Profile, min_nodes: int, most_nodes: int) -> int | None:
-    """Bytes per GPU, about, with which pipelines of `min_nodes` to `most_nodes` nodes fit; None:
-    there are none, whatever the memory."""
+    """Return about the least bytes per GPU with which pipelines of `min_nodes` to `most_nodes`
+    nodes fit; None: no memory is enough."""
     layers, most = profile.layers, min(most_nodes, len(profile.layers))
 
     def fit(memory: int) -> bool:

@@ -1,13 +1,13 @@
 """Template generation: the cheapest way to cut the model for n nodes (Oobleck §4.1.2).
 
-Minimises T1 + T2 + T3 exactly, for 4 micro-batches per stage, for all n at once. The slowest stage
-takes one of the times that some stage has. Intervals of these times are searched from coarse to
-fine: a sweep (`oobleck.planner.search.partition`) gives each interval a lower bound for every n,
-and the cut that belongs to the bound has a true T. Only intervals that may still hold a better cut
-for some n are divided, down to single times, for which the sweep is exact.
+Minimises T1 + T2 + T3 exactly, for 4 micro-batches per stage, for all n at once. The slowest
+stage's time is that of some possible stage. Intervals of these times are searched from coarse to
+fine. A sweep (`oobleck.planner.search.partition`) gives each interval a lower bound for every n,
+and the cut of the bound has a true T. Only intervals that may still hold a better cut for some n
+are divided, down to single times, for which the sweep is exact.
 
-Owns the search. T does not tell all cuts apart: which of least T become templates is for
-`oobleck.planner.search.shortlist`.
+Owns the search. Many cuts have the same T; `oobleck.planner.search.shortlist` chooses which become
+templates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,21 +25,21 @@ from oobleck.planner.search.partition import Bounds, Sweep, swept_together
 from oobleck.planner.search.shortlist import Costed, Shortlist, equal_cuts, shortlists
 from oobleck.planner.search.trace import Cuts, trace
 
-#: Intervals of a level are no wider than this, so that the first bounds mean something.
+#: Widest intervals of a level, so that the first bounds are useful.
 _COARSEST = 1.2
 #: Parts that an interval is divided into.
 _PARTS = 8
 
 
 def generate_templates(profile: Profile, sizes: Sequence[int]) -> Mapping[int, PipelineTemplate]:
-    """The best template for each number of nodes in `sizes`; raises PlanInfeasible."""
+    """Return the best template for each number of nodes in `sizes`; raises PlanInfeasible."""
     return {
         nodes: few.quickest.template for nodes, few in shortlisted_templates(profile, sizes).items()
     }
 
 
 def shortlisted_templates(profile: Profile, sizes: Sequence[int]) -> Mapping[int, Shortlist]:
-    """A few templates of least T for each number of nodes. Raises PlanInfeasible."""
+    """Return a few templates of least T for each number of nodes. Raises PlanInfeasible."""
     table = StageTable(profile)
     candidates = [
         [Costed(template_of(table, nodes, cut), profile) for cut in cuts]
@@ -56,8 +56,8 @@ def feasible_sizes(profile: Profile, most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Intervals:
-    """Times number first .. last may be that of the slowest stage; `bound` [interval, size] is a
-    lower bound of T then."""
+    """Intervals of times: the slowest stage has one of times first .. last. `bound` [interval,
+    size] is then a lower bound of T."""
 
     first: Integers
     last: Integers
@@ -70,7 +70,7 @@ class _Intervals:
         return _Intervals(first=self.first[which], last=self.last[which], bound=self.bound[which])
 
     def divided(self) -> "_Intervals":
-        """Parts of about equal numbers of times, in order, with the bounds of the whole."""
+        """Return parts of about equal numbers of times, in order, with the bounds of the whole."""
         parts = np.arange(_PARTS + 1)
         edges = self.first[:, None] + (self.last + 1 - self.first)[:, None] * parts // _PARTS
         real = edges[:, :-1] < edges[:, 1:]
@@ -82,7 +82,7 @@ class _Intervals:
 
 
 def least_cuts(table: StageTable, sizes: Sequence[int]) -> Mapping[int, tuple[Stages, ...]]:
-    """Cuts of least T for every number of nodes; several where they are equal.
+    """Return the cuts of least T for every number of nodes; several where they are equal.
 
     Raises PlanInfeasible.
     """
@@ -105,7 +105,7 @@ class _Search:
         self._stages: dict[int, Stages] = {}
 
     def run(self) -> Mapping[int, tuple[float, Stages]]:
-        """Least T and a cut that has it, by number of nodes."""
+        """Return the least T and a cut of that T, by number of nodes."""
         level = self._coarse()
         while len(level):
             level = self._survivors(level).divided()
@@ -114,7 +114,7 @@ class _Search:
         }
 
     def _work(self) -> float:
-        """GPU time that the model needs at least."""
+        """Return the least GPU time of the model."""
         single = [
             d * np.diag(t, 1) for d, t in zip(self._table.choices, self._table.time, strict=True)
         ]
@@ -133,8 +133,8 @@ class _Search:
         )
 
     def _alive(self, level: _Intervals) -> NDArray[np.bool_]:
-        """[interval, size]: which may hold a better cut. GPUs that are busy for no longer than the
-        slowest stage have to do all the work, and T is at least 3 S + 1 times its time."""
+        """Return by [interval, size] whether it may hold a better cut. GPUs that are busy no longer
+        than the slowest stage must do all the work, and T is at least 3 S + 1 times its time."""
         low, high = self._times[level.first, None], self._times[level.last, None]
         floor = (3 * self._sizes + 1) * low
         can = self._sizes * self._table.per_node * high >= self._least_work
@@ -164,7 +164,7 @@ class _Search:
         )
 
     def _bound(self, level: _Intervals, alive: NDArray[np.bool_]) -> Floats:
-        """The bounds of all intervals by one sweep; takes better cuts on the way."""
+        """Return the bounds of all intervals by one sweep; adopt better cuts found on the way."""
         sizes = self._sizes[alive.any(0)]
         low, high = self._times[level.first], self._times[level.last]
         single = low == high
@@ -182,7 +182,7 @@ class _Search:
         return totals
 
     def _improve(self, sweep: Sweep, totals: Floats) -> None:
-        """Take the cuts that belong to each size's least bound where they are better."""
+        """Adopt the cuts of each size's least bound where they are better."""
         row = totals.argmin(0)
         at = np.flatnonzero(totals.min(0) < self._best)
         if len(at):
@@ -196,7 +196,9 @@ class _Search:
                 self._stages[int(index)] = cuts.stages(number)
 
     def _count_stages(self, time: float, at: int) -> None:
-        """The best cut with slowest stage `time` where memory hangs on the number of stages."""
+        """Find the best cut with slowest stage `time` where memory depends on the number
+        of stages.
+        """
         rows = np.full(self._table.layers + 1, time)
         bounds = Bounds(low=rows, high=rows, after=rows - 1, stages_after=True)
         nodes = int(self._sizes[at])
@@ -208,13 +210,15 @@ class _Search:
 
 
 def fitting_sizes(table: StageTable, fewest: Integers) -> tuple[int, ...]:
-    """Numbers of nodes that some cut fits, ascending; `fewest` is `table.fewest_stages`."""
+    """Return the numbers of nodes that some cut fits, ascending; `fewest` is
+    `table.fewest_stages`.
+    """
     whole = fewest[0, :, table.per_node]
     return tuple(int(n) + 1 for n in np.flatnonzero(whole <= table.layers))
 
 
 def template_of(table: StageTable, nodes: int, stages: Stages) -> PipelineTemplate:
-    """The template of a cut; which stages are equally slow is as in the search."""
+    """Build the template of a cut; stages that are equally slow in the search stay so."""
     ticks = [table.stage_ticks(*stage) for stage in stages]
     times = [forward + backward for forward, backward in ticks]
     slowest = max(range(len(stages)), key=lambda s: (table.stage_time(*stages[s]), s))

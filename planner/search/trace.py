@@ -1,6 +1,6 @@
 """Tracing back from a sweep to the cuts of least cost, many at once.
 
-Owns the way back. Must not know what costs mean; `Cuts.totals` has T for whole cuts.
+Owns the way back. Must not know the meaning of costs; `Cuts.totals` has T for whole cuts.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from oobleck.planner.search.partition import Sweep
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Cuts:
-    """Whole cuts: [cut, stage], with `counts` stages each."""
+    """Whole cuts by [cut, stage], with `counts` stages each."""
 
     table: StageTable
     counts: Integers
@@ -36,12 +36,14 @@ class Cuts:
         return self.table.choices[int(self.choice[number, stage])]
 
     def totals(self) -> Floats:
-        """T1 + T2 + T3 with 4 micro-batches per stage; infinite where memory does not do."""
+        """Return T1 + T2 + T3 with 4 micro-batches per stage; infinite where memory is too
+        small.
+        """
         stage = np.arange(self.first.shape[1])
         real = stage < self.counts[:, None]
         time = np.where(real, self.table.time[self.choice, self.first, self.stop], -1.0)
         slowest = time.max(1)
-        # The last one on ties.
+        # Ties go to the last one.
         last = self.first.shape[1] - 1 - (time == slowest[:, None])[:, ::-1].argmax(1)
         time = np.where(real, time, 0.0)
         after = np.where(stage >= last[:, None], time, 0.0).sum(1)
@@ -54,9 +56,9 @@ class Cuts:
 def trace(
     sweep: Sweep, rows: Integers, nodes: Integers, sample: np.random.Generator | None = None
 ) -> Cuts:
-    """A cut of least cost for each pair of row and number of nodes, which must have one.
+    """Return a cut of least cost for each pair of row and number of nodes, which must have one.
 
-    Where there are several, it is the first, or one that `sample` picks.
+    If there are several, it is the first, or one that `sample` picks.
     """
     walk = _Walk(sweep, rows, nodes, sample)
     while walk.active.any():
@@ -66,7 +68,7 @@ def trace(
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Position:
-    """Position of each query: still to be covered are the layers from `layer` on."""
+    """Position of each query: the layers from `layer` on are still uncovered."""
 
     layer: Integers
     row: Integers
@@ -76,7 +78,9 @@ class _Position:
 
 
 class _Walk:
-    """Follows least costs from the first layer on, one stage at a time, all queries at once."""
+    """Walk along the least costs from the first layer on, one stage at a time, for all queries at
+    once.
+    """
 
     def __init__(
         self,
@@ -119,8 +123,9 @@ class _Walk:
         self._take(queries, at, k, kind, found[0][0][np.arange(len(queries)), stop])
 
     def _options(self, at: _Position, k: int, reach: int) -> tuple[Integers, Floats]:
-        """Return where a stage on choices[k] GPUs may end, [query, stop], and what it costs from
-        there on, [query, 2, stop]: as one before or after the slowest, and as the slowest."""
+        """Return the ends of a stage on choices[k] GPUs by [query, stop], and the cost from there
+        on by [query, 2, stop]. The two are: as a stage before or after the slowest, and as the
+        slowest."""
         sweep = self._sweep
         table, bounds = sweep.table, sweep.bounds
         stops = at.layer[:, None] + np.arange(1, reach + 1)
@@ -147,7 +152,7 @@ class _Walk:
         return inside, np.where(held[:, None], costs, np.inf)
 
     def _reach(self, at: _Position) -> int:
-        """The most layers that the next stage of any of the queries may have."""
+        """Return the most layers that the next stage of any query may have."""
         high = self._sweep.bounds.high[at.row][:, None]
         return int((self._table.time[:, at.layer] <= high).sum(2).max())
 

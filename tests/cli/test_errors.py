@@ -256,7 +256,7 @@ def test_what_is_no_job_file_is_refused_at_once(tmp_path: Path) -> None:
     ("override", "part"),
     [
         (r'profile="\0"', "profile: has characters that cannot be printed; name another place"),
-        (r'model.config="\0"', "a name with a NUL is no file's; give the config.json of a"),
+        (r'model.config="\0"', "a file name cannot contain NUL; give the config.json of a"),
     ],
     ids=["profile", "config"],
 )

@@ -133,5 +133,5 @@ def test_a_plan_of_any_size_is_checked_at_once() -> None:
 
 def test_a_node_stands_in_one_pipeline() -> None:
     one = Pipeline(nodes=(NodeName("n0"),), stages=(hold(0, 0, worker(0)),), microbatches=1)
-    with pytest.raises(ValueError, match="a node stands in two pipelines"):
+    with pytest.raises(ValueError, match="a node is in two pipelines"):
         Plan.of_pipelines([one, one], generation=Generation(1))

@@ -170,7 +170,7 @@ def test_large_byte_counts_just_work(number: int) -> None:
         ),
         (
             changed("layers", 0, "forward_s", "02", value=0.1),
-            'layers[0].forward_s["02"]: that number of GPUs stands twice; keep one',
+            'layers[0].forward_s["02"]: that number of GPUs is given twice; keep one',
         ),
         (
             changed("layers", 2, "state_bytes", value=-1),
@@ -239,8 +239,8 @@ def test_a_wrong_value_is_refused_with_its_path_and_the_fix(tree: object, messag
         ("", "it is not JSON text"),
         ('{"microbatch": 1', "it is not JSON text"),
         (b"\xff\xfe\xfa", "it is not JSON text"),
-        ('{"microbatch": 1, "microbatch": 2}', 'the key "microbatch" stands twice'),
-        ('{"layers": [{"forward_s": {"1": 0, "1": 1}}]}', 'the key "1" stands twice'),
+        ('{"microbatch": 1, "microbatch": 2}', 'key "microbatch" is given twice'),
+        ('{"layers": [{"forward_s": {"1": 0, "1": 1}}]}', 'key "1" is given twice'),
         ("[" * 100_000, "it is nested too deeply"),
         ('{"layers": [], "microbatch": 1' + "0" * 5000 + "}", "microbatch: is too large"),
         ('{"layers": [], "microbatch": -1' + "0" * 5000 + "}", "microbatch: is too large"),

@@ -163,7 +163,7 @@ def test_nor_does_one_that_is_packed() -> None:
         (zlib.compress(bytes((16 << 20) + 1)), "more than"),
         (zlib.compress(b"[" * 60_000), "not a valid Assign"),
         (zlib.compress(b"[" * 2_000_000), "more than"),
-        (zlib.compress(b"{}") + b"{}", "behind their end"),
+        (zlib.compress(b"{}") + b"{}", "bytes after their end"),
         (zlib.compress(b"{}"), "not a valid Assign"),
     ],
 )

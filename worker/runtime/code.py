@@ -1,7 +1,7 @@
-"""Loads and runs the user's functions that a job names, where this node allows them.
+"""Loading and running of the user's functions that a job names, where this node allows them.
 
 Owns the error sentences of user code, the fingerprint of its sources, and `running`, which wraps
-every call of it. Names that no job may use are refused by `oobleck.core.job.code`.
+every call of it. `oobleck.core.job.code` refuses names that no job may use.
 """
 
 import ast
@@ -25,9 +25,9 @@ from oobleck.host.ipc.marker import Marker
 from oobleck.worker.runtime.errors import JobError, NodeError, of_the_device
 from oobleck.worker.runtime.extensions import bound_waits
 
-#: Any module, from anywhere.
+#: Allows any module, from anywhere.
 ANY = "*"
-#: Packages whose lines say nothing of where the user's code is wrong.
+#: Packages whose lines do not locate an error in the user's code.
 _NOT_THE_USERS = sys.stdlib_module_names | {"oobleck", "torch", "numpy"}
 
 #: Limits on an exception's text: characters read, and bytes shown.
@@ -44,9 +44,11 @@ def allow(prefixes: Sequence[str]) -> None:
 
 
 def call(code: Code, key: str, *given: Any, **more: Any) -> Any:
-    """Call the function with its arguments and those `given`, and return its result. `key`: of the
-    job file, for messages. Raises NodeError where this node lacks the function or does not allow
-    it, JobError where it fails."""
+    """Call the function with its arguments and those `given`, and return its result.
+
+    `key`: key of the job file, for messages. Raises NodeError where this node lacks the function or
+    does not allow it, JobError where it fails.
+    """
     function = _function(code, key)
     what = f"{key}: {code.name}"
     try:
@@ -54,17 +56,17 @@ def call(code: Code, key: str, *given: Any, **more: Any) -> Any:
             return function(*given, **more, **json.loads(code.arguments or NO_ARGUMENTS))
     except (OSError, ImportError, NodeError) as error:  # another node may have what is missing
         if code.ours and isinstance(error, NodeError):
-            raise  # ours says by itself what is wrong
+            raise  # our own errors are complete
         raise NodeError(f"{what} failed: {described(error)}") from error
 
 
 class running:  # used like a function
-    """A context manager that runs its block as user code, so that errors are the job's alone.
+    """Context manager that runs its block as user code, so that errors are the job's alone.
 
     Any error becomes a UserCodeError; `SystemExit`, `KeyboardInterrupt` and `GeneratorExit` become
     Ended. It names `what` ran, `how` it failed, and the user's line. JobError, NodeError, device
-    errors and errors of `passing` are raised unchanged. Meanwhile the process's marker names what
-    runs, in case the process ends.
+    errors and errors of `passing` are raised unchanged. Meanwhile the process's marker names the
+    running code, in case the process ends.
     """
 
     def __init__(
@@ -91,20 +93,20 @@ class running:  # used like a function
 
 
 class UserCodeError(JobError):
-    """An error raised by the user's code, with the original as its cause."""
+    """Error raised by the user's code, with the original as its cause."""
 
 
 class Ended(UserCodeError):
-    """The user's code has ended its process, or tried to. It would do so on any node."""
+    """End of the process by the user's code, or an attempt at it. It would do so on any node."""
 
 
 class _Marked:
-    """The user's code that runs in this process, in all threads."""
+    """Record of the user's code that runs in this process, in all threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._marker: Marker | None = None
-        #: By thread (`threading.get_ident`), the innermost last; only threads that run some.
+        #: By thread (`threading.get_ident`), innermost last; only threads that run user code.
         self._running: dict[int, list[str]] = {}
 
     def begin(self, marker: Marker | None) -> None:
@@ -119,7 +121,7 @@ class _Marked:
     def leave(self) -> None:
         thread = threading.get_ident()
         with self._lock:
-            if thread in self._running:  # it was entered since `begin`
+            if thread in self._running:  # entered since `begin`
                 self._running[thread].pop()
                 if not self._running[thread]:
                     del self._running[thread]
@@ -144,19 +146,21 @@ os.register_at_fork(after_in_child=lambda: mark_in(None))
 
 
 def mark_in(marker: Marker | None) -> None:
-    """Record in `marker`, from now on, the user's code that this process runs; None: stop that."""
+    """Record in `marker`, from now on, the user's code that this process runs; None: stop
+    recording.
+    """
     _marked.begin(marker)
 
 
 def end_process(status: int) -> NoReturn:
-    """End this process at once, and clear the marker, so that user code gets no blame."""
+    """End this process at once, and clear the marker, so that user code is not blamed."""
     _marked.end()
     os._exit(status)
 
 
 def described(error: BaseException) -> str:
-    """Return one line for an exception of the user's code: the error, and the last line of theirs
-    that was run."""
+    """Return one line for an exception of the user's code: the error, and the last executed line of
+    theirs."""
     if isinstance(error, UserCodeError) and error.__cause__ is not None:
         error = error.__cause__
     places = [
@@ -174,9 +178,12 @@ def described(error: BaseException) -> str:
 
 
 def fingerprint(*sources: Code) -> str:
-    """SHA-256 (hex) over the functions' modules and what these import of their own, also within
-    functions: of the same package, or from the same directory. It imports the functions' modules,
-    and calls nothing. Empty for what is torch's own. Raises NodeError."""
+    """Return the SHA-256 (hex) over the functions' modules and their imports of the user's own.
+
+    These are modules of the same package or directory, also imported within functions. The
+    functions' modules are imported, and nothing is called. Empty for torch's own classes. Raises
+    NodeError.
+    """
     digest = hashlib.sha256()
     files: dict[str, Path] = {}
     for code in sources:
@@ -200,15 +207,15 @@ def _sources(code: Code) -> dict[str, Path]:
         return {}
     if code.path is not None:
         return _with_imports({name: Path(file)}, Path(code.path))
-    # Of ours only the module: how much else is beside it depends on how it was installed.
+    # In our code only the module counts: its neighbours depend on how it was installed.
     root = Path(file) if name.startswith("oobleck.") else _root_of(name, Path(file))
     found = root.rglob("*.py") if root.is_dir() else [root]
     return {str(path.relative_to(root.parent)): path for path in found}
 
 
 def _with_imports(files: dict[str, Path], folder: Path) -> dict[str, Path]:
-    """Return `files`, and those below `folder` that they import anywhere, as their text says. What
-    was loaded by now differs from node to node."""
+    """Return `files` and all files below `folder` that they import, judged by their text. Modules
+    loaded so far differ from node to node."""
     found, left = dict(files), list(files.items())
     while left:
         name, path = left.pop()
@@ -222,11 +229,11 @@ def _with_imports(files: dict[str, Path], folder: Path) -> dict[str, Path]:
 
 
 def _imported(name: str, path: Path) -> set[str]:
-    """Return the modules that a file may import, with the packages that they are in. A name
-    imported from one of them, such as a function, is in too."""
+    """Return the modules that a file may import, with their packages. A name imported from one of
+    them, such as a function, is included too."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # what is not loaded need not be right
+    except (SyntaxError, ValueError):  # files that are not loaded may be invalid
         return set()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found: set[str] = set()
@@ -243,7 +250,7 @@ def _imported(name: str, path: Path) -> set[str]:
 
 
 def _root_of(name: str, file: Path) -> Path:
-    """Return the folder of the package at the top, or the module's file."""
+    """Return the folder of the top-level package, or the module's file."""
     depth = name.count(".") + (file.name == "__init__.py")
     for _ in range(depth):
         file = file.parent
@@ -271,7 +278,7 @@ def _function(code: Code, key: str) -> Callable[..., Any]:
             _check_allowed(code, key)
         name, _, function = code.name.partition(":")
     if code.path is not None and code.path not in sys.path:
-        sys.path.append(code.path)  # behind what is installed, which others import by its name
+        sys.path.append(code.path)  # after installed modules, which others import
     found = _import(name, code, key)
     try:
         value = getattr(found, function)

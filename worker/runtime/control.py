@@ -1,8 +1,9 @@
 """Wishes of the agent to this worker, kept up to date by a thread of its own.
 
-Owns the reading of the agent's channel, and which of several assignments counts. The main thread
-asks. The reading thread itself does what must not wait for the main thread: it releases a blocked
-transport and ends the process."""
+Owns the reading of the agent's channel, and the choice among several assignments. The main thread
+queries it. The reading thread itself does the urgent work: it releases a blocked transport and ends
+the process.
+"""
 
 import contextlib
 import faulthandler
@@ -34,18 +35,18 @@ from oobleck.worker.runtime.records import RecordLog
 
 log = logging.getLogger(__name__)
 
-#: From the push of a new generation until a worker has left the old one, where nothing hangs. Then
-#: a thread of the interpreter's own writes the stacks of all threads to the log: neither a lock nor
-#: a native call that never returns prevents it.
+#: Time from the push of a new generation within which a worker leaves the old one unless something
+#: hangs. After it, a native thread writes the stacks of all threads to the log. Neither a lock nor
+#: a native call that never returns prevents that.
 ANSWER_S = 5.0
 
 
 class Control:
     """Newest wishes of the agent.
 
-    An abrupt assignment overrules everything older. A boundary assignment is entered by running
-    workers through the vote of a step (`boundary`), and at once by one that runs no steps: not
-    yet, not any more, or not until it meets others again.
+    An abrupt assignment overrules everything older. Running workers enter a boundary assignment
+    through the vote of a step (`boundary`). A worker that runs no steps, because it has not begun,
+    has ended, or must meet others again, enters it at once.
     """
 
     def __init__(self, channel: Channel[ToWorker]) -> None:
@@ -55,26 +56,28 @@ class Control:
         self._boundaries: dict[Generation, Assign] = {}
         self._measure: Measure | None = None
         self._on_abrupt: Callable[[], None] | None = None
-        #: What is to be recorded of the steps; None: nothing.
+        #: Recording of steps that is wanted; None: none.
         self.record: Record | None = None
         #: Number of the newest wish for a checkpoint; 0: none.
         self.save_wish = 0
-        #: What this worker has recorded, and which of it the master has.
+        #: Records of this worker, with the master's acknowledgements.
         self.records = RecordLog()
-        #: The newest loss that the agent was told of.
+        #: Newest loss that was reported to the agent.
         self._lost: PeerLost | None = None
 
     def start(self) -> None:
         threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def report(self, message: FromWorker) -> None:
-        """Tell the agent; when the agent is gone, the listening thread ends the process anyway."""
+        """Send a report to the agent; if the agent is gone, the listening thread ends the process
+        anyway.
+        """
         with contextlib.suppress(OSError):
             self._channel.send(message)
 
     def report_lost(self, lost: PeerLost) -> bool:
-        """Tell the agent of a loss, unless the last thing that it was told of losses is the same;
-        whether it was told. From any thread."""
+        """Report a loss to the agent, unless it is the same as the last reported one; return
+        whether it was sent. Callable from any thread."""
         with self._changed:
             if lost == self._lost:
                 return False
@@ -83,19 +86,19 @@ class Control:
         return True
 
     def answered(self) -> None:
-        """Call off the dump of tracebacks: the worker has left its old generation."""
+        """Cancel the dump of tracebacks: the worker has left its old generation."""
         faulthandler.cancel_dump_traceback_later()
 
     def report_recorded(self, recorded: Recorded) -> None:
-        """Tell the agent what was asked for, once."""
+        """Send the requested recording to the agent, once."""
         with self._changed:
             if self.record is not None and self.record.number == recorded.recording.number:
                 self.record = None
         self.report(recorded)
 
     def on_abrupt(self, callback: Callable[[], None] | None) -> None:
-        """Have `callback` called (in the listening thread) whenever an abrupt change arrives, or
-        a newer wish to measure."""
+        """Set the `callback` for an abrupt change or a newer wish to measure; the listening thread
+        calls it."""
         with self._changed:
             self._on_abrupt = callback
 
@@ -114,7 +117,7 @@ class Control:
         """Raise Superseded when any generation newer than `generation` has been pushed.
 
         For a worker that waits for the others of `generation`: a boundary change is pushed only
-        where steps are committed, so where it is newer, nobody else comes.
+        while steps are committed. If it is newer, no other worker will enter `generation`.
         """
         with self._changed:
             newest = self._newest()
@@ -122,8 +125,8 @@ class Control:
             raise Superseded(newest.plan.generation)
 
     def check_measuring(self, generation: Generation) -> None:
-        """Raise Superseded when the measurement under way is to give way to a newer attempt or to
-        a generation newer than `generation`."""
+        """Raise Superseded when the current measurement must yield to a newer attempt or to a
+        generation newer than `generation`."""
         self.check_newest(generation)
         if self._measure is not None:
             raise Superseded(generation)
@@ -136,7 +139,7 @@ class Control:
 
     def boundary(self, generation: Generation) -> Assign:
         """Return the boundary change that a vote chose; this worker has voted for it, so it has it.
-        Raises Superseded where an abrupt one has come since."""
+        Raises Superseded if an abrupt one has arrived since."""
         with self._changed:
             chosen = self._boundaries.get(generation)
             if chosen is None:
@@ -145,8 +148,8 @@ class Control:
         return chosen
 
     def wait_next(self, generation: Generation) -> Assign | Measure:
-        """Wait for an assignment newer than `generation`, in which no more steps are run, or else
-        for what to measure; each wish to measure is returned once."""
+        """Wait for an assignment newer than `generation`, when no more steps run, or else for a
+        wish to measure. Each wish to measure is returned once."""
         with self._changed:
             while True:
                 newest = self._newest()
@@ -163,7 +166,7 @@ class Control:
         return max(pushed, key=lambda assign: assign.plan.generation, default=None)
 
     def pause(self, generation: Generation, seconds: float) -> None:
-        """Let time pass; raises Superseded as soon as a newer abrupt generation is wanted."""
+        """Wait for `seconds`; raises Superseded as soon as a newer abrupt generation is wanted."""
         until = time.monotonic() + seconds
         with self._changed:
             while (left := until - time.monotonic()) > 0:
@@ -175,10 +178,10 @@ class Control:
         try:
             self._follow()
         except Exception:
-            # The boundary of this thread: a worker that no longer hears its agent must not go on.
+            # Last resort of this thread: a worker that no longer hears its agent must not continue.
             log.exception("the agent's channel broke")
             end_process(1)
-        # Without its agent a worker is nobody's; whatever the main thread is in, end here.
+        # A worker without its agent must end, whatever the main thread is doing.
         end_process(0)
 
     def _follow(self) -> None:

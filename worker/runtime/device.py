@@ -1,8 +1,8 @@
-"""Opens a worker's device, and lists the GPUs that torch sees on this host.
+"""Opening of a worker's device, and the list of GPUs that torch sees on this host.
 
-Agents, which load neither torch nor a driver, run this module: it prints the host's GPUs, or those
-that CUDA knows by the names given to it, or why there are none, as a line of JSON. A worker opens
-its device after it was forked, since a process that uses CUDA cannot be forked.
+Agents, which load neither torch nor a driver, run this module. It prints a line of JSON: the host's
+GPUs, or those of the given CUDA names, or why there are none. A worker opens its device after it
+was forked, since a process that uses CUDA cannot be forked.
 """
 
 import multiprocessing
@@ -31,10 +31,11 @@ def take_place(launch: Launch) -> None:
 
 
 def open_device(name: str) -> tuple[torch.device, str]:
-    """Return the device and, of a GPU, the board that it is on, which no other host has (else an
-    empty text): the parts of a divided GPU (MIG) have the same.
+    """Return the device and, for a GPU, the id of its board, which is unique over all hosts (else
+    an empty text). The parts of a divided GPU (MIG) have the same id.
 
-    `name`: cpu, or cuda:N. Raises NodeError."""
+    `name`: cpu, or cuda:N. Raises NodeError.
+    """
     device = torch.device(name)
     if device.type == "cpu":
         return device, ""
@@ -57,8 +58,8 @@ def nccl_version() -> str:
 
 
 def limit_allocator(device: torch.device, communicator_bytes: int) -> None:
-    """Have torch give back what it keeps of the GPU and take no more than leaves CUDA and
-    communicators of so many bytes theirs, which they have from the driver."""
+    """Make torch return its cached memory, and limit its allocator so that CUDA and communicators
+    of so many bytes get theirs from the driver."""
     if device.type != "cuda":
         return
     torch.cuda.empty_cache()
@@ -68,7 +69,7 @@ def limit_allocator(device: torch.device, communicator_bytes: int) -> None:
 
 
 def held_by_others(device: torch.device, communicator_bytes: int) -> int:
-    """Return the bytes that others hold of a GPU. This process has the GPU for itself, and
+    """Return the bytes of a GPU that other processes hold. This process has the GPU for itself, and
     communicators of `communicator_bytes` with it. 0 for a CPU."""
     if device.type != "cuda":
         return 0
@@ -80,7 +81,7 @@ def _board(device: torch.device) -> str:
     return f"{boot_id()}/{_bus(torch.cuda.get_device_properties(device))}"
 
 
-def _bus(found: Any) -> str:  # torch's stubs lack where it is
+def _bus(found: Any) -> str:  # torch's stubs lack its PCI fields
     """Return the PCI address as the kernel writes it; GPUs are the first function of their
     devices."""
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
@@ -93,7 +94,7 @@ def find_gpus() -> GpuReport:
         problem = f"torch {torch.__version__} is built without CUDA"
         return msgspec.structs.replace(report, problem=problem)
     try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch does not say
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # untyped in torch
         found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     except (RuntimeError, AssertionError) as error:  # no driver, or one that is too old
         return msgspec.structs.replace(report, problem=str(error).partition("\n")[0])
@@ -111,9 +112,11 @@ def find_gpus() -> GpuReport:
 
 
 def find_chosen(names: Sequence[str]) -> GpuReport:
-    """Return the GPUs of these names to CUDA. Each is looked at by a process of its own, which sees
-    no other: CUDA shows one part of a divided GPU to a process, and nothing behind a name that it
-    does not know."""
+    """Return the GPUs with these CUDA names.
+
+    Each is examined by a process of its own, which sees no other. CUDA shows a process only one
+    part of a divided GPU, and nothing after a name that it does not know.
+    """
     report = GpuReport()
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         for name in names:

@@ -1,7 +1,7 @@
-"""The host's time of what is queued on a device, where that is done later than it is queued.
+"""Host times of work that is queued on a device, where it runs later than it is queued.
 
-Marks are events of the device. How long they are behind the first one, the device says; when the
-first one was, the host, which waits for it. One thread uses it.
+Marks are events of the device. The device measures their distance from the first mark; the host
+waits for the first one and takes its time. One thread uses it.
 """
 
 import time
@@ -20,7 +20,9 @@ class DeviceClock(Generic[Mark]):
         between: Callable[[Mark, Mark], float],
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`mark`: queues one; `between`: seconds from one to another, once both are past."""
+        """Make a clock. `mark`: queues a mark; `between`: seconds from one mark to another, once
+        both have passed.
+        """
         self.mark = mark
         self._between = between
         self._now_ns = now_ns
@@ -28,14 +30,14 @@ class DeviceClock(Generic[Mark]):
         self._first_ns = 0
 
     def begin(self) -> None:
-        """Begin the clock: marks come from here on. Waits for what is queued."""
+        """Begin the clock, before any other mark. Waits for queued work."""
         self._first = self.mark()
         self._between(self._first, self._first)
         self._first_ns = self._now_ns()
 
     def at_ns(self, mark: Mark) -> int:
-        """Return the mark's time in ns on the host's monotonic clock. Waits until the mark is
-        past."""
+        """Return the mark's time in ns on the host's monotonic clock. Waits until the mark has
+        passed."""
         assert self._first is not None, "it has begun"
         return self._first_ns + round(1e9 * self._between(self._first, mark))
 

@@ -9,14 +9,16 @@ from oobleck.core.ids import Generation, WorkerId
 
 
 class TransportError(Exception):
-    """Failure of an operation with a peer: its process or the way to it is gone. Recoverable."""
+    """Failure of an operation with a peer: its process or the connection is gone. Recoverable."""
 
 
 class Unreached(TransportError):
-    """Failure to reach a member of a rendezvous that is known to be there."""
+    """Failure to reach a known member of a rendezvous."""
 
     def __init__(self, text: str, rank: int | None = None, worker: WorkerId | None = None) -> None:
-        """`rank`: the member's; None: that of the host of the meeting. `worker`: who that is."""
+        """Make the error. `rank`: the member's; None: that of the host of the meeting. `worker`:
+        its name.
+        """
         super().__init__(text)
         self.rank = rank
         self.worker = worker
@@ -29,20 +31,22 @@ class Unreached(TransportError):
 
 class Unmapped(TransportError):
     """Failure to map GPU memory that another process of this host shares: the process has ended, or
-    the host does not let it be mapped."""
+    the host does not allow the mapping."""
 
 
 class CalledOff(TransportError):
-    """End of a meeting because a newer one is wanted, as another member knows already."""
+    """End of a meeting because another member already knows of a newer one."""
 
 
 class LayersGone(TransportError):
-    """Loss of a layer: no worker in the generation has it at the agreed step, and the master did
-    not know when it planned. The master now waits, or finds a worker that has the layer."""
+    """Loss of a layer: no worker in the generation has it at the agreed step, unknown to the master
+    when it planned. The master now waits, or finds a worker that has the layer."""
 
 
 class Superseded(Exception):
-    """Push of a newer generation: what this one was doing is no longer wanted."""
+    """Error raised when a newer generation was pushed: the work for this one is no longer
+    wanted.
+    """
 
     def __init__(self, generation: Generation) -> None:
         super().__init__(f"superseded by generation {generation}")
@@ -50,18 +54,18 @@ class Superseded(Exception):
 
 
 class JobError(ValueError):
-    """Fault of the job: it asks for what cannot be done. The text names the key or path, and the
+    """Fault of the job: it asks for something impossible. The text names the key or path, and the
     fix."""
 
 
 class NodeError(ValueError):
-    """Fault of this node alone: it cannot do what the job asks for. The text names what the node
+    """Fault of this node alone: it cannot do what the job needs. The text names what the node
     lacks, and the fix."""
 
 
 class HelperLost(Exception):
-    """End of a process that works for this worker, or of one whose end has spoilt its device. The
-    worker ends too, and is replaced as one that was killed itself."""
+    """End of a helper process of this worker, or of one whose end has damaged its device. The
+    worker ends too, and is replaced like a killed one."""
 
 
 class InvariantViolation(Exception):
@@ -70,19 +74,19 @@ class InvariantViolation(Exception):
 
 def for_want_of_memory(error: BaseException) -> bool:
     """Return whether the error was raised because memory is short."""
-    if type(error) is not RuntimeError:  # as torch says it of a CPU; others may have no text
+    if type(error) is not RuntimeError:  # torch's type on a CPU
         return isinstance(error, MemoryError | torch.OutOfMemoryError)
     return "can't allocate memory" in str(error).partition("\n")[0]
 
 
 def whose_fault(error: torch.AcceleratorError) -> Literal["user", "node"]:
-    """Return whose fault the error is. A kernel that checks what it is given, such as an index into
-    a table, fails on every GPU; all else is taken for the GPU's own fault, or its driver's."""
+    """Return whose fault the error is. A kernel that checks its input, such as an index into a
+    table, fails on every GPU; any other error is attributed to the GPU or its driver."""
     return "user" if "device-side assert" in str(error) else "node"
 
 
 def of_the_device(error: BaseException) -> bool:
-    """Return whether the error tells of the device, and not of the code that ran there."""
+    """Return whether the error is of the device, and not of the code that ran there."""
     if isinstance(error, torch.AcceleratorError):
         return whose_fault(error) == "node"
     return for_want_of_memory(error)

@@ -1,7 +1,7 @@
 """Bounded waits for extensions that torch compiles in users' code (`load_inline`, `load`).
 
-torch locks an extension's folder by a file. If the process that compiles is killed, the file stays
-and torch waits for ever. A live one keeps the file open, which other processes of its host can see.
+torch locks an extension's folder by a file. If the compiling process is killed, the file stays and
+torch waits for ever. A live one keeps the file open, which other processes of its host can see.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Scripted faults of a drill: real signals to real processes at exact points of a step.
 
-The executor and the recovery tell where they are; a rule that matches acts, once.
+The executor and the recovery report the points they reach; a matching rule acts, once.
 """
 
 import logging
@@ -22,7 +22,7 @@ _NEVER_S = 3600
 
 
 class FaultInjector:
-    """The rules that concern one worker in one job."""
+    """Rules that concern one worker in one job."""
 
     def __init__(self, launch: Launch, control: Control) -> None:
         self._rules = [
@@ -36,8 +36,8 @@ class FaultInjector:
     def reached(
         self, point: str, *, generation: Generation, step: int, microbatch: int | None = None
     ) -> None:
-        """Act if a rule names this point. May not return; a hold raises Superseded at its end, what
-        fails raises as the device would."""
+        """Act if a rule names this point. It may not return; a hold raises Superseded at its end,
+        and a failing device raises its own error."""
         if not self._rules:
             return
         for rule in self._rules:

@@ -1,8 +1,8 @@
-"""Makes the C library's heap keep what is freed.
+"""Settings of the C library's heap, so that it keeps freed memory.
 
-A step takes and frees the same memory again and again. By default glibc gives freed memory back to
-the kernel, and the next micro-batch pays for tens of thousands of page faults. Blocks of some
-megabytes are still given back: keeping them took 15% more memory than was in use.
+A step takes and frees the same memory repeatedly. By default glibc returns freed memory to the
+kernel, and the next micro-batch pays for tens of thousands of page faults. Blocks of some megabytes
+are still returned: keeping them took 15% more memory than was in use.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ def keep_freed_memory() -> bool:
 
 
 def give_back() -> None:
-    """Give free memory back to the kernel, where the C library can do that."""
+    """Return free memory to the kernel, where the C library can do that."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):

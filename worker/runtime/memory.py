@@ -1,8 +1,8 @@
-"""The most memory of this worker's device that training has taken.
+"""Peak memory of this worker's device during training.
 
-On a CPU it is the process's anonymous memory, less what was there before the first layer, which is
-reported as the base: a plan predicts only what layers take. On a GPU it is what torch's allocator
-has handed out, and the base is nothing.
+On a CPU it is the process's anonymous memory, less the memory before the first layer, which is
+reported as the base. A plan predicts only what layers take. On a GPU it is the memory that torch's
+allocator has handed out, and the base is 0.
 """
 
 import re
@@ -13,7 +13,7 @@ import torch
 from oobleck.core.messages import MemoryUse
 
 _STATUS = Path("/proc/self/status")
-#: Writing 5 to it sets the peak to what is there now.
+#: Writing 5 to it sets the peak to the current memory.
 _CLEAR = Path("/proc/self/clear_refs")
 _FIELD = re.compile(rb"^(VmHWM|RssAnon|RssFile|RssShmem):\s*(\d+) kB$", re.MULTILINE)
 
@@ -26,7 +26,7 @@ class MemoryMeter:
         self._base_bytes = 0
 
     def begin(self) -> None:
-        """Note the base: the process holds no layer yet, and has all that it needs beside them."""
+        """Note the base: the process holds no layer yet, and everything else that it needs."""
         if self._device.type != "cuda":
             self._base_bytes = _fields()["RssAnon"]
 
@@ -41,11 +41,11 @@ class MemoryMeter:
             return
 
     def read(self) -> MemoryUse:
-        """Return the peak since the last restart; some ten microseconds' work."""
+        """Return the peak since the last restart; takes some ten microseconds."""
         if self._device.type == "cuda":
             return MemoryUse(peak_bytes=torch.cuda.max_memory_allocated(self._device), base_bytes=0)
         now = _fields()
-        # What is mapped of files only grows in training, so at the peak there was no more of it.
+        # Mapped file memory only grows in training, so at the peak there was no more of it.
         peak = now["VmHWM"] - now["RssFile"] - now["RssShmem"]
         return MemoryUse(peak_bytes=max(peak, now["RssAnon"]), base_bytes=self._base_bytes)
 

@@ -1,15 +1,15 @@
-"""Records of what is wrong with a user's model or data set."""
+"""Records of faults of a user's model or data set."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    #: model, a layer of it, loss, metrics or data.
+    #: One of model, a layer of it, loss, metrics or data.
     where: str
-    #: What is wrong, and the fix.
+    #: Fault and fix.
     sentence: str
-    #: The job may be run as it is.
+    #: True if the job may run as it is.
     warning: bool = False
 
     def __str__(self) -> str:

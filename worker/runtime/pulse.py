@@ -1,8 +1,9 @@
-"""Progress of the training thread, so that another thread can tell that it hangs.
+"""Progress of the training thread, by which another thread detects that it hangs.
 
-The training thread says what it begins (`beat`), and when it waits for another process (`WAITING`)
-or for files (`FILES`). The thread that listens to the agent reads it; the agent decides what is a
-hang. A process has one training thread, so it has one pulse."""
+The training thread names each activity that it begins (`beat`). It marks waits for another process
+(`WAITING`) and for files (`FILES`). The thread that listens to the agent reads the pulse; the agent
+decides whether it is a hang. A process has one training thread, so it has one pulse.
+"""
 
 from types import TracebackType
 
@@ -10,10 +11,10 @@ from oobleck.core.messages import Alive
 
 
 class _Section:
-    """A `with` block, which may be nested, of one kind of activity."""
+    """Section of one kind of activity, as a `with` block that may be nested."""
 
     def __init__(self, beats: int) -> None:
-        """`beats`: how many beats its end counts as."""
+        """Make a section. `beats`: number of beats that its end counts as."""
         self.depth = 0
         self._beats = beats
 
@@ -31,26 +32,26 @@ class _Section:
         _beats += self._beats
 
 
-#: Another process is waited for.
+#: Wait for another process.
 WAITING = _Section(beats=1)
 #: The same, but its end is no progress: time passes.
 PAUSED = _Section(beats=0)
-#: Files are read or written, or the state is copied for them.
+#: Reading or writing of files, or copying the state for them.
 FILES = _Section(beats=1)
 _beats = 0
 _doing: tuple[str, int | None] = ("start", None)
 
 
 def beat(name: str, detail: int | None = None) -> None:
-    """Something begins, called `name` and `detail`. The reader makes the text, once a second, since
-    layers begin thousands of times in a second."""
+    """Count the begin of an activity called `name` and `detail`. The reader makes the text, once a
+    second, since layers begin thousands of times a second."""
     global _beats, _doing
     _beats += 1
     _doing = (name, detail)
 
 
 def called(name: str, detail: int | None) -> str:
-    """Return `name` with `detail` behind if there is any, such as a layer's number."""
+    """Return `name`, followed by `detail` if there is any, such as a layer's number."""
     return name if detail is None else f"{name} {detail}"
 
 

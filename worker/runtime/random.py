@@ -1,8 +1,8 @@
-"""Randomness as a function of what it is for, never of who asks or in which order.
+"""Randomness as a function of its purpose, independent of process and order.
 
-A step must give the same on any plan, so nothing draws from a process's global generator. Initial
-weights come from (seed, layer), dropout masks from (seed, step, sample position, layer, site), by
-integer arithmetic, which is exact on every device.
+A step must give the same result on any plan, so nothing draws from a process's global generator.
+Initial weights come from (seed, layer), dropout masks from (seed, step, sample position, layer,
+site), by integer arithmetic, which is exact on every device.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oobleck.core.purpose import derive
 
-#: Where in a layer a mask is used, such as `mlp`: unlike for unlike places.
+#: Place in a layer where a mask is used, such as `mlp`; distinct within the layer.
 Site = str
 
 
@@ -29,14 +29,14 @@ class RowKeys:
     step: int
     #: Positions in the global batch, one per row.
     positions: tuple[int, ...]
-    #: Without it there is no dropout.
+    #: False: no dropout.
     training: bool = True
-    #: The step whose state is evaluated; None: in training.
+    #: Step whose state is evaluated; None: in training.
     evaluated: int | None = None
 
     @property
     def shown_step(self) -> int:
-        """The step number that user code sees."""
+        """Step number that user code sees."""
         return self.step if self.evaluated is None else self.evaluated
 
 
@@ -45,17 +45,18 @@ def _signed(word: int) -> int:
 
 
 def _fold(x: Tensor, bits: int) -> None:
-    # An arithmetic shift, since torch has no logical one: the copies of the sign bit are cut off.
+    # Arithmetic shift, since torch has no logical one; the mask removes the copies of the sign bit.
     x.bitwise_xor_((x >> bits).bitwise_and_((1 << (32 - bits)) - 1))
 
 
 def keep_mask(
     rows: RowKeys, layer: int, site: Site, *, width: int, dropout: float, device: torch.device
 ) -> Tensor:
-    """True where a value is kept, (rows, width): a keyed 32-bit integer hash of the index.
+    """Return a mask, (rows, width), that is True where a value is kept: a keyed 32-bit hash of the
+    index.
 
-    The mixing steps and constants are those of the `lowbias32` hash, with half of the key going
-    in before each of its two multiplications. A row's key is an argument of the operations on that
+    The mixing steps and constants are those of the `lowbias32` hash, with half of the key added
+    before each of its two multiplications. A row's key is an argument of the operations on that
     row: a tensor of keys would be copied to the device for every mask.
     """
     keys = [

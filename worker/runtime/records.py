@@ -1,8 +1,8 @@
-"""Records that the master may not have yet, as each worker keeps them for the next checkpoint.
+"""Records that the master may lack, kept by each worker for the next checkpoint.
 
-Else such records live in the memory of agents alone, and are lost where all nodes end before the
-master is back. A line of the file is a step's record or an evaluation's. Must not know when a
-checkpoint is taken or gone back to.
+Without them such records exist only in the memory of agents, and are lost if all nodes end before
+the master is back. A line of the file is a step's record or an evaluation's. Must not know when a
+checkpoint is taken or restored.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Records that were beside a checkpoint, in the order of their steps."""
+    """Records that were beside a checkpoint, ordered by step."""
 
     steps: tuple[StepRecord, ...] = ()
     evaluations: tuple[EvaluationRecord, ...] = ()
@@ -43,7 +43,9 @@ _NOTHING = Records()
 
 
 class RecordLog:
-    """The records of one worker that the master has not acknowledged; the oldest of too many."""
+    """Records of one worker that the master has not acknowledged; the oldest if there are
+    too many.
+    """
 
     def __init__(self, most: int = MOST_RECORDS, most_bytes: int = MOST_RECORDS_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
@@ -51,7 +53,7 @@ class RecordLog:
         self._steps: dict[int, bytes] = {}
         self._evaluations: dict[int, bytes] = {}
         self._bytes = 0
-        #: The newest step whose record has come, kept or not.
+        #: Newest step whose record was added, kept or not.
         self._through = 0
         #: Steps and evaluations up to these are on the master's disk.
         self._acknowledged = self._evaluated = 0
@@ -73,7 +75,7 @@ class RecordLog:
                 self._keep(self._evaluations, record.step, Line(evaluation=record))
 
     def acknowledge(self, step: int, evaluation: int) -> None:
-        """Forget what the master has on its disk. From any thread."""
+        """Forget records that the master has on its disk. Callable from any thread."""
         with self._changed:
             self._acknowledged, self._evaluated = step, evaluation
             self._forget(self._steps, [known for known in self._steps if known <= step])
@@ -81,7 +83,7 @@ class RecordLog:
             self._forget(self._evaluations, known)
 
     def go_back(self, step: int, restored: Records = _NOTHING) -> None:
-        """Go on from the state after `step`, with the records that were beside it."""
+        """Continue from the state after `step`, with the records that were beside it."""
         with self._changed:
             for kept in (self._steps, self._evaluations):
                 self._forget(kept, [known for known in kept if known > step])
@@ -95,8 +97,8 @@ class RecordLog:
             self._evaluations = dict(sorted(self._evaluations.items()))
 
     def lines(self, step: int, timeout_s: float) -> list[bytes]:
-        """Return the lines up to `step`, once that step's own record has come; without it where it
-        does not come in time."""
+        """Return the lines up to `step`, once that step's own record was added; without it after
+        the time-out."""
         until = time.monotonic() + timeout_s
         with self._changed:
             while self._through < step and (left := until - time.monotonic()) > 0:
@@ -118,7 +120,7 @@ class RecordLog:
 
 
 def describe_file(lines: Sequence[bytes]) -> RecordsFile:
-    """Return how a manifest names the file of these lines."""
+    """Return the manifest's entry for the file of these lines."""
     text = b"".join(lines)
     return RecordsFile(bytes=len(text), sha256=hashlib.sha256(text).hexdigest())
 

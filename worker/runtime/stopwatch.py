@@ -1,8 +1,9 @@
-"""Measures how long a worker computes in a step, without its waits.
+"""Compute time of a worker in a step, without its waits.
 
 On a CPU it uses the wall clock, so that a throttled or shared core shows. On a GPU it uses events
-between what is queued there, which are read when the step is over. They also keep the host from
-queueing a whole step, whose progress could not be seen. One thread uses it."""
+in the queue, which are read at the end of the step. They also keep the host from queueing a whole
+step, whose progress could not be seen. One thread uses it.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,10 +11,10 @@ from contextlib import contextmanager
 
 import torch
 
-#: A moment: seconds, or an event of the device.
+#: Moment: seconds, or an event of the device.
 _Mark = float | torch.cuda.Event
-#: A GPU has begun with all that was queued but so many spans: forwards and backwards, or parts of
-#: them where a stage is shared.
+#: Most spans that a GPU may have queued and not begun: forwards and backwards, or parts of them
+#: where a stage is shared.
 AHEAD = 4
 
 
@@ -23,13 +24,13 @@ class Stopwatch:
     def __init__(
         self, mark: Callable[[], _Mark], wait: Callable[[_Mark], None] = lambda mark: None
     ) -> None:
-        """`mark`: gives the moment that it is called at; `wait`: until that moment is past, where
-        what is done is only queued when it is called."""
+        """Make a stopwatch. `mark`: returns the present moment; `wait`: waits until that moment has
+        passed, on a device where work is only queued."""
         self._mark = mark
         self._wait = wait
-        #: Begin and end of everything that was computed in the step.
+        #: Begin and end of each computed span of the step.
         self._spans: list[tuple[_Mark, _Mark]] = []
-        #: None: nothing is computed.
+        #: None: no compute is running.
         self._began: _Mark | None = None
 
     @classmethod
@@ -37,7 +38,7 @@ class Stopwatch:
         return cls(_event, _passed) if device.type == "cuda" else cls(time.monotonic)
 
     def begin(self) -> None:
-        """Begin a step. The one before may have been left in the middle."""
+        """Begin a step. The previous one may have been left in the middle."""
         self._spans.clear()
         self._began = None
 
@@ -50,7 +51,7 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """But for what is done inside of this."""
+        """Exclude the time inside from computation."""
         if self._began is None:
             yield
             return

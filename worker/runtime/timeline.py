@@ -1,9 +1,10 @@
 """Spans of a worker's time, in the steps that it was asked to record.
 
-While nothing is recorded a span costs two calls and a comparison; the pulse learns of it in any
+While nothing is recorded, a span costs two calls and a comparison; the pulse is updated in any
 case. The phases of the last way into a generation are always kept. A single thread makes all spans,
-so they lie side by side or one inside the other; sums go on beside them. Work queued on a GPU is
-done later: a span of computation is recorded a second time, as the GPU's."""
+so they are adjacent or nested; sums run beside them. Work queued on a GPU runs later, so a span of
+computation is recorded a second time, as the GPU's.
+"""
 
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,7 @@ _OFF: AbstractContextManager[None] = nullcontext()
 
 
 class OpenSpan(AbstractContextManager[None]):
-    """A span that is being made."""
+    """Span that has begun and not ended."""
 
     __slots__ = ("_category", "_name", "_spans", "_started_ns")
 
@@ -45,7 +46,7 @@ class OpenSpan(AbstractContextManager[None]):
 
 
 class _OnDevice(AbstractContextManager[None]):
-    """A span, and when the device does what is queued within it."""
+    """Span with the times at which the device runs the work queued within it."""
 
     def __init__(
         self,
@@ -71,19 +72,19 @@ class _OnDevice(AbstractContextManager[None]):
 
 
 class Timeline:
-    """The recording of one worker."""
+    """Recording of one worker."""
 
     def __init__(self, clock: DeviceClock[Any] | None = None) -> None:
-        """`clock`: of the device, where that is not the host."""
+        """Make a recording. `clock`: the device's, if the device has one of its own."""
         self._clock = clock
-        #: Names of what the device computes, with the marks of its begin and end.
+        #: Names of device computations, with the marks of their begin and end.
         self._marked: list[tuple[str, Any, Any]] = []
         self._generation = Generation(0)
         self._phases: list[Span] = []
-        #: Whether a step has been committed since the last way out of a generation.
+        #: True if a step has been committed since the worker last left a generation.
         self._stepped = False
         self._steps: list[int] = []
-        #: None: nothing is recorded now.
+        #: None: no recording is in progress.
         self._spans: list[Span] | None = None
 
     def leave(self) -> None:
@@ -114,7 +115,7 @@ class Timeline:
                 self._clock.begin()
 
     def end_step(self, step: int, wanted: Record | None) -> Recorded | None:
-        """Step `step` is committed. The answer to `wanted`, if it is due."""
+        """End step `step`, which is committed. Return the answer to `wanted` if it is due."""
         self._stepped = True
         if wanted is None:
             return None
@@ -135,7 +136,7 @@ class Timeline:
         return Recorded(recording=recording)
 
     def _on_device(self) -> tuple[Span, ...]:
-        """Return the GPU's spans. Waits for what is queued."""
+        """Return the GPU's spans. Waits for queued work."""
         if (clock := self._clock) is None:
             return ()
         found = [
@@ -151,12 +152,12 @@ class Timeline:
         return _OnDevice(span, pulse.called(name, detail), self._clock, self._marked)
 
     def span(self, name: str, detail: int | None = None) -> AbstractContextManager[None]:
-        """Record the time inside under `name`, with `detail` behind."""
+        """Record the time inside under `name`, followed by `detail`."""
         pulse.beat(name, detail)
         if self._spans is None:
             return _OFF
         return OpenSpan(self._spans, pulse.called(name, detail), "step")
 
     def sum(self, name: str, detail: int) -> OpenSpan | None:
-        """Something that goes on beside the spans, until its `close`; None: it is not recorded."""
+        """Record a sum beside the spans, until its `close`; None: nothing is recorded."""
         return None if self._spans is None else OpenSpan(self._spans, f"{name} {detail}", "sum")

@@ -1,7 +1,7 @@
 """The commit of a step on one worker: counting its votes, applying it, and the step's record.
 
-The executor commits what it has voted on, a worker that rejoins what others have. Must not know
-peers or programs.
+The executor commits its own votes, a rejoining worker those of others. Must not know peers or
+programs.
 """
 
 import math
@@ -26,7 +26,7 @@ def commit(
     for layer in sorted(state.held()):
         if layer not in progress.reduced_layers:
             state.drop(layer)
-    state.former.clear()  # the newest shares alone have reduced gradients
+    state.former.clear()  # only the newest shares have reduced gradients
     scale = scale_of(result, job.training)
     unused = parameters_of(job).unused(result.used)
     omitted = Omissions(unused=unused, missed=progress.missed)
@@ -47,13 +47,13 @@ def scale_of(result: vote.Result, training: TrainingSpec) -> float | None:
 
 
 def check_skipped(training: TrainingSpec, progress: TrainingProgress) -> None:
-    """Raise JobError where more would be skipped in vain."""
+    """Raise JobError if the limit of consecutive skipped steps is reached."""
     limit, skipped, step = training.max_skipped_steps, progress.skipped, progress.committed
     if limit is not None and skipped >= limit:
         raise JobError(
-            f"the loss or the gradients of {skipped} steps in a row ({step - skipped + 1} to "
+            f"the loss or the gradients of {skipped} consecutive steps ({step - skipped + 1} to "
             f"{step}) were not finite, so that no weight has changed since step {step - skipped}; "
-            "lower training.optimizer.lr or training.clip, look at the data of these steps, or "
+            "lower training.optimizer.lr or training.clip, examine the data of these steps, or "
             "raise training.max_skipped_steps"
         )
 

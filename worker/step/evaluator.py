@@ -1,8 +1,8 @@
 """Evaluation of the state after a step on held-out samples, by all workers of a generation.
 
-A forward pass without dropout, in shares over all pipelines, and one sum over all workers. It
-changes no state: after a loss a later generation does it again, unless a worker has the result,
-which the others then take over. So whoever goes on from a step has reported its evaluation before.
+It is a forward pass without dropout, in shares over all pipelines, and one sum over all workers. It
+changes no state. After a loss a later generation repeats it, unless a worker has the result, which
+the others then adopt. So a worker that continues from a step has reported its evaluation before.
 """
 
 import logging
@@ -36,13 +36,13 @@ _NO_STEP = 0
 
 @dataclass(slots=True)
 class _Sums:
-    """A worker's losses by micro-batch, each with its weight, (2,), and metrics summed by name."""
+    """Losses of a worker by micro-batch, each with its weight, (2,), and metrics summed by name."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     metrics: Counter[str] = field(default_factory=Counter)
 
     def told(self) -> "_Told":
-        # All read from the device at once.
+        # One read from the device for all.
         known = self.losses
         loss, weight = torch.stack(known).sum(dim=0).tolist() if known else (0.0, 0.0)
         metrics = {name: _finite(total) for name, total in self.metrics.items()}
@@ -50,7 +50,7 @@ class _Sums:
 
 
 class _Told(msgspec.Struct, frozen=True, kw_only=True):
-    """The same on its way to the others; None: not finite."""
+    """Sums of one worker as sent to the others; None: not finite."""
 
     loss: float | None
     weight: float | None
@@ -66,7 +66,7 @@ def _number(told: float | None) -> float:
 
 
 class Evaluator:
-    """Evaluations of a job, as far as one worker takes part in them, over all generations."""
+    """Evaluations of a job, one worker's part over all generations."""
 
     def __init__(self, context: WorkerContext, held_out: HeldOut) -> None:
         self._context = context
@@ -75,8 +75,10 @@ class Evaluator:
 
     def run(self, step: int, plan: Plan, hops: Hops, transport: Transport) -> None:
         """Evaluate the state after `step`, if that is due and not done, and report the result.
+
         Every worker of `plan` calls it at the same step, between two steps. Raises TransportError
-        when a peer is lost, Superseded when a newer generation is wanted, DataError."""
+        when a peer is lost, Superseded when a newer generation is wanted, DataError.
+        """
         if not self._held_out.due(step):
             return
         with self._context.timeline.span("evaluate", step):
@@ -89,8 +91,8 @@ class Evaluator:
             self._context.control.report(Evaluated(record=known))
 
     def _known(self, step: int, transport: Transport) -> EvaluationRecord | None:
-        """Return the evaluation of `step` that some worker has from an earlier generation, or
-        None."""
+        """Return the evaluation of `step` that some worker has from an earlier generation,
+        or None."""
         own = self._newest
         some = (own,) if own is not None and own.step == step else ()
         told = tell_all(transport, some, tuple[EvaluationRecord, ...])
@@ -161,7 +163,7 @@ class Evaluator:
                     # No layer wants a backward, so nothing is kept for one.
                     lowest = context.job.model.layer_count
                     runner = hops.runner(instruction)
-                    with context.stopwatch.running():  # a GPU is not to be queued full
+                    with context.stopwatch.running():  # limits a GPU's queue
                         output = runner.forward(
                             m,
                             x,

@@ -1,12 +1,13 @@
 """Stages that several workers of a node share: each has a share of weights and some of the rows.
 
-The weights of a layer are gathered from all shares; then the gradients, each worker's of its own
-rows, are summed into the shares (fully sharded data parallelism, as ZeRO-3 of Rajbhandari et al.,
-2020). A resident stage does both once per step, any other for each micro-batch. While a layer is
-computed, the weights of the one after it are on their way, and the gradients of the one before it.
-All workers of the stage do the same in the same order, and what decides it is the same for all: the
-programs, which are compiled alike, and which micro-batches a gradient has. A worker without a row
-of a micro-batch takes part all the same. Must not know what is computed.
+The weights of a layer are gathered from all shares. Then the gradients, which each worker has for
+its own rows, are summed into the shares. This is fully sharded data parallelism, as ZeRO-3 of
+Rajbhandari et al., 2020. A resident stage does both once per step, any other for each micro-batch.
+While a layer is computed, the weights of the next one and the gradients of the previous one travel.
+
+All workers of the stage act alike in the same order. Their decisions depend only on common inputs:
+the programs, which are compiled alike, and the micro-batches of each gradient. A worker without a
+row of a micro-batch takes part too. Must not know what is computed.
 """
 
 from collections import defaultdict
@@ -30,7 +31,7 @@ _FIRST_TAG = 1 << 29
 _KINDS = 4
 _GATHER, _REDUCE = 0, 2
 
-#: A layer, and the micro-batches that its gradient in the state has now and did not have before.
+#: Layer, and the micro-batches that its gradient in the state now has and lacked before.
 Added = tuple[int, Sequence[int]]
 
 
@@ -38,7 +39,7 @@ class Exchange:
     """Communication of a stage around the computation of a layer. This class does none: it is for a
     stage on one worker, which has all of its layers."""
 
-    #: Whether several workers share the stage.
+    #: True if several workers share the stage.
     shared = False
 
     def begin(self, due: Mapping[int, int]) -> None:
@@ -47,30 +48,30 @@ class Exchange:
     def computing(
         self, layer: int, *, gradients: bool, following: int | None = None
     ) -> AbstractContextManager[None]:
-        """Within, the layer's module has its weights and, if `gradients`, takes gradients.
-        `following`: the layer that is computed next; None: what is, is not known."""
+        """Give the layer's module its weights inside the block and, if `gradients`, have it take
+        gradients. `following`: the layer that is computed next; None: unknown."""
         return nullcontext()
 
     def take_gradients(self, layer: int) -> None:
         """Have the layer's module take gradients, without weights."""
 
     def add(self, layer: int, microbatch: int) -> Sequence[Added]:
-        """Add the layer's gradients of `microbatch`, which are complete. Returns what the state has
-        of them at once. Where that is nothing, `finish` has to be called before the next layer's
-        are added, and at the end of a pass."""
+        """Add the layer's gradients of `microbatch`, which are complete. Return the layers and
+        micro-batches that are in the state at once. If there are none, `finish` must be called
+        before the next layer's are added, and at the end of a pass."""
         return ((layer, (microbatch,)),)
 
     def finish(self) -> Sequence[Added]:
-        """Wait for the sum that is on its way, if one is; it is in the state then."""
+        """Wait for the sum that is under way, if any; return what is then in the state."""
         return ()
 
     @property
     def on_its_way(self) -> Sequence[int]:
-        """The layers whose sums are."""
+        """Layers whose sums are under way."""
         return ()
 
     def end(self) -> None:
-        """Wait until nothing of the step is on its way; call it before the update."""
+        """Wait until no message of the step is under way; call it before the update."""
 
 
 class StageExchange(Exchange):
@@ -91,9 +92,11 @@ class StageExchange(Exchange):
         timeline: Timeline,
         stopwatch: Stopwatch,
     ) -> None:
-        """`ranks`: of the workers that hold `layers` together, by their part; `sums`: in which type
-        gradients are sent; `resident`: those of the layers that are; `stopwatch`: is paused while
-        the others are waited for."""
+        """Make the exchange.
+
+        `ranks`: workers that hold `layers` together, by their part; `sums`: type in which gradients
+        are sent; `resident`: the layers that are; `stopwatch`: paused during waits for the others.
+        """
         self._layers = {
             layer: _SharedLayer(state.layers[layer], transport, ranks, sums) for layer in layers
         }
@@ -101,9 +104,9 @@ class StageExchange(Exchange):
         self._timeline = timeline
         self._stopwatch = stopwatch
         self._due: dict[int, int] = {}
-        #: By layer: the micro-batches whose gradients this worker has of its own rows alone.
+        #: By layer: micro-batches whose gradients this worker has of its own rows only.
         self._apart: defaultdict[int, list[int]] = defaultdict(list)
-        #: The layer whose gradients are on their way into the shares.
+        #: Layer whose gradients are on their way into the shares.
         self._reducing: int | None = None
 
     def begin(self, due: Mapping[int, int]) -> None:
@@ -134,7 +137,7 @@ class StageExchange(Exchange):
         self._layers[layer].take_gradients()
 
     def add(self, layer: int, microbatch: int) -> Sequence[Added]:
-        assert self._reducing is None, "one layer's memory at a time: the one before is finished"
+        assert self._reducing is None, "one layer's memory at a time"
         self._due[layer] -= 1
         self._apart[layer].append(microbatch)
         if layer not in self._resident or not self._due[layer]:
@@ -162,7 +165,9 @@ class StageExchange(Exchange):
 
 
 class _SharedLayer:
-    """Layer that several workers share: the whole's weights and gradients while they are there."""
+    """Layer that several workers share, with the whole layer's weights and gradients while in
+    memory.
+    """
 
     def __init__(
         self, state: LayerState, transport: Transport, ranks: Sequence[int], sums: torch.dtype
@@ -173,11 +178,11 @@ class _SharedLayer:
         self._part = shard.part
         self._ranks = tuple(ranks)
         self._sums = sums
-        #: By part: which numbers of the tied part and of the own one.
+        #: By part: numbers of the tied part and of the own one.
         self._cuts = [
             flat.shard(Shard(shard.layer, part, shard.parts)) for part in range(len(ranks))
         ]
-        #: The tied part and the own one, as far as the layer has them.
+        #: The tied part and the own one, if the layer has them.
         self._kinds = [kind for kind in (0, 1) if any(len(cut[kind]) for cut in self._cuts)]
         self._tag = _FIRST_TAG + shard.layer * _KINDS
         own = state.computed()
@@ -185,9 +190,9 @@ class _SharedLayer:
         self._memory = weights.untyped_storage()
         self._bytes = self._memory.nbytes()
         point_parameters(state.module, flat, weights)
-        # What autograd keeps of a forward are views of these weights; they find the same numbers
-        # again when the memory is back for the backward. Written through another handle, which
-        # has its own count of changes, for autograd to see none.
+        # Autograd keeps views of these weights from a forward; they find the same numbers again
+        # when the memory is back for the backward. Writes go through another handle with its own
+        # count of changes, so that autograd sees none.
         self._weights = weights.data
         self._gradient: Tensor | None = None
         #: The parameters' views of `_gradient`.
@@ -195,7 +200,7 @@ class _SharedLayer:
         self._gathered = False
         self._gathering: list[Pending] = []
         self._reducing: list[Pending] = []
-        #: While gradients are on their way: numbers of the own share, and what each part adds.
+        #: While gradients are under way: numbers of the own share, and the summands of each part.
         self._summands: list[tuple[range, list[Tensor]]] = []
         self._memory.resize_(0)
 
@@ -233,8 +238,8 @@ class _SharedLayer:
             self._views = point_gradients(state.module, state.layout, self._gradient)
 
     def start_reducing(self) -> None:
-        """Send all other workers what their shares get, of the gradients of the whole layer, which
-        the next backward takes anew."""
+        """Send the other workers their shares of the whole layer's gradients; the next backward
+        makes new ones."""
         self.take_gradients()
         gradient = self._gradient
         assert gradient is not None, "it was taken"
@@ -254,7 +259,9 @@ class _SharedLayer:
         self._gradient, self._views = None, ()
 
     def finish_reducing(self) -> None:
-        """Add what all workers have to the own share, in the same order everywhere, and free it."""
+        """Add all workers' parts to the own share, in the same order everywhere, and free their
+        memory.
+        """
         while self._reducing:
             self._reducing.pop().wait()
         for numbers, summands in self._summands:
@@ -264,7 +271,7 @@ class _SharedLayer:
         self._summands = []
 
     def _but_own(self, by_part: Sequence[Tensor]) -> list[Tensor]:
-        """Return the same with nothing for the own part."""
+        """Return the same tensors with the own part empty."""
         return [each[:0] if part == self._part else each for part, each in enumerate(by_part)]
 
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor], kind: int) -> Pending:

@@ -1,7 +1,8 @@
 """Training step of one worker, top to bottom (docs/architecture.md, "A step").
 
-Owns the order of a step's effects, and what each leaves in the worker's progress. How a layer
-computes, a tensor travels or a ballot is counted is below."""
+Owns the order of a step's effects, and the state that each leaves in the worker's progress. Modules
+below it compute layers, move tensors and count ballots.
+"""
 
 import time
 from collections.abc import Collection, Mapping
@@ -27,22 +28,22 @@ from oobleck.worker.step.mailbox import Mailbox
 from oobleck.worker.step.salvage import Salvage
 from oobleck.worker.transport.transport import Transport
 
-#: What a device does.
+#: Instructions that a device runs.
 _COMPUTED = ops.Compute | ops.OptimizerStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redo:
-    """A step that is done again in part: what counts of the earlier attempt, and this worker's
-    program for the rest."""
+    """Step that is partly redone: the salvage of the earlier attempt, and this worker's program for
+    the rest."""
 
     salvage: Salvage
     own: OwnProgram
 
 
 class StepPlan:
-    """Work of one worker in a step: its program, and, for the rest of a step that was cut off, what
-    is there already."""
+    """Work of one worker in a step: its program, and, for the rest of a step that was cut off, the
+    salvage."""
 
     def __init__(
         self,
@@ -52,24 +53,26 @@ class StepPlan:
         mailbox: Mailbox,
         salvage: Salvage | None = None,
     ) -> None:
-        """`layers`: that the worker holds; `salvage`: where it is the rest of a step."""
+        """Make the work. `layers`: those that the worker holds; `salvage`: given for the rest of a
+        step.
+        """
         self.program = program
         self.mailbox = mailbox
         #: Micro-batches whose tokens are needed, in this order.
         self.loads = [step.microbatch for step in program if isinstance(step, ops.LoadTokens)]
         backwards = [s for s in program if isinstance(s, ops.Backward | ops.BackwardInput)]
-        #: Whose backward is the last one; None: there is none.
+        #: Visit of the last backward; None: there is none.
         self.last = backwards[-1].visit if backwards else None
-        #: Those whose backward comes in two parts.
+        #: Visits whose backward is in two parts.
         self.split = frozenset(s.visit for s in program if isinstance(s, ops.BackwardWeight))
         #: Layers whose gradients have a part of the step already.
         self.counted: frozenset[int] = frozenset()
-        #: Micro-batches that are not done again, whose loss this worker answers for; the same of
-        #: the digests of their rows.
+        #: Micro-batches that are not redone whose loss, and whose row digests, this worker
+        #: contributes.
         self.losses: frozenset[int] = frozenset()
         self.digests: frozenset[int] = frozenset()
-        #: The layers of a hop whose gradients lack a micro-batch, and the lowest one of the whole
-        #: model that does. What is not in here is lacking everywhere.
+        #: Layers of a hop whose gradients lack a micro-batch, and the lowest such layer of the
+        #: whole model. Micro-batches that are absent here are lacking everywhere.
         self.lacking: Mapping[Visit, frozenset[int]] = {}
         self.lowest: Mapping[int, int] = {}
         if salvage is not None:
@@ -78,7 +81,7 @@ class StepPlan:
             self.digests = frozenset(m for m, who in salvage.digest_holder.items() if who == worker)
             self.lacking = {s.visit: salvage.adding(s.microbatch, s.layers) for s in backwards}
             self.lowest = salvage.work.lowest
-        #: How many micro-batches each layer's gradient gets.
+        #: Number of micro-batches that each layer's gradient gets.
         self.due = dict.fromkeys(layers, 0)
         for step in backwards:
             for layer in self.lacking.get(step.visit, step.layers):
@@ -87,17 +90,17 @@ class StepPlan:
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """The step under way."""
+    """Step under way."""
 
     number: int
     plan: StepPlan
     microbatches: Microbatches
-    #: What its vote said, once it did.
+    #: Result of its vote, once counted.
     result: vote.Result | None = None
 
 
 class Executor:
-    """The training steps of one generation on one worker."""
+    """Training steps of one generation on one worker."""
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class Executor:
         saver: vote.Checkpoints,
         preparing: Preparing,
     ) -> None:
-        """`own`: for whole steps."""
+        """Make the executor. `own`: program for whole steps."""
         self._context = context
         self._training = context.job.training
         self._progress = context.progress
@@ -122,7 +125,7 @@ class Executor:
         self._saver = saver
         self._preparing = preparing
         rank = {member: index for index, member in enumerate(plan.workers)}
-        #: Of the whole steps so far; None: the worker holds layers and computes nothing.
+        #: Time of the whole steps so far; None: the worker holds layers and computes nothing.
         self.compute: ComputeTime | None = None
         if any(isinstance(instruction, ops.Compute) for instruction in own.program):
             self.compute = ComputeTime(steps=0, seconds=0.0)
@@ -135,7 +138,7 @@ class Executor:
             sums_dtype(context.job),
         )
         self.hops = Hops(context, plan, transport)
-        #: For a whole step.
+        #: Work of a whole step.
         self._whole = self._make_step_plan(own)
 
     def _make_step_plan(self, own: OwnProgram, salvage: Salvage | None = None) -> StepPlan:
@@ -143,8 +146,8 @@ class Executor:
         return StepPlan(self._context.worker, self._layers, own.program, mailbox, salvage)
 
     def run_step(self, step: int, redo: Redo | None = None) -> tuple[StepRecord, Generation | None]:
-        """Train step `step` to its commit, or what `redo` has left of it. Returns its record, and
-        the generation that all switch to now, if any. Raises TransportError, Superseded."""
+        """Train step `step` to its commit, or the rest of it in `redo`. Return its record, and the
+        generation that all enter next, if any. Raises TransportError, Superseded."""
         control, timeline = self._context.control, self._timeline
         wanted = control.record
         timeline.begin_step(step, wanted)
@@ -169,7 +172,7 @@ class Executor:
         return record, under_way.result.switch_to
 
     def _begin(self, step: int, redo: Redo | None) -> _Step:
-        """Take up the whole step, or what is left of it; keep what counts of an earlier attempt."""
+        """Begin the whole step, or the rest of it with the salvage of the earlier attempt."""
         step_plan = self._whole
         if redo is not None:
             step_plan = self._make_step_plan(redo.own, redo.salvage)
@@ -208,7 +211,7 @@ class Executor:
                 self._update(step)
 
     def _load(self, step: _Step, instruction: ops.LoadTokens) -> None:
-        """Take the micro-batch's token rows; the first hop answers for their digests."""
+        """Take the micro-batch's token rows; the first hop contributes their digests."""
         loaded = self._prefetcher.take(step.number, instruction.microbatch)
         rows = self._rows(instruction)
         own = slice(rows.start, rows.stop)
@@ -251,21 +254,23 @@ class Executor:
             progress.loss_parts.append(output)
 
     def _added(self, layer: int) -> None:
-        """Start the sum of the layer once it is complete, beside the backward of those below it."""
+        """Start the sum of the layer once it is complete, beside the backward of the
+        layers below.
+        """
         if self._sums.added(layer):
             with self._stopwatch.paused():
                 self._sums.start_ready()
 
     def _vote(self, step: _Step, norm_parts: tuple[ops.LayerPart, ...]) -> vote.Result:
-        """Have every reduced gradient in hand, say so, and learn that everybody has: from then on
-        the step is committed."""
+        """Vote once all reduced gradients are complete, and wait for the votes of all: that commits
+        the step."""
         timeline, progress, state = self._timeline, self._progress, self._context.state
         with timeline.span("wait for sends"):
             step.plan.mailbox.finish()
         self.hops.end()
         with timeline.span("wait for sums"):
             for layers in self._sums.as_completed():
-                with pulse.WAITING:  # a device's sum may still wait for others
+                with pulse.WAITING:  # a device's sum may wait for others
                     self._preparing.reduced(step.number, layers)
             self._transport.complete()
         progress.reduced, progress.reduced_generation = step.number, self._generation
@@ -298,7 +303,7 @@ class Executor:
         return result
 
     def _update(self, step: _Step) -> None:
-        """Apply the step. Local: no peer is needed, so it cannot fail half-way between workers."""
+        """Apply the step. No peer is needed, so it cannot fail half-way between workers."""
         assert step.result is not None, "the vote comes before the optimizer"
         context = self._context
         omitted = commit(context.state, context.job, self._progress, step.result, step.number)
@@ -313,5 +318,5 @@ class Executor:
         )
 
     def settle(self) -> None:
-        """Leave a step in the middle: see `StageRunner.settle`."""
+        """Leave a step in the middle; see `StageRunner.settle`."""
         self.hops.settle()

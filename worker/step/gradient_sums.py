@@ -1,10 +1,10 @@
-"""The sums of gradients over workers: when each starts, and where its result goes.
+"""Sums of gradients over workers: the start of each, and the place of its result.
 
 A bucket's sum starts as soon as the last of its layers has its last micro-batch, beside the
 backward of the layers below. The result goes into a buffer of its own: the worker's own sums stay
-until the commit. If sums are in bfloat16, a rounded copy is sent and added, which comes back the
-same to the bit on all owners; then the buffer has it in the type of what is trained. Must not know
-how gradients are computed.
+until the commit. For sums in bfloat16, a rounded copy is sent and added. The result is equal to the
+bit on all owners, and is then converted to the trained type in the buffer. Must not know how
+gradients are computed.
 """
 
 from collections import Counter
@@ -20,8 +20,8 @@ from oobleck.worker.transport.transport import Group, Pending, Transport
 
 
 class _Bucket:
-    """Sum of gradients: a slice of the buffer for each part, one slice for all places of the tied
-    part, of which there is one at most."""
+    """Sum of gradients. The buffer has a slice for each part, and one for all places of the tied
+    part, of which there is at most one."""
 
     def __init__(self, sync: SyncGradient, group: Group) -> None:
         self.sync = sync
@@ -31,7 +31,7 @@ class _Bucket:
         self.started = False
         self.recorded: OpenSpan | None = None
         self._buffer: torch.Tensor | None = None
-        #: What is sent of it; None: itself.
+        #: Rounded copy that is sent; None: the buffer itself.
         self._rounded: torch.Tensor | None = None
 
     def begin(self) -> None:
@@ -55,7 +55,7 @@ class _Bucket:
         sizes = [gradient.numel() for gradient in gradients]
         for part, reduced in zip(parts, torch.split(self._buffer, sizes), strict=True):
             state.set_reduced(part, reduced)
-        if len(tied) > 1:  # all places of what is tied are one share
+        if len(tied) > 1:  # all places of a tied part are one share
             torch.cat(gradients, out=self._buffer)
             gradients = []
         for other in tied[1:]:
@@ -96,7 +96,7 @@ class GradientSums:
         timeline: Timeline,
         dtype: torch.dtype,
     ) -> None:
-        """`dtype`: of what is sent."""
+        """Make the sums. `dtype`: type in which they are sent."""
         self._dtype = dtype
         self._timeline = timeline
         self._state = state
@@ -110,13 +110,13 @@ class GradientSums:
 
     @property
     def several(self) -> bool:
-        """True if some sums may start while the backward of others' layers goes on."""
+        """True if some sums may start while the backward of other layers continues."""
         return sum(len(bucket.group) > 1 for bucket in self._buckets) > 1
 
     def begin(self, due: Mapping[int, int]) -> None:
-        """Begin a step in which each layer of `due` gets so many micro-batches from now on.
+        """Begin a step in which each layer of `due` gets so many further micro-batches.
 
-        Where that is none, since its gradient has all that it will get, its sum starts at once.
+        A layer that gets none has its whole gradient already; its sum starts at once.
         """
         self._due = dict(due)
         for bucket in self._buckets:
@@ -130,9 +130,8 @@ class GradientSums:
         return not self._due[layer]
 
     def start_ready(self) -> None:
-        """Start the sums that are ready. All owners of a bucket start those that they own in
-        common in the order of the program, so that nobody sums different things. Raises
-        TransportError when a peer is lost."""
+        """Start the sums that are ready. Owners of several common buckets start them in the order
+        of the program, so that all sum the same. Raises TransportError when a peer is lost."""
         waiting: set[Group] = set()
         for bucket in self._buckets:
             if bucket.started:
@@ -144,8 +143,8 @@ class GradientSums:
                 bucket.start(self._state, self._transport, self._dtype)
 
     def check_started(self, sync: SyncGradient) -> None:
-        """Check that the sum is under way at its place in the program: the layers are done
-        there."""
+        """Check that the sum is under way at its place in the program, where its layers are
+        complete."""
         bucket = next(bucket for bucket in self._buckets if bucket.sync == sync)
         assert bucket.started, f"bucket {sync.bucket} has layers that are not done"
 

@@ -1,8 +1,8 @@
 """Computations that a plan gives this worker, and its micro-batches between two instructions.
 
-Training steps (`executor`) and evaluations (`evaluator`) say which instruction comes next, which
-samples are loaded and what becomes of a loss. What a layer computes is in `stage`, how tensors
-travel is in `mailbox`."""
+Training steps (`executor`) and evaluations (`evaluator`) decide the next instruction, the loaded
+samples and the use of a loss. `stage` computes layers, `mailbox` moves tensors.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,7 +29,7 @@ from oobleck.worker.step.stage import OnLayer, StageRunner
 from oobleck.worker.step.wire import wire
 from oobleck.worker.transport.transport import Transport
 
-#: What an instruction is called in a timeline.
+#: Names of instructions in a timeline.
 SPANS: Mapping[type[Instruction], str] = {
     ops.LoadTokens: "load",
     ops.ReceiveActivation: "receive activation",
@@ -45,23 +45,23 @@ SPANS: Mapping[type[Instruction], str] = {
     ops.OptimizerStep: "optimizer",
 }
 
-#: What a worker sends on that has no row of a micro-batch.
+#: Tensor that a worker without a row of a micro-batch sends on.
 _NO_ROWS = torch.empty(0)
 
 
 class Hops:
-    """Computations that a plan gives this worker, in one generation: hops of routes, by their
+    """Computations that a plan gives this worker in one generation: hops of routes, by their
     layers."""
 
     def __init__(self, context: WorkerContext, plan: Plan, transport: Transport) -> None:
         self._context = context
         self.model = context.job.model
         self._transport = transport
-        #: Of each worker of the plan in `transport`.
+        #: Rank in `transport` of each worker of the plan.
         self._rank = {member: index for index, member in enumerate(plan.workers)}
-        #: Which share of a micro-batch's rows is this worker's, by layer.
+        #: This worker's share of a micro-batch's rows, by layer.
         self._share: dict[int, Share] = {}
-        #: With the workers that hold a layer together with this one, by layer.
+        #: Exchange with the workers that hold a layer together with this one, by layer.
         self._exchange: dict[int, Exchange] = {}
         self._exchanges: list[Exchange] = []
         own = [hold for hold in plan.holds if context.worker in hold.workers]
@@ -70,7 +70,7 @@ class Hops:
         self._runners: dict[range, StageRunner] = {}
 
     def _join(self, workers: tuple[WorkerId, ...], holds: Sequence[Hold]) -> None:
-        """Take up what `workers` hold together."""
+        """Add the layers that `workers` hold together."""
         part, parts = workers.index(self._context.worker), len(workers)
         layers = [layer for hold in holds for layer in hold.layers]
         exchange = Exchange()
@@ -113,12 +113,12 @@ class Hops:
             exchange.begin(due)
 
     def end(self) -> None:
-        """Wait until nothing that the step has exchanged is on its way; before the update."""
+        """Wait until no exchange of the step is under way; before the update."""
         for exchange in self._exchanges:
             exchange.end()
 
     def settle(self) -> None:
-        """Leave a step in the middle: see `StageRunner.settle`."""
+        """Leave a step in the middle; see `StageRunner.settle`."""
         for runner in self._runners.values():
             runner.settle()
 
@@ -153,7 +153,7 @@ class Microbatches:
     """Inputs and outputs of the worker's micro-batches at each hop, while one program runs."""
 
     def __init__(self, hops: Hops, mailbox: Mailbox) -> None:
-        """Begins the program that `mailbox` is for: its first receives are posted."""
+        """Begin the program that `mailbox` is for: its first receives are posted."""
         self._hops = hops
         self._mailbox = mailbox
         self._tokens: dict[Visit, Tree] = {}
@@ -185,7 +185,7 @@ class Microbatches:
         kept.setdefault(message.visit, {})[message.share] = self._mailbox.receive(message)
 
     def send(self, message: Send) -> None:
-        """Start sending what the micro-batch has for the hop beside it. Raises TransportError."""
+        """Start sending the micro-batch's result to the neighbour hop. Raises TransportError."""
         kept = self._input_gradients if isinstance(message, ops.SendGradient) else self._outputs
         rows = kept.get(message.visit, _NO_ROWS)
         if self._mailbox.send(message, rows):
@@ -196,7 +196,7 @@ class Microbatches:
         visit = instruction.visit
         first = self._hops.is_first(instruction)
         x = self._tokens.pop(visit) if first else joined(self._inputs.pop(visit))
-        assert x is not None, "a hop's input is there before its forward"
+        assert x is not None, "a hop's input arrives before its forward"
         return x, self._targets.pop(visit, None)
 
     def keep_output(self, instruction: ops.Forward, output: torch.Tensor) -> None:
@@ -206,7 +206,9 @@ class Microbatches:
     def backward(
         self, instruction: ops.Backward | ops.BackwardInput | ops.BackwardWeight, on_layer: OnLayer
     ) -> None:
-        """Run it; `on_layer` is told each layer whose gradient has the micro-batch now."""
+        """Run a backward; `on_layer` is called with each layer whose gradient then has the
+        micro-batch.
+        """
         m, runner = instruction.microbatch, self._hops.runner(instruction)
         if isinstance(instruction, ops.BackwardWeight):
             runner.backward_weight(m, on_layer)

@@ -1,9 +1,9 @@
-"""A step's messages between this worker and those of the hops before and after its own.
+"""Messages of a step between this worker and the workers of neighbouring hops.
 
 Receives are posted ahead, so that a message travels while the worker computes. A sent tensor is
-released when a later message of the same peer shows that it has arrived; nothing waits for a send
-before the end of the step. The order follows from the programs. Must not know what is sent, but
-for its shape.
+released when a later message of the same peer proves that it has arrived. Nothing waits for a send
+before the end of the step. The order follows from the programs. Must not know the content of
+messages beyond its shape.
 """
 
 from collections import deque
@@ -20,16 +20,16 @@ from oobleck.worker.transport.transport import Pending, Transport
 
 Receive = ops.ReceiveActivation | ops.ReceiveGradient
 Send = ops.SendActivation | ops.SendGradient
-#: The other end of a message, and what it is.
+#: Other end of a message, and its identity.
 _Key = tuple[WorkerId, Content]
 
-#: Receives from one peer that are posted before they are needed: one arrives while another one is
-#: computed on. They are posted in the order in which the peer sends, which NCCL needs.
+#: Receives from one peer that are posted before they are needed: one arrives while the compute uses
+#: another. They are posted in the order in which the peer sends, which NCCL needs.
 AHEAD = 2
 
 
 class Mailbox:
-    """The messages of one worker, step after step of the same programs."""
+    """Messages of one worker, step after step of the same programs."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class Mailbox:
     ) -> None:
         """Find the messages to receive. Messages without a row are neither sent nor received.
 
-        `layers`: number of layers in the model; `rows`: row count of a micro-batch; `wire`: what
-        passes after a layer; `shares`: this worker's rows of a micro-batch, by layer; `device`: the
+        `layers`: number of layers in the model; `rows`: row count of a micro-batch; `wire`:
+        conversion after a layer; `shares`: this worker's rows of a micro-batch, by layer; `device`:
         device of received tensors.
         """
         self._layers = layers
@@ -59,7 +59,7 @@ class Mailbox:
         self._peers = sorted({step.peer for step in self._receives})
         received = {_boundary(step) for step in own.program if isinstance(step, Receive)}
         self._wires = {layer: wire(layer) for layer in received}
-        #: For what is received: what the peer has received from this worker before it sent it.
+        #: By received message: what the peer had received from this worker before it sent it.
         self._arrived_by = {
             (peer, content): sends
             for peer in self._peers
@@ -70,15 +70,15 @@ class Mailbox:
         self._due: dict[WorkerId, deque[Receive]] = {}
 
     def begin(self) -> None:
-        """Begin a step, whose first receives are posted."""
+        """Begin a step and post its first receives."""
         for peer in self._peers:
             self._due[peer] = deque(step for step in self._receives if step.peer == peer)
             for _ in range(AHEAD):
                 self._post(self._due[peer])
 
     def send(self, step: Send, tensor: torch.Tensor) -> bool:
-        """Start sending the message's share of `tensor`, which has this worker's rows; returns at
-        once: whether it was the last share of them."""
+        """Start sending the message's share of `tensor`, which has this worker's rows, and return
+        at once whether it was their last share."""
         own, rows = self._shares[step.first_layer], self._rows_of(step.microbatch)
         if wanted := step.share.of_rows(rows):
             start = wanted.start - own.of_rows(rows).start
@@ -88,7 +88,7 @@ class Mailbox:
         return step.share.stop * own.of == own.stop * step.share.of
 
     def receive(self, step: Receive) -> torch.Tensor:
-        """Wait for the message. Receives from one peer come in the order of the program."""
+        """Wait for the message. Receives from one peer follow the order of the program."""
         if not self._rows(step):
             return self._room(step)
         key = step.peer, step.content
@@ -100,7 +100,7 @@ class Mailbox:
         return tensor
 
     def finish(self) -> None:
-        """Wait for the sends that nothing has shown to have arrived."""
+        """Wait for the sends whose arrival no message has proved."""
         for pending in self._sends.values():
             pending.wait()
         self._sends.clear()
@@ -130,8 +130,8 @@ class Mailbox:
         return (s for s in program if isinstance(s, Message) and self._rows(s))
 
     def _tag(self, step: Message) -> int:
-        # Unique among the messages of a step between two workers; steps cannot overlap, since
-        # every worker passes the vote only after its receives.
+        # Unique among the messages of a step between two workers; steps cannot overlap, since every
+        # worker passes the vote only after its receives.
         backward, microbatch, boundary, _ = step.content
         return (microbatch * self._layers + boundary) * 2 + int(backward)
 
@@ -143,8 +143,8 @@ def _boundary(step: Message) -> int:
 
 
 def acknowledged(messages: Iterable[Message]) -> Iterator[tuple[Content, tuple[Content, ...]]]:
-    """Yield each message that a peer sends to a worker, and what the peer must have received from
-    it since its previous message. `messages`: of the two, as the peer has them, in its order."""
+    """Yield each message that a peer sends to a worker, with what the peer received from it since
+    its previous message. `messages`: those of the two, in the peer's order."""
     arrived: list[Content] = []
     for step in messages:
         if isinstance(step, Receive):
@@ -155,7 +155,7 @@ def acknowledged(messages: Iterable[Message]) -> Iterator[tuple[Content, tuple[C
 
 
 def joined(pieces: Mapping[Share, torch.Tensor]) -> torch.Tensor | None:
-    """Join the rows of one micro-batch that came in several messages; None if there are none."""
+    """Join the rows of one micro-batch that arrived in several messages; None if there are none."""
     if len(pieces) < 2:
         return next(iter(pieces.values()), None)
     return torch.cat([pieces[share] for share in sorted(pieces)])

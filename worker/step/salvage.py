@@ -1,10 +1,11 @@
-"""Decides what counts of a step that was cut off, and what must be done again. Pure.
+"""Decision on a step that was cut off: which gradients count, and what must be redone. Pure.
 
 A survivor's gradient of a layer is a sum over micro-batches, so it counts as a whole or not at all.
 It counts if its worker holds the same share of that layer in the new plan, and no micro-batch of it
-is in another sum that counts. The sums of workers that share a layer count together. From the same
-table of `Contribution` every worker draws the same `Salvage`, with each (layer, micro-batch)
-once."""
+is in another sum that counts. The sums of workers that share a layer count together. Every worker
+computes the same `Salvage` from the same table of `Contribution`, with each (layer, micro-batch)
+once.
+"""
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,10 +23,10 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """Work that one worker has of the step that it has begun and not committed, as it tells the
-    others. Bits of micro-batches, of the first one first."""
+    """Work of one worker on the step that it has begun and not committed, as sent to the others.
+    Micro-batches are bits, the first one first."""
 
-    #: By layer: which are wholly in its gradient. Layers that have none are left out.
+    #: By layer: micro-batches wholly in its gradient. Layers without any are omitted.
     added: Mapping[int, bytes]
     losses: bytes
     digests: bytes
@@ -52,7 +53,7 @@ class Attempt:
         )
 
 
-#: Of a worker that has begun no step, or committed all that it has begun.
+#: Attempt of a worker that has begun no step, or committed all that it has begun.
 NO_ATTEMPT = Attempt(added={}, losses=b"", digests=b"")
 
 
@@ -60,10 +61,10 @@ NO_ATTEMPT = Attempt(added={}, losses=b"", digests=b"")
 class Contribution:
     """Part of one worker's attempt at the step that counts."""
 
-    #: (layers, microbatches): which micro-batches are wholly in its gradient of each layer, of
-    #: those that it holds in the state before the step, in the share that the new plan gives it.
+    #: (layers, microbatches): micro-batches wholly in its gradient of each layer. Only layers count
+    #: that it holds in the state before the step, in the share of the new plan.
     added: Bools
-    #: (microbatches): whose loss it knows, and of whose token rows the digests.
+    #: (microbatches): whose loss it knows, and whose token row digests.
     losses: Bools
     digests: Bools
 
@@ -79,8 +80,8 @@ class Contribution:
     def of(
         cls, attempt: Attempt, counting: Container[int], layers: int, microbatches: int
     ) -> "Contribution":
-        """Return what counts of `attempt`. `counting`: the layers whose sums may count, of
-        `layers`. Raises ValueError where what was told is not of that many."""
+        """Return the part of `attempt` that counts. `counting`: layers whose sums may count, of
+        `layers`. Raises ValueError where the attempt has another number of micro-batches."""
         found = cls.nothing(layers, microbatches)
         for layer, bits in attempt.added.items():
             if layer in counting:
@@ -92,22 +93,22 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Salvage:
-    """Decision on a step that was cut off: what every worker does with what it has, and the work
-    left."""
+    """Decision on a step that was cut off: the gradients that count on each worker, and the
+    remaining work."""
 
-    #: The layers whose gradients count; all others are cleared.
+    #: Layers whose gradients count; all others are cleared.
     counted: Mapping[WorkerId, frozenset[int]]
-    #: (layers, microbatches): what is in one of those.
+    #: (layers, microbatches): what these gradients cover.
     covered: Bools
-    #: Of each micro-batch that is not done again: who puts its loss, and who the digests of its
-    #: rows, into the vote.
+    #: For each micro-batch that is not redone: the worker that votes its loss, and the one that
+    #: votes its row digests.
     loss_holder: Mapping[int, WorkerId]
     digest_holder: Mapping[int, WorkerId]
     work: Work
 
     @property
     def microbatches(self) -> int:
-        """Number of micro-batches that are not done again."""
+        """Number of micro-batches that are not redone."""
         return len(self.loss_holder)
 
     def adding(self, microbatch: int, layers: range) -> frozenset[int]:
@@ -123,7 +124,9 @@ def _bools(bits: bytes, count: int) -> Bools:
 
 
 def plan_salvage(contributions: Mapping[WorkerId, Contribution], plan: Plan) -> Salvage:
-    """Decide what counts and what is done again. `contributions`: of all workers of `plan`."""
+    """Decide which gradients count and what is redone. `contributions`: of all workers of
+    `plan`.
+    """
     counted, covered = _count(contributions, plan)
     workers = plan.workers
     losses = {worker: contributions[worker].losses for worker in workers}
@@ -149,8 +152,7 @@ def plan_salvage(contributions: Mapping[WorkerId, Contribution], plan: Plan) -> 
 def _count(
     contributions: Mapping[WorkerId, Contribution], plan: Plan
 ) -> tuple[Mapping[WorkerId, frozenset[int]], Bools]:
-    """Return the sums that count, and what is in them. Where sums overlap, the larger one
-    counts."""
+    """Return the sums that count, with micro-batches. The larger of overlapping sums counts."""
     some = next(iter(contributions.values()))
     covered = np.zeros_like(some.added)
     counted: dict[WorkerId, set[int]] = {worker: set() for worker in plan.workers}
@@ -170,8 +172,7 @@ def _count(
 
 
 def _common(hold: Hold, layer: int, contributions: Mapping[WorkerId, Contribution]) -> Bools | None:
-    """Return the micro-batches that the workers of the hold have summed for `layer`; None for
-    none."""
+    """Return the micro-batches that the workers of the hold have summed for `layer`, or None."""
     first, *others = (contributions[worker].added[layer] for worker in hold.workers)
     if any(not np.array_equal(other, first) for other in others):
         return None
@@ -179,7 +180,7 @@ def _common(hold: Hold, layer: int, contributions: Mapping[WorkerId, Contributio
 
 
 def _holders(known: Mapping[WorkerId, Bools], wanted: Bools) -> Mapping[int, WorkerId]:
-    """Return, for each micro-batch that is wanted, the first worker that knows it."""
+    """Return, for each wanted micro-batch, the first worker that knows it."""
     holders: dict[int, WorkerId] = {}
     left = wanted.copy()
     for worker, own in known.items():

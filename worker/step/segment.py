@@ -1,7 +1,8 @@
-"""Segment of a micro-batch that autograd runs in one go: a layer, or several in a row.
+"""Segment of a micro-batch that autograd runs at once: a layer, or several consecutive ones.
 
 Owns the step from the gradients of a segment's output to those of its input. Must not know stages,
-plans or what travels."""
+plans or messages.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -12,29 +13,32 @@ from oobleck.worker.models.linear import DeferredGradients
 from oobleck.worker.models.tree import Tree
 from oobleck.worker.step.wire import Wire
 
-#: Of the tensors at a boundary that have a gradient; None: it does not depend on that tensor.
+#: Gradients of the tensors at a boundary that have one; None: it does not depend on that tensor.
 Gradients = Sequence[Tensor | None]
 
 
 class Segment:
-    """A layer of a micro-batch, or several in a row, between forward and backward."""
+    """Layer of a micro-batch, or several consecutive ones, between forward and backward."""
 
     def __init__(
         self, *, leaves: list[Tensor] | None, adds: bool, rows: int, weight: float
     ) -> None:
-        """`leaves`: what gradients are wanted of, in the input; None where nobody wants them.
-        `adds`: whether the layers' gradients are to get the micro-batch's. `rows`: that this worker
-        has of it. `weight`: of its loss in the step's, of which gradients are taken."""
+        """Make a segment.
+
+        `leaves`: tensors of the input that need gradients; None if no gradient of the input is
+        needed. `adds`: whether the layers' gradients get the micro-batch's. `rows`: this worker's
+        rows of it. `weight`: weight of its loss in the step's, of which gradients are taken.
+        """
         self._leaves = leaves
         self._weight = weight
         self.adds = adds
         self.rows = rows
         self.layers: list[int] = []
-        #: Where its backward is split: each layer's weight gradients, which are left for later.
+        #: With a split backward: each layer's deferred weight gradients.
         self.deferred: list[tuple[int, DeferredGradients]] = []
-        #: With its graph, or what makes it with its graph.
+        #: Output with its graph, or a function that makes it.
         self._output: Tree | Callable[[], Tree] | None = None
-        #: What the output passes through; None: it is the loss.
+        #: Wire that the output passes through; None: the output is the loss.
         self._above: Wire | None = None
 
     def append(
@@ -72,7 +76,7 @@ class Segment:
         self, output: Tree, gradients: Gradients | None
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the tensors that the backward begins with, and their gradients. A tensor may lack
-        a graph here, such as one that no wanted weight comes before, from the lowest layer on."""
+        a graph here, such as one without a wanted weight before it, from the lowest layer on."""
         if self._above is None:
             assert isinstance(output, Tensor)
             if not output.requires_grad:

@@ -1,9 +1,9 @@
-"""Running a stage: forward and backward of contiguous layers, micro-batch by micro-batch.
+"""Running of a stage: forward and backward of contiguous layers, micro-batch by micro-batch.
 
-Owns the micro-batches under way, and notes in the state which ones a layer's gradient has. A
-segment is what autograd runs in one go: a layer, or several in a row where no gradient is wanted
-before the last. With recomputation a layer keeps its input alone and is computed again in its
-backward. Any order of micro-batches is right. Knows nothing of peers or steps.
+Owns the micro-batches under way, and records in the state which ones a layer's gradient has.
+Autograd runs a segment at once: a layer, or several consecutive ones where no gradient is wanted
+before the last. With recomputation a layer keeps only its input and is computed again in its
+backward. Any order of micro-batches is right. Must not know peers or steps.
 """
 
 from collections import Counter, deque
@@ -31,12 +31,12 @@ from oobleck.worker.step.exchange import Added, Exchange
 from oobleck.worker.step.segment import Gradients, Segment
 from oobleck.worker.step.wire import wire
 
-#: Is told each layer whose gradient has the micro-batch now.
+#: Called with each layer whose gradient has the micro-batch now.
 OnLayer = Callable[[int], object]
 
 
 class StageRunner:
-    """Contiguous layers on this worker, for the micro-batches that pass them in one go."""
+    """Contiguous layers on this worker, for the micro-batches that pass them at once."""
 
     def __init__(
         self,
@@ -47,24 +47,24 @@ class StageRunner:
         timeline: Timeline | None = None,
         exchange: Exchange | None = None,
     ) -> None:
-        """`exchange`: with the other workers of the stage, if there are any."""
+        """Make the runner. `exchange`: with the other workers of the stage, if there are any."""
         self._timeline = timeline or Timeline()
         self._exchange = exchange or Exchange()
         self._state = state
         self._layers = layers
         self._job = job
         self.device = device
-        #: Whether it takes what the data has.
+        #: True if the data are its input.
         self.first = layers[0] == 0
-        #: Whether it yields the loss.
+        #: True if it yields the loss.
         self.last = layers[-1] == job.model.layer_count - 1
         boundaries = range(max(0, layers[0] - 1), min(layers[-1] + 1, job.model.layer_count - 1))
-        #: Between each layer and the next, from the stage's input to its output.
+        #: Conversion between each layer and the next, from the stage's input to its output.
         self._wires = {layer: wire(job, layer) for layer in boundaries}
-        #: A model of the user's says itself of what type a layer's results are.
+        #: True for a user's model, whose layers decide the types of their results.
         self._own = not isinstance(job.model, ModelSpec)
         self._autocasts = autocasts(job)
-        #: Of what passes between the layers of a built-in model.
+        #: Type of the values between the layers of a built-in model.
         self.activation_dtype = stream_dtype(job)
         #: By micro-batch, lowest layer first.
         self._in_flight: dict[int, list[Segment]] = {}
@@ -84,21 +84,22 @@ class StageRunner:
         by_layer: bool = True,
         metrics: Counter[str] | None = None,
     ) -> Tensor:
-        """Return the stage's output for `x`, as it travels. The last stage needs `targets` and
-        returns (2,) in float64: the sum of its rows' losses divided by the micro-batch's row count,
-        and the sum of their weights.
+        """Return the stage's packed output for `x`.
+
+        The last stage needs `targets` and returns (2,) in float64. These are the sum of its rows'
+        losses divided by the micro-batch's row count, and the sum of their weights.
 
         `x` is the data's input on the first stage, such as int64 tokens (b, T), and the previous
         stage's output elsewhere. Its row count may be less than a micro-batch, or 0, if several
-        workers share the stage. Inputs and targets may still be in host memory. The result is cut
-        off from autograd: it may be sent as it is.
+        workers share the stage. Inputs and targets may still be in host memory. The result is
+        detached from autograd: it may be sent as it is.
 
-        `split`: its backward will come as `backward_input` and `backward_weight`.
-        `adding`: the layers whose gradients get the micro-batch's; None: all.
-        `lowest`: the lowest of those in the whole model; below it there is no backward.
-        `by_layer`: report each layer right after its own backward. Otherwise report all after the
-        stage's backward, which saves autograd's overhead between layers.
-        `metrics`: on the last stage receives the model's metrics of these rows.
+        - `split`: its backward will be called as `backward_input` and `backward_weight`.
+        - `adding`: layers whose gradients get the micro-batch's; None: all.
+        - `lowest`: the lowest of those in the whole model; below it there is no backward.
+        - `by_layer`: report each layer right after its own backward. Otherwise report all after the
+          stage's backward, which saves autograd's overhead between layers.
+        - `metrics`: on the last stage receives the model's metrics of these rows.
         """
         if self.last and targets is None:
             raise ValueError("the last stage needs targets")
@@ -138,7 +139,7 @@ class StageRunner:
         return self._give(x, count)
 
     def _take(self, x: Tree) -> Tree:
-        """Return the input, from what the data has or what has travelled."""
+        """Return the input, from the data or from a received message."""
         x = map_tensors(self._moved, x)
         if self.first:
             return x
@@ -146,7 +147,7 @@ class StageRunner:
         return self._wires[self._layers[0] - 1].unpack(x)
 
     def _give(self, x: Tree, rows: int) -> Tensor:
-        """Return the output as it travels, cut off from autograd."""
+        """Return the output packed for sending, detached from autograd."""
         if self.last:
             if not rows:
                 return torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -157,8 +158,8 @@ class StageRunner:
         return above.pack(x, rows, self.device) if rows else above.values.zeros(0, self.device)
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """Move the tensor to the device. A tensor of the host goes through pinned memory, so that
-        the copy is queued like all else and nothing waits for it."""
+        """Move the tensor to the device. A host tensor goes through pinned memory, so that the copy
+        is queued and nothing waits for it."""
         if self.device.type == "cuda" and tensor.device.type == "cpu":
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
@@ -172,8 +173,8 @@ class StageRunner:
         deferred: DeferredGradients | None,
         metrics: Counter[str] | None,
     ) -> Tree:
-        """Return the layer's output. Run again it is the same, bit for bit: what is random follows
-        from `rows`."""
+        """Return the layer's output. A repeated run gives the same result, bit for bit: all
+        randomness follows from `rows`."""
         with (
             torch.autocast(self.device.type, torch.bfloat16) if self._autocasts else nullcontext(),
             deferring(deferred),
@@ -215,22 +216,20 @@ class StageRunner:
         gradient: Tensor | None = None,
         on_layer: OnLayer = lambda layer: None,
     ) -> Tensor | None:
-        """Add the micro-batch's gradients to the layers', telling `on_layer` of each layer at once,
-        and return that of the stage's input.
+        """Add the micro-batch's gradients to the layers', calling `on_layer` for each layer at
+        once, and return that of the stage's input.
 
-        `gradient` is that of the output, None on the last stage: the loss itself. None is returned
-        where nobody wants it, as on the first stage.
+        `gradient` is that of the output, None on the last stage: the loss itself. The result is
+        None where no gradient is needed, as on the first stage.
         """
         segments = self._in_flight.pop(microbatch)
-        assert not any(s.deferred for s in segments), (
-            "its forward was told that the backward would be split"
-        )
+        assert not any(s.deferred for s in segments), "the forward expected a split backward"
         rows, gradients = segments[0].rows, self._take_gradient(gradient)
         while segments:
             segment = segments.pop()
             gradients = self._backward(segment, gradients, segments)
             self._finish(on_layer)
-            # Autograd has added to all of them: that is noted before anything else can fail.
+            # Autograd has added to all of them: that is recorded before anything else can fail.
             added = segment.layers[::-1] if segment.adds else []
             complete = [one for layer in added for one in self._exchange.add(layer, microbatch)]
             self._note(complete)
@@ -242,11 +241,10 @@ class StageRunner:
         """Run the backward as `backward` does, but leave most of the weights' gradients to
         `backward_weight`.
 
-        Until then the inputs of the linear layers and the gradients of their outputs are kept."""
+        Until then the inputs of the linear layers and the gradients of their outputs are kept.
+        """
         segments = self._in_flight.pop(microbatch)
-        assert all(s.deferred for s in segments if s.adds), (
-            "its forward was not told that the backward is split"
-        )
+        assert all(s.deferred for s in segments if s.adds), "the forward expected a whole backward"
         due = self._deferred[microbatch] = deque()
         rows, gradients = segments[0].rows, self._take_gradient(gradient)
         while segments:
@@ -256,13 +254,13 @@ class StageRunner:
         return self._give_gradient(gradients, rows)
 
     def _take_gradient(self, gradient: Tensor | None) -> Gradients | None:
-        """Return the output's gradients, from what has travelled."""
+        """Return the output's gradients, from a received message."""
         if gradient is None:
             return None
         return self._wires[self._layers[-1]].gradients.unpack(gradient)
 
     def _give_gradient(self, gradients: Gradients | None, rows: int) -> Tensor | None:
-        """Return the input's gradients as they travel."""
+        """Return the input's gradients packed for sending."""
         if gradients is None:
             return None
         return self._wires[self._layers[0] - 1].gradients.pack(gradients, rows, self.device)
@@ -270,7 +268,7 @@ class StageRunner:
     def _backward(
         self, segment: Segment, gradients: Gradients | None, left: Sequence[Segment]
     ) -> Gradients | None:
-        """Run the backward of one segment. `left`: those whose backward comes after, the next one
+        """Run the backward of one segment. `left`: segments whose backward follows, the next one
         last."""
         first, last = segment.layers[0], segment.layers[-1]
         name = "layer" if first == last else f"layers {first} to"
@@ -288,7 +286,7 @@ class StageRunner:
                 return segment.backward(gradients)
 
     def _finish(self, on_layer: OnLayer) -> None:
-        """See the sum that goes on in the exchange to its end."""
+        """Wait for the exchange's sum under way, and record its result."""
         complete = self._exchange.finish()
         self._note(complete)
         _tell(complete, on_layer)
@@ -298,14 +296,17 @@ class StageRunner:
             self._state.layers[layer].added.update(microbatches)
 
     def settle(self) -> None:
-        """Leave a step in the middle: drop what is in flight, and add what was left for later, so
-        that no layer's gradient has a part of a micro-batch. Where several workers share the layers
-        all of them would have to add it: there it is dropped, and such a layer's gradient, which
-        may have the other part already, does not count."""
+        """Leave a step in the middle: drop micro-batches in flight, and add deferred gradients, so
+        that no layer's gradient has a part of a micro-batch.
+
+        Where several workers share the layers, all of them would have to add deferred gradients.
+        There they are dropped. The layer's gradient may have the other part already, so it does not
+        count.
+        """
         self._in_flight.clear()
         if self._exchange.shared:
             unsure = {layer for due in self._deferred.values() for layer, _ in due}
-            # A sum that goes on when the rest of a backward was added has a part of it alone.
+            # A sum that is under way after the deferred part was added contains only that part.
             unsure.update(self._exchange.on_its_way if self._deferred else ())
             for layer in unsure:
                 self._state.layers[layer].added.clear()
@@ -314,8 +315,8 @@ class StageRunner:
             self.backward_weight(microbatch)
 
     def backward_weight(self, microbatch: int, on_layer: OnLayer = lambda layer: None) -> None:
-        """Add what `backward_input` left out, telling `on_layer` of each layer at once, and keep
-        nothing of the micro-batch any more. What `on_layer` raises ends it after that layer."""
+        """Add the gradients that `backward_input` deferred, calling `on_layer` for each layer at
+        once, and drop the micro-batch. An error of `on_layer` ends it after that layer."""
         due = self._deferred[microbatch]
         while due:
             layer, deferred = due[0]
@@ -338,5 +339,5 @@ def _tell(complete: Iterable[Added], on_layer: OnLayer) -> None:
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    """Return the tensor in float32, where it is of lower precision, as autocast's results are."""
+    """Return the tensor in float32 if it is in bfloat16, as autocast's results are."""
     return tensor.float() if tensor.dtype == torch.bfloat16 else tensor

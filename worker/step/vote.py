@@ -2,9 +2,9 @@
 
 The vector sums the loss, its weight and the squared gradient norm. It also sums each worker's view
 of a pending plan change, of checkpoints and of its transport, and flags of parameters with a
-gradient. The ledger in it has, for every position of the global batch, a count and the digest of
-the token row. Only the worker that loaded the row fills them in. So all workers know that every
-sample was used once, and make the same record of the step.
+gradient. Its ledger has, for every position of the global batch, a count and the digest of the
+token row, from the worker that loaded the row. So all workers know that every sample was used once,
+and make the same record of the step.
 """
 
 import math
@@ -23,21 +23,21 @@ from oobleck.worker.runtime.errors import InvariantViolation
 _LOSS, _WEIGHT, _SQUARED_NORM, _PENDING, _PENDING_SQUARED = range(5)
 _SAVE_DUE, _SAVE_WISH, _SAVE_WISH_SQUARED, _SAVING, _SAVE_FAILED = range(5, 10)
 _CONNECTED, _LEDGER = range(10, 12)
-#: A SHA-256 digest as eight 32-bit numbers: exact in a float64, also after adding zeros.
+#: SHA-256 digest as eight 32-bit numbers: exact in a float64, also after adding zeros.
 _WORDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveVote:
-    """Share of one worker in a vote, as far as checkpoints go."""
+    """Share of one worker in a vote on checkpoints."""
 
-    #: One should be taken after this step.
+    #: True if a checkpoint is due after this step.
     due: bool = False
-    #: Number of the newest wish for one that has come and is not served; 0: none.
+    #: Number of the newest wish that has arrived and is not served; 0: none.
     wish: int = 0
-    #: It is still writing the last one.
+    #: True if it is still writing the last checkpoint.
     busy: bool = False
-    #: It could not write its part of the last one.
+    #: True if it could not write its part of the last one.
     failed: bool = False
 
 
@@ -48,13 +48,13 @@ _NOTHING = SaveVote()
 class SaveVerdict:
     """Outcome of a vote for checkpoints, the same on all workers."""
 
-    #: One is due, or there is a wish that has come to all.
+    #: True if a checkpoint is due, or a wish has reached all workers.
     due: bool
     #: That wish; 0: none.
     wish: int
-    #: Workers that still write the last one.
+    #: Number of workers that still write the last one.
     busy: int
-    #: Whether any could not.
+    #: True if any could not write its part.
     failed: bool
 
 
@@ -65,7 +65,7 @@ class Checkpoints(Protocol):
         """Return this worker's share in the vote on `step`."""
 
     def committed(self, step: int, verdict: SaveVerdict) -> None:
-        """Take note that `step` is applied, and that its vote said `verdict`."""
+        """Note that `step` is applied, with the `verdict` of its vote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class Result:
     #: The boundary change that every worker is ready to enter after this step.
     switch_to: Generation | None
     saving: SaveVerdict
-    #: Every worker's transport is (`Transport.connected`).
+    #: True if every worker's transport is (`Transport.connected`).
     connected: bool
     #: For each parameter that the step may leave out: True if any worker has a gradient of it.
     used: tuple[bool, ...] = ()
@@ -95,7 +95,7 @@ class Result:
 
 
 def ballot_length(global_batch: int, parameters: int = 0) -> int:
-    """Return the length of a ballot. `parameters`: how many the step may leave out."""
+    """Return the length of a ballot. `parameters`: number of those that the step may leave out."""
     return _LEDGER + global_batch * (1 + _WORDS) + parameters
 
 
@@ -113,9 +113,11 @@ def ballot(
 ) -> torch.Tensor:
     """Return one worker's share of the vote, in float64.
 
-    loss_sum, weight: over the micro-batches whose loss it computed; row_digests: SHA-256 of each
-    token row that it loaded as input, by position in the global batch; connected: its transport is;
-    used: for each parameter that the step may leave out, True if the worker has a gradient of it.
+    - loss_sum, weight: over the micro-batches whose loss it computed;
+    - row_digests: SHA-256 of each token row that it loaded as input, by position in the global
+      batch;
+    - connected: its transport is;
+    - used: for each parameter that the step may leave out, True if the worker has a gradient of it.
     """
     vector = np.zeros(ballot_length(global_batch, len(used)))
     vector[_LOSS] = loss_sum
@@ -173,15 +175,15 @@ def count(vector: torch.Tensor, training: TrainingSpec, *, workers: int) -> Resu
 
 
 def _factor(mean_weight: float) -> float:
-    """Return 1 / the mean weight of a row; 0 if all weights are 0, since there is nothing to learn.
-    A mean below 0 or not finite gives NaN, so that all workers skip the step."""
+    """Return 1 / the mean weight of a row, or 0 if all weights are 0, since there is nothing to
+    learn. A mean below 0 or not finite gives NaN, so that all workers skip the step."""
     if mean_weight == 0:
         return 0.0
     return 1 / mean_weight if 0 < mean_weight < math.inf else math.nan
 
 
 def _common(total: float, total_of_squares: float, workers: int) -> int:
-    """Return the number that all workers put in; 0 if they are not all the same."""
+    """Return the number that all workers contributed; 0 if they differ."""
     # Cauchy-Schwarz: n * sum(x^2) = sum(x)^2 exactly when all x are the same.
     if total > 0 and workers * total_of_squares == total * total:
         return round(total / workers)

@@ -1,9 +1,9 @@
-"""Conversion of what passes from a layer to the next, and of its gradients back, each to one tensor
-that travels.
+"""Conversion of values between layers, and of their gradients, to one tensor for sending.
 
-A single float tensor travels as it is. Anything else is packed row by row into bytes, so that a
-message is cut by rows whatever is in it. Which tensors have a gradient is known beforehand, the
-same on both sides. Must not know stages, peers or messages."""
+A single float tensor is sent as it is. Anything else is packed row by row into bytes, so that any
+message can be cut by rows. The tensors that have a gradient are known beforehand, the same on both
+sides. Must not know stages, peers or messages.
+"""
 
 import math
 from collections.abc import Sequence
@@ -21,21 +21,21 @@ from oobleck.worker.state.precision import stream_dtype
 
 
 class Packing:
-    """Layout by which some tensors of the same rows become one."""
+    """Layout by which tensors of the same rows become one."""
 
     def __init__(self, tensors: Sequence[TensorSketch]) -> None:
         self.tensors = tuple(tensors)
         self.dtypes = [getattr(torch, one.dtype) for one in tensors]
-        #: Whether the only tensor is what travels.
+        #: True if the only tensor is sent as it is.
         self.plain = travels_plain(tensors)
-        #: Where each one's bytes are in a row.
+        #: Place of each tensor's bytes in a row.
         self._places: list[range] = []
         end = 0
         sizes = packed_bytes(tensors)
         for one, size in zip(tensors, sizes, strict=False):
             self._places.append(range(end, end + one.row_bytes))
             end += size
-        #: Of one row of what travels.
+        #: Shape of one row of the packed tensor.
         self.shape: tuple[int, ...] = tensors[0].shape if self.plain else (sum(sizes),)
         self.dtype: torch.dtype = self.dtypes[0] if self.plain else torch.uint8
 
@@ -45,11 +45,11 @@ class Packing:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def pack(self, tensors: Sequence[Tensor | None], rows: int, device: torch.device) -> Tensor:
-        """Pack the tensors (rows, ...) into one; zeros where there is None. They must be as
-        sketched."""
+        """Pack the tensors (rows, ...) into one, with zeros for None. They must match the
+        sketch."""
         if self.plain and (only := tensors[0]) is not None:
             return only
-        # Zeros between the tensors too: what was in memory before is nobody's business.
+        # Zeros between the tensors too: old memory content must not leak.
         packed = self.zeros(rows, device)
         if self.plain:
             return packed
@@ -81,17 +81,17 @@ class Wire:
     """Conversion at one boundary between two layers."""
 
     def __init__(self, sketch: TreeSketch, name: str = "a layer") -> None:
-        """`name`: of the layer that gives it, for errors."""
+        """Make the conversion. `name`: the layer before the boundary, for errors."""
         self._structure = sketch.structure
         self._name = name
         self._has_gradient = [one.gradient for one in sketch.tensors]
         self.values = Packing(sketch.tensors)
         self.gradients = Packing([one for one in sketch.tensors if one.gradient])
-        #: Whether a tree is one tensor, which travels as it is, with its gradient.
+        #: True if a tree is one tensor, which is sent as it is, with its gradient.
         self._single = self._structure == TENSOR and self.values.plain and self._has_gradient[0]
 
     def pack(self, tree: Tree, rows: int, device: torch.device) -> Tensor:
-        """Pack the tensors that travel forwards, cut off from autograd. Raises JobError where the
+        """Pack the tensors that travel forwards, detached from autograd. Raises JobError where the
         layer's output does not match the model's description."""
         tensors = self._tensors(tree)
         for tensor, one, dtype in zip(
@@ -108,14 +108,14 @@ class Wire:
         return packed if self._single else unflatten(self._structure, self.values.unpack(packed))
 
     def with_gradient(self, tree: Tree) -> list[Tensor]:
-        """Return those tensors of a tree that a gradient comes back for."""
+        """Return those tensors of a tree that get a gradient back."""
         if self._single and isinstance(tree, Tensor):
             return [tree]
         tensors = self._tensors(tree)
         return [one for one, has in zip(tensors, self._has_gradient, strict=True) if has]
 
     def cut(self, tree: Tree) -> tuple[Tree, list[Tensor]]:
-        """Cut the tree off from what made it. Return it, and those of its tensors that gather
+        """Detach the tree from its graph. Return it, and those of its tensors that gather
         gradients."""
         if self._single and isinstance(tree, Tensor):
             leaf = tree.detach().requires_grad_()
@@ -147,7 +147,7 @@ class Wire:
 
 
 def wire(job: JobSpec, boundary: int) -> Wire:
-    """Between the layers `boundary` and `boundary` + 1 of the job's model."""
+    """Return the conversion between the layers `boundary` and `boundary` + 1 of the job's model."""
     return Wire(_sketch(job, boundary), f"layer {boundary} of the model")
 
 

@@ -1,6 +1,6 @@
-"""Puts whole layers together from the shares of a stage's workers, to be written once per layer.
+"""Assembly of whole layers from the shares of a stage's workers, to be written once per layer.
 
-Owns the messages, which are those of one stage. Must not know what becomes of the layers.
+Owns the messages, which are those of one stage. Must not know the use of the layers.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from oobleck.worker.transport.transport import Transport
 _FIRST_TAG = 1 << 30
 
 
-#: Has the first one's rows in the second one, which is in host memory.
+#: Copies rows of the first tensor into the second one, which is in host memory.
 Copy = Callable[[Tensor, Tensor], None]
 
 
@@ -36,10 +36,12 @@ def collect(
     writer: WorkerId,
     copy: Copy = _copy,
 ) -> Tensor | None:
-    """Return the whole state of `layer` (1 + moments, n) in host memory on `writer`, who holds it
-    or a share of it; None on all others. `copy`: puts rows of a tensor into host memory. All who
-    share it with the writer call this for the same layers in the same order. Raises
-    TransportError."""
+    """Return the whole state of `layer` (1 + moments, n) in host memory on `writer`, which holds it
+    or a share of it; None on all others.
+
+    `copy` puts rows of a tensor into host memory. All workers that share the layer with the writer
+    call this for the same layers in the same order. Raises TransportError.
+    """
     members = plan.hold_of(writer, layer).workers
     if worker not in members:
         return None

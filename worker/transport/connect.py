@@ -1,7 +1,7 @@
-"""Chooses the transport of a generation and builds it.
+"""Choice and construction of a generation's transport.
 
-All workers must choose the same: the choice follows from the job, and from what all say of their
-devices when they meet. Must not know how messages travel.
+All workers must choose the same: the choice follows from the job, and from the announcements of all
+devices at the meeting. Must not know how messages travel.
 """
 
 import importlib
@@ -51,22 +51,24 @@ from oobleck.worker.transport.tree import (
 
 Choice = Literal["links", "staged", "nccl"]
 
-#: Where one worker sends another so many chunks of state, 1 GiB, the two get a group of NCCL's for
-#: that. Through the host they take half a second to one, and a group takes about as long to
-#: connect. An estimate: no GPU has been seen.
+#: State between two workers, in chunks of together 1 GiB, from which the two get an NCCL group for
+#: it. Through the host it takes half a second to one, about the time to connect a group. An
+#: estimate: no GPU has been measured.
 CONNECTED_CHUNKS = 16
 
 log = logging.getLogger(__name__)
 
 
 def choose(has_gpu: bool, wanted: TransportName, told: Sequence["Announced"]) -> Choice:
-    """NCCL where the job leaves the choice, every worker has a GPU that it shares with none, all
-    have the same NCCL, and none is in too many groups. `told`: by rank.
+    """Return the kind of transport; `told`: announcements by rank.
 
-    Links carry the tensors of CPUs as they are; a GPU's are staged for them. NCCL does not connect
-    the parts of a divided GPU, or another version of itself; and groups beyond torch's streams
-    share one, where operations of the one wait behind those of the other, in another order than at
-    their peers perhaps.
+    NCCL is used if the job allows it, every worker has a GPU of its own, all have the same NCCL,
+    and none is in too many groups. Otherwise links carry the tensors of CPUs directly, and those of
+    GPUs staged in host memory.
+
+    NCCL connects neither the parts of a divided GPU nor other versions of itself. Groups beyond
+    torch's streams share one, where operations may wait for each other in another order than at
+    their peers.
     """
     if not has_gpu:
         return "links"
@@ -90,21 +92,22 @@ def choose(has_gpu: bool, wanted: TransportName, told: Sequence["Announced"]) ->
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """The communicators that one worker is in, where there are GPUs."""
+    """Communicators of one worker, where there are GPUs."""
 
-    #: By ranks; where that was asked for in the order of their first use, which all have in common.
+    #: Names by ranks. They may be requested in the order of their first use, which all workers
+    #: share.
     names: tuple[Name, ...] = ()
-    #: What they take of its GPU.
+    #: Bytes of its GPU that they take.
     device_bytes: int = 0
 
 
-#: Of meetings in which all goes through the host.
+#: Wiring of meetings where everything goes through the host.
 NO_WIRING = Wiring()
 
 
 def wiring_of(plan: Plan, worker: WorkerId, *, tied: Ties, ordered: bool) -> Wiring:
-    """Return the worker's wiring in the plan. `ordered`: in the order of their first use, which all
-    of the plan decide."""
+    """Return the worker's wiring in the plan. `ordered`: in the order of first use, which all of
+    the plan's communicators determine."""
     rank = {each: index for index, each in enumerate(plan.workers)}
     if ordered:
         rounds = in_rounds(communicators(plan, tied=tied))
@@ -119,36 +122,38 @@ def wiring_of(plan: Plan, worker: WorkerId, *, tied: Ties, ordered: bool) -> Wir
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """The state that moves before the first step."""
+    """State that moves before the first step."""
 
     #: By rank.
     members: Sequence[WorkerId]
     transfers: Sequence[Transfer]
-    #: Of each layer's state.
+    #: Bytes of each layer's state.
     layer_bytes: Sequence[int]
 
 
 class Announced(msgspec.Struct, frozen=True, kw_only=True):
-    """Announcement of a worker's device to the others when they meet."""
+    """Announcement of a worker's device to the others at a meeting."""
 
-    #: The board that its GPU, or its part of one, is on; no two hosts have the same. Empty: none.
+    #: Board of its GPU, or of its part of one, unique over all hosts. Empty: none.
     board: str = ""
-    #: Of NCCL, which talks to its own version alone.
+    #: Version of NCCL, which talks only to its own version.
     nccl: str = ""
-    #: How many groups of NCCL's it would be in.
+    #: Number of NCCL groups that it would be in.
     groups: int = 0
-    #: Which ones it has, as `Communicators.told`.
+    #: Groups that it has, as `Communicators.told`.
     has: bytes = b""
-    #: It has begun a step before.
+    #: True if it has begun a step before.
     trained: bool = False
-    #: To connect took it too long the last time.
+    #: True if connecting took too long the last time.
     late: bool = False
 
 
 def ways_of_state(moving: Moving, told: Sequence[Announced], least_bytes: int) -> list[Name]:
     """Return the connections that workers make to move state, each as (purpose, ranks): those that
-    carry at least `least_bytes`, in the order of first use. Empty where connecting took some member
-    too long the last time. `told`: by rank."""
+    carry at least `least_bytes`, in the order of first use.
+
+    Empty if connecting took too long on some member the last time. `told`: announcements by rank.
+    """
     if any(one.late for one in told):
         return []
     rank = {member: index for index, member in enumerate(moving.members)}
@@ -162,10 +167,10 @@ def ways_of_state(moving: Moving, told: Sequence[Announced], least_bytes: int) -
 
 
 class Connector:
-    """Device of one worker, with what it brings to every meeting."""
+    """Device of one worker, and its announcements to meetings."""
 
     def __init__(self, launch: Launch) -> None:
-        """Raises NodeError when this host does not have the device."""
+        """Open the device; raises NodeError when this host does not have it."""
         self.device, self._board = open_device(launch.device)
         self._wanted = launch.job.resources.transport
         self._stage_everything = launch.stage_everything
@@ -185,8 +190,7 @@ class Connector:
         return bool(self._board)
 
     def announced(self, wiring: Wiring, *, trained: bool = False) -> bytes:
-        """Return what the others must know of this device. `trained`: it has begun a step
-        before."""
+        """Return the announcement of this device. `trained`: it has begun a step before."""
         if not self._board:
             return encode(Announced())
         said = Announced(
@@ -200,20 +204,22 @@ class Connector:
         return encode(said)
 
     def held_by_others(self) -> int:
-        """Return the bytes of this worker's GPU that other processes hold, where it has it for
-        itself."""
+        """Return the bytes of this worker's GPU that other processes hold, if it is the only worker
+        there."""
         return 0 if self._shared else held_by_others(self.device, self._device_bytes)
 
     def near(self, rank: int, size: int, wiring: Wiring) -> set[int]:
-        """Return the ranks that a worker has links to from the beginning. Few workers are linked to
-        all, so that one that dies is missed at once. Among many, a worker is linked to those before
-        and behind it, those that the gatherings and votes go by, and those it exchanges messages
-        and sums with."""
+        """Return the ranks that a worker has links to from the beginning.
+
+        Few workers are linked to all, so that a dead one is noticed at once. Among many, a worker
+        is linked to its neighbours in rank and in its trees of gatherings and votes. It is also
+        linked to those it exchanges messages and sums with.
+        """
         if size <= MOST_MESHED:
             return set(range(size)) - {rank}
         near = tree_neighbours(rank, size) | ring_neighbours(rank, size)
         for purpose, members in wiring.names:
-            # NCCL's sums begin when all owners have said that they are ready.
+            # NCCL's sums begin when all owners have announced that they are ready.
             if purpose != "owners" or self._board:
                 near.update(members)
             else:
@@ -228,16 +234,17 @@ class Connector:
         wiring: Wiring,
         moving: Callable[[], Moving] | None = None,
     ) -> Transport:
-        """Return the transport of those who have met, whose host tensors go over `host`.
+        """Return the transport of the workers that have met, whose host tensors use `host`.
 
-        `words`: what each has announced; `moving`: finds what state moves first, the same for all;
-        None: little does. Raises TransportError when it cannot be built, or `host` is aborted
-        meanwhile; HelperLost and NodeError where the GPU cannot be used any more."""
+        `words`: announcements; `moving`: finds the state that moves first, the same for all; None:
+        little moves. Raises TransportError when it cannot be built, or `host` is aborted meanwhile;
+        HelperLost and NodeError where the GPU is no longer usable.
+        """
         self._communicators.settle(host.check)
         try:
             said = [decode(Announced, word) for word in words]
         except ValueError as error:
-            raise TransportError(f"what a member says of its device is {error}") from error
+            raise TransportError(f"a member's announcement of its device is {error}") from error
         choice = choose(self.has_gpu, self._wanted, said)
         below: Transport = host
         if choice != "links" or self._stage_everything:
@@ -254,8 +261,8 @@ class Connector:
         ways: list[Name] = []
         if moving is not None:
             ways = ways_of_state(moving(), said, self._least_moved)
-        # A change holds training up; before the first step nothing is lost by connecting first, nor
-        # where training waits for much state, which has the memory of a step for its groups.
+        # A change delays training. Before the first step, connecting first costs nothing; nor does
+        # it where training waits for much state, whose groups can use a step's memory.
         at_once = bool(ways) or not any(one.trained for one in said)
         own = [way for way in ways if host.rank in way[1] and ("link", way[1]) not in wiring.names]
         return NcclTransport(
@@ -271,5 +278,5 @@ class Connector:
         )
 
     def release(self) -> None:
-        """Give back what this worker has of the GPU: it is in no plan that uses NCCL."""
+        """Return the GPU resources of this worker: it is in no plan that uses NCCL."""
         self._communicators.end_all()

@@ -1,6 +1,6 @@
-"""The transport of host tensors: messages, sums and gatherings over the links between workers.
+"""Transport of host tensors: messages, sums and gatherings over the links between workers.
 
-A tree, whose root is rank 0, gathers what all have to say and tells it to all. Must not know
+A tree, whose root is rank 0, gathers the words of all and sends them to all. Must not know
 programs, layers or plans.
 """
 
@@ -21,7 +21,7 @@ from oobleck.worker.transport.transport import Group, Pending
 from oobleck.worker.transport.tree import place_of, sum_neighbours
 from oobleck.worker.transport.words import Words, entry, words_of_all
 
-#: Messages beyond this do not fit into the kernel's buffers, and come in while others compute.
+#: Larger messages do not fit into the kernel's buffers, and are read while others compute.
 _LARGE_BYTES = 256 << 10
 
 
@@ -31,7 +31,7 @@ class _Done:
 
 
 class _Piece(Incoming):
-    """A frame of a message."""
+    """Frame of a message."""
 
     def __init__(self, arrival: "_Arrival", room: memoryview) -> None:
         self._arrival = arrival
@@ -47,7 +47,7 @@ class _Piece(Incoming):
 
 
 class _Arrival:
-    """A message, into a tensor."""
+    """Message on its way into a tensor."""
 
     def __init__(self, transport: "LinkTransport", tensor: torch.Tensor, peer: bytes) -> None:
         self._transport = transport
@@ -61,7 +61,7 @@ class _Arrival:
     def got_one(self) -> None:
         self._left -= 1
         if not self._left:
-            self.pieces.clear()  # each has this one, and so its tensor
+            self.pieces.clear()  # they refer to this one and its tensor
             if self._pressing:
                 self._transport.links.press(-1)
 
@@ -75,12 +75,12 @@ class _Arrival:
 
 
 class _Departure:
-    """A message on its way out; keeps its tensor."""
+    """Message on its way out; keeps its tensor."""
 
     def __init__(
         self, transport: "LinkTransport", tensor: torch.Tensor, peer: bytes, frame: Outgoing
     ) -> None:
-        """`frame`: its last."""
+        """Make it. `frame`: the message's last one."""
         self._transport = transport
         self._tensor = tensor
         self._peer = peer
@@ -103,7 +103,7 @@ class _Together:
 
 
 class _Reducing:
-    """A sum under way."""
+    """Sum under way."""
 
     def __init__(self, transport: "LinkTransport", reduction: LinkSum) -> None:
         self._transport = transport
@@ -146,7 +146,9 @@ class LinkTransport(Meeting):
         return _Departure(self, content, identity, sent[-1])
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
-        """Into `tensor`, which is contiguous; of those with the same tag the oldest comes first."""
+        """Receive into `tensor`, which is contiguous; messages with the same tag arrive oldest
+        first.
+        """
         identity = self.reach(peer)
         with self.links.lock:
             self.check()
@@ -207,7 +209,7 @@ class LinkTransport(Meeting):
         told += self._hear(below, up)
         table, down = b"".join(told), Label(Kind.TABLE, key, 0)
         if above is not None:
-            # Who tells what all have said has heard what was said to it.
+            # A table of all words contains those of the receiver, so its own send has arrived.
             self._say([above], up, table)
             (table,) = self._hear([above], down)
         if below:
@@ -218,7 +220,7 @@ class LinkTransport(Meeting):
         identities = [self.reach(peer) for peer in peers]
         words = [Words() for _ in peers]
         with self.links.lock:
-            self.check()  # else what waits here after an abort takes the next meeting's words
+            self.check()  # a wait after an abort would take the next meeting's words
             for identity, each in zip(identities, words, strict=True):
                 self.links.post(identity, label, each)
         for identity, each in zip(identities, words, strict=True):
@@ -255,7 +257,7 @@ class LinkTransport(Meeting):
 
     @property
     def connected(self) -> bool:
-        """Always: links are made as they are needed."""
+        """True always: links are made as they are needed."""
         return True
 
     def use_connected(self) -> None:
@@ -263,18 +265,18 @@ class LinkTransport(Meeting):
 
     @property
     def failure(self) -> None:
-        """Always None: each operation is done where it is waited for."""
+        """Failure of this part: None, since each operation is finished where it is waited for."""
         return None
 
 
 def _fill(tensor: torch.Tensor, told: bytes) -> None:
     if len(told) != tensor.nbytes:
-        raise TransportError(f"a member has said {len(told)} bytes, and not {tensor.nbytes}")
+        raise TransportError(f"a member has sent {len(told)} bytes, and not {tensor.nbytes}")
     bytes_of(tensor)[:] = told
 
 
 def _key_of(group: Group, turn: int) -> int:
-    """Return a key that tells apart the sums of a meeting: 63 bits of a digest, so none are the
-    same by chance."""
+    """Return a key that distinguishes the sums of a meeting: 63 bits of a digest, so that none
+    collide by chance."""
     text = f"{turn}:{','.join(map(str, group))}".encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest()) >> 1

@@ -1,10 +1,11 @@
-"""Part of one worker in a meeting, over its process's links: it comes, hears what all say, and
+"""Part of one worker in a meeting, over its process's links: it arrives, gets the words of all, and
 leaves.
 
-Whoever comes says once what the others must know of it, and all learn what all have said. Each
-tells the one above it in a tree, with what those below it have said; the root then has all there is
-and tells it down the tree. So N workers need 2(N - 1) messages, and no worker sends more than 65.
-Where only the root's card is known, all tell the root. Must not know what they say."""
+Each member brings one word, and all get the words of all. Each sends its own and those of the
+members below it in a tree up to the one above. The root then has all words and sends them down the
+tree. So N workers need 2(N - 1) messages, and no worker sends more than 65. If only the root's card
+is known, all send to the root. Must not know the meaning of words.
+"""
 
 import hmac
 import struct
@@ -25,21 +26,21 @@ from oobleck.worker.transport.tree import place_of
 from oobleck.worker.transport.words import Words, entry, words_of_all
 
 _MEETING_BITS = 16
-#: No gathering's number.
+#: Not the number of any gathering.
 _MEETING = -1
-#: How long another one's call is waited for.
+#: Longest wait for another member's call.
 PATIENCE_S = 5.0
-#: How long a wait for others' links may last before it looks whether it is still wanted.
+#: Interval at which a wait for others' links checks whether it is still wanted.
 _POLL_S = 0.05
 #: Bytes of the card that follows.
 _CARD = struct.Struct("!H")
-#: From the first that gives up until nobody waits for anybody.
+#: Time from the first member that gives up until all waits end.
 _GRACE_S = 0.1
 _HAS_LEFT = "a peer has left"
 
-#: Called with why, once, from another thread than that which uses the transport.
+#: Called once with the reason, from another thread than the transport's user.
 OnLost = Callable[[str], None]
-#: Raises where the meeting is not wanted any more.
+#: Raises if the meeting is no longer wanted.
 CheckNewest = Callable[[], None]
 
 
@@ -48,14 +49,14 @@ def nobody_asks(why: str) -> None:
 
 
 class _Place(NamedTuple):
-    """Place of a worker in the tree: the one that it tells that it has come, and those that tell it
-    so."""
+    """Place of a worker in the tree: the member to send its arrival to, and those that send theirs
+    to it."""
 
     #: None: it is the root.
     above: Card | None
-    #: None: that is the host, or nobody.
+    #: None: the member above is the host, or there is none.
     above_rank: int | None
-    #: How many tell this one, and who, as far as that is known.
+    #: Number of members below, and their identities as far as known.
     hears: int
     below: frozenset[bytes]
 
@@ -74,10 +75,10 @@ class Meeting:
         on_lost: OnLost = nobody_asks,
         names: Mapping[bytes, str] = MappingProxyType({}),
     ) -> None:
-        """Enter the meeting `epoch`, so that the others of it are let in from now on.
+        """Enter the meeting `epoch`, which admits its other members from now on.
 
-        Nobody can be talked to before `meet`. `on_lost` is called at the loss of one of them;
-        `names`: what to call them there, by identity.
+        Messages are possible only after `meet`. `on_lost` is called at the loss of a member;
+        `names`: their names for that, by identity.
         """
         self.links = links
         self.rank = rank
@@ -86,17 +87,17 @@ class Meeting:
         self._secret = secret
         self._cards: Sequence[Card] = ()
         self._peers: Sequence[bytes] = ()
-        #: Those that have come as far as this worker knows; in the end all.
+        #: Members that have arrived as far as this worker knows; in the end all.
         self.others: Collection[bytes] = frozenset()
         self._on_lost = on_lost
         self._names = names
-        #: Why nothing can be waited for any more.
+        #: Reason why waits have ended.
         self._over: TransportError | None = None
-        #: Somebody has given up, so it is over soon.
+        #: True if a member has given up, so that the meeting ends soon.
         self._ending = False
-        #: The first end of another one's link.
+        #: First end of another member's link.
         self._lost: str | None = None
-        #: What those below have said, each with those below it.
+        #: Words of the members below, each with those below it.
         self._standings: dict[bytes, bytes] = {}
         links.enter(epoch, secret, self)
 
@@ -110,13 +111,14 @@ class Meeting:
         check_newest: CheckNewest,
         cards: Mapping[int, Card] | None = None,
     ) -> list[bytes]:
-        """Return what all have to say, by rank, once all have come and this worker has links to the
-        ranks `near`; each of two is near to the other. `host`: the card of the member that is the
-        root; `word`: what this one says, the same to all; `cards`: those of all members by rank, if
-        they are known, the same on all.
+        """Return the words of all, by rank, once all have arrived and this worker has links to the
+        ranks `near`; nearness is mutual.
 
-        Raises TransportError; CalledOff where a newer meeting is wanted, as somebody else knows;
-        and what `check_newest` raises, which is asked again and again until all have come.
+        `host`: card of the member that is the root; `word`: this member's, the same to all;
+        `cards`: those of all members by rank, if they are known, the same on all.
+
+        Raises TransportError; CalledOff if another member wants a newer meeting; and the errors of
+        `check_newest`, which is called repeatedly until all have arrived.
         """
         card = self.links.card.text.encode()
         said = entry(self.rank, _CARD.pack(len(card)) + card + word)
@@ -151,7 +153,7 @@ class Meeting:
         proof, said = standing[: greeting.PROOF_BYTES], standing[greeting.PROOF_BYTES :]
         own = self.links.identity
         if not hmac.compare_digest(proof, self._proof(peer, own, said)):
-            return  # a link outlives meetings: this peer is in none of those that have the secret
+            return  # links outlive meetings: this peer lacks the secret
         self._standings[peer] = said
         self.others = frozenset({*self.others, peer})
 
@@ -159,7 +161,7 @@ class Meeting:
         return greeting.prove_member(self._secret, self._epoch, of, to, said)
 
     def _exchange(self, place: _Place, said: bytes, check_newest: CheckNewest) -> bytes:
-        """Exchange what each has to say, and return what all have said."""
+        """Exchange words, and return those of all."""
         above, label = place.above, Label(Kind.TABLE, _MEETING, 0)
         if above is not None:
             with self.links.lock:
@@ -194,7 +196,9 @@ class Meeting:
     def _wait_wanted(
         self, done: Callable[[], bool], check_newest: CheckNewest, coming: Collection[bytes]
     ) -> None:
-        """Wait until `done`. No worker that has come, or is still `coming`, may leave meanwhile."""
+        """Wait until `done`. No worker that has arrived, or is still `coming`, may leave
+        meanwhile.
+        """
 
         def asked() -> bool:
             if done():
@@ -208,7 +212,7 @@ class Meeting:
     def _check_all_there(
         self, coming: Collection[bytes] = (), *, but: Collection[Kind] = ()
     ) -> None:
-        """Check that no worker has left, `but` in these ways."""
+        """Check that no worker has left, except in these ways."""
         how = self.links.how_left(self.others) | self.links.how_left(coming)
         if how := how.difference(but):
             self.left(Kind.CALLED_OFF if Kind.CALLED_OFF in how else Kind.GIVEN_UP)
@@ -218,13 +222,13 @@ class Meeting:
 
     def _connect(self, cards: Sequence[Card], near: Collection[int]) -> None:
         """Connect to those in `near`. The one with the larger identity calls. A peer whose call
-        does not come is called all the same: a peer that cannot be reached shows then."""
+        does not arrive is called too, to detect one that is unreachable."""
         own = self.links.identity
         with self.links.lock:
             self._cards, self._peers = cards, tuple(card.identity for card in cards)
             self.others = frozenset(self._peers) - {own}
             self.links.keep_to(cards)
-            # Who has nothing to do here may have taken leave already.
+            # A member without work here may have left in order already.
             self._check_all_there(but=[Kind.GOODBYE])
         missing = {peer for peer in near if not self.links.linked(self._peers[peer])}
         self.links.connect([cards[peer] for peer in missing if own > self._peers[peer]])
@@ -253,7 +257,7 @@ class Meeting:
         if self.links.linked(card.identity):
             return True
         call = self.links.call_to(card.identity)
-        if call is None or call.epoch != self._epoch:  # another meeting's says nothing of this one
+        if call is None or call.epoch != self._epoch:  # another meeting's call proves nothing here
             return False
         if (problem := call.problem) is not None:
             if isinstance(problem, TimeoutError) or problem.errno in NO_WAY:
@@ -270,13 +274,12 @@ class Meeting:
         return tuple(self._peers[rank] for rank in ranks)
 
     def reach(self, peer: int) -> bytes:
-        """Return the identity of `peer`, to which there is a link from now on."""
+        """Return the identity of `peer`, with a link to it from now on."""
         self.reach_all([peer])
         return self._peers[peer]
 
     def reach_all(self, peers: Iterable[int]) -> None:
-        """Connect to each of `peers`. Those without a link are called at once, not one after the
-        other."""
+        """Connect to each of `peers`. Peers without a link are called all at once."""
         self.check()
         called = [peer for peer in peers if not self.links.linked(self._peers[peer])]
         if not called:
@@ -290,8 +293,8 @@ class Meeting:
     # ---- waiting
 
     def wait(self, done: Callable[[], bool], owing: Collection[bytes] = ()) -> None:
-        """Wait until `done`. Something has to come from the peers in `owing`, or to be taken by
-        them; these may change meanwhile. Raises TransportError."""
+        """Wait until `done`. The peers in `owing`, which may change, must send or receive
+        something. Raises TransportError."""
 
         def asked() -> bool:
             if done():
@@ -327,12 +330,12 @@ class Meeting:
     def left(self, kind: Kind) -> None:
         if kind == Kind.CALLED_OFF:
             self._end(CalledOff("the meeting was called off"))
-        elif not self._peers:  # not all have come
+        elif not self._peers:  # not all have arrived
             self._end(TransportError(_HAS_LEFT))
         elif not self._ending:
             self._ending = True
-            # What others sent before they heard of it may be on its way: whoever waits for that
-            # shall have it.
+            # Frames that others sent before they knew of it may be on their way; their receivers
+            # shall get them.
             timer = threading.Timer(_GRACE_S, self._end_late)
             timer.daemon = True
             timer.start()
@@ -360,13 +363,12 @@ class Meeting:
         self._on_lost(self._lost)
 
     def silent(self) -> list[int]:
-        """Return the ranks of those whose hosts give no sign of life."""
+        """Return the ranks whose hosts give no sign of life."""
         silent = self.links.silent()
         return [rank for rank, peer in enumerate(self._peers) if peer in silent]
 
     def stand_down(self) -> None:
-        """Leave the meeting: from now on this worker's end is no loss to the others, nor theirs to
-        it."""
+        """Leave the meeting: from now on neither this worker's end nor the others' is a loss."""
         self.links.leave(self._epoch, Kind.GOODBYE)
 
     def abort(self) -> None:
@@ -381,12 +383,12 @@ class Meeting:
 
 
 def epoch_of(generation: Generation, meeting: int) -> int:
-    """Return the epoch of a meeting. A worker's meetings follow each other: those of a generation,
-    and of the generations."""
+    """Return the epoch of a meeting. A worker's meetings are ordered by generation, and within it
+    by `meeting`."""
     return generation << _MEETING_BITS | meeting
 
 
 def secret_of(prefix: str) -> bytes:
-    """Return 32 bytes that only the workers of a meeting have, from what the master tells them
-    alone."""
+    """Return 32 bytes that only the workers of a meeting have, derived from the master's
+    message."""
     return hmac.digest(prefix.encode(), b"links", "sha256")

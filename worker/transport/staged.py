@@ -1,8 +1,8 @@
-"""Sends tensors of a device over a transport of host memory, by way of pinned buffers.
+"""Transport of a device's tensors over a transport of host memory, by pinned buffers.
 
-For workers that share a GPU, which NCCL refuses, and for what NCCL groups are not built for. A copy
-out waits for the device, since the transport below reads the buffer at once. A copy in is queued on
-the device, and torch's allocator of pinned memory keeps the buffer until it is over.
+For workers that share a GPU, which NCCL refuses, and for traffic without NCCL groups. A copy out
+waits for the device, since the transport below reads the buffer at once. A copy in is queued on the
+device, and torch's allocator of pinned memory keeps the buffer until it is over.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from oobleck.worker.transport.transport import Group, Pending, Transport
 
 
 class _Arrival:
-    """An operation below whose results go back into the caller's tensors."""
+    """Operation below whose results are copied into the caller's tensors."""
 
     def __init__(
         self, below: Pending, buffers: Sequence[Tensor], tensors: Sequence[Tensor]
@@ -34,8 +34,8 @@ class StagedTransport:
     """Transport by `below`, for tensors on any device."""
 
     def __init__(self, below: Transport, *, everything: bool = False) -> None:
-        """`everything`: host tensors are copied as well, so that a host without a device runs
-        the same path."""
+        """Make it. `everything`: host tensors are copied as well, so that a host without a device
+        runs the same path."""
         self.rank = below.rank
         self.size = below.size
         self._below = below

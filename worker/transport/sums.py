@@ -1,11 +1,12 @@
 """Sums of host tensors over links, in chunks, each of which goes up a tree and comes back down.
 
-In a small group a chunk's tree has one member that adds it up and tells all others. The chunks of a
-large tensor are spread over the members, so each sends and adds its share of the work
-(reduce-scatter, then all-gather); a small tensor is one chunk. In a large group, where not all have
-links with each other, all chunks take the same tree (`tree.sum_places`), and follow each other
-along it. A member adds those below it in the order of the ranks, so a sum is the same to the bit on
-all, and in every run.
+In a small group a chunk's tree has one member that adds it and sends the sum to all others. The
+chunks of a large tensor are spread over the members, so each sends and adds its share of the work
+(reduce-scatter, then all-gather). A small tensor is one chunk. In a large group, where not all have
+links with each other, all chunks take the same tree (`tree.sum_places`), one after the other.
+
+A member adds those below it in the order of the ranks, so a sum is the same to the bit on all, and
+in every run.
 """
 
 import contextlib
@@ -22,15 +23,15 @@ from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.links.link import Incoming, Outgoing, fresh_memory
 from oobleck.worker.transport.tree import Place, sum_places
 
-#: Of a chunk: below, messages cost more than bytes.
+#: Least bytes of a chunk: below it, messages cost more than bytes.
 _LEAST_BYTES = 64 << 10
-#: What a member adds up is cut further, so that it is sent while more comes in, but not below this;
-#: and into so many parts, if they are no larger than a frame.
+#: A member's share of the sum is cut further, so that it is sent while more arrives. The parts are
+#: no smaller than this, and so many if they are no larger than a frame.
 _CUT_BYTES = 512 << 10
 _CUTS = 4
-#: What one frame takes its content from; the kernel takes 1,024.
+#: Most pieces of one frame's content; the kernel takes 1,024.
 _MOST_PIECES = 64
-#: Of shares that have been added, whose memory is used again.
+#: Most bytes of added shares whose memory is reused.
 _MOST_SPARE_BYTES = 64 << 20
 
 
@@ -61,7 +62,7 @@ class _Share(Incoming):
         self._index = index
         self._member = member
         self.buffer = memoryview(b"")
-        #: Where that is to be used again.
+        #: Its memory, if it is to be reused.
         self.spare: memoryview | None = None
 
     def room(self, size: int) -> memoryview:
@@ -70,7 +71,7 @@ class _Share(Incoming):
         return self.buffer
 
     def take_over(self, content: memoryview) -> None:
-        # Never spare: what comes early has memory of its own each time, so that would only grow.
+        # Never spare: early content has new memory each time, so the spare would only grow.
         _check_size(len(content), self._chunk.own.nbytes)
         self.buffer = content
         self.arrived()
@@ -81,7 +82,7 @@ class _Share(Incoming):
 
 
 class _Total(Incoming):
-    """The sum of a chunk, from who told it this member."""
+    """Sum of a chunk, from the member that sends it to this one."""
 
     def __init__(self, chunk: "_Chunk", member: bytes) -> None:
         self._chunk = chunk
@@ -97,7 +98,7 @@ class _Total(Incoming):
 
 
 class _Chunk:
-    """A chunk at this member's place in its tree."""
+    """Chunk at this member's place in its tree."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class _Chunk:
         share: Sequence[torch.Tensor],
         place: Place,
     ) -> None:
-        """`own`: where the sum comes; `share`: this member's, in pieces."""
+        """Make it. `own`: memory for the sum; `share`: this member's share, in pieces."""
         self.own = own
         self.spare = sum_.spare
         self.paid = sum_.paid
@@ -116,12 +117,12 @@ class _Chunk:
         self._part = part
         self._above = place.above
         self._below = sorted(place.below)
-        #: This member's own place among those below it, by which they are added.
+        #: This member's own place among those below it, in the order of adding.
         self._at = bisect_left(self._below, sum_.rank)
-        #: By that place, those that came before the ones to add first.
+        #: By that place, shares that arrived before their turn.
         self._ahead: dict[int, _Share] = {}
         self._next = 0
-        #: The sum of those before the next one, and its memory where that is a share's.
+        #: Sum of the places before the next one, and its memory if that is a share's.
         self._total: torch.Tensor | None = None
         self._borrowed: memoryview | None = None
 
@@ -131,11 +132,11 @@ class _Chunk:
             self._sum.expect(rank, Kind.SHARE, self._part, partial(_Share, self, at))
         if self._above is not None:
             self._sum.expect(self._above, Kind.TOTAL, self._part, partial(_Total, self))
-            if not self._below:  # it goes out from where it is
+            if not self._below:  # sent from its place
                 pieces = self._share if len(self._share) <= _MOST_PIECES else [self._own_values()]
                 self._sum.send(self._above, Kind.SHARE, self._part, *pieces)
                 return
-        if not self._at:  # else the first share begins it
+        if not self._at:  # otherwise the first share begins it
             self._add_those_there()
 
     def take(self, index: int, share: _Share) -> None:
@@ -160,7 +161,7 @@ class _Chunk:
             self._sum.send(self._above, Kind.SHARE, self._part, self.own)
 
     def _add(self, values: torch.Tensor, memory: memoryview | None) -> None:
-        """Add `values` to the total. `memory`: of the values, where it is to be used again."""
+        """Add `values` to the total. `memory`: that of the values, if it is to be reused."""
         if self._total is None:
             self._total, self._borrowed = values, memory
             return
@@ -186,7 +187,7 @@ class _Chunk:
         return torch.frombuffer(share.buffer, dtype=own.dtype, count=own.numel())
 
     def whole(self) -> None:
-        """Send the sum, which is there, to those below, and count the chunk as whole."""
+        """Send the complete sum to those below, and count the chunk as whole."""
         for rank in self._below:
             self._sum.send(rank, Kind.TOTAL, self._part, self.own)
         self._sum.whole()
@@ -206,9 +207,12 @@ class LinkSum:
         turn: int,
         spare: SpareBuffers,
     ) -> None:
-        """`shares`: as `Transport.all_reduce` has them; `members`: identities, in rank order;
-        `rank`: this one's place there; `key`: the same on all, and no other sum's of this meeting;
-        `turn`: counts the group's sums."""
+        """Begin the sum.
+
+        `shares`: as in `Transport.all_reduce`; `members`: identities, in rank order; `rank`: this
+        one's place there; `key`: the same on all, and unique in this meeting; `turn`: counts the
+        group's sums.
+        """
         self.rank = rank
         self.spare = spare
         self._links = links
@@ -220,7 +224,7 @@ class LinkSum:
         chunks = torch.split(flat, size)
         shares_of = _cut(shares, size) if shares else [[chunk] for chunk in chunks]
         self._left = len(chunks)
-        #: How many frames have to come from whom yet.
+        #: Number of frames still to come, by sender.
         self.owing: Counter[bytes] = Counter()
         links.press(+1)
         places = sum_places(rank, len(members), len(chunks), turn)
@@ -236,7 +240,7 @@ class LinkSum:
 
     def send(self, rank: int, kind: Kind, part: int, *values: torch.Tensor) -> None:
         member, label = self._members[rank], Label(kind, self._key, part)
-        # Who is gone has ended the meeting, which whoever waits is told, or has left it.
+        # A peer that is gone has ended the meeting, which waits detect, or has left it.
         with contextlib.suppress(TransportError):
             self._sends.append((member, self._links.send(member, label, *map(bytes_of, values))))
 
@@ -254,8 +258,8 @@ class LinkSum:
 
     @property
     def done(self) -> bool:
-        """True if the sum is there, and the others have what they need of this worker. A worker
-        that has left needs nothing any more, and may never take it."""
+        """True if the sum is complete, and the others have all that they need of this worker. A
+        worker that has left needs nothing any more, and may never take it."""
         while self._sends:
             member, send = self._sends[-1]
             if not (send.done or self._links.has_left(member)):
@@ -272,7 +276,7 @@ def _chunk_bytes(size: int, members: int) -> int:
 
 
 def _cut(shares: Sequence[torch.Tensor], size: int) -> list[list[torch.Tensor]]:
-    """Cut `shares`, one behind the other, after every `size` numbers."""
+    """Cut the consecutive `shares` after every `size` numbers."""
     cuts: list[list[torch.Tensor]] = [[]]
     left = size
     for share in shares:

@@ -1,4 +1,4 @@
-"""Each worker tells all others one message, and hears theirs. Must not know what they say."""
+"""Exchange of one message from each worker to all others. Must not know their meaning."""
 
 from typing import TypeVar
 
@@ -10,12 +10,11 @@ T = TypeVar("T")
 
 
 def tell_all(transport: Transport, message: T, kind: type[T]) -> list[T]:
-    """Return the messages of all, by rank. Raises TransportError, also where what came is no
-    message."""
+    """Return the messages of all, by rank. Raises TransportError, also for an invalid message."""
     told: list[T] = []
     for rank, text in enumerate(transport.gather(encode(message))):
         try:
             told.append(decode(kind, text))
         except ValueError as error:
-            raise TransportError(f"what came from rank {rank} is {error}") from error
+            raise TransportError(f"the message of rank {rank} is {error}") from error
     return told

@@ -1,4 +1,4 @@
-"""The interface of what workers of one generation talk with: messages and collectives.
+"""Interface of the communication between workers of one generation: messages and collectives.
 
 A `Transport` lives for one generation: it is built at the rendezvous, aborted when the generation
 is over, and never repaired. `links`, `nccl` and `staged` implement it. Must not know programs,
@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-#: A set of ranks, sorted.
+#: Set of ranks, sorted.
 Group = tuple[int, ...]
 
 #: Operations wait for peers' computation; losses release them, not the clock.
@@ -19,14 +19,14 @@ OPERATION_TIMEOUT = timedelta(hours=1)
 
 
 class Pending(Protocol):
-    """An operation under way."""
+    """Operation under way."""
 
     def wait(self) -> None:
-        """Return when it is done; raises TransportError when it cannot be."""
+        """Wait until it is done; raises TransportError when it cannot be."""
 
 
 class Transport(Protocol):
-    """The peers of one generation, by rank. All methods raise TransportError on a lost peer."""
+    """Peers of one generation, by rank. All methods raise TransportError on a lost peer."""
 
     rank: int
     size: int
@@ -40,17 +40,19 @@ class Transport(Protocol):
     ) -> Pending:
         """Sum `tensor`, which is contiguous, over the group, in place.
 
-        `shares`: flat and contiguous, what this member adds, one behind the other; `tensor` is only
-        where the sum comes then. They stay as they are, and must until the sum is there.
+        `shares`: flat and contiguous summands of this member, one after the other; `tensor` then
+        only receives the sum. They must stay unchanged until the sum is complete.
         """
 
     def exchange(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: Group, tag: int
     ) -> Pending:
-        """Exchange tensors within the group. `sent`: what each member of the group gets, in its
-        order; `received`: where what each has for this one comes. All are contiguous and of one
-        type, and what a member has for itself is empty. All members call this for a group in the
-        same order."""
+        """Exchange tensors within the group.
+
+        `sent`: tensors for the members of the group, in order; `received`: places for theirs. All
+        are contiguous and of one type, and a member's tensor for itself is empty. All members call
+        this for a group in the same order.
+        """
 
     def gather(self, word: bytes) -> list[bytes]:
         """Return the words of all, by rank. All call this in the same order."""
@@ -61,32 +63,32 @@ class Transport(Protocol):
     def broadcast(self, tensor: torch.Tensor, root: int) -> None: ...
 
     def end_moving(self) -> None:
-        """State that moves between generations has moved: give back what was there for it alone.
-        Every rank calls this once, behind `complete`, before its first step."""
+        """Free the resources for moving state between generations, which has moved. Every rank
+        calls this once, after `complete`, before its first step."""
 
     def complete(self) -> None:
-        """Return when all that was waited for has happened; raises TransportError if it has not.
+        """Return when all awaited operations have happened; raises TransportError if one has not.
 
-        On a device `wait` may only put the end of an operation before what is queued after it,
-        but for that of a receive.
+        On a device `wait` may only order later work after the end of an operation, except for a
+        receive.
         """
 
     @property
     def connected(self) -> bool:
-        """True if everything to be used is there. Some of it may come while training goes on by
-        what carries everything. Once true, it stays true."""
+        """True if every part to be used is ready. Some may become so while training continues by
+        another one that carries everything. Once true, it stays true."""
 
     def use_connected(self) -> None:
-        """Use all. Every rank calls this at the same point between its operations, when none is
-        under way and all ranks are connected."""
+        """Use all parts. Every rank calls this at the same point between its operations, when none
+        is under way and all ranks are connected."""
 
     @property
     def failure(self) -> Exception | None:
-        """Failure in this worker's own part, not in an operation that it waits for. It ends all,
-        and so is the cause of whatever else these raise."""
+        """Failure in this worker's own part, not in an awaited operation. It ends all operations,
+        and so is the cause of other errors."""
 
     def abort(self) -> None:
-        """Release whatever waits in this transport. From any thread, any number of times."""
+        """Release all waits in this transport. Callable from any thread, any number of times."""
 
     def dispose(self) -> None:
-        """Free what the transport holds; nobody uses it any more."""
+        """Free the transport's resources; it is no longer used."""

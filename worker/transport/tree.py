@@ -1,20 +1,20 @@
-"""The trees along which workers tell each other something: up to the root, and down from there.
+"""Trees along which workers send something up to the root, and down from there.
 
-What all have to say goes along one that is as flat as a worker has hands, so up to 64 workers below
-the root it is a star. Few workers all have links with each other; many have those that they need,
-and their number grows with that of the workers, not with its square. Pure.
+Gatherings use a tree that is as flat as a worker has hands, so up to 64 workers below the root it
+is a star. Few workers all have links with each other. Many have the links that they need, and their
+number is proportional to that of the workers, not to its square. Pure.
 """
 
 from typing import NamedTuple
 
-#: How many a worker of the tree hears from.
+#: Most workers of the tree that one worker receives from.
 HANDS = 64
-#: Up to so many workers, or members of a group, all have links with each other.
+#: Most workers, or members of a group, that all have links with each other.
 MOST_MESHED = 16
 
 
 class Place(NamedTuple):
-    """Place of a worker in the tree: the worker it tells, and those it hears from, by rank."""
+    """Place of a worker in the tree: the worker above and those below, by rank."""
 
     #: None: it is the root.
     above: int | None
@@ -22,8 +22,8 @@ class Place(NamedTuple):
 
 
 def place_of(rank: int, size: int, root: int = 0, hands: int | None = None) -> Place:
-    """Return the place of `rank`. `root` and rank 0 have changed places; all others are in rank
-    order. `hands`: how many a worker hears from at the most, if not the usual number."""
+    """Return the place of `rank`. `root` and rank 0 are swapped; all others are in rank order.
+    `hands`: most workers below one, if not the usual number."""
     hands = HANDS if hands is None else hands
     swapped = {root: 0, 0: root}
     at = swapped.get(rank, rank)
@@ -34,7 +34,7 @@ def place_of(rank: int, size: int, root: int = 0, hands: int | None = None) -> P
 
 
 def tree_neighbours(rank: int, size: int, hands: int | None = None) -> set[int]:
-    """Return the ranks with which a worker exchanges what is gathered from all."""
+    """Return the ranks with which a worker exchanges gathered words."""
     above, below = place_of(rank, size, hands=hands)
     return {*below, *([] if above is None else [above])}
 
@@ -44,11 +44,11 @@ def ring_neighbours(rank: int, size: int) -> set[int]:
 
 
 def sum_places(index: int, size: int, chunks: int, turn: int) -> list[Place]:
-    """Along which tree each chunk of a sum over a group goes, for its member `index`.
+    """Return the places of member `index` in the trees of a group sum's chunks.
 
-    In a small group each chunk has one member that adds it up and tells all others; `turn` says
-    whose the first is. In a large one, what is one chunk goes along the flat tree, and what are
-    many from member to member, each of which then sends and adds as much as any other.
+    In a small group each chunk has one member that adds it and sends the sum to all others; `turn`
+    gives the first one. In a large one a single chunk uses the flat tree. Many chunks go from
+    member to member, each of which then sends and adds as much as any other.
     """
     if size <= MOST_MESHED:
         return [place_of(index, size, (turn + part) % size, size - 1) for part in range(chunks)]
@@ -56,7 +56,7 @@ def sum_places(index: int, size: int, chunks: int, turn: int) -> list[Place]:
 
 
 def sum_neighbours(index: int, size: int) -> set[int]:
-    """Return the members with which a member of a group exchanges something in sums."""
+    """Return the members with which a member of a group exchanges data in sums."""
     if size <= MOST_MESHED:
         return set(range(size)) - {index}
     return tree_neighbours(index, size) | tree_neighbours(index, size, hands=1)

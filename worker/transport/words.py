@@ -1,5 +1,5 @@
-"""Packing of workers' words into one piece: by rank, or several words of one worker. And a frame of
-it."""
+"""Packing of workers' words into one piece, by rank or several of one worker; and a frame
+for it."""
 
 import struct
 from collections.abc import Iterable, Iterator
@@ -9,12 +9,12 @@ from oobleck.core.units import head
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.links.link import Incoming
 
-#: Rank, and bytes that follow.
+#: Rank, and the size of the bytes that follow.
 _WORD = struct.Struct("!IQ")
 
 
 class Words(Incoming):
-    """A frame that is waited for as a whole."""
+    """Frame that is waited for as a whole."""
 
     def __init__(self) -> None:
         self.content = bytearray()
@@ -32,38 +32,38 @@ class Words(Incoming):
 
 
 def entry(rank: int, word: bytes) -> bytes:
-    """Pack one worker's entry of a table, which is just one entry after the other."""
+    """Pack one worker's entry of a table, which is a sequence of entries."""
     return _WORD.pack(rank, len(word)) + word
 
 
 def entries(table: bytes | bytearray) -> Iterator[tuple[int, bytes]]:
-    """Rank and word of each. Raises TransportError for what is no table."""
+    """Yield rank and word of each entry. Raises TransportError for an invalid table."""
     at = 0
     while at < len(table):
         if len(table) - at < _WORD.size:
-            raise TransportError("what members say is cut short")
+            raise TransportError("the members' words are cut short")
         rank, length = _WORD.unpack_from(table, at)
         at += _WORD.size
         if len(table) - at < length:
-            raise TransportError("what members say is cut short")
+            raise TransportError("the members' words are cut short")
         yield rank, bytes(table[at : at + length])
         at += length
 
 
 def words_of_all(table: bytes | bytearray, size: int) -> list[bytes]:
-    """Return the words of `size` workers, by rank. Raises TransportError unless each has said
-    one."""
+    """Return the words of `size` workers, by rank. Raises TransportError unless each has
+    sent one."""
     told = sorted(entries(table), key=itemgetter(0))
     if (ranks := [rank for rank, _ in told]) != list(range(size)):
-        raise TransportError(f"the ranks {head(str(ranks))} have said something, of {size}")
+        raise TransportError(f"the ranks {head(str(ranks))} have sent a word, of {size}")
     return [word for _, word in told]
 
 
 def joined(words: Iterable[bytes]) -> bytes:
-    """Several of one worker as one."""
+    """Pack several words of one worker as one."""
     return b"".join(entry(number, word) for number, word in enumerate(words))
 
 
 def parts(word: bytes, count: int) -> list[bytes]:
-    """Split what was joined. Raises TransportError unless it was `count` words."""
+    """Split joined words. Raises TransportError unless there were `count`."""
     return words_of_all(word, count)

@@ -1,8 +1,9 @@
-"""Families of Hugging Face models: the keys of their configs, and what planning reads from them.
+"""Families of Hugging Face models: their config keys, and the numbers that planning reads from
+them.
 
-One module per family, with its keys and defaults, which are those of transformers, and its counts,
-which are those of the modules that `oobleck.worker.models` builds, one for each kind of layer.
-A family has its module here, a line in `Kind` and `FAMILIES`, and a module of the same name in
+One module per family holds its keys and defaults, which are those of transformers. Its counts are
+those of the modules that `oobleck.worker.models` builds, one for each kind of layer. A family needs
+its module here, a line in `Kind` and `FAMILIES`, and a module of the same name in
 `oobleck.worker.models`. Planning must not import transformers.
 """
 
@@ -37,6 +38,6 @@ FAMILIES: dict[Kind, Family] = {"gpt2": GPT2, "llama": LLAMA, "bert": BERT}
 
 
 def family_of(kind: str) -> Family | None:
-    """The family of that name; None for the built-in model and for unknown names."""
+    """Return the family of that name; None for the built-in model and for unknown names."""
     known: dict[Any, Family] = dict(FAMILIES)
     return known.get(kind)

@@ -19,7 +19,7 @@ def _check(config: Config) -> None:
 
 
 def mask_token(config: Config) -> int:
-    """The id that stands for a masked token; raises ConfigError where nothing says it."""
+    """Return the mask token's id; raises ConfigError where the config does not determine it."""
     if config["mask_token_id"] is not None:
         given: int = config["mask_token_id"]
         return given
@@ -90,7 +90,7 @@ BERT = Family(
         "layer_norm_eps": Key(float, 1e-12),
         "pad_token_id": Key(int, 0, optional=True),
         "tie_word_embeddings": Key(bool, True),
-        # Not a key of transformers' own: there the tokenizer says it.
+        # Our own key: in transformers the tokenizer has it.
         "mask_token_id": Key(int, None),
     },
     aliases={},

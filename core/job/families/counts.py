@@ -1,4 +1,4 @@
-"""A layer's arithmetic: its parameters, FLOPs, and what its forward keeps for the backward."""
+"""Arithmetic of layers: parameters, FLOPs, and the numbers kept from forward to backward."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ class LayerCount:
     parameters: int
     #: Multiplications and additions of one token's forward.
     flops: float
-    #: Numbers per token that the forward leaves to the backward, in the precision of computing,
-    #: and those that are in float32 under bf16 too: some norms, softmax, losses.
+    #: Numbers per token kept from the forward to the backward, in the precision of computing; and
+    #: those kept in float32 even under bf16: some norms, softmax, losses.
     kept: int = 0
     kept_wide: int = 0
     #: Bytes per token of dropout's masks.
@@ -30,7 +30,7 @@ class Counts:
 def lookup(
     vocabulary: int, hidden: int, others: int, *, kept_wide: int = 0, dropout: float = 0.0
 ) -> LayerCount:
-    """Embedding tables; a look-up costs next to nothing and keeps nothing but the tokens."""
+    """Count embedding tables; a look-up costs next to nothing and keeps only the tokens."""
     return LayerCount(
         parameters=vocabulary * hidden + others,
         flops=2.0 * hidden,
@@ -40,6 +40,6 @@ def lookup(
 
 
 def attention_scores(heads: int, length: int, dropout: float) -> int:
-    """Attention's shares per token, which only dropout on them keeps from being fused: before and
-    after it, and the mask."""
+    """Return the attention weights per token that dropout keeps from being fused: those before it,
+    those after it, and the mask."""
     return heads * length if dropout else 0

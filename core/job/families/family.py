@@ -1,4 +1,7 @@
-"""Type of a model family: a table of keys, and what follows from their values. Knows no family."""
+"""Type of a model family: a table of keys, and the numbers that follow from their values.
+
+Must not know any family.
+"""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -20,50 +23,50 @@ class Numbers:
     heads: int
     vocabulary: int
     tied: bool
-    #: The largest of the family's.
+    #: Largest dropout of the family's keys.
     dropout: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Model family: a table of keys and what follows from their values."""
+    """Model family: a table of keys, and the numbers that follow from their values."""
 
     kind: str
-    #: transformers' class for it.
+    #: Class in transformers.
     architecture: str
     objective: Objective
     keys: Mapping[str, Key]
-    #: Other names of keys that transformers takes too.
+    #: Other names of keys that transformers accepts.
     aliases: Mapping[str, str]
     #: Keys of which only one value is supported.
     fixed: Mapping[str, Any]
     #: `ModelSpec`'s names to keys; `positions` is the largest sequence length.
     names: Mapping[str, str]
     dropouts: tuple[str, ...]
-    #: Raises ConfigError where complete values contradict each other.
+    #: Raises ConfigError where the values of a complete config contradict each other.
     check: Callable[[Config], None]
-    #: Of complete values and the sequence length.
+    #: Called with a complete config and the sequence length.
     count: Callable[[Config, int], Counts]
-    #: What transformers calls its row of blocks.
+    #: Name in transformers of the list of blocks.
     blocks: str
-    #: What it calls a parameter of the embedding (True) or of the head: from our name, and whether
-    #: the head shares the embedding's weight.
+    #: Name in transformers of a parameter of the embedding (True) or of the head. Called with our
+    #: name, and whether the head shares the embedding's weight.
     outside: Callable[[bool, str, bool], str]
 
     @property
     def base_prefix(self) -> str:
-        """Prefix that the names in a base model's checkpoint leave off."""
+        """Prefix that names in a base model's checkpoint leave out."""
         return self.blocks.partition(".")[0] + "."
 
     def foreign_name(self, layer: int, name: str, *, tied: bool) -> str:
-        """transformers' name of parameter `name` of `layer`."""
+        """Return transformers' name of parameter `name` of `layer`."""
         inner = name.removeprefix("block.")
         if inner != name:
             return f"{self.blocks}.{layer - 1}.{inner}"
         return self.outside(layer == 0, name, tied)
 
     def native(self, config: Config) -> dict[str, Any]:
-        """Only the keys that matter, under their own names and checked one by one.
+        """Return only the keys that matter, under their own names and checked one by one.
 
         Raises ConfigError for a key that is unknown, given twice, or of a wrong value.
         """
@@ -92,7 +95,7 @@ class Family:
         return chosen
 
     def complete(self, config: Config) -> dict[str, Any]:
-        """`config` with every key of the family, checked; raises ConfigError."""
+        """Return `config` with every key of the family, checked; raises ConfigError."""
         chosen = self.native(config)
         full = {name: chosen.get(name, key.default) for name, key in self.keys.items()}
         numbers = self.numbers(full)
@@ -109,7 +112,7 @@ class Family:
         return full
 
     def numbers(self, config: Config) -> Numbers:
-        """Read the numbers from a config whose values are complete."""
+        """Read the numbers from a complete config."""
         return Numbers(
             layers=config[self.names["layers"]],
             hidden=config[self.names["hidden"]],
@@ -120,7 +123,7 @@ class Family:
         )
 
     def positions(self, config: Config) -> int:
-        """The largest sequence length, of complete values."""
+        """Return the largest sequence length, from a complete config."""
         positions: int = config[self.names["positions"]]
         return positions
 

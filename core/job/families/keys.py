@@ -1,4 +1,4 @@
-"""Keys of configs under transformers' names: which there are, their types, and checks of values."""
+"""Keys of configs under transformers' names: their types, defaults and checks of values."""
 
 import json
 import math
@@ -23,7 +23,7 @@ ACTIVATIONS = (
     "swish",
     "tanh",
 )
-#: Keys of config files that change nothing about training a language model.
+#: Keys of config files that have no effect on training a language model.
 NO_EFFECT = frozenset(
     {
         "_attn_implementation_autoset",
@@ -72,12 +72,12 @@ NO_EFFECT = frozenset(
 )
 
 
-#: Of whole numbers that stand for others.
+#: Limit of integers given where a float is expected.
 _MOST = 1 << 63
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used; `key` is the one to change."""
+    """Error of a config that cannot be used; `key` is the one to change."""
 
     def __init__(self, key: str, text: str) -> None:
         super().__init__(f"{key}: {text}")
@@ -91,14 +91,14 @@ class Key:
 
     type: type
     default: Any
-    #: Least value of a number; of a float that it may be.
+    #: Least value of a number.
     least: float = 0
     choices: tuple[str, ...] = ()
-    #: None is a value too; it always is where it is the default.
+    #: True if None is allowed too; it always is where it is the default.
     optional: bool = False
 
     def check(self, name: str, value: Any) -> Any:
-        """`value` as this key's type; raises ConfigError."""
+        """Return `value` as this key's type; raises ConfigError."""
         if value is None and (self.optional or self.default is None):
             return None
         if self.type is float and type(value) is int:

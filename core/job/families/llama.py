@@ -8,7 +8,7 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def _heads(config: Config) -> tuple[int, int, int]:
-    """Query heads, key and value heads, and the width of one."""
+    """Return the numbers of query heads and of key and value heads, and the width of one."""
     heads = config["num_attention_heads"]
     shared = config["num_key_value_heads"] or heads
     return heads, shared, config["head_dim"] or config["hidden_size"] // heads
@@ -32,7 +32,7 @@ def _check(config: Config) -> None:
 
 
 def _check_rope(config: Config) -> None:
-    """Check `rope_parameters`, and the two keys that older configs have in its place."""
+    """Check `rope_parameters` and `rope_scaling`, its name in older configs."""
     new, old = config["rope_parameters"], config["rope_scaling"]
     if new and old:
         raise ConfigError("rope_scaling", "and rope_parameters say the same thing; remove one")

@@ -1,1 +1,1 @@
-"""Compiler from a plan to programs, and the proof that nobody waits for ever."""
+"""Compiler from a plan to programs, and the proof that they cannot deadlock."""

@@ -1,10 +1,10 @@
 """Compilation of a plan to one program per worker, by lowering passes.
 
-Owns where the communication stands in the order of compute, which
+Owns the places of communication in the order of compute, which
 `oobleck.planner.programs.compiler.schedule` and `oobleck.planner.programs.listing.schedule` give.
 Each pass takes and gives instruction lists: order of compute -> with tokens, sends and receives ->
 with receives in the order of the sends -> with gradient sync, vote and optimizer step. Must not
-know times, nor whether anybody waits for ever: `oobleck.planner.programs.compiler.proof` does.
+know times, nor prove freedom from deadlock: `oobleck.planner.programs.compiler.proof` does.
 """
 
 import math
@@ -57,10 +57,11 @@ def compile_programs(
     layer_bytes: Sequence[int] | None = None,
     work: Work | None = None,
 ) -> Mapping[WorkerId, Program]:
-    """The program of every worker of `plan`, in rank order, for the plan's shares or for `work`.
+    """Compile the program of every worker of `plan`, in rank order, for the plan's shares or for
+    `work`.
 
-    `tied`: the head shares layer 0's token embedding; `layer_bytes`: of each layer's gradient, to
-    have sums of large ones split.
+    `tied`: groups of layers that share parameters. `layer_bytes`: gradient of each layer, to have
+    sums of large ones split.
     """
     bodies = compile_bodies(plan, work)
     syncs = syncs_by_worker(gradient_buckets(plan, tied=tied, layer_bytes=layer_bytes), plan)
@@ -70,9 +71,11 @@ def compile_programs(
 def compile_bodies(
     plan: Plan, work: Work | None = None, *, workers: Collection[WorkerId] | None = None
 ) -> Mapping[WorkerId, list[Instruction]]:
-    """The programs of `workers`, by default of all, up to their gradient sums. On list-scheduled
-    routes receives stand in the order of the sends where both ends are among them. Raises
-    ValueError."""
+    """Compile the programs of `workers`, by default of all, up to their gradient sums.
+
+    On list-scheduled routes, receives have the order of the sends if both ends are among `workers`.
+    Raises ValueError.
+    """
     shares = plan.shares if work is None else work.microbatches
     lowest = {} if work is None else work.lowest
     through = _through(plan, workers)
@@ -84,12 +87,12 @@ def compile_bodies(
     listed = planned(plan)
     if listed is None:
         return bodies
-    # On links of closed forms receives stand in the order of the sends.
+    # On links of closed forms, receives are in the order of the sends already.
     return bodies | receives_hoisted({w: bodies[w] for w in listed.orders if w in bodies})
 
 
 def _through(plan: Plan, workers: Collection[WorkerId] | None) -> Sequence[int]:
-    """The routes (positions in the plan's) that pass any of `workers`."""
+    """Return the routes (positions in the plan) that pass any of `workers`."""
     if workers is None:
         return range(len(plan.routes))
     return [
@@ -102,12 +105,12 @@ def _through(plan: Plan, workers: Collection[WorkerId] | None) -> Sequence[int]:
 def compile_evaluation(
     plan: Plan, microbatches: int, *, workers: Collection[WorkerId] | None = None
 ) -> Mapping[WorkerId, tuple[Program, ...]]:
-    """Compile what each of `workers`, by default all of `plan`, does to have micro-batches 0 to
-    `microbatches` - 1 evaluated.
+    """Compile the forwards with which `workers`, by default all of `plan`, evaluate micro-batches 0
+    to `microbatches` - 1.
 
-    Only forward; each route takes a share like that of the batch. In rounds: at the end of each
+    Each route takes a share like that of the batch. The work is cut into rounds. At the end of each
     a worker waits until its sends have arrived, so that no hop runs far ahead of the next one. In a
-    round all workers go by micro-batch and layer, so nobody waits for ever.
+    round all workers go by micro-batch and layer, so there is no deadlock.
     """
     whole = plan.microbatches
     routes: dict[int, Route] = {}
@@ -146,12 +149,12 @@ def _compute_orders(
     through: Iterable[int],
     workers: Collection[WorkerId] | None,
 ) -> dict[WorkerId, list[Compute]]:
-    """Return what each of `workers`, by default all, computes, in its order. The routes have the
-    micro-batches `shares`; `through`: the positions of the routes that pass the workers.
+    """Return the compute of each of `workers`, by default of all, in its order.
 
-    A micro-batch's backwards go no further than to the hop of layer `lowest`, by default 0. An
-    order still ends when some micro-batches, or backwards to the end of a route, are left out of
-    it: nobody waits for ever. Raises ValueError.
+    The routes have the micro-batches `shares`; `through` are the positions of the routes that pass
+    the workers. A micro-batch's backwards go no further than to the hop of layer `lowest`, by
+    default 0. An order stays free of deadlock when some micro-batches, or backwards to the end of a
+    route, are omitted. Raises ValueError.
     """
     wanted = plan.workers if workers is None else workers
     orders: dict[WorkerId, list[Compute]] = {worker: [] for worker in wanted}
@@ -203,9 +206,10 @@ def add_communication(
     routes: Mapping[int, Route],
     lowest: Mapping[int, int],
 ) -> Iterator[Instruction]:
-    """Receives stand right before their use, sends right after what they send.
+    """Yield the compute with messages: receives right before their use, sends right after their
+    compute.
 
-    `routes`: of each micro-batch. Between hops of different numbers of workers each talks to those
+    `routes` are by micro-batch. Between hops of different numbers of workers each talks to those
     that have the same rows. Gradients go no further than to the hop of layer `lowest` of their
     micro-batch, by default layer 0.
     """
@@ -231,14 +235,14 @@ def add_communication(
             yield step
 
 
-#: A worker of the hop before or after, and which rows of a micro-batch both have.
+#: Workers of the hop before or after, each with the rows of a micro-batch that both have.
 _Peers = tuple[tuple[WorkerId, Share], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Neighbours:
-    """Neighbours of one worker at one hop of a route: nobody before the first and after the last
-    hop."""
+    """Neighbours of one worker at one hop of a route; none before the first and after the
+    last hop."""
 
     hop: Hop
     before: _Peers
@@ -248,7 +252,7 @@ class _Neighbours:
     def of(cls, worker: WorkerId, first_layer: int, route: Route) -> "_Neighbours":
         position = next(n for n, h in enumerate(route.hops) if h.first_layer == first_layer)
         hop = route.hops[position]
-        around = (None, *route.hops, None)  # so that `hop` is at position + 1
+        around = (None, *route.hops, None)  # `hop` is at position + 1
         member = hop.workers.index(worker)
         before, after = (
             () if other is None else tuple(rows_in_common(hop, other, member))
@@ -258,8 +262,8 @@ class _Neighbours:
 
 
 def rows_in_common(hop: Hop, neighbour: Hop, member: int) -> Iterator[tuple[WorkerId, Share]]:
-    """Yield the workers of `neighbour` that have rows of worker `member` of `hop`, and those
-    rows."""
+    """Yield the workers of `neighbour` that have rows of worker `member` of `hop`, and
+    those rows."""
     workers, own = neighbour.workers, len(hop.workers)
     if own == len(workers):
         yield workers[member], WHOLE if own == 1 else Share(member, member + 1, own)
@@ -289,13 +293,16 @@ def _messages(kind: type[M], step: Compute, peers: _Peers) -> Iterator[M]:
 def add_sync(
     worker: WorkerId, body: Iterable[Instruction], syncs: Iterable[SyncGradient]
 ) -> Program:
-    """The sums stand after the worker's last weight gradient, when all its layers are ready; the
-    executor starts each as soon as its own layers are."""
+    """Append the gradient sums, the vote and the optimizer step to a worker's program.
+
+    The sums are placed after the worker's last weight gradient, when all its layers are ready. The
+    executor starts each as soon as its own layers are ready.
+    """
     syncs = tuple(syncs)
     norm: list[LayerPart] = []
     for sync in syncs:
-        # One counts for all, in turns: everybody waits for the last. The own parts are the same on
-        # all owners; all places of tied are one part.
+        # The owners share the work of the norm in turns, since all wait for the slowest. Own parts
+        # are the same on all owners; all places of tied parameters are one part.
         own = [part for part in sync.parts if part.part == "own"]
         norm += own[sync.owners.index(worker) :: len(sync.owners)]
         if worker == sync.owners[0]:

@@ -1,10 +1,11 @@
-"""A dry run of all programs of a plan: proof that nobody waits for ever.
+"""A dry run of all programs of a plan: proof that they do not deadlock.
 
-Each worker runs its program until it must wait, and is woken by what it waits for. So a run takes
-time proportional to the number of instructions. The result does not depend on the order in which
-workers run: what a worker does next depends on its own program alone, and a message or a sum that
-is there stays there. Must not know times (`oobleck.planner.cost.replay` has them), nor how programs
-came about.
+Each worker runs its program until it must wait, and is woken by the event that it waits for. So a
+run takes time proportional to the number of instructions.
+
+The result does not depend on the order in which workers run. A worker's next instruction depends on
+its own program alone, and a message or a sum that has arrived stays. Must not know times
+(`oobleck.planner.cost.replay` has them), nor how programs are made.
 """
 
 from collections import defaultdict, deque
@@ -39,23 +40,23 @@ _Link = tuple[WorkerId, WorkerId]
 
 
 def dry_run(programs: Mapping[WorkerId, Program], plan: Plan) -> None:
-    """Run `programs` once. Raises ProgramDeadlock with who waits for what.
+    """Run `programs` once. Raises ProgramDeadlock with each waiter and its instruction.
 
     Sends end at once. Links are first-in-first-out: a worker that receives messages in another
-    order than they were sent waits for ever. Programs may be those of some workers: messages with
-    others pass at once.
+    order than they were sent waits for ever. If `programs` are those of some workers only, messages
+    with others pass at once.
     """
     _Run(programs, plan).finish()
 
 
 @dataclass(slots=True, eq=False)
 class _Runner:
-    """A worker, and how far it is in its program."""
+    """Worker with its position in its program."""
 
     id: WorkerId
     program: Program
     position: int = 0
-    #: Gradient sums that it has come to, and how many of them are over, oldest first.
+    #: Gradient sums that it has reached, and how many of them are over, oldest first.
     started: list[SyncGradient] = field(default_factory=list)
     summed: int = 0
 
@@ -67,7 +68,7 @@ class _Runner:
 class _Run:
     def __init__(self, programs: Mapping[WorkerId, Program], plan: Plan) -> None:
         self._runners = {w: _Runner(w, program) for w, program in sorted(programs.items())}
-        #: How many workers hold a layer together with this one, where it is not alone.
+        #: Number of workers that hold a layer together, where there are several.
         self._width = {
             (worker, layer): len(hold.workers)
             for hold in plan.holds
@@ -76,12 +77,12 @@ class _Run:
             for layer in hold.layers
         }
         self._runnable = deque(self._runners.values())
-        #: Messages that are on their way, and who waits for the next one.
+        #: Messages on their way, and the worker that waits for the next one.
         self._sent: dict[_Link, deque[Content]] = defaultdict(deque)
         self._receiver: dict[_Link, _Runner] = {}
-        #: Workers of a hop that have come to a piece of compute.
+        #: Workers of a hop that have reached a piece of compute.
         self._gathered: dict[tuple[Visit, type[Compute]], list[_Runner]] = {}
-        #: By bucket: the workers that have it as their oldest open sum.
+        #: By bucket: workers for which it is the oldest open sum.
         self._ready_to_sum: dict[int, set[WorkerId]] = defaultdict(set)
 
     def finish(self) -> None:
@@ -95,8 +96,8 @@ class _Run:
             raise ProgramDeadlock(self._describe(runner) for runner in stuck)
 
     def _passes(self, runner: _Runner, step: Instruction) -> bool:
-        """Run the instruction that the worker stands before; False: it must wait there, and goes
-        on by being put among the runnable ones."""
+        """Run the worker's next instruction; False: it must wait there, and continues when it is
+        put among the runnable ones."""
         match step:
             case Message() if step.peer not in self._runners:
                 return True
@@ -137,7 +138,7 @@ class _Run:
     # ---- what several workers do together
 
     def _compute(self, runner: _Runner, step: Compute) -> bool:
-        """The workers of a hop compute in step."""
+        """Run compute; the workers of a hop compute in step."""
         width = self._width.get((runner.id, step.first_layer), 1)
         if width == 1:
             return True
@@ -152,7 +153,9 @@ class _Run:
         return True
 
     def _sum(self, runner: _Runner) -> None:
-        """The worker's oldest open sum is now ready there; end those that are ready everywhere."""
+        """Mark the worker's oldest open sum as ready there; end the sums that are ready
+        everywhere.
+        """
         came_up = [runner]
         while came_up:
             runner = came_up.pop()
@@ -168,14 +171,14 @@ class _Run:
                     came_up.append(owner)
 
     def _vote(self) -> None:
-        """Let all workers pass the vote once all of them stand there with their sums over."""
+        """Let all workers pass the vote once all have reached it with their sums over."""
         runners = self._runners.values()
         if all(isinstance(r.next, Vote) and r.summed == len(r.started) for r in runners):
             for runner in runners:
                 runner.position += 1
                 self._runnable.append(runner)
 
-    # ---- who waits for what
+    # ---- description of waiting workers
 
     def _describe(self, runner: _Runner) -> str:
         step = runner.next
@@ -184,7 +187,7 @@ class _Run:
         match step:
             case Message():
                 sent = self._sent.get((step.peer, runner.id))
-                other = " in its turn: another message is before it" if sent else ""
+                other = " in order: another message is before it" if sent else ""
                 return f"{words} for {step.peer}{other}"
             case Forward() | Backward() | BackwardInput() | BackwardWeight():
                 return f"{words} for the other workers of its hop"

@@ -1,9 +1,9 @@
-"""Buckets of gradients and the owners that sum them, from where a plan has layers held.
+"""Buckets of gradients and the owners that sum them, by the holds of a plan.
 
-A sum over few workers costs milliseconds however small it is, and one can start only when all of it
-is there; so layers with the same owners go into one bucket up to a size, and then into the next.
-Owns the cut of layers into pieces where different numbers of workers share them. Must not
-know the order of compute or times.
+A sum over few workers costs milliseconds however small it is, and starts only when all of it is
+ready. So layers with the same owners share a bucket up to a size, and then the next one. Owns the
+cut of layers into pieces where different numbers of workers share them. Must not know the order of
+compute or times.
 """
 
 import math
@@ -21,29 +21,28 @@ from oobleck.core.ties import Ties, groups
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Parts that are summed over the same workers in one go."""
+    """Parts that are summed over the same workers in one operation."""
 
     owners: tuple[WorkerId, ...]
     parts: tuple[LayerPart, ...]
 
 
-#: A bucket is full with this (as in Li et al., PyTorch Distributed, §4.2).
+#: Size at which a bucket is full (as in Li et al., PyTorch Distributed, §4.2).
 BUCKET_BYTES = 25 << 20
 
 
 def gradient_buckets(
     plan: Plan, *, tied: Ties, layer_bytes: Sequence[int] | None = None
 ) -> tuple[Bucket, ...]:
-    """The buckets, highest layers first; the index is the number.
+    """Return the buckets, highest layers first; the index is the number.
 
-    Each distinct set of owners has one or, where `layer_bytes` tells the size of each layer's
-    gradient, as many as fill up. The buckets of one set come in the order in which a backward
-    completes their layers, the tied part last: owners that hold both of its ends have it with layer
-    0.
+    Each distinct set of owners has one bucket or, where `layer_bytes` has the size of each layer's
+    gradient, as many as fill up. The buckets of one set are in the order in which a backward
+    completes their layers. The tied part is last: owners of both of its ends have it with layer 0.
 
     A part is in a bucket exactly when its owners are the bucket's, so every owner holds every `own`
     part of it. Parameters that layers share are one part with several places: its owners are the
-    holders of all these layers, and each syncs what it holds of it. No bucket has two such parts.
+    holders of all these layers, and each syncs the places it holds. No bucket has two such parts.
     """
     by_owners: dict[tuple[WorkerId, ...], list[LayerPart]] = defaultdict(list)
     for layers, holds in _runs(plan):
@@ -65,20 +64,22 @@ def gradient_buckets(
         for owners, held in [*by_owners.items(), *further]
         for parts in (_filled(held, layer_bytes) if layer_bytes is not None else [held])
     ]
-    # No two buckets share an own part's layer, except where it is cut into pieces; only those
-    # and the tied buckets can need the tie-break.
+    # Two buckets share the layer of an own part only where it is cut into pieces. Only those and
+    # the tied buckets can need the tie-break.
     return tuple(sorted(buckets, key=lambda bucket: (-_highest(bucket), bucket.owners)))
 
 
 def _highest(bucket: Bucket) -> int:
-    """The highest layer of its own parts; of its tied ones, where there are no others."""
+    """Return the highest layer of the bucket's own parts, or of its tied ones if it has no
+    others.
+    """
     own = [part.layer for part in bucket.parts if part.part == "own"]
     return max(own or [part.layer for part in bucket.parts])
 
 
 def _filled(parts: Sequence[LayerPart], layer_bytes: Sequence[int]) -> Iterator[list[LayerPart]]:
-    """`parts` of the same owners, whole layers from the highest down, cut where a bucket is full;
-    the tied ones stay with the lowest."""
+    """Yield buckets of `parts`, which have the same owners: whole layers from the highest down, cut
+    where a bucket is full. The tied ones stay with the lowest."""
     bucket: list[LayerPart] = []
     held = 0
     for part in sorted(parts, key=lambda part: (part.part == "tied", -part.layer)):
@@ -97,7 +98,7 @@ def _place(part: LayerPart) -> tuple[str, int, Share]:
 def syncs_by_worker(
     buckets: Sequence[Bucket], plan: Plan, *, workers: Collection[WorkerId] | None = None
 ) -> Mapping[WorkerId, list[SyncGradient]]:
-    """The sums that each of `workers`, by default all, takes part in, in the order of the
+    """Return the sums that each of `workers`, by default all, takes part in, in the order of the
     buckets."""
     wanted = plan.workers if workers is None else workers
     syncs: dict[WorkerId, list[SyncGradient]] = {worker: [] for worker in wanted}
@@ -127,7 +128,7 @@ def _within(parts: Iterable[LayerPart], shards: Iterable[Shard]) -> Iterator[Lay
 
 
 def _runs(plan: Plan) -> Iterator[tuple[range, list[Hold]]]:
-    """Maximal runs of layers that the same holds have, with those."""
+    """Yield maximal runs of layers that the same holds have, with those holds."""
     cuts = {hold.first_layer for hold in plan.holds} | {h.last_layer + 1 for h in plan.holds}
     runs = [range(start, stop) for start, stop in pairwise(sorted(cuts))]
     number = {run.start: index for index, run in enumerate(runs)}
@@ -141,7 +142,7 @@ def _runs(plan: Plan) -> Iterator[tuple[range, list[Hold]]]:
 
 
 def _pieces(holds: Collection[Hold]) -> Iterator[tuple[Share, tuple[WorkerId, ...]]]:
-    """Cut what the holds have in common wherever one of them changes the worker that owns it.
+    """Cut the holds' common layers wherever one of the holds changes the worker that owns a piece.
 
     Worker p of d owns the p-th d-th. Yields each piece with its owners, sorted.
     """

@@ -1,8 +1,7 @@
-"""Part of one worker in the programs of a plan, without those of all others.
+"""Part of one worker in a plan's programs, compiled without those of all others.
 
-That is its own program, and the order in which its neighbours have the messages that they exchange
-with it. So entering a plan costs a worker what its own routes have in them, however many others
-there are.
+It is the worker's own program, and the order in which its neighbours exchange messages with it. So
+entering a plan costs a worker time in proportion to its own routes, however many others there are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,14 +21,14 @@ class OwnProgram:
     """Program of one worker in a step or in a round of an evaluation."""
 
     program: Program
-    #: By neighbour, what it sends to this worker and receives from it, in its order.
+    #: By neighbour: its messages to and from this worker, in the neighbour's order.
     peers: Mapping[WorkerId, tuple[Message, ...]]
 
     @classmethod
     def of(
         cls, worker: WorkerId, programs: Mapping[WorkerId, Sequence[Instruction]]
     ) -> "OwnProgram":
-        """Take the worker's part of `programs`, which must have its own and those of its
+        """Take the worker's part of `programs`, which must contain its own and those of its
         neighbours."""
         own = tuple(programs[worker])
         peers = sorted({step.peer for step in own if isinstance(step, Message)})
@@ -54,7 +53,7 @@ def compile_own(
     layer_bytes: Sequence[int] | None = None,
     work: Work | None = None,
 ) -> OwnProgram:
-    """The part of `worker` in what `compile_programs` makes of the same."""
+    """Compile the part of `worker` in the programs of `compile_programs`."""
     bodies = compile_bodies(plan, work, workers=_neighbourhood(plan, worker))
     buckets = gradient_buckets(plan, tied=tied, layer_bytes=layer_bytes)
     syncs = syncs_by_worker(buckets, plan, workers=[worker])[worker]
@@ -64,7 +63,7 @@ def compile_own(
 def compile_own_evaluation(
     plan: Plan, microbatches: int, worker: WorkerId
 ) -> tuple[OwnProgram, ...]:
-    """The part of `worker` in what `compile_evaluation` makes of the same, by round."""
+    """Compile the part of `worker` in the programs of `compile_evaluation`, by round."""
     rounds = compile_evaluation(plan, microbatches, workers=_neighbourhood(plan, worker))
     return tuple(
         OwnProgram.of(
@@ -79,7 +78,7 @@ def compile_own_evaluation(
 
 
 def _neighbourhood(plan: Plan, worker: WorkerId) -> set[WorkerId]:
-    """`worker`, and those of the hops before and after its own."""
+    """Return `worker` and the workers of the hops before and after its own."""
     found = {worker}
     for route in plan.routes:
         for position, hop in enumerate(route.hops):

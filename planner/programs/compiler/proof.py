@@ -1,31 +1,30 @@
-"""Proof that nobody waits for ever for a message in a plan's programs, before any worker sees it.
+"""Proof that a plan's programs cannot deadlock on messages, before any worker gets them.
 
 Routes that are list-scheduled are proven by a dry run (`oobleck.planner.programs.compiler.dryrun`)
 of all their messages. Routes with closed forms are proven by dry runs of small pieces of programs
-that stand for them. They are remembered, so that a plan costs only what is new in it. A message
-names a stage's worker by its place in the piece (p0s1/0: the second stage). Why pieces are enough:
+that represent them. Proven pieces are remembered, so that a plan costs only its new ones. A message
+names a stage's worker by its place in the piece (p0s1/0: the second stage). Pieces are enough:
 
-1. Pipelines meet in gradient sums and in the vote alone, and a program does not stop for a sum
+1. Pipelines meet only in gradient sums and in the vote, and a program does not stop for a sum
    before the vote. So messages are proven pipeline by pipeline.
 2. Until the vote a stage waits for the stage before it or after it. So if some waited for ever, two
    neighbours would wait for each other, whatever the others do. It is enough to run each two
-   neighbours, each in its order of compute, as if nobody stood before and after them.
-3. The stages after a pair say how many forwards it is ahead. After those each further micro-batch
-   is one more round of the same instructions, which leaves the links as it found them: what passes
-   once passes always. So a pair is run with a few rounds.
-4. Messages stand beside their compute, the same for each micro-batch. Where both begin with the
-   same forwards, the first never waits and the second takes what comes in its order, so the links
-   are empty after these; where both end with the same backwards, it is the other way round. A few
-   of each are run, so that every kind of message is seen to find its receiver; the rest is left
-   out.
+   neighbours, each in its order of compute, as if they were alone.
+3. The number of stages after a pair decides how many forwards it is ahead. After those, each
+   further micro-batch is one more round of the same instructions, which leaves the links as it
+   found them. A round that passes once passes always. So a pair is run with a few rounds.
+4. Messages are beside their compute, the same for each micro-batch. Where both stages begin with
+   the same forwards, the first never waits and the second takes each message in its order. So the
+   links are empty after these. Where both end with the same backwards, it is the other way round. A
+   few of each are run to see that every kind of message finds its receiver; the rest is skipped.
 
 Each link of a pair, forward and backward, is first-in-first-out in these runs.
 
-Not proven here: sums of gradients, of which every worker has its part of one list in one order
-(`oobleck.planner.programs.compiler.gradients`), though it starts those of other owners as they
-become ready; and what workers compile themselves. A step that is done again in part after a loss
-has the order of a step, less what is left out on both ends of a link; an evaluation only goes
-forward. Tests run all of these.
+Two things are not proven here, but tests run them. Sums of gradients: every worker has its part of
+one list in one order (`oobleck.planner.programs.compiler.gradients`), though it starts those of
+other owners as they become ready. And programs that workers compile themselves. A step that is
+partly redone after a loss has the order of a step, with omissions equal on both ends of a link. An
+evaluation has only forwards.
 """
 
 from collections.abc import Iterable, Sequence
@@ -43,16 +42,16 @@ from oobleck.planner.programs.listing.schedule import listed_routes
 
 #: Micro-batches of a run beyond those that fill the stages.
 _ROUNDS = 4
-#: How many are run of the forwards that both begin with, and of the backwards that both end with:
-#: two can stand in a wrong order.
+#: Common forwards at the begin, and backwards at the end, that are run: two can be in a wrong
+#: order.
 _ALIKE = 2
 
-#: The forwards and backwards of a stage, one after the other.
+#: Forwards and backwards of a stage in order.
 _Order = tuple[Work, ...]
 
 
 def prove(plan: Plan) -> None:
-    """Raises ProgramDeadlock with who waits for what."""
+    """Prove the plan's messages; raises ProgramDeadlock with each waiter and its instruction."""
     listed = set(listed_routes(plan))
     if listed:
         workers = {w for number in listed for hop in plan.routes[number].hops for w in hop.workers}
@@ -72,7 +71,7 @@ def prove(plan: Plan) -> None:
 
 
 def _talking(order: Iterable[Work]) -> _Order:
-    """Without the weight gradients, which nobody sends or waits for."""
+    """Return the order without weight gradients, which involve no messages."""
     return tuple(
         (Forward if kind is Forward else Backward, microbatch)
         for kind, microbatch in order
@@ -81,8 +80,8 @@ def _talking(order: Iterable[Work]) -> _Order:
 
 
 def _shortest(first: _Order, second: _Order) -> tuple[_Order, _Order]:
-    """Without most of what both begin and end with; micro-batches are counted anew, forward and
-    backward each, since a message of one never meets one of the other."""
+    """Return both orders without most of their common begin and end. Micro-batches are counted
+    anew, forward and backward each, since a message of one never meets one of the other."""
     begin = max(0, _alike(first, second, Forward) - _ALIKE)
     end = max(0, _alike(first[::-1], second[::-1], Backward) - _ALIKE)
     orders = first[begin : len(first) - end], second[begin : len(second) - end]
@@ -119,7 +118,7 @@ def _prove_messages(orders: tuple[_Order, _Order], widths: tuple[int, ...]) -> N
 
 
 def _pair(widths: Sequence[int]) -> Plan:
-    """Build a plan of one pipeline, each stage a layer on a node of its own."""
+    """Build a plan of one pipeline whose stages are a layer each, on nodes of their own."""
     nodes = tuple(NodeName(f"p0s{number}") for number in range(len(widths)))
     stages = tuple(
         Hold(
@@ -134,5 +133,5 @@ def _pair(widths: Sequence[int]) -> Plan:
 
 
 def forget() -> None:
-    """Prove everything anew."""
+    """Forget all proofs."""
     _prove_messages.cache_clear()

@@ -1,7 +1,7 @@
-"""The micro-batches of a step that is done again in part, in place of the plan's shares.
+"""Micro-batches of a step that is partly redone, in place of the plan's shares.
 
-After a loss, gradients of many micro-batches are still there; the others are done again, each only
-as far down as a layer lacks it. Pure data, and the spread of such micro-batches over routes.
+After a loss, the gradients of many micro-batches survive. The others are redone, each only as far
+down as a layer lacks it. Pure data, and the spread of such micro-batches over routes.
 """
 
 import heapq
@@ -15,18 +15,18 @@ from oobleck.core.plan import Plan
 class Work:
     """Work of a plan's routes in one step."""
 
-    #: By route, in the order in which they are computed.
+    #: Micro-batches by route, in the order of compute.
     microbatches: tuple[tuple[int, ...], ...]
-    #: Of each: the lowest layer whose gradient still lacks it, and the number of layers where none
-    #: does and only its loss is wanted. The backward ends there.
+    #: By micro-batch: the lowest layer whose gradient still lacks it, where its backward ends. The
+    #: number of layers means that only its loss is missing.
     lowest: Mapping[int, int]
 
 
 def spread(microbatches: Sequence[int], plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Hand `microbatches` out to the routes in proportion to their shares of a whole step.
+    """Spread `microbatches` over the routes in proportion to their shares of a whole step.
 
-    Each in turn goes to the route that would be done with it first, as far as the shares tell how
-    fast that is; equal routes go by their order. A route's micro-batches are contiguous.
+    Each in turn goes to the route that would finish it first, where the shares measure the routes'
+    speeds; ties go by the order of routes. A route's micro-batches are contiguous.
     """
     counts = [0] * len(plan.routes)
     heap = [(1 / route.microbatches, number) for number, route in enumerate(plan.routes)]

@@ -1,42 +1,42 @@
 """The banker's algorithm, for list scheduling where routes follow no common order of the workers.
 
-A state is *safe* if the micro-batches on their way can come through one after the other, each in
-what is free by then: what through ones keep becomes free without anybody's room (`passes`). At
-first none is on its way. A forward begins only if the state after it is safe. That is so if its own
-micro-batch comes through, at once or after some others: the rest can then as before. In a safe
-state with nothing left to run, the first of the sequence can begin its next forward, and the state
-stays safe. So memory never sticks.
+A state is *safe* if the micro-batches on their way can come through one after the other in the
+memory that is free by then. Memory of those already through (`passes`) becomes free unaided. At
+first none is on its way. A forward begins only if the state after it is safe.
+
+The next state is safe if the forward's own micro-batch comes through, at once or after some others:
+the rest can then as before. In a safe state with nothing left to run, the first of the sequence can
+begin its next forward, and the state stays safe. So memory never deadlocks.
 """
 
 from heapq import heappop
 
 from oobleck.planner.programs.listing.visits import Visits
 
-#: By worker: how many bytes, where that is not nothing.
+#: Bytes by worker, without zeros.
 _Bytes = tuple[tuple[int, int], ...]
 
 
 class Bank:
     """Bank that decides which forwards leave a safe state.
 
-    Micro-batches that come to the same hop of the same route next are alike: they have kept as
-    much and need as much. So one of each kind is asked for all of them, and work does not grow
-    with how many wait.
+    Micro-batches whose next hop is the same are alike: they have kept as much and need as much. One
+    of each kind is asked for all, so work does not grow with the number that wait.
     """
 
     def __init__(self, visits: Visits) -> None:
         self._visits = visits
         #: By hop: visits whose forward is ready.
         self.ready: list[list[int]] = [[] for _ in visits.hops]
-        #: By the hop that comes next: how many are on their way, where there are any.
+        #: By next hop: how many are on their way, without zeros.
         self._on_way: dict[int, int] = {}
-        #: By worker: what those on their way leave of its room.
+        #: By worker: room that those on their way leave free.
         self._spare = list(visits.room)
-        #: Hops whose visits would leave no safe state. They may only after somebody came through: a
-        #: forward that begins takes of the spare what its micro-batch needed all the same.
+        #: Hops whose visits would leave no safe state. Only a micro-batch that comes through can
+        #: change that: a forward that begins takes only memory that its micro-batch needed anyway.
         self._refused: set[int] = set()
         self.came_through = False
-        #: By hop: what is kept there, before it, and from it on.
+        #: By hop: bytes kept there, before it, and from it on.
         self._kept: list[_Bytes] = [()] * len(visits.hops)
         self._before: list[_Bytes] = [()] * len(visits.hops)
         self._needs: list[_Bytes] = [()] * len(visits.hops)
@@ -45,7 +45,7 @@ class Bank:
                 self._add(path)
 
     def _add(self, path: range) -> None:
-        """The hops of a route, by its first micro-batch."""
+        """Add the hops of a route, from its first micro-batch."""
         visits = self._visits
         for visit in path:
             hop = visits.hop[visit]
@@ -92,7 +92,7 @@ class Bank:
         for worker, kept in self._kept[hop]:
             spare[worker] -= kept
         left = self._on_way.copy()
-        if hop in left:  # nobody is on its way to a first hop
+        if hop in left:  # no micro-batch is on its way to a first hop
             _count(left, hop, -1)
         _count(left, hop + 1, 1)
         while hop + 1 in left:
@@ -101,7 +101,7 @@ class Bank:
                 self._refused.add(hop)
                 return False
             for following in through:
-                # What they keep becomes spare.
+                # Their kept bytes become spare.
                 count = left.pop(following)
                 for worker, kept in self._before[following]:
                     spare[worker] += count * kept

@@ -1,4 +1,4 @@
-"""Lower bound of a list schedule's time, so that a search can end where there is nothing to gain.
+"""Lower bound of a list schedule's time, at which a search can stop.
 
 Must not know how schedules are made.
 """
@@ -9,7 +9,7 @@ from oobleck.planner.programs.listing.visits import Visits
 
 
 def loads(visits: Visits) -> list[int]:
-    """Return the ticks of all that each worker has to do."""
+    """Return the ticks of each worker's whole work."""
     load = [0] * len(visits.workers)
     for visit, group in enumerate(visits.group):
         ticks = visits.forward[visit] + visits.backward[visit] + visits.weight[visit]
@@ -20,28 +20,31 @@ def loads(visits: Visits) -> list[int]:
 
 @dataclass(slots=True)
 class _Least:
-    """The least that anything of one worker's takes."""
+    """Least times and bytes of one worker's work."""
 
-    #: When a forward, and when a backward, can begin.
+    #: Earliest begin of a forward, and of a backward.
     forward: int
     backward: int
-    #: From its last work to the end of the step.
+    #: Least time from its last work to the end of the step.
     tail: int
-    #: What a micro-batch keeps, and the most that a forward takes.
+    #: Least bytes that a micro-batch keeps, and most ticks that a forward takes.
     kept: int
     most_ticks: int = 0
 
 
 def least_makespan(visits: Visits) -> int:
-    """No schedule is shorter. A worker does all that it has to; before, it waits for its first
-    forward; until its first backward can begin it has only forwards, as many as fit; and after its
-    last work backwards may be left on the hops before. A micro-batch takes its time, too."""
+    """Return a lower bound of the makespan.
+
+    A worker does all its work. Before that it waits for its first forward. Until its first backward
+    can begin it has only forwards, as many as fit. After its last work, backwards may remain on the
+    hops before. A single micro-batch's time is a bound, too.
+    """
     never = sum(visits.forward) + sum(visits.backward) + 2 * sum(visits.message)
     least = [_Least(forward=never, backward=never, tail=never, kept=room) for room in visits.room]
     longest = 0
     for microbatch, path in enumerate(visits.path):
         if visits.place[microbatch] > 0:
-            continue  # as the first one of its route
+            continue  # like the first one of its route
         time = 0
         begins = []
         for visit in path:
@@ -65,7 +68,7 @@ def least_makespan(visits: Visits) -> int:
     for room, own, load in zip(visits.room, least, loads(visits), strict=True):
         begin = own.forward
         if own.kept > 0:
-            # The latest begin of work that goes on without a pause from there.
+            # Latest begin of work that continues without a pause from there.
             begin = max(begin, own.backward - room // own.kept * own.most_ticks)
         longest = max(longest, begin + load + own.tail)
     return longest

@@ -1,22 +1,22 @@
-"""Pass of list scheduling: when each worker computes what, with given ranks of micro-batches.
+"""Pass of list scheduling: a schedule for given ranks of micro-batches.
 
-Whenever a group is idle it begins what it has: backwards that a hop before waits for, or forwards
-whose bytes fit, else weight gradients; of several the micro-batch of least rank. Backwards go
-first, or else forwards up to so many in flight, which keeps a step as even as 1F1B is. A pass
-takes time proportional to the number of visits, but for heaps.
+An idle group begins its ready work: backwards that a hop before waits for, or forwards whose bytes
+fit, else weight gradients. The micro-batch of least rank is first. Backwards go first, or else
+forwards up to so many in flight, which keeps a step as even as 1F1B is. A pass takes time
+proportional to the number of visits, apart from heaps.
 
-Memory never sticks. A micro-batch is *through* once its last forward has begun: its backward needs
-no room, so what through ones keep becomes free. The others that have begun are *on their way*.
+Memory never deadlocks. A micro-batch is *through* once its last forward has begun: its backward
+needs no more memory, so its bytes become free. The others that have begun are *on their way*.
 
-- If there is an order of the workers that all routes follow (as with equal cuts), a forward begins
-  wherever it fits and few enough are in flight. Suppose nothing can begin. Then nobody is through
-  but not done. If some are on their way, take the last worker in the order that has computed for
-  one of them. The workers of that one's next hop come later in the order, so they keep nothing and
-  have none in flight; each micro-batch fits on an empty worker; so what is ready there can begin.
-  If none is on its way, all workers are empty, and any micro-batch can begin.
+- If all routes follow one order of the workers (as with equal cuts), a forward begins wherever it
+  fits and few enough are in flight. Suppose nothing can begin. Then every one that is through is
+  done. If some are on their way, take the last worker in the order that has computed for one of
+  them. The workers of that one's next hop come later in the order, so they keep nothing and have
+  none in flight. Each micro-batch fits on an empty worker, so the forward that is ready there can
+  begin. If none is on its way, all workers are empty, and any micro-batch can begin.
 - Else a forward begins only where the bank finds that all on their way can still come through.
 
-Must not know how the ranks came about.
+Must not know the origin of the ranks.
 """
 
 from dataclasses import dataclass
@@ -28,32 +28,36 @@ from oobleck.planner.programs.listing.visits import Visits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """Result of one pass. Work is kind * number of visits + visit, where kind is 0 for a forward, 1
-    for a backward or its first part, 2 for weight gradients."""
+    """Result of one pass.
+
+    Work is kind * number of visits + visit. Kind is 0 for a forward, 1 for a backward or its first
+    part, 2 for weight gradients.
+    """
 
     makespan: int
-    #: Begin and work, in their order.
+    #: Begin and work, in order.
     begun: list[tuple[int, int]]
-    #: The most bytes that each worker kept at a time.
+    #: Most bytes that each worker keeps at a time.
     peak_bytes: list[int]
 
 
 def run_pass(visits: Visits, rank: list[int], spare: int | None) -> Pass:
-    """Ranks are of micro-batches, each another. `spare`: forwards go first, with so many more
-    micro-batches in flight at each hop than 1F1B has; None: backwards go first.
+    """Schedule all visits with distinct ranks of micro-batches.
 
-    One loop over local names, since all that stands in it runs several times for each visit.
+    `spare`: forwards go first, with so many more micro-batches in flight at each hop than 1F1B has;
+    None: backwards go first. It is one loop over local names, since it runs several times per
+    visit.
     """
     count, groups = len(visits.owner), len(visits.members)
     group_of, members, overlaps = visits.group, visits.members, visits.overlaps
     kept, deferred, splits, message = visits.kept, visits.deferred, visits.splits, visits.message
     first, last = visits.first, visits.last
     ticks = visits.forward + visits.backward + visits.weight
-    # What a heap has of a visit: its micro-batch's rank, then itself.
+    # Heap key of a visit: its micro-batch's rank, then itself.
     key = [rank[owner] * count + visit for visit, owner in enumerate(visits.owner)]
     bank = None if visits.ordered else Bank(visits)
-    # By group: visits that are ready. Backwards that can wait are among the weight gradients. The
-    # bank has the forwards; a group has the hops that it is asked for.
+    # By group: visits that are ready. Backwards that can wait are among the weight gradients. With
+    # a bank, the bank has the forwards, and a group has its hops.
     forwards: list[list[int]] = [[] for _ in range(groups)]
     forwards_at = [forwards[group] for group in group_of]
     if bank is not None:
@@ -62,15 +66,15 @@ def run_pass(visits: Visits, rank: list[int], spare: int | None) -> Pass:
             forwards[group].append(hop)
     backwards: list[list[int]] = [[] for _ in range(groups)]
     weights: list[list[int]] = [[] for _ in range(groups)]
-    # Nobody waits for the backward of a first hop.
+    # No hop waits for the backward of a first hop.
     backwards_at = [weights if entry else backwards for entry in first]
     turns = (backwards, forwards) if spare is None else (forwards, backwards)
-    # By group: forwards whose backward has not ended, and how many there may be.
+    # By group: forwards whose backward has not ended, and their limit.
     flying, most_flying = [0] * groups, _limits(visits, spare)
-    # By group: how many of those that share a worker with it compute now.
+    # By group: number of overlapping groups that compute now.
     blocked = [0] * groups
     free, least_free = list(visits.room), list(visits.room)
-    # Time * codes + code: work that ends; from 3 * count on a forward, or a backward, that arrives.
+    # Time * codes + code: work that ends; from 3 * count on, a forward or a backward that arrives.
     queue: list[int] = []
     codes = 5 * count
     begun: list[tuple[int, int]] = []
@@ -148,7 +152,7 @@ def run_pass(visits: Visits, rank: list[int], spare: int | None) -> Pass:
             for worker in members[group]:
                 free[worker] += back
         if bank is not None and bank.came_through:
-            # That may let anybody begin.
+            # That may let any group begin.
             bank.came_through = False
             touched = list(range(groups))
     assert len(begun) == 2 * count + sum(splits), "memory stuck"
@@ -176,8 +180,8 @@ def _take(
 
 
 def _limits(visits: Visits, spare: int | None) -> list[int]:
-    """Return how many micro-batches each group may have in flight: one for each hop from there to
-    the end of the route, as under 1F1B, and some to spare."""
+    """Return the most micro-batches in flight of each group: one for each hop from there to the end
+    of the route, as under 1F1B, plus `spare`."""
     if spare is None or not visits.ordered:
         return [len(visits.owner)] * len(visits.members)
     limits = [0] * len(visits.members)

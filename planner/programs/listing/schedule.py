@@ -1,9 +1,9 @@
 """List scheduling: from the routes of a plan to the order of compute on each worker.
 
 Several rules rank the micro-batches, a pass makes a schedule of each ranking, and the one of least
-makespan is kept. The rest of a budget, counted in visits and not in time, goes into trying other
-ranks: the same plan has the same schedule on every machine. Owns rules, search and the result. Must
-not know how a pass goes.
+makespan is kept. The rest of a budget is spent on other ranks. It is counted in visits and not in
+time, so that a plan has the same schedule on every machine. Owns rules, search and the result. Must
+not know how a pass works.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,40 +19,40 @@ from oobleck.planner.programs.listing.bound import least_makespan, loads
 from oobleck.planner.programs.listing.passes import Pass, run_pass
 from oobleck.planner.programs.listing.visits import Visits, visits_of
 
-#: Visits that all passes together may schedule, and the most passes: about 0.1 s. One is always
-#: made.
+#: Visits that all passes together may schedule, and the most passes: about 0.1 s. One pass is
+#: always made.
 BUDGET_VISITS = 10_000
 _MOST_PASSES = 256
-#: Where each forward asks whether it is safe, a pass takes so many times as long.
+#: Cost of a pass in which each forward asks whether it is safe, relative to one without.
 _UNORDERED_COST = 4
-#: By whether the backward is in two: its parts.
+#: Parts of a backward, by whether it is split.
 _BACKWARDS: Mapping[bool, tuple[type[Compute], ...]] = {
     False: (Backward,),
     True: (BackwardInput, BackwardWeight),
 }
-#: The order of the micro-batches, and how many more than under 1F1B are in flight.
+#: Order of the micro-batches, and how many more than under 1F1B are in flight.
 _Try = tuple[list[int], int | None]
 _SPARES = (None, 0, 1, 2)
-#: So finely the places of routes of different lengths are compared.
+#: Resolution at which the places of routes of different lengths are compared.
 _FINE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListSchedule:
-    """Schedule of what each worker computes in which order, and when, in ticks from the begin of
-    the step. Workers that compute nothing are not in it."""
+    """Order and times of each worker's compute, in ticks from the begin of the step; without
+    workers that compute nothing."""
 
     orders: Mapping[WorkerId, tuple[Compute, ...]]
-    #: By worker, as in its order.
+    #: By worker, in its order.
     begins: Mapping[WorkerId, tuple[int, ...]]
     ends: Mapping[WorkerId, tuple[int, ...]]
     makespan: int
-    #: The most bytes that each worker keeps of micro-batches at a time.
+    #: Most bytes of micro-batches that each worker keeps at a time.
     peak_bytes: Mapping[WorkerId, int]
 
 
 def listed_routes(plan: Plan) -> tuple[int, ...]:
-    """The routes (positions in the plan's) that need list scheduling: those that meet a worker
+    """Return the routes (positions in the plan) that need list scheduling: those that meet a worker
     twice, or share a worker with another route. The others keep their closed form."""
     met: dict[WorkerId, int] = {}
     for route in plan.routes:
@@ -67,17 +67,18 @@ def listed_routes(plan: Plan) -> tuple[int, ...]:
 
 
 def planned(plan: Plan) -> ListSchedule | None:
-    """The schedule of the plan's listed routes by its own listing, the same on every machine; None:
-    all routes have closed forms. Raises ValueError where the plan lacks a listing, PlanInfeasible.
+    """Return the schedule of the plan's listed routes by its listing, the same on every machine;
+    None: all routes have closed forms. Raises ValueError where the plan lacks a listing, and
+    PlanInfeasible.
 
-    Remembered: a plan is estimated, proven and compiled, and compiled again for the rest of a step.
+    Cached: a plan is estimated, proven and compiled, and compiled again for the rest of a step.
     """
     routes = listed_routes(plan)
     if not routes:
         return None
     if plan.listing is None:
-        raise ValueError("workers stand in several hops, and the plan does not say what these take")
-    # Neither its generation nor the order in closed forms matters, and its ticks count rates in.
+        raise ValueError("workers compute in several hops, and the plan lacks their costs")
+    # The generation and the order in closed forms do not matter, and the ticks include the rates.
     plain = replace(plan, generation=Generation(0), schedule="1f1b", rates=())
     return _planned(plain, routes)
 
@@ -103,10 +104,12 @@ def list_schedule(
     routes: tuple[int, ...] | None = None,
     budget_visits: int = BUDGET_VISITS,
 ) -> ListSchedule:
-    """Schedule `routes` (positions in the plan's; all if None), whose workers no other route may
-    have. `room` is the bytes that each worker can keep of micro-batches; `split`: all hops but the
-    first of a route have their backward in two. Raises PlanInfeasible where a worker has no room
-    for a single micro-batch.
+    """Schedule `routes` (positions in the plan; all if None), whose workers no other route may
+    have.
+
+    `room` is the bytes that each worker can keep of micro-batches. `split`: all hops but the first
+    of a route have their backward in two. Raises PlanInfeasible where a worker has no room for a
+    single micro-batch.
     """
     positions = tuple(range(len(plan.routes))) if routes is None else routes
     visits = visits_of(plan, ticks, room, split=split, routes=positions)
@@ -119,8 +122,8 @@ def list_schedule(
 
 
 def _best(visits: Visits, passes: int) -> Pass:
-    """Return the best of so many passes, of equal ones the first; those by rules are tried first.
-    The search ends early at a makespan that no schedule can be below."""
+    """Return the best of so many passes, the first among equals; those by rules are tried first.
+    The search ends early at a makespan equal to the lower bound."""
     least = least_makespan(visits)
     best: Pass | None = None
     start: _Try = [], None
@@ -136,7 +139,7 @@ def _best(visits: Visits, passes: int) -> Pass:
     for _ in range(passes):
         tried = _changed(visits, *start, draws)
         found = _run(visits, tried)
-        # One that is as good is the next start, so that the search does not stay where it is.
+        # An equally good one is the next start, so that the search moves on.
         if found.makespan <= best.makespan:
             start = tried
         if found.makespan < best.makespan:
@@ -155,8 +158,8 @@ def _run(visits: Visits, tried: _Try) -> Pass:
 
 
 def _rules(visits: Visits) -> Iterator[_Try]:
-    """Yield the tries by rules: what does best most often comes first, and then what differs most
-    from it."""
+    """Yield the tries by rules: the most successful rule first, then those that differ most from
+    it."""
     route, place, mates = visits.route, visits.place, visits.mates
     busiest = _busiest(visits)
     everyone = range(len(visits.number))
@@ -175,8 +178,8 @@ def _rules(visits: Visits) -> Iterator[_Try]:
 
 
 def _changed(visits: Visits, order: list[int], spare: int | None, draws: Iterator[int]) -> _Try:
-    """A little different: of ten times six one micro-batch goes some places on or back, three
-    times all of a route, and once more or fewer are in flight."""
+    """Return a small change: six times in ten one micro-batch moves some places, three times all of
+    a route, and once the number in flight changes."""
     choice, drawn = next(draws) % 10, next(draws) % 8
     microbatch = order[next(draws) % len(order)]
     if choice == 0:
@@ -192,12 +195,12 @@ def _changed(visits: Visits, order: list[int], spare: int | None, draws: Iterato
         other: place + by if visits.route[other] == route else place
         for place, other in enumerate(order)
     }
-    # Equal ones stay in their order.
+    # Sorting is stable: equal ones keep their order.
     return sorted(order, key=moved.__getitem__), spare
 
 
 def _draws() -> Iterator[int]:
-    """The same everywhere."""
+    """Yield pseudo-random numbers, the same on every machine."""
     state = 1
     while True:
         # Knuth's MMIX; its high bits are the good ones.
@@ -206,7 +209,7 @@ def _draws() -> Iterator[int]:
 
 
 def _busiest(visits: Visits) -> list[int]:
-    """Return for each micro-batch the ticks of all work of the busiest worker that it passes."""
+    """Return for each micro-batch the whole ticks of the busiest worker that it passes."""
     load = loads(visits)
     return [
         max(load[worker] for visit in path for worker in visits.members[visits.group[visit]])

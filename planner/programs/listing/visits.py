@@ -2,8 +2,8 @@
 the list scheduler.
 
 A *visit* is a micro-batch at one hop of its route. A *group* is the workers of a hop, which compute
-its visits in step. Owns the columns, and whether the workers have an order that all routes follow.
-Must not know in which order anything is computed.
+its visits in step. Owns the columns, and whether all routes follow one order of the workers. Must
+not know the order of compute.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,37 +17,37 @@ from oobleck.core.routes import Hop, HopTicks, Route
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Visits:
-    """Columns of the visits. The visits of a micro-batch stand in a row, by hops; the micro-batches
-    by their numbers.
+    """Columns of the visits. A micro-batch's visits are contiguous, by hops; micro-batches are
+    ordered by their numbers.
 
-    Lists of one length are columns: of visits, of micro-batches or of groups, as said.
+    Lists of one length are columns: of visits, of micro-batches or of groups, as marked.
     """
 
     # ---- by group
     #: Positions in `workers`.
     members: list[tuple[int, ...]]
-    #: The groups that have a worker in common with it; itself is one.
+    #: Groups that have a worker in common with it, itself included.
     overlaps: list[list[int]]
     # ---- by worker
     workers: list[WorkerId]
     room: list[int]
     # ---- of all
-    #: There is an order of the workers that each route's hops follow.
+    #: True if there is an order of the workers that each route's hops follow.
     ordered: bool
     hops: list[Hop] = field(default_factory=list)
     # ---- by visit
     group: list[int] = field(default_factory=list)
     forward: list[int] = field(default_factory=list)
-    #: In one piece, or where it is split of the input alone.
+    #: The whole backward, or only its input part where it is split.
     backward: list[int] = field(default_factory=list)
-    #: What comes later where the backward is split.
+    #: The rest of a split backward.
     weight: list[int] = field(default_factory=list)
     splits: list[bool] = field(default_factory=list)
-    #: Between this hop and the one after.
+    #: Message between this hop and the next one.
     message: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
     deferred: list[int] = field(default_factory=list)
-    #: It is at the first hop, or at the last one, of its route.
+    #: True if it is at the first hop, and at the last one, of its route.
     first: list[bool] = field(default_factory=list)
     last: list[bool] = field(default_factory=list)
     #: Position in `hops`.
@@ -59,7 +59,7 @@ class Visits:
     number: list[int] = field(default_factory=list)
     #: Its visits.
     path: list[range] = field(default_factory=list)
-    #: Of its route among the routes, its place on the route, and of how many.
+    #: Number of its route, its place among the route's micro-batches, and their count.
     route: list[int] = field(default_factory=list)
     place: list[int] = field(default_factory=list)
     mates: list[int] = field(default_factory=list)
@@ -73,8 +73,8 @@ def visits_of(
     split: bool,
     routes: tuple[int, ...],
 ) -> Visits:
-    """The visits of those `routes` (positions in the plan's). Raises PlanInfeasible where a worker
-    has no room for one micro-batch."""
+    """Build the visits of those `routes` (positions in the plan). Raises PlanInfeasible where a
+    worker has no room for one micro-batch."""
     groups: dict[tuple[WorkerId, ...], int] = {}
     chosen = [plan.routes[index] for index in routes]
     for route in chosen:
@@ -111,7 +111,7 @@ def _add(
 ) -> None:
     count, depth = route.microbatches, len(route.hops)
     taken = [known[hop] for hop in route.hops]
-    # Nobody waits for the input gradient of the first hop: its backward stays whole.
+    # No hop waits for the input gradient of the first hop: its backward stays whole.
     splits = [split and number > 0 for number in range(depth)]
     later = [hop.backward_weight if two else 0 for hop, two in zip(taken, splits, strict=True)]
     wholes = [hop.backward_input + hop.backward_weight for hop in taken]

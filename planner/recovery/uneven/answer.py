@@ -1,6 +1,6 @@
-"""The answer to the rates that workers have now: of all candidates the best one, if it is worth it.
+"""The answer to the current rates of workers: the best of all candidates, if it is worth a change.
 
-Must not know how a candidate comes to its routes.
+Must not know how a candidate gets its routes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,10 @@ from oobleck.planner.recovery.worth import LEAST_GAIN, splitting_weight, worth_a
 
 
 def uneven(change: Change) -> Answer:
-    """The best plan for the rates that workers have now; nobody is lost, and those that live and
-    are not in the running plan stand by.
+    """Answer with the best plan for the current rates. No node is lost; live nodes outside the
+    running plan stand by.
 
-    Raises PlanInfeasible, which says why, where staying is better.
+    Raises PlanInfeasible, with the reason, where staying is better.
     """
     now = situation(change)
     before_s = staying_s(now)
@@ -38,15 +38,14 @@ def uneven(change: Change) -> Answer:
         f"{_slow_ones(change)}: {best.found.rule}: a step takes {best.step_s:.4g} s in place of "
         f"{before_s:.4g} s, and {format_bytes(best.moved_bytes)} move"
     )
-    # Another cut may leave a layer with fewer nodes.
+    # Another cut may leave a layer on fewer nodes.
     then = best.then or shadows_behind(best.found.plan, change)
     return replace(best, found=replace(best.found, reason=reason), then=then)
 
 
 def _undone(offers: Sequence[Answer], change: Change, before_s: float) -> Answer | None:
-    """Return the answer that ends what was done about slow workers, once no live worker is slow.
-    Returns None where one is, or where a step of the running plan is the better one all the
-    same."""
+    """Return the answer that undoes the changes for slow workers, once no live worker is slow.
+    Return None while one is, or where the running plan's step is still shorter."""
     if any(worker.node in change.live for worker, rate in change.rates.items() if rate != 1):
         return None
     for offer in offers:
@@ -58,7 +57,7 @@ def _undone(offers: Sequence[Answer], change: Change, before_s: float) -> Answer
 
 
 def by_rates(change: Change) -> tuple[float, Sequence[Answer]]:
-    """Return the step time of the running plan at the rates of now, and all that could be done."""
+    """Return the step time of the running plan at the current rates, and all possible answers."""
     now = situation(change)
     return staying_s(now), list(_by_rates(change, now))
 
@@ -75,7 +74,7 @@ def _by_rates(change: Change, now: Situation) -> Iterator[Answer]:
         ):
             continue
         if each.rule == "recut" and can_lose_behind(plan, change) < tolerated:
-            continue  # there is no room for its shadows
+            continue  # no memory for its shadows
         found = Reconfiguration(plan=plan, rule=each.rule, reason="", idle=idle(change, plan))
         yield answer("uneven", found, each.step_s, change)
     yield from of_other_nodes(change, now)

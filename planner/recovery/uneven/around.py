@@ -1,8 +1,8 @@
-"""Around slow workers without moving state: some of their micro-batches go through other holders of
-their layers, or by another route as a whole. A slow worker keeps one at least, so that it goes on
-being measured.
+"""Re-routing around slow workers without moving state.
 
-Owns which micro-batches move. Must not know in which order they are computed.
+Some of their micro-batches pass other holders of their layers, or take another route as a whole. A
+slow worker keeps at least one, so that it is still measured. Owns the choice of micro-batches. Must
+not know the order of compute.
 """
 
 from collections import Counter
@@ -17,19 +17,19 @@ from oobleck.core.routes import Hop, Route
 from oobleck.planner.recovery.reroute import Spread, add_load, held_layers, merged
 
 _Hops = tuple[Hop, ...]
-#: Micro-batches of each way.
+#: Number of micro-batches of each way.
 _Counts = Counter[_Hops]
 
 
 def around(
     plan: Plan, ticks: Callable[[Hop], int], *, whole: bool, parts: Sequence[float]
 ) -> Sequence[Plan]:
-    """Plans on the way from `plan` to one in which no further move lessens what the busiest worker
-    has to do: after these parts of all moves.
+    """Return plans after these parts of all moves, from `plan` on to one in which no further move
+    relieves the busiest worker.
 
-    In each move one micro-batch of the busiest worker goes where the busiest of those that get it
-    has least to do; of equals to a whole route, if `whole`, which is otherwise no choice. `ticks`
-    is what a micro-batch takes a worker of that hop, its rate counted in.
+    Each move takes one micro-batch of the busiest worker to where the busiest of its new workers
+    has least to do. With `whole`, whole routes are choices too, and win ties. `ticks` is the time
+    of a micro-batch on a worker of that hop, with its rate.
     """
     moves = _Moves(plan, ticks, whole=whole)
     made = []
@@ -45,7 +45,7 @@ def around(
 
 
 class _Moves:
-    """Counts of micro-batches by their ways, and the load of the workers that follows."""
+    """Micro-batches counted by their ways, and the load of the workers that follows."""
 
     def __init__(self, plan: Plan, ticks: Callable[[Hop], int], *, whole: bool) -> None:
         self._ticks, self._whole = ticks, whole
@@ -54,12 +54,12 @@ class _Moves:
         self._load: Counter[WorkerId] = Counter()
         for route in plan.routes:
             self._add(route.hops, route.microbatches)
-        #: The spreads of micro-batches around some workers: they offer the same hops all the time.
+        #: Spreads of micro-batches around some workers, kept since they offer the same hops every
+        #: time.
         self._spreads: dict[tuple[WorkerId, ...], Spread] = {}
 
     def make_one(self) -> bool:
-        """Make a move that lessens what the busiest worker has to do; return whether there was
-        one."""
+        """Make a move that relieves the busiest worker; return whether there was one."""
         busiest = min(self._load, key=lambda worker: (-self._load[worker], worker))
         most = self._load[busiest]
         own = [hops for hops, count in self.counts.items() if count and _meets(hops, busiest)]
@@ -83,7 +83,7 @@ class _Moves:
         return True
 
     def _ways(self, hops: _Hops, busiest: WorkerId) -> list[_Hops]:
-        """Ways without that worker for a micro-batch of these hops."""
+        """Return ways without that worker for a micro-batch of these hops."""
         found = []
         if self._whole:
             others = [way for way, n in self.counts.items() if n and not _meets(way, busiest)]
@@ -97,7 +97,7 @@ class _Moves:
         with suppress(PlanInfeasible):
             way = self._spreads[avoided].way(hops)
             for hop in way:
-                if hop not in hops:  # it is only looked at
+                if hop not in hops:  # the way is only considered
                     add_load(self._load, hop, -self._ticks(hop))
             found.append(merged(way))
         return found

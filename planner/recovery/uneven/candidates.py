@@ -1,15 +1,14 @@
-"""Plans for the rates that workers have now (Malleus), each with what a step of it takes.
+"""Plans for the current rates of workers (Malleus), each with its step time.
 
-- *as planned*: the routes of the base; also what ends a way around a worker that is
-  well again.
+- *as planned*: the routes of the base; this also undoes a way around a worker that has recovered.
 - *reshare*: its pipelines with shares by their rates.
 - *partial reroute*: some micro-batches go around slow workers.
 - *recut*: its pipelines with fewer layers for slow workers, and shares by that; state moves.
 
-The routes of the base, the newest plan of templates or recut, can be gone back to without moving
-state as long as its workers are there. Where it was re-routed after a loss, only a way around slow
-workers is left: whole pipelines come from templates. Owns the candidates. Must not know which is
-worth a change.
+The base is the newest plan of templates or recut. Its routes can be restored without moving state
+while its workers are there. Where the base was re-routed after a loss, only a way around slow
+workers is possible: whole pipelines come from templates. Owns the candidates. Must not know which
+is worth a change.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,21 +35,22 @@ from oobleck.planner.recovery.uneven.shares import reshared
 from oobleck.planner.search.choose import keep_schedule, settled
 from oobleck.planner.search.shadows import with_shadows
 
-#: Micro-batches times hops that are list-scheduled: a second and a half, on all workers. As many of
-#: each slow worker are moved around it in a second or two.
+#: Most micro-batches times hops to list-schedule: a second and a half, on all workers. Moving as
+#: many of each slow worker around it takes a second or two.
 MOST_VISITS = 40_000
-#: Of all moves around slow workers, how many are made: an order of compute has room for some.
+#: Shares of all moves around slow workers to try: an order of compute allows only some.
 _PARTS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
-#: Of more visits one order alone is tried: whole routes are the better way where shares are large.
+#: Above so many visits only one share is tried: whole routes are the better way where shares are
+#: large.
 _FEW_VISITS = 2_000
-#: All stages times the square of the model's layers: cut anew in a second or two, for all schedules
-#: and choices of nodes.
+#: Most stages times the square of the model's layers: a recut takes a second or two, for all
+#: schedules and choices of nodes.
 _MOST_CUTS = 30_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A plan that is not proven yet."""
+    """Plan that is not proven yet."""
 
     rule: Rule
     plan: Plan
@@ -59,21 +59,21 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """Situation from which candidates are made."""
+    """Input from which candidates are made."""
 
     running: Plan
     base: Plan
     rates: Mapping[WorkerId, float]
     profile: Profile
-    #: The head shares layer 0's token embedding.
+    #: Groups of layers that share parameters.
     tied: Ties
     schedule_named: bool = False
-    #: As many nodes at a time shall be lost at no cost, by shadows where need be.
+    #: Number of simultaneous node losses that must cost nothing, with shadows if needed.
     shadows_for: int = 0
 
 
 def staying_s(now: Situation) -> float:
-    """Return the step time of the running plan at the rates as they are now."""
+    """Return the step time of the running plan at the current rates."""
     plan = now.running.with_rates(now.rates)
     if not listed_routes(plan):
         return estimate_step(plan, now.profile, tied=now.tied).step_s
@@ -96,8 +96,8 @@ def candidates(now: Situation) -> Iterator[Candidate]:
 
 
 def _whole_routes(now: Situation) -> Plan:
-    """The routes of the base on what workers hold now: the same layers, and shadows of others. The
-    running plan, where they do not hold that."""
+    """Return the routes of the base on the current holds: the same layers, and shadows of others.
+    Return the running plan where the holds do not allow that."""
     try:
         return replace(now.base, holds=now.running.holds, listing=None, rates=())
     except ValueError:
@@ -105,22 +105,22 @@ def _whole_routes(now: Situation) -> Plan:
 
 
 def _of_pipelines(rule: Rule, plan: Plan, now: Situation) -> Iterator[Candidate]:
-    """Yield the plan as a candidate, if it has room."""
+    """Yield the plan as a candidate, if it fits into memory."""
     with suppress(PlanInfeasible):
         final, step_s = _settled(plan, now)
         yield Candidate(rule=rule, plan=final, step_s=step_s)
 
 
 def _settled(plan: Plan, now: Situation) -> tuple[Plan, float]:
-    """The plan of whole routes, and what a step takes. Raises PlanInfeasible."""
+    """Return the settled plan of whole routes, and its step time. Raises PlanInfeasible."""
     final = settled(keep_schedule(plan, now.profile), now.profile)
     check_room(peak_bytes(final, now.profile), now)
     return final, estimate_step(final, now.profile, tied=now.tied).step_s
 
 
 def recuts(source: Plan, now: Situation) -> Iterator[Candidate]:
-    """The best one, if these are whole pipelines: under their schedule, or 1F1B, which keeps least
-    and so lets stages grow most."""
+    """Yield the best recut, if the routes are whole pipelines: under their schedule, or under 1F1B,
+    which keeps least and so lets stages grow most."""
     if listed_routes(source):
         return
     stages = sum(len(pipeline.stages) for pipeline in source.pipelines)
@@ -139,8 +139,8 @@ def recuts(source: Plan, now: Situation) -> Iterator[Candidate]:
 
 
 def _with_shadows_in_place(cut: Plan, now: Situation) -> Plan:
-    """Return the plan with shares by its cuts; its shadows are those that the state held now
-    allows. The others come at a step boundary behind it."""
+    """Return the plan with shares by its cuts, and with the shadows that the current state allows.
+    Further shadows follow at a step boundary."""
     plan = keep_schedule(reshared(cut, now.profile), now.profile)
     held = now.running.shards
     tolerated = now.shadows_for
@@ -148,7 +148,7 @@ def _with_shadows_in_place(cut: Plan, now: Situation) -> Plan:
 
 
 def _partial_reroutes(source: Plan, now: Situation) -> Iterator[Candidate]:
-    """The best one: by single hops alone, or by whole routes too."""
+    """Yield the best partial re-route: by single hops alone, or by whole routes too."""
     ticks = hop_ticks(now.profile, source)
     visits = sum(route.microbatches * len(route.hops) for route in source.routes)
     if visits * len(source.rates) > MOST_VISITS:
@@ -158,8 +158,8 @@ def _partial_reroutes(source: Plan, now: Situation) -> Iterator[Candidate]:
     for whole in (True,) if many else (False, True):
         for plan in around(source, ticks, whole=whole, parts=_PARTS[:1] if many else _PARTS):
             with suppress(PlanInfeasible):
-                # Around who is only slow, a job that names a schedule has its backwards split by
-                # that alone.
+                # For merely slow workers, a job that names a schedule has its backwards split only
+                # by that schedule.
                 split = not now.schedule_named or splits_backward(plan.schedule)
                 routed, step_s = scheduled(plan, now, split=split)
                 if best is None or step_s < best.step_s:
@@ -169,19 +169,21 @@ def _partial_reroutes(source: Plan, now: Situation) -> Iterator[Candidate]:
 
 
 def scheduled(plan: Plan, now: Situation, *, split: bool = True) -> tuple[Plan, float]:
-    """The plan with its listing, and what a step takes. Routes that nobody helps keep the plan's
-    schedule, or have their backwards split as all others, where memory allows that and a step takes
-    less. `split`: the listed routes' backwards are. Raises PlanInfeasible."""
+    """Return the plan with its listing, and its step time. Raises PlanInfeasible.
+
+    Routes that share no worker keep the plan's schedule. They get split backwards like the others
+    where memory allows it and a step is shorter. `split`: the listed routes' backwards are split.
+    """
     profile = now.profile
     routes = [plan.routes[position] for position in listed_routes(plan)]
-    if not routes:  # whole micro-batches have moved
+    if not routes:  # only whole micro-batches moved
         return _settled(plan, now)
     if sum(route.microbatches * len(route.hops) for route in routes) > MOST_VISITS:
         raise PlanInfeasible("so many micro-batches on so many hops take too long to schedule")
     plan = with_listing(plan, profile, split=split)
     estimate = estimate_listed(plan, profile, tied=now.tied)
     if plan.schedule != "1f1b" and estimate.peak_bytes > profile.gpu_memory_bytes:
-        plan = replace(plan, schedule="1f1b")  # it keeps least
+        plan = replace(plan, schedule="1f1b")  # keeps fewest activations
         estimate = estimate_listed(plan, profile, tied=now.tied)
     check_room(estimate.peak_bytes, now)
     others = replace(plan, schedule="zb-h1")
@@ -193,20 +195,20 @@ def scheduled(plan: Plan, now: Situation, *, split: bool = True) -> tuple[Plan, 
 
 
 def check_room(needed: int, now: Situation) -> None:
-    """A shadow that takes over has activations too. Raises PlanInfeasible where a worker needs more
-    than it has, and more than the plan of templates needs."""
+    """Raise PlanInfeasible where a worker needs more than its memory and more than the plan of
+    templates needs; a shadow that takes over has activations too."""
     room = now.profile.gpu_memory_bytes
     if needed > max(room, peak_bytes(now.base, now.profile)):
         raise PlanInfeasible(
-            f"who takes the micro-batches needs {format_bytes(needed)} of {format_bytes(room)}; "
+            f"taking the micro-batches needs {format_bytes(needed)} of {format_bytes(room)}; "
             "move state instead"
         )
 
 
 def hop_ticks(profile: Profile, plan: Plan) -> Callable[[Hop], int]:
-    """Return a function that gives the ticks of a hop: what a micro-batch takes one of its workers
-    at the plan's rates, in nanoseconds. It raises PlanInfeasible where the profile has no time of a
-    layer for so many workers."""
+    """Return a function that gives the nanoseconds of a micro-batch on one worker of a hop, at the
+    plan's rates. It raises PlanInfeasible where the profile has no time of a layer for so many
+    workers."""
     known: dict[Hop, int] = {}
 
     def ticks(hop: Hop) -> int:

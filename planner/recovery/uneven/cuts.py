@@ -15,15 +15,15 @@ from oobleck.core.routes import Hold
 from oobleck.planner.cost.stagetable import StageTable
 from oobleck.planner.programs.compiler.schedule import in_flight
 
-#: Cuts whose slowest stages differ by so much are equal, and the one that moves least is taken.
+#: Cuts whose slowest stages differ by less are equal; the one that moves least is taken.
 _TIE = Fraction(1, 100)
 _Matrix = NDArray[np.float64]
 
 
 def recut(plan: Plan, profile: Profile) -> Plan:
-    """`plan`, of pipelines, each cut so that its slowest stage takes as short as it can, where the
-    memory holds what its schedule keeps; those stay that are as good as that. Workers that hold
-    layers and run none have no part in it."""
+    """Return `plan`, of pipelines, each recut so that its slowest stage is as fast as the memory
+    for its schedule allows. Cuts that are already as good stay. Workers that hold layers without
+    running any are left out."""
     table = StageTable(profile)
     state = np.cumsum([0, *(layer.travelling_bytes for layer in profile.layers)], dtype=np.float64)
     pipelines = tuple(_recut(one, plan, table, state) for one in plan.pipelines)
@@ -62,17 +62,19 @@ def _recut(pipeline: Pipeline, plan: Plan, table: StageTable, state: _Matrix) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """A stage, and what its workers take in a step for any layers. All stages' times at once may be
+    """Stage, with its workers' time for any layers. The times of all stages together may take
     hundreds of megabytes."""
 
     hold: Hold
     table: StageTable
-    #: Micro-batches at a time.
+    #: Micro-batches kept at a time.
     kept: int
     rate: float
 
     def times(self) -> _Matrix:
-        """[first layer, layer after the last]; infinite: there is no room."""
+        """Return the times by [first layer, layer after the last]; infinite where memory is too
+        small.
+        """
         return self._time(...)
 
     @property
@@ -86,7 +88,7 @@ class _Stage:
 
 
 def _least(stages: Sequence[_Stage], count: int) -> float:
-    """The slowest stage of the best cut, of so many borders."""
+    """Return the time of the slowest stage in the best cut with so many borders."""
     ahead = np.full(count, np.inf)
     ahead[-1] = 0.0
     for stage in reversed(stages):
@@ -96,8 +98,8 @@ def _least(stages: Sequence[_Stage], count: int) -> float:
 
 
 def _fewest_bytes(stages: Sequence[_Stage], limit: float, state: _Matrix) -> list[int]:
-    """Return where the stages begin in the cut that moves the fewest bytes, none slower than
-    `limit`."""
+    """Return where the stages begin in the cut that moves the fewest bytes with no stage slower
+    than `limit`."""
     count = len(state)
     ahead = np.full(count, np.inf)
     ahead[-1] = 0.0
@@ -105,7 +107,7 @@ def _fewest_bytes(stages: Sequence[_Stage], limit: float, state: _Matrix) -> lis
     first, stop = np.arange(count - 1)[:, None], np.arange(count)[None, :]
     for stage in reversed(stages):
         hold = stage.hold
-        # What it holds already stays.
+        # Layers that it holds already stay.
         begin = np.clip(first, hold.first_layer, hold.last_layer + 1)
         end = np.clip(stop, hold.first_layer, hold.last_layer + 1)
         kept = np.maximum(state[end] - state[begin], 0.0)

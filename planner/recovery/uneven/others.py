@@ -1,7 +1,7 @@
 """Answers to slow workers with fewer or other nodes: *stand by* and *take back*.
 
-Both are templates, cut by the rates of who takes part. Owns who may be left out. Must not know
-which answer is worth a change.
+Both are templates, cut by the rates of the participants. Owns which nodes may be left out. Must not
+know which answer is worth a change.
 """
 
 from collections.abc import Iterator, Sequence, Set
@@ -18,16 +18,18 @@ from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Rule
 from oobleck.planner.recovery.uneven.candidates import Situation, check_room, recuts
 
-#: Nodes as fast as this or faster never stand by: they do more than they cost.
+#: Nodes at least this fast never stand by: they contribute more than they cost.
 _FAST_ENOUGH = 0.51
-#: So many groups of nodes, of one rate each, may stand by: more are not tried.
+#: Most groups of nodes, of one rate each, that are tried for standing by.
 _MOST_ASIDE = 3
 
 
 def of_other_nodes(change: Change, now: Situation) -> Iterator[Answer]:
-    """Templates without the slowest nodes, or with some that stand by. A node that stands by hands
-    nothing over, so others hold all that it holds. The job must still be able to lose as many nodes
-    as it wants, or as many as now if that is fewer."""
+    """Yield plans of templates without the slowest nodes, or with some that now stand by.
+
+    A node that stands by hands nothing over, so others must hold all its layers. The job must still
+    be able to lose as many nodes as it wants, or as many as now if that is fewer.
+    """
     running = change.plan
     tolerated = min(change.fault_tolerance, can_lose(running))
     slowest = _slowest_first(change, now)
@@ -48,7 +50,7 @@ def of_other_nodes(change: Change, now: Situation) -> Iterator[Answer]:
 
 
 def _cut_by_rates(made: Answer, change: Change, now: Situation) -> Answer:
-    """A plan of templates with fewer layers for slow workers, where that makes steps shorter."""
+    """Return the answer with fewer layers for slow workers, where that makes steps shorter."""
     plan = made.found.plan
     for cut in recuts(plan, now) if plan.rates else ():
         if cut.step_s < made.step_s:
@@ -57,7 +59,7 @@ def _cut_by_rates(made: Answer, change: Change, now: Situation) -> Answer:
 
 
 def _slowest_first(change: Change, now: Situation) -> Sequence[Sequence[NodeName]]:
-    """Nodes with very slow workers, those of the same rate together."""
+    """Return nodes with very slow workers, grouped by rate, slowest first."""
     slowest: dict[NodeName, float] = {}
     for worker, rate in now.rates.items():
         slowest[worker.node] = min(rate, slowest.get(worker.node, rate))

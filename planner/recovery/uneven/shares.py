@@ -1,4 +1,4 @@
-"""Fewer micro-batches for slow pipelines: the shares of given pipelines, chosen by their rates."""
+"""Fewer micro-batches for slow pipelines: shares of given pipelines by their rates."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,16 +10,16 @@ from oobleck.planner.cost.estimate import kinds_of
 from oobleck.planner.cost.kinds import Cut, Kind
 from oobleck.planner.cost.replay import computed_s
 
-#: Hardly a pipeline gets more than so many times what each has on average.
+#: Share that few pipelines exceed, as a multiple of the average.
 _USUAL = 4
 
 
 def reshared(plan: Plan, profile: Profile) -> Plan:
-    """`plan`, of pipelines, with the shares by which the last pipeline has computed soonest.
+    """Return `plan`, of pipelines, with the shares that minimise the time of the last pipeline.
 
-    Each has at least one micro-batch. Each micro-batch in turn goes to the pipeline that would be
-    done with it first, of equals to the one that stands first: since no pipeline is done sooner
-    with more of them, no shares end sooner.
+    Each has at least one micro-batch. Each further one goes to the pipeline that would finish it
+    first; ties go to the first pipeline. This is optimal, since more micro-batches never make a
+    pipeline finish sooner.
     """
     cuts = {number: each.kind.cut for each in kinds_of(plan, profile) for number in each.numbers}
     all_but_one = plan.microbatches - len(plan.routes) + 1

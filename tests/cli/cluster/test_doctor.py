@@ -33,7 +33,7 @@ def test_wrong_usage_is_one_line() -> None:
     assert "--here: is about this host" in refused(run("doctor", "--here", "--pairs"), 2)
     assert "--gpu: is about" in refused(run("doctor", "--gpu", "--node", "n1"), 2)
     assert "--gpus: goes with --gpu" in refused(run("doctor", "--gpus", "0"), 2)
-    assert "0 stands there twice" in refused(run("doctor", "--gpu", "--gpus", "0,0"), 2)
+    assert "0 is given twice" in refused(run("doctor", "--gpu", "--gpus", "0,0"), 2)
 
 
 def test_this_host_alone_is_looked_at_without_a_master(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_the_health_of_gpus_is_by_nvml() -> None:
         xids = tuple(Xid(bus=BUS, code=code) for code in codes)
         return [(f.level, f.what) for f in health(Sample(gpus=(board,), xids=xids))]
 
-    assert levels(well) == [("pass", f"GPU {BUS} (H100) is well, and nobody uses it")]
+    assert levels(well) == [("pass", f"GPU {BUS} (H100) is well, and it is unused")]
     assert levels(well, 79)[0] == ("fail", f"GPU {BUS}: Xid 79, it has fallen off the bus")
     assert levels(well, 94)[0][0] == "warn"
     assert levels(hot) == [("slow", f"GPU {BUS} (H100) is held back: too hot, 1200 of 1980 MHz")]
@@ -113,4 +113,4 @@ def test_limits_and_variables_that_stand_against_nccl(tmp_path: Path) -> None:
     assert enough.level == "pass"
     given = {"NCCL_NVLS_ENABLE": "1", "CUDA_MODULE_LOADING": "EAGER", "OMP_NUM_THREADS": "8"}
     (against,) = environment(given)
-    assert against.what == "NCCL_NVLS_ENABLE=1 stands against the 0 that workers need"
+    assert against.what == "NCCL_NVLS_ENABLE=1 conflicts with the 0 that workers need"

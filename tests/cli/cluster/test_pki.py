@@ -316,7 +316,10 @@ def test_nothing_secret_is_in_logs_arguments_or_the_journal(
     ("arguments", "part"),
     [
         (("nodes", "--master", "198.51.100.1:4600"), "--credentials or OOBLECK_CREDENTIALS"),
-        (("nodes", "--insecure", "--master", "198.51.100.1:4600"), "is no address of this host"),
+        (
+            ("nodes", "--insecure", "--master", "198.51.100.1:4600"),
+            "is not an address of this host",
+        ),
         (("nodes", "--credentials", "/nowhere"), "/nowhere/ca.crt: no such file or directory"),
         (("pki", "token", "--ttl", "soon"), "write it like 30s, 10m or 1.5h"),
         (("pki", "token", "--name", "N1"), "agent name 'N1' is not allowed"),
@@ -341,12 +344,12 @@ def test_wrong_usage(master: str, arguments: tuple[str, ...], part: str) -> None
     ("program", "arguments", "part"),
     [
         ("master", ("--listen", "0.0.0.0:0"), "run 'oobleck pki init --dir"),
-        ("master", ("--listen", "0.0.0.0:0", "--insecure"), "is no address of this host"),
+        ("master", ("--listen", "0.0.0.0:0", "--insecure"), "is not an address of this host"),
         ("master", ("--listen", "127.0.0.1:0", "--pki", "/nowhere"), "no such file"),
         ("agent", ("--master", "198.51.100.1:1"), "the agent needs credentials"),
         # A name that does not resolve yet may lead anywhere.
         ("agent", ("--master", "no.such.host.invalid:1"), "the agent needs credentials"),
-        ("agent", ("--master", "198.51.100.1:1", "--insecure"), "is no address of this host"),
+        ("agent", ("--master", "198.51.100.1:1", "--insecure"), "is not an address of this host"),
         ("agent", ("--master", "127.0.0.1:1", "--token-file", __file__), "others may read it"),
     ],
 )

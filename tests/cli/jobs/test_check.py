@@ -145,7 +145,7 @@ def test_a_model_may_come_in_a_wheel(tmp_path: Path) -> None:
     wheel.write_bytes(wheel_of({**files, "brought/fast.so": "x"}))
     done = run("submit", str(job), "--master", "127.0.0.1:1")
     (line,) = done.stderr.splitlines()
-    assert (done.returncode, f"code: {wheel}: brought/fast.so in it is no Python" in line) == (
+    assert (done.returncode, f"code: {wheel}: brought/fast.so in it is not Python" in line) == (
         2,
         True,
     )

@@ -142,7 +142,7 @@ def test_a_vocabulary_that_is_too_small_is_refused_before_a_worker_starts(folder
         file.write(b"more")
     assert "was cut off or replaced" in told_of(tmp_path, "{tokens: bytes.bin}", 256)
     text = told_of(tmp_path, "{tokens: out.bin}", 256)
-    assert f"data: nothing says what type the ids in {tmp_path}/out.bin have" in text
+    assert f"data: the type of the ids in {tmp_path}/out.bin is unknown" in text
     (tmp_path / "job.yaml").write_text(
         JOB.format(data="{tokens: out.bin, tokenizer: t.json}", vocabulary=256)
     )

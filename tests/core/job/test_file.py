@@ -260,7 +260,7 @@ def refusal(text: str, *overrides: str) -> str:
         (
             "fault_tolerance: 1",
             "name: other",
-            "job.yaml:10: key 'name' stands here a second time (first at job.yaml:1); remove one",
+            "job.yaml:10: key 'name' is given a second time (first at job.yaml:1); remove",
         ),
         (
             "kind: gpt, layers: 8, hidden: 256, heads: 8",

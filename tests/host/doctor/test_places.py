@@ -91,7 +91,7 @@ def test_a_folder_is_looked_at_where_it_will_be(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     assert at(file).problem == "is no folder"
-    assert at("/nowhere/at/all").problem.startswith("is not there")
+    assert at("/nowhere/at/all").problem.startswith("does not exist")
     assert at("s3://bucket/saved").system == "remote"
 
 

@@ -55,7 +55,7 @@ def test_the_option_or_the_environment_says_which(
 @pytest.mark.parametrize(
     ("option", "reason"),
     [
-        ("0,0", "0 stands there twice"),
+        ("0,0", "0 is given twice"),
         ("0,", "'' is no GPU"),
         ("-1", "'-1' is no GPU"),
         ("gpu0", "give numbers, or names that begin with GPU- or MIG-"),

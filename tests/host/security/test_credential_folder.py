@@ -170,7 +170,7 @@ def test_what_cannot_be_read_stays(tmp_path: Path, name: str) -> None:
     put(tmp_path, "agent", "n1")
     (tmp_path / name).write_bytes(b"damaged")
     before = contents(tmp_path)
-    with pytest.raises(ValueError, match=f"{name}: is no .* that can be read; name another"):
+    with pytest.raises(ValueError, match=f"{name}: is not a readable .*; name another"):
         put(tmp_path, "agent", "n1")
     assert contents(tmp_path) == before
 

@@ -123,7 +123,7 @@ def _say_more(backup: Path) -> None:
         (_cut, "has no backup.json, so it is no backup or was cut"),
         (_shorten, "journal.log: has less than the"),
         (_lengthen, "events.jsonl: has more than the"),
-        (_change, "journal.log: is not what backup.json says"),
+        (_change, "journal.log: differs from backup.json"),
         (_lose, "events.jsonl: cannot be read (No such file or directory)"),
         (_lead_out, "'jobs/../../escaped' is no file of a backup"),
         (_say_nonsense, "backup.json: not a valid Summary"),

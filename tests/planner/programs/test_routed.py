@@ -182,7 +182,7 @@ def test_a_plan_that_needs_a_listing_and_lacks_it_is_refused() -> None:
         random.Random(3), layers=4, names=["a", "b", "c"], microbatches=9, shared=False
     )
     assert listed_routes(plan)
-    with pytest.raises(ValueError, match="the plan does not say what these take"):
+    with pytest.raises(ValueError, match="the plan lacks their costs"):
         compile_programs(plan, tied=False)
 
 

@@ -169,7 +169,7 @@ def test_refusals_name_the_pattern_and_the_fix(tmp_path):
     text = refused(DataSpec(tokens=str(odd), dtype="uint16"))
     assert "33 bytes, no whole number of uint16 tokens" in text
     text = refused(DataSpec(tokens=str(odd)))
-    assert f"nothing says what type the ids in {odd} have" in text
+    assert f"the type of the ids in {odd} is unknown" in text
     assert "set dtype to uint8, uint16 or uint32" in text
 
 

@@ -196,7 +196,7 @@ def test_too_many_skipped_steps_in_a_row_fail_the_job_whoever_is_left(
         cluster.wait(lambda: cluster.has_faulted("n/0"), "n is held")
         cluster.kill("a")
         cluster.assign(make_plan(3, [[("n", 5)]], [4]))
-        with pytest.raises(AssertionError, match=r"n/0 failed: .* 6 steps in a row \(2 to 7\)"):
+        with pytest.raises(AssertionError, match=r"n/0 failed: .* 6 consecutive steps \(2 to 7\)"):
             cluster.wait(lambda: cluster.workers[second].gone, "n ends")
         skipped = {step for step, records in cluster.records.items() if records[0].skipped}
         assert skipped == set(range(2, 2 + limit))

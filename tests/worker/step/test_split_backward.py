@@ -190,7 +190,7 @@ def test_the_backward_must_be_the_kind_that_the_forward_was_told(make_job, split
     bench = Bench(make_job(), range(1, 4))
     bench.forward(0, split=split)
     other = bench.stage.backward if split else bench.stage.backward_input
-    with pytest.raises(AssertionError, match="its forward was"):
+    with pytest.raises(AssertionError, match="the forward expected"):
         other(0, bench.gradient(0))
 
 

@@ -139,7 +139,7 @@ def test_what_is_no_message_is_the_fault_of_the_peer_and_not_of_the_job(everywhe
     def talk(transport: Transport):
         if transport.rank == 1:
             return len(transport.gather(b"\xff" * 16))
-        with pytest.raises(TransportError, match=r"^what came from rank 1 is not a valid tuple: "):
+        with pytest.raises(TransportError, match=r"^the message of rank 1 is not a valid tuple: "):
             tell_all(transport, ("",), tuple[str, ...])
         return None
 

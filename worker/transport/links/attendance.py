@@ -1,8 +1,9 @@
-"""Attendance at meetings: who comes and who leaves, as each tells all others.
+"""Attendance at meetings: arrivals and departures, as each member sends them to all others.
 
-Meetings follow each other, and not all hear of the next at the same time. What members say of a
-later one than the present is remembered until this worker comes to it. Used with the links' lock
-held. Must not know links, nor what members say."""
+Meetings follow each other, and members learn of the next one at different times. Words about a
+later meeting are kept until this worker enters it. Used with the links' lock held. Must not know
+links, nor the meaning of words.
+"""
 
 from typing import TypeVar
 
@@ -10,23 +11,23 @@ from oobleck.worker.transport.links.frame import Kind
 
 T = TypeVar("T")
 
-#: So many later meetings of each member: the newest, as a member that comes to one has left all
-#: before it.
+#: Later meetings that are kept for each member: the newest, as a member that enters one has left
+#: all before it.
 _MOST_AHEAD = 4
 
 
 class Attendance:
     def __init__(self) -> None:
-        #: Who has left the present meeting, and how.
+        #: Peers that have left the present meeting, and the kind of departure.
         self.left: dict[bytes, int] = {}
-        #: What those have said who have come to a later one, by epoch and then by who they are.
+        #: Words of peers that have entered a later meeting, by epoch and identity.
         self._ahead: dict[int, dict[bytes, bytes]] = {}
-        #: How those have left who have left a later one already, by epoch as well.
+        #: Departures of peers from a later meeting, by epoch likewise.
         self._left_ahead: dict[int, dict[bytes, int]] = {}
 
     def begin(self, epoch: int) -> dict[bytes, bytes]:
-        """Begin this meeting: it is the present one from now on. Returns who has come to it
-        already, and what they have said."""
+        """Begin this meeting, the present one from now on. Return the peers that are there already,
+        with their words."""
         self.left = self._left_ahead.pop(epoch, {})
         self._left_ahead = {e: left for e, left in self._left_ahead.items() if e > epoch}
         ahead = self._ahead.pop(epoch, {})
@@ -34,11 +35,13 @@ class Attendance:
         return ahead
 
     def is_ahead(self, peer: bytes) -> bool:
-        """Return whether `peer` says that it has come to a later meeting than the present one."""
+        """Return whether `peer` has announced that it has entered a later meeting than the present
+        one.
+        """
         return any(peer in said for said in self._ahead.values())
 
     def keep(self, peer: bytes, epoch: int, kind: int, content: bytes) -> None:
-        """Keep what `peer` says of a later meeting than the present one."""
+        """Keep a word of `peer` about a later meeting than the present one."""
         if kind == Kind.STANDING:
             self._ahead.setdefault(epoch, {})[peer] = content
             _keep_newest(self._ahead, peer)

@@ -1,7 +1,7 @@
-"""Calls of this process's own to others, until there is a link or is none.
+"""Calls from this process to others, until each is a link or has failed.
 
-A call is made again where the other end hangs up on it: it may not be there yet, or take this one
-for a stranger in a crowd. Nothing here blocks. Must not know who calls this process.
+A call is repeated if the other end hangs up: it may not be there yet, or take this one for a
+stranger in a crowd. Nothing here blocks. Must not know the callers of this process.
 """
 
 import contextlib
@@ -16,54 +16,54 @@ from oobleck.worker.transport.links import greeting
 from oobleck.worker.transport.links.card import Card
 from oobleck.worker.transport.links.sealing import Seals
 
-#: For the kernel of a host that is up, which takes a call however busy its processes are.
+#: Time for the kernel of a live host, which accepts a call however busy its processes are.
 DIAL_LIMIT_S = 5.0
-#: For the process behind it, which is known to be there: so long only where a host is busy with
-#: other things. Who dies or is superseded meanwhile releases the wait.
+#: Time for the process there, which is known to run: it takes so long only on a host that is busy
+#: with other work. A death or a newer generation meanwhile ends the wait.
 ANSWER_LIMIT_S = 30.0
-#: Before a call is made again that the other end has hung up on.
+#: Pause before a call is repeated after the other end hung up.
 AGAIN_S = 0.05
-#: The highest number of a link, which a greeting has room for.
+#: Highest number of a link, which a greeting has room for.
 MOST_SERIAL = (1 << 32) - 1
-#: No descriptor is left.
+#: Errors when no descriptor is left.
 FULL = (errno.EMFILE, errno.ENFILE)
 
 
 class Dial:
-    """A call of this process's own."""
+    """Call from this process."""
 
     def __init__(self, card: Card, serial: int, epoch: int) -> None:
-        """`epoch`: of the meeting that it is made for."""
+        """Make a call. `epoch`: of the meeting that it is for."""
         self.card = card
         self.serial = serial
         self.epoch = epoch
-        #: A later meeting that wants a link as well: it is called for where this call makes none.
+        #: Later meeting that needs a link as well: called for if this call makes none.
         self.then: int | None = None
         self.until = time.monotonic() + DIAL_LIMIT_S
-        #: Whether the host has taken the call.
+        #: True if the host has accepted the call.
         self.answered = False
-        #: None: it is made again at `again_at`.
+        #: None: it is repeated at `again_at`.
         self.socket: socket.socket | None = None
         self.again_at = 0.0
-        #: This end's fresh key.
+        #: Fresh key of this end.
         self.own = greeting.fresh()
         self.said = bytearray()
         self.missing = 0
         self.confirmed = False
-        #: Of what follows, once it is confirmed. None: all goes in the clear.
+        #: Seals of the traffic, once confirmed. None: in the clear.
         self.seals: Seals | None = None
-        #: Why there is no link.
+        #: Reason why there is no link.
         self.problem: OSError | None = None
 
 
-#: Is given a connection that has been greeted: the peer's identity, the digest of its card, the
-#: serial, the socket, and its seals where it is sealed. Raises OSError where there can be no link.
+#: Takes a connection after its greeting: the peer's identity, the digest of its card, the serial,
+#: the socket, and its seals if it is sealed. Raises OSError where no link is possible.
 Open = Callable[[bytes, bytes, int, socket.socket, Seals | None], None]
 
 
 class Calls:
-    """Calls of this process's own, by peer. Used with the links' lock held. `poll` is told of all
-    descriptors; of those in here, what it reports is handed to `hear`."""
+    """Calls from this process, by peer. Used with the links' lock held. All descriptors are
+    registered in `poll`; its events for those in here go to `hear`."""
 
     def __init__(
         self,
@@ -75,29 +75,32 @@ class Calls:
         *,
         sealed: bool,
     ) -> None:
-        """`secret_of`: of a meeting that this process is in or expects; `make_room` frees a
-        descriptor, and says whether there was one; `opened` takes a new link."""
+        """Make it without calls.
+
+        `secret_of`: secret of a meeting that this process is in or expects; `make_room` frees a
+        descriptor and returns whether it could; `opened` takes a new link.
+        """
         self._own = own
         self._poll = poll
         self._secret_of = secret_of
         self._make_room = make_room
         self._opened = opened
         self._sealed = sealed
-        #: By whom they are to.
+        #: By identity of the called process.
         self.calls: dict[bytes, Dial] = {}
-        #: Those that are connected, by their descriptors.
+        #: Connected ones, by descriptor.
         self._connected: dict[int, Dial] = {}
 
     def __contains__(self, descriptor: int) -> bool:
         return descriptor in self._connected
 
     def dial(self, card: Card, epoch: int, serial: int) -> None:
-        """Begin to call for that meeting, unless a call is under way or it is not expected.
+        """Begin to call for that meeting, unless a call is under way or the meeting is not
+        expected.
 
-        One call to a process is under way at a time. The other end may not have heard of the later
-        of two meetings yet, so the call for the earlier comes first; and one that is confirmed is
-        never given up, since the other end may have the link by now, whose end it would take for a
-        loss.
+        Only one call to a process is under way at a time. The other end may not know the later of
+        two meetings yet, so the call for the earlier one comes first. A confirmed call is never
+        dropped: the other end may have the link already and would take its end for a loss.
         """
         if self._secret_of(epoch) is None:
             return
@@ -121,7 +124,7 @@ class Calls:
         return self._secret_of(call.epoch) is not None
 
     def begin(self, epoch: int) -> None:
-        """Begin this meeting: it is the present one, and older ones are over."""
+        """Begin this meeting, the present one from now on; older ones are over."""
         for peer, call in list(self.calls.items()):
             if call.confirmed:
                 call.until = time.monotonic() + ANSWER_LIMIT_S
@@ -179,7 +182,7 @@ class Calls:
         call.confirmed = False
         if self._is_expected(call):
             call.problem = problem
-        else:  # nobody asks any more why there is no link
+        else:  # the reason is no longer needed
             self.calls.pop(call.card.identity, None)
             self._call_for_next(call)
 
@@ -188,19 +191,19 @@ class Calls:
             self.dial(call.card, call.then, call.serial)
 
     def hear(self, descriptor: int) -> None:
-        """Go on with what is ready there."""
+        """Handle events of the descriptor."""
         call = self._connected[descriptor]
         try:
             self._advance(call)
         except BlockingIOError:
             pass
         except (BrokenPipeError, ConnectionResetError):
-            self._call_again(call)  # hung up on amid a word
+            self._call_again(call)  # the other end hung up within a word
         except OSError as error:
             self._fail(call, error)
 
     def _advance(self, call: Dial) -> None:
-        """Go on with a call: it is connected, or there is something to read, or neither will be."""
+        """Advance a call: it is connected, readable, or failed."""
         connection, secret = call.socket, self._secret_of(call.epoch) or b""
         assert connection is not None, "only what is connected is polled"
         if not secret and not call.confirmed:
@@ -233,7 +236,7 @@ class Calls:
             return
         answer, said = greeting.read_answer(bytes(call.said)), self._said(call)
         if not greeting.proven(answer.proof, secret, b"answer", them, said, answer.said):
-            self._fail(call, PermissionError("whoever answers there is not of this job"))
+            self._fail(call, PermissionError("the process that answers there is not of this job"))
             return
         if self._sealed or answer.seals:
             call.seals = greeting.seals_of_caller(
@@ -249,8 +252,8 @@ class Calls:
         )
 
     def _call_again(self, call: Dial) -> None:
-        """Call again later: the peer calls this process at the same time, is not there yet, or took
-        it for a stranger in a crowd."""
+        """Repeat the call later: the peer calls this process at the same time, is not there yet, or
+        took it for a stranger in a crowd."""
         if not self._is_expected(call):
             self._fail(call, OSError(errno.ECONNABORTED, "its meeting is over"))
             return
@@ -267,7 +270,7 @@ class Calls:
         self._opened(card.identity, card.digest, call.serial, connection, call.seals)
 
     def tick(self, now: float) -> None:
-        """Fail calls whose time is over, and connect those that are due again."""
+        """Fail overdue calls, and connect those to be repeated."""
         for call in list(self.calls.values()):
             if call.problem is not None:
                 continue

@@ -1,4 +1,4 @@
-"""Card of a process: where it listens, and who it is, so that others can call it."""
+"""Card of a process: its address and identity, by which others call it."""
 
 from hashlib import sha256
 from ipaddress import ip_address
@@ -21,19 +21,21 @@ class Card(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """Digest for the proofs of both ends: who is called, and where."""
+        """Digest of the called identity and address, for the proofs of both ends."""
         return sha256(self.text.encode()).digest()
 
     @classmethod
     def read(cls, text: str) -> "Card":
-        """Read a card. Raises TransportError: what another process tells may be wrong."""
+        """Parse a card. Raises TransportError: a card from another process may be invalid."""
         identity, _, place = text.partition("@")
         host, _, port = place.rpartition(":")
         try:
-            ip_address(host)  # a name would have to be looked up, which takes its time
+            ip_address(host)  # resolving a name would take time
             card = cls(bytes.fromhex(identity), host, int(port))
         except ValueError as error:
             raise TransportError(f"the card {text!r} cannot be read: {error}") from None
         if len(card.identity) != IDENTITY_BYTES or not 0 < card.port < 1 << 16:
-            raise TransportError(f"the card {text!r} cannot be read: nobody can be called there")
+            raise TransportError(
+                f"the card {text!r} cannot be read: its identity or port is invalid"
+            )
         return card

@@ -1,11 +1,13 @@
 """Listener and incoming calls, from which links come about.
 
 Callers are strangers until they have proven that they belong. Each has a few bytes of memory and a
-limit of time. There is a limit on how many there may be, beyond which the oldest is dropped.
-Callers whose first word is proven, and callers from a member's address, are counted apart. If
-strangers come faster than they can be heard, the kernel lets in all members and a part of the rest.
-Where two processes call each other at once, the call of the larger identity stands. No call here
-blocks. Must not know what goes over a link."""
+time limit. Their number is limited; beyond it the oldest is dropped. Callers whose first word is
+proven, and callers from a member's address, are counted apart. If strangers arrive faster than they
+can be handled, the kernel accepts all members and a part of the rest.
+
+Where two processes call each other at once, the call of the larger identity wins. No call here
+blocks. Must not know the traffic of links.
+"""
 
 import contextlib
 import logging
@@ -25,35 +27,36 @@ from oobleck.worker.transport.links.greeting import Call
 from oobleck.worker.transport.links.link import Link
 from oobleck.worker.transport.links.sealing import Seals
 
-#: Callers whose greeting is not complete, of each degree of trust.
+#: Most callers with an incomplete greeting, for each degree of trust.
 MOST_CALLERS = 128
-#: From a caller's connection until it has proven itself.
+#: Time from a caller's connection to its proof.
 GREETING_LIMIT_S = 5.0
 _BACKLOG = 1024
-#: For so long, and so many, are accepted before others get their turn, and the lock. A thread that
-#: computes in Python may take as long as that over each.
+#: Limits of accepting at a time, before other work and the lock's release. A thread that computes
+#: in Python may take the time limit for each.
 _TURN_S = 0.02
 _TURN = 256
-#: How often the clock is looked at.
+#: Interval of looking at the clock.
 _TICK_S = 0.05
-#: So many waiting to be accepted after a turn: more come than are heard, and soon members' calls
-#: would be among those that the kernel drops.
+#: Connections to accept after a turn that make a crowd: more arrive than are handled, and soon the
+#: kernel would drop members' calls.
 _CROWD = _BACKLOG // 4
-#: The kernel lets in a smaller part of strangers as long as there is a crowd, so much later each
-#: time, but never fewer than one of so many; and all again so long after the last crowd.
+#: In a crowd the kernel accepts an ever smaller part of strangers. These are the interval of that,
+#: the smallest part, and the time after the last crowd until all are accepted again.
 _SMALLER_S = 0.2
 _FEWEST_ONE_OF = 1024
 _CROWD_S = 10.0
 #: `tcpi_unacked` of a listening socket in Linux' struct tcp_info: connections to accept.
 _TCP_INFO = struct.Struct("=24xI")
-#: How far callers are trusted: their first word is not proven yet, nor their address a member's.
+#: Trust in callers: neither the first word proven nor a member's address; a member's address;
+#: proven.
 _STRANGE, _NEAR, _PROVEN = range(3)
 
 log = logging.getLogger(__name__)
 
 
 class _Guest:
-    """A caller whose greeting is not complete."""
+    """Caller whose greeting is not complete."""
 
     def __init__(self, caller: socket.socket, trust: int) -> None:
         self.socket = caller
@@ -62,14 +65,14 @@ class _Guest:
         self.said = bytearray()
         self.missing = greeting.CALL_BYTES
         self.call: Call | None = None
-        #: This end's fresh key, and what was answered with it. None: nothing was.
+        #: Fresh key of this end, and the answer with it. None: not answered yet.
         self.own: X25519PrivateKey | None = None
         self.answer = b""
 
 
 class Door:
-    """Listener of this process, with its guests and calls. Used with the links' lock held. `poll`
-    is told of all descriptors; of those in the door, what it reports is handed to `hear`."""
+    """Listener of this process, with its guests and calls. Used with the links' lock held. All
+    descriptors are registered in `poll`; its events for those in the door go to `hear`."""
 
     def __init__(
         self,
@@ -81,8 +84,11 @@ class Door:
         *,
         sealed: bool,
     ) -> None:
-        """`link_to`: the present link to a process, if there is one; `opened` takes a new one.
-        `sealed`: all links are; else those are whose other end wants it."""
+        """Listen at `address`.
+
+        `link_to`: returns the present link to a process, if there is one; `opened` takes a new one.
+        `sealed`: all links are sealed; else those whose other end wants it.
+        """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._identity = identity
         self._poll = poll
@@ -95,28 +101,28 @@ class Door:
         host, port = self._listener.getsockname()[:2]
         self.card = Card(identity, host, port)
         self._own_digest = self.card.digest
-        #: Of the present meeting; and the secrets of that and of those that are expected.
+        #: Epoch of the present meeting; and the secrets of it and of expected ones.
         self._epoch = -1
         self._secrets: dict[int, bytes] = {}
-        #: By their descriptors.
+        #: By descriptor.
         self._guests: dict[int, _Guest] = {}
-        #: All and only their descriptors, by how far they are trusted; the oldest first.
+        #: All and only their descriptors, by degree of trust, oldest first.
         self._trusted: tuple[dict[int, None], ...] = ({}, {}, {})
-        #: How many links there have been to a process.
+        #: Number of links so far to each process.
         self._serials: dict[bytes, int] = {}
-        #: Where the members of the present meeting and of expected ones listen; and the addresses
-        #: that processes with a link have called from, which may be others.
+        #: Hosts of the members of present and expected meetings; and hosts that linked processes
+        #: have called from, which may differ.
         self._members: dict[int, frozenset[str]] = {}
         self._callers: dict[bytes, str] = {}
         #: Both together.
         self._near: frozenset[str] = frozenset()
-        #: Until then (monotonic clock) the kernel keeps most strangers out; 0: it lets all in.
+        #: Time (monotonic clock) until which the kernel rejects most strangers; 0: it accepts all.
         self._crowd_until = 0.0
-        #: Of how many strangers' attempts one comes through then, and when fewer may.
+        #: Denominator of the part of strangers accepted then, and the time at which it may shrink.
         self._one_of = 1
         self._smaller_at = 0.0
         self._next_tick = 0.0
-        #: Where accepting failed for want of descriptors: not again before.
+        #: Time until which accepting rests for lack of descriptors.
         self._full_until = 0.0
         self._calls = Calls(
             self.card, poll, self._secret_of, self._show_out_oldest, self._open, sealed=sealed
@@ -133,7 +139,7 @@ class Door:
         return self._secrets.get(epoch)
 
     def admit(self, epoch: int, secret: bytes) -> None:
-        """Let in those of this meeting, and of later ones that are expected, alone from now on."""
+        """Accept only members of this meeting, and of expected later ones, from now on."""
         self._epoch = epoch
         self._secrets = {e: known for e, known in self._secrets.items() if e > epoch}
         self._secrets[epoch] = secret
@@ -143,35 +149,37 @@ class Door:
         self._answer_early()
 
     def favour(self, epoch: int, cards: Iterable[Card]) -> None:
-        """Prefer callers from where these listen, who are members of that meeting."""
+        """Prefer callers from the hosts of these cards, members of that meeting."""
         before = self._members.get(epoch, frozenset())
         self._members[epoch] = before.union(card.host for card in cards)
         self._look_who_is_near()
 
     def expect(self, epoch: int, secret: bytes) -> None:
-        """Let in those of this later meeting too."""
+        """Accept members of this later meeting too."""
         self._secrets[epoch] = secret
         self._answer_early()
 
     def call_off(self, epoch: int) -> None:
-        """Expect it no more."""
+        """Stop expecting that meeting."""
         self._secrets.pop(epoch, None)
         self._members.pop(epoch, None)
         self._calls.call_off(epoch)
 
     def dial(self, card: Card, epoch: int) -> None:
-        """Begin to call for that meeting, unless a call is under way or it is not expected."""
+        """Begin to call for that meeting, unless a call is under way or the meeting is not
+        expected.
+        """
         serial = min(self._serials.get(card.identity, 0) + 1, MOST_SERIAL)
         self._calls.dial(card, epoch, serial)
 
     def call_to(self, peer: bytes) -> Dial | None:
-        """Return the call of this process's own that is under way, or has failed."""
+        """Return this process's call that is under way, or has failed."""
         return self._calls.calls.get(peer)
 
     # ---- calls of others
 
     def hear(self, descriptor: int) -> bool:
-        """Go on with what is ready there. Returns whether it was a call of this process's own."""
+        """Handle events of the descriptor. Return whether it was a call from this process."""
         if descriptor in self._calls:
             self._calls.hear(descriptor)
             return True
@@ -199,7 +207,7 @@ class Door:
             self._show_out(descriptor)
 
     def _let_in(self) -> None:
-        """Accept those who wait, or a good part of them."""
+        """Accept waiting callers, or a good part of them."""
         until = time.monotonic() + _TURN_S
         for count in range(_TURN):
             if count and time.monotonic() > until:
@@ -222,10 +230,10 @@ class Door:
         self._guests[caller.fileno()] = guest
         self._poll.register(caller, select.EPOLLIN)
         self._keep(guest)
-        self._hear_guest(caller.fileno(), self._listen_to)  # most have said something, or gone
+        self._hear_guest(caller.fileno(), self._listen_to)  # most have sent something, or have gone
 
     def _keep(self, guest: _Guest) -> None:
-        """Count it among those that are trusted as far; the oldest of too many is dropped."""
+        """Count it among guests of equal trust; the oldest of too many is dropped."""
         alike = self._trusted[guest.trust]
         alike[guest.socket.fileno()] = None
         if len(alike) > MOST_CALLERS:
@@ -248,16 +256,16 @@ class Door:
         if now >= self._smaller_at and self._one_of < _FEWEST_ONE_OF:
             self._smaller_at = now + _SMALLER_S
             self._one_of *= port.ONE_OF
-            log.warning("strangers crowd the port: one of %d is let in", self._one_of)
+            log.warning("strangers crowd the port: accepting one of %d", self._one_of)
             self._keep_out()
         self._crowd_until = now + _CROWD_S
 
     def _keep_out(self) -> None:
-        """Have the kernel let in a part of those who call from elsewhere than members do, at
-        random. Not none: a member may call from another address than the one it listens at."""
+        """Have the kernel accept a random part of the callers from other hosts than members'. Not
+        none: a member may call from another address than its card's."""
         try:
             port.favour(self._listener, self._near, self._one_of)
-        except OSError as error:  # so many members that it has no room for their addresses
+        except OSError as error:  # too many members for a filter
             log.warning("strangers cannot be kept out", extra={"detail": str(error)})
 
     def _let_all_in(self) -> None:
@@ -267,8 +275,8 @@ class Door:
     # ---- one caller
 
     def _make_room(self) -> None:
-        """Make room, as no descriptor is left: drop the oldest stranger, or let the listener
-        rest."""
+        """Free a descriptor, as none is left: drop the oldest stranger, or let the
+        listener rest."""
         if not self._show_out_oldest():
             self._poll.modify(self._listener, 0)
             self._full_until = time.monotonic() + AGAIN_S
@@ -287,7 +295,7 @@ class Door:
         guest.socket.close()
 
     def _let_go(self, descriptor: int) -> _Guest:
-        """Forget it: it is no guest any more."""
+        """Remove it from the guests."""
         guest = self._guests.pop(descriptor)
         del self._trusted[guest.trust][descriptor]
         self._poll.unregister(guest.socket)
@@ -300,7 +308,7 @@ class Door:
         self._keep(guest)
 
     def _listen_to(self, guest: _Guest) -> bool:
-        """Read from a guest. Return whether nothing more is wanted of it as a guest."""
+        """Read from a guest. Return whether it is finished as a guest."""
         part = guest.socket.recv(guest.missing)
         if not part:
             return True
@@ -326,18 +334,18 @@ class Door:
             )
         guest.socket.sendall(greeting.WELCOME)
         self._let_go(guest.socket.fileno())
-        # If it fails, the caller hears no more than the end of the link.
+        # If it fails, the caller sees only the end of the link.
         with contextlib.suppress(OSError):
             self._open(call.caller, call.place, call.serial, guest.socket, seals)
         return False
 
     def _answer(self, guest: _Guest) -> bool:
-        """Answer a call, now or when this worker comes to the meeting that the caller means."""
+        """Answer a call, now or when this worker enters the caller's meeting."""
         call, me = guest.call, self._own_digest
         assert call is not None, "it has called"
         secret = self._secrets.get(call.epoch)
         if secret is None:
-            return call.epoch < self._epoch  # of a later one this worker may yet hear
+            return call.epoch < self._epoch  # this worker may still learn of a later one
         if not greeting.proven(call.proof, secret, b"call", me, call.said):
             return True
         self._trust(guest)
@@ -349,15 +357,15 @@ class Door:
         return False
 
     def _wanted(self, call: Call) -> bool:
-        """Return whether this call makes the link, rather than one of this process's own."""
+        """Return whether this call makes the link, rather than one from this process."""
         link = self._link_to(call.caller)
         if link is not None:
             return call.serial > link.serial
         own = self.call_to(call.caller)
         if own is None or own.problem is not None or own.serial < call.serial:
             return True
-        # Of one for a later meeting the other end may not have heard; but one that is confirmed may
-        # have made the link there.
+        # The other end may not know a later meeting yet; but a confirmed call may have made the
+        # link there.
         stands = own.confirmed or own.epoch <= call.epoch
         return not (stands and self._identity > call.caller)
 
@@ -378,12 +386,12 @@ class Door:
             raise
         self._calls.drop(peer)
         self._serials[peer] = serial
-        with contextlib.suppress(OSError):  # it is over already
+        with contextlib.suppress(OSError):  # it has ended already
             self._callers[peer] = connection.getpeername()[0]
             self._look_who_is_near()
 
     def tick(self) -> None:
-        """Do what is due: drop late guests, retry calls, listen again. Called a few times a second
+        """Do due work: drop late guests, repeat calls, listen again. Called a few times a second
         while something is under way."""
         now = time.monotonic()
         if now < self._next_tick:
@@ -405,7 +413,7 @@ class Door:
 
     @property
     def calling(self) -> bool:
-        """True if a call of this process's own is under way, or has failed."""
+        """True if a call from this process is under way, or has failed."""
         return bool(self._calls.calls)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
-"""Frames that go over a link between two workers, each a header and its content.
+"""Frames of a link between two workers, each a header and its content.
 
-Must not know sockets, nor what a content means."""
+Must not know sockets, nor the meaning of contents.
+"""
 
 import ctypes
 import struct
@@ -16,57 +17,57 @@ class Kind(IntEnum):
     """Purpose of a frame."""
 
     MESSAGE = 1
-    #: A member's share of a chunk, to the one that adds the chunk up; and the sum, from there.
+    #: A member's share of a chunk, sent to the member that adds it; and the sum, sent back.
     SHARE = 2
     TOTAL = 3
-    #: What a member and those below it in the tree have to say; and what all said, from the root.
+    #: The words of a member and those below it in the tree; and the words of all, from the root.
     WORDS = 4
     TABLE = 5
-    #: The sender has come to the meeting; what it has to say there, to who hosts it.
+    #: Arrival of the sender at the meeting, with its word for the host of the meeting.
     STANDING = 8
-    #: The sender has left the meeting: nothing more of it comes, and its end is no loss to it.
+    #: Departure of the sender in order: it sends nothing more, and its end is no loss to the
+    #: meeting.
     GOODBYE = 6
-    #: The same, and what it had not sent yet it does not send any more. No loss by itself either:
-    #: whoever gives up has told of one, or was told to.
+    #: Departure that also drops unsent frames. No loss by itself either: a sender that gives up has
+    #: reported one, or was ordered to.
     GIVEN_UP = 7
-    #: The same: a newer one is wanted, so nobody waits for this one.
+    #: Departure because a newer meeting is wanted, so that none waits for this one.
     CALLED_OFF = 9
-    #: State for a meeting that is still to come, piece by piece; and how far its taker is with it.
+    #: Pieces of state for a future meeting; and the receiver's progress with it.
     FEED = 10
     FED = 11
-    #: The sender has the secret of that meeting, in which it was not when the link was made.
+    #: Proof that the sender has the secret of that meeting, when the link was made in another one.
     PROOF = 12
-    #: How many operations of NCCL the sender is ready for; or the identifier of a group of NCCL's.
+    #: Number of NCCL operations that the sender is ready for; or the identifier of an NCCL group.
     NOTE = 13
 
 
-#: These are said of a meeting that is over, so they are never dropped.
+#: Words about the end of a meeting, which are never dropped.
 LEAVING = frozenset({Kind.GOODBYE, Kind.GIVEN_UP, Kind.CALLED_OFF})
-#: These go to whoever prepares their meeting, whether or not this worker has come to it.
+#: Frames for a meeting in preparation, whether or not this worker has entered it.
 FEEDING = frozenset({Kind.FEED, Kind.FED, Kind.PROOF})
 
 
 class Label(NamedTuple):
-    """Label of a peer's frame within one meeting. Frames of the same label come in order."""
+    """Label of a peer's frame within one meeting. Frames of the same label arrive in order."""
 
     kind: int
     key: int
     part: int
 
 
-#: These are for the links themselves, and are heard whether or not this worker has come to their
-#: meeting.
+#: Frames for the links themselves, handled whether or not this worker has entered their meeting.
 TOLD = frozenset({Kind.STANDING, Kind.PROOF})
 
-#: Of a frame's content: what is urgent waits for no more than that to go out first, and where it is
-#: given up no more is sent or read in vain.
+#: Most bytes of a frame's content. It bounds the wait of urgent frames, and the bytes sent or read
+#: in vain after a meeting is given up.
 MOST_BYTES = 1 << 20
-#: The fewest and the most bytes of content in a frame of each kind.
+#: Fewest and most bytes of content in a frame of each kind.
 SIZES: dict[int, tuple[int, int]] = {
     Kind.MESSAGE: (0, MOST_BYTES),
     Kind.SHARE: (0, MOST_BYTES),
     Kind.TOTAL: (0, MOST_BYTES),
-    # One worker's words with those of all below it in the tree, and those of all.
+    # The words of one worker and of all below it in the tree, and those of all.
     Kind.WORDS: (0, 64 << 20),
     Kind.TABLE: (0, 64 << 20),
     Kind.STANDING: (PROOF_BYTES, 16 << 20),
@@ -79,10 +80,10 @@ SIZES: dict[int, tuple[int, int]] = {
     Kind.NOTE: (0, MOST_BYTES),
 }
 
-#: Epoch, then the label, then the bytes of content that follow.
+#: Epoch, label, and the size of the content that follows.
 HEADER = struct.Struct("!QBqIQ")
 
-#: Frames of a lower number go first.
+#: Priorities; the lowest number is sent first.
 URGENT, ORDINARY, BULK, BACKGROUND = range(4)
 _PRIORITIES = {
     Kind.MESSAGE: ORDINARY,
@@ -97,8 +98,8 @@ _PRIORITIES = {
 
 
 def priority_of(kind: int) -> int:
-    """Return the priority of a frame. Sums go behind the messages that other workers compute on, a
-    leave behind all of its meeting, and what is sent ahead of a later one behind everything."""
+    """Return the priority of a frame. Sums are sent after the messages that other workers compute
+    on, a departure after all of its meeting, and frames for a later meeting after everything."""
     return _PRIORITIES.get(Kind(kind), BULK)
 
 
@@ -123,11 +124,12 @@ def pieces(content: memoryview) -> list[memoryview]:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor in host memory; writing there writes to the tensor.
 
-    Not by way of numpy, which would keep the tensor's storage from ever being resized, as stages of
-    several workers do to give memory back."""
+    numpy is avoided: it would keep the tensor's storage from being resized, which stages of several
+    workers do to free memory.
+    """
     assert tensor.is_contiguous(), "only a contiguous tensor is one run of bytes"
     if not tensor.numel():
-        return memoryview(bytearray())  # which, unlike b"", takes the nothing that comes
+        return memoryview(bytearray())  # unlike b"", it is writable
     content = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    content.tensor = tensor  # type: ignore[attr-defined]  # lives as long as the view does
+    content.tensor = tensor  # type: ignore[attr-defined]  # kept alive by the view
     return memoryview(content).cast("B")

@@ -1,16 +1,17 @@
 """Handshake in which the ends of a new link prove to each other that they belong to the same
 meeting.
 
-The caller says who it is and which meeting it means. Both then prove, each over the other's fresh
-key, that they know that meeting's secret. The called end finishes with a word of welcome, before
-which the caller sends nothing. The keys of what follows come of both fresh keys and of the secret.
-All messages have a fixed size. Must not know sockets, nor who is welcome."""
+The caller sends its identity and its meeting. Both then prove, each over the other's fresh key,
+that they know that meeting's secret. The called end finishes with a word of welcome, before which
+the caller sends nothing. The traffic keys derive from both fresh keys and the secret. All messages
+have a fixed size. Must not know sockets, nor the members.
+"""
 
 import hmac
 import struct
 from typing import NamedTuple
 
-# The library loads it with the first key else, which fails where no descriptor is left.
+# Otherwise the library loads it with the first key, which fails where no descriptor is left.
 import cryptography.hazmat.backends.openssl.backend  # noqa: F401
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -18,7 +19,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from oobleck.worker.transport.links.sealing import KEY_BYTES, Seal, Seals
 
-#: Of a process that has links: random, new for each.
+#: Bytes of a process's identity for links, which is random and unique.
 IDENTITY_BYTES = 16
 _PUBLIC_BYTES = 32
 PROOF_BYTES = 32
@@ -43,20 +44,20 @@ class Call(NamedTuple):
     epoch: int
     #: Counts the links between the two processes: the newer replaces the older.
     serial: int
-    #: Whether the caller wants the link sealed. It is if either end wants that, so nobody has less
-    #: than it wants.
+    #: True if the caller wants the link sealed. It is if either end wants that, so that none gets
+    #: less than it wants.
     seals: bool
     caller: bytes
-    #: The digest of the caller's card.
+    #: Digest of the caller's card.
     place: bytes
     public: bytes
-    #: All of the above as it was said, and the proof behind it.
+    #: All of the above as sent, followed by the proof.
     said: bytes
     proof: bytes
 
 
 class Answer(NamedTuple):
-    """Words of the end that is called."""
+    """Words of the called end."""
 
     seals: bool
     public: bytes
@@ -67,13 +68,13 @@ class Answer(NamedTuple):
 def make_call(
     epoch: int, serial: int, seals: bool, caller: bytes, place: bytes, own: X25519PrivateKey
 ) -> bytes:
-    """Pack all of a call but the proof; `own` is fresh."""
+    """Pack a call without its proof; `own` is fresh."""
     public = own.public_key().public_bytes_raw()
     return _CALL.pack(_MAGIC, epoch, serial, seals, caller, place, public)
 
 
 def read_call(message: bytes) -> Call | None:
-    """Read a call. Return None where the caller speaks something else."""
+    """Parse a call. Return None where the caller uses another protocol."""
     said, proof = message[: _CALL.size], message[_CALL.size :]
     magic, epoch, serial, seals, caller, place, public = _CALL.unpack(said)
     if magic != _MAGIC:
@@ -82,7 +83,7 @@ def read_call(message: bytes) -> Call | None:
 
 
 def make_answer(seals: bool, own: X25519PrivateKey) -> bytes:
-    """Pack all of an answer but the proof; `own` is fresh."""
+    """Pack an answer without its proof; `own` is fresh."""
     return _ANSWER.pack(seals, own.public_key().public_bytes_raw())
 
 
@@ -93,8 +94,8 @@ def read_answer(message: bytes) -> Answer:
 
 
 def prove(secret: bytes, step: bytes, called: bytes, *said: bytes) -> bytes:
-    """Prove that the speaker knows `secret`. `called`: who was called, and where, so that the
-    greeting cannot be handed on to another; `said`: all parts have fixed sizes."""
+    """Prove that the sender knows `secret`. `called`: digest of the called identity and address, so
+    that the greeting cannot be forwarded to another; `said`: all parts have fixed sizes."""
     return hmac.digest(secret, b"".join((step, called, *said)), "sha256")
 
 
@@ -104,15 +105,18 @@ def proven(proof: bytes, secret: bytes, step: bytes, called: bytes, *said: bytes
 
 def prove_member(secret: bytes, epoch: int, of: bytes, to: bytes, word: bytes = b"") -> bytes:
     """Prove, over a link from before a meeting, that this process has that meeting's secret. `of`,
-    `to`: identities; `word`: what it says there."""
+    `to`: identities; `word`: its word there."""
     return prove(secret, b"member", to, of, epoch.to_bytes(8, "big"), word)
 
 
 def seals_of_caller(
     own: X25519PrivateKey, theirs: bytes, secret: bytes, called: bytes, *said: bytes
 ) -> Seals:
-    """Return the caller's seals. `theirs`: the other end's fresh key; the rest as for `prove`. Only
-    the two ends can know these, also where the secret gets known later. Raises PermissionError."""
+    """Return the caller's seals. `theirs`: the other end's fresh key; the rest as for `prove`.
+
+    Only the two ends can know these, even if the secret becomes known later. Raises
+    PermissionError.
+    """
     outward, inward = _keys(own, theirs, secret, called, *said)
     return Seals(Seal(outward), Seal(inward))
 
@@ -128,11 +132,11 @@ def seals_of_called(
 def _keys(
     own: X25519PrivateKey, theirs: bytes, secret: bytes, called: bytes, *said: bytes
 ) -> tuple[bytes, bytes]:
-    """Derive two keys: one for what the caller sends, one for what it receives."""
+    """Derive two keys: one for the caller's sends, one for its receives."""
     try:
         shared = own.exchange(X25519PublicKey.from_public_bytes(theirs))
     except ValueError:
-        raise PermissionError("the other end's key is none") from None
+        raise PermissionError("the other end's key is invalid") from None
     info = b"".join((b"oobleck link", called, *said))
     both = HKDF(SHA256(), 2 * KEY_BYTES, salt=secret, info=info).derive(shared)
     return both[:KEY_BYTES], both[KEY_BYTES:]

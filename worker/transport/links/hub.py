@@ -1,8 +1,9 @@
-"""Links of one worker process, for as long as it lives.
+"""Links of one worker process, over its whole life.
 
-Meetings follow each other on the same links: frames say which one they belong to, and to enter the
-next or to give one up closes nothing. Who reads and writes them is `traffic`'s. Must not know
-programs, layers or plans."""
+Meetings follow each other on the same links: frames carry the number of their meeting, and entering
+or giving up one closes nothing. `traffic` owns reading and writing. Must not know programs, layers
+or plans.
+"""
 
 import contextlib
 import hmac
@@ -27,45 +28,46 @@ from oobleck.worker.transport.links.sealing import Seals
 from oobleck.worker.transport.links.traffic import Traffic
 from oobleck.worker.transport.links.watch import Watch
 
-#: How often the clock is looked at while callers or calls are under way.
+#: Interval of looking at the clock while callers or calls are under way.
 _TICK_S = 0.05
-#: The same while something waits that goes out only where little is in flight.
+#: The same while background frames wait for little traffic.
 _BACKGROUND_TICK_S = 0.002
-#: A link to one that is in no meeting with this worker stays for so long: it may be in the next.
+#: Time that a link to a process outside this worker's meeting stays: it may be in the next.
 OUTSIDE_S = 30.0
-#: How often it is looked for such links.
+#: Interval of looking for such links.
 _LOOK_S = 1.0
 _NOTHING = memoryview(b"")
 _GONE = "a peer is gone"
 _ELSEWHERE = "a member has another card than the link to it"
-#: Without whom nothing of the meeting can go on. Who takes leave in order has done its part.
+#: Departures after which the meeting cannot continue. A departure in order is harmless: that member
+#: has done its part.
 _ENDING = (Kind.GIVEN_UP, Kind.CALLED_OFF)
 
 
 class Member(Protocol):
-    """Participant of the present meeting, by way of the links."""
+    """Participant of the present meeting, as the links see it."""
 
-    #: The identities of all others in it.
+    #: Identities of all others in it.
     others: Collection[bytes]
 
     def heard(self, peer: bytes, standing: bytes) -> None:
-        """Take note that `peer` has come to the meeting. Called with the links' lock held."""
+        """Note that `peer` has entered the meeting. Called with the links' lock held."""
 
     def left(self, kind: Kind) -> None:
-        """End all waits: another member has given the meeting up or called it off, and those left
-        might wait for each other for ever. Called with the links' lock held."""
+        """End all waits: another member has given the meeting up or called it off, and the
+        remaining ones might wait for each other for ever. Called with the links' lock held."""
 
     def lost(self, peer: bytes, why: str) -> None:
         """End all waits: the link to `peer`, another member, has ended. Called with the links' lock
         held."""
 
     def tell_lost(self) -> None:
-        """Tell of a loss, soon after a link's end, unless the meeting was left meanwhile. Called
-        from a thread of its own, which may take its time, and without the lock."""
+        """Report a loss, soon after a link's end, unless the meeting was left meanwhile. Called
+        without the lock from a thread of its own, so it may take time."""
 
 
 class Feeding(Protocol):
-    """Preparer of a meeting that is still to come."""
+    """Preparer of a future meeting."""
 
     epoch: int
 
@@ -74,8 +76,8 @@ class Feeding(Protocol):
         wanted. Called with the links' lock held."""
 
     def cut(self, peer: bytes) -> None:
-        """Take note that the link to `peer` has ended, and what was on it is gone. Called with the
-        links' lock held."""
+        """Note that the link to `peer` has ended, and its frames are lost. Called with the links'
+        lock held."""
 
 
 class Links:
@@ -89,10 +91,12 @@ class Links:
         sealed: bool = True,
         most_early_bytes: int = MOST_EARLY_BYTES,
     ) -> None:
-        """Listen at `address`. `silence_s`: without a sign of life for so long a peer's host is
-        gone; `sealed`: what goes over all links is, else where the other end wants it;
-        `most_early_bytes`: of frames of the present meeting that nobody waits for yet, over each
-        link. Raises OSError."""
+        """Listen at `address`. Raises OSError.
+
+        `silence_s`: silence after which a peer's host is gone; `sealed`: all links are sealed, else
+        those whose other end wants it; `most_early_bytes`: most bytes, per link, of frames of the
+        present meeting that are not waited for yet.
+        """
         self.lock = threading.RLock()
         self.identity = secrets.token_bytes(IDENTITY_BYTES)
         self._links: dict[bytes, Link] = {}
@@ -106,14 +110,14 @@ class Links:
         self._epoch = 0
         self._member: Member | None = None
         self._feeding: Feeding | None = None
-        #: Of the meeting that is prepared.
+        #: Secret of the meeting in preparation.
         self._feeding_secret = b""
         self._attendance = Attendance()
-        #: The digests of the present members' cards, once they are known.
+        #: Digests of the present members' cards, once they are known.
         self._places: dict[bytes, bytes] = {}
-        #: When it is looked for links to others next (monotonic clock).
+        #: Time (monotonic clock) of the next look for outside links.
         self._next_look = 0.0
-        #: How this worker has left the present meeting, if so.
+        #: Kind of this worker's departure from the present meeting, if any.
         self._leaving: Kind | None = None
         self._to_tell: Member | None = None
         self._traffic.thread.start()
@@ -121,8 +125,8 @@ class Links:
     # ---- meetings
 
     def enter(self, epoch: int, secret: bytes, member: Member) -> None:
-        """Take part in the meeting `epoch`, which is later than all before; nothing of those is
-        wanted any more. `secret` lets others in."""
+        """Take part in the meeting `epoch`, which is later than all before; frames of those are no
+        longer wanted. `secret` admits the others."""
         with self.lock:
             self._traffic.check_sound()
             assert epoch > self._epoch, "meetings follow each other"
@@ -144,8 +148,8 @@ class Links:
     def leave(self, epoch: int, kind: Kind) -> None:
         """Tell the others of `epoch` that this worker leaves it, in order or not.
 
-        Whoever takes part in it here is told of nothing any more. May be repeated, and changes
-        nothing where a later meeting has begun.
+        The member here gets no further calls. May be repeated, and changes nothing if a later
+        meeting has begun.
         """
         with self.lock:
             if epoch != self._epoch or self._member is None:
@@ -156,20 +160,20 @@ class Links:
                     each.raise_floor(epoch + 1)
                 self._traffic.press_anew(int(self._feeding is not None))
             self._member = self._to_tell = None
-            # All, since the others of a meeting may not be known yet; to the rest it says nothing.
+            # To all links, since the others of a meeting may not be known yet; the rest ignore it.
             for link in list(self._links.values()):
                 self._write(link, epoch, Label(kind, 0, 0), _NOTHING)
             self._traffic.arm()
 
     def favour(self, epoch: int, cards: Iterable[Card]) -> None:
-        """Prefer callers from where these listen, who are members of that meeting, where strangers
+        """Prefer callers from the hosts of these cards, members of that meeting, where strangers
         crowd the port."""
         with self.lock:
             self._door.favour(epoch, cards)
 
     def connect(self, cards: Sequence[Card], epoch: int | None = None) -> None:
-        """Begin to call those to whom there is no link, as one of the meeting `epoch` that is
-        expected; None: of the present one."""
+        """Begin to call those without a link, for the expected meeting `epoch`; None: for the
+        present one."""
         with self.lock:
             meeting = self._epoch if epoch is None else epoch
             self._door.favour(meeting, cards)
@@ -179,15 +183,15 @@ class Links:
             self._traffic.ring_own()
 
     def expect(self, secret: bytes, feeding: Feeding) -> None:
-        """Let in those of a meeting that comes after the present one too, until it is called off;
-        what they send ahead of it goes to `feeding`, also while that meeting is the present one."""
+        """Accept members of a meeting after the present one too, until it is called off. Their
+        frames ahead of it go to `feeding`, even once that meeting is the present one."""
         with self.lock:
             self._feeding, self._feeding_secret = feeding, secret
             self._door.expect(feeding.epoch, secret)
             self.press(+1)
 
     def call_off(self, feeding: Feeding) -> None:
-        """Expect it no more. May be repeated."""
+        """Stop expecting that meeting. May be repeated."""
         with self.lock:
             if self._feeding is not feeding:
                 return
@@ -196,13 +200,13 @@ class Links:
             for link in self._links.values():
                 link.stop_feeding(feeding.epoch)
                 if link.outside_since is not None:
-                    link.keep_out()  # from now on: it may have stayed for the sake of that meeting
+                    link.keep_out()  # it may have stayed only for that meeting
             if feeding.epoch > self._epoch:
                 self._door.call_off(feeding.epoch)
             self._traffic.arm()
 
     def withdraw(self, feeding: Feeding, peer: bytes) -> None:
-        """Drop the frames that wait to be sent ahead to `peer` and have not begun to go out."""
+        """Drop the frames queued for `peer` ahead of the meeting that have not begun to be sent."""
         with self.lock:
             if (link := self._links.get(peer)) is not None:
                 link.stop_feeding(feeding.epoch, (Kind.FEED,))
@@ -215,8 +219,8 @@ class Links:
         return feeding.feed(peer, label)
 
     def _may_feed(self, link: Link) -> bool:
-        """Return whether the other end has proven that it belongs to the prepared meeting. Links
-        outlive meetings, so it may be one that no later plan has."""
+        """Return whether the other end has proven that it belongs to the meeting in preparation.
+        Links outlive meetings, so it may be in no later plan."""
         assert self._feeding is not None, "a meeting is prepared"
         epoch = self._feeding.epoch
         if link.proven_for != epoch and link.claim is not None:
@@ -228,7 +232,7 @@ class Links:
 
     @property
     def peers(self) -> frozenset[bytes]:
-        """The identities of those to whom there is a link."""
+        """Identities of linked processes."""
         with self.lock:
             return frozenset(self._links)
 
@@ -236,7 +240,7 @@ class Links:
         return peer in self._links
 
     def call_to(self, peer: bytes) -> Dial | None:
-        """Return the call of this process's own that is under way, or has failed."""
+        """Return this process's call that is under way, or has failed."""
         return self._door.call_to(peer)
 
     # ---- frames; all with the lock held
@@ -248,8 +252,8 @@ class Links:
     def send_ahead(
         self, feeding: Feeding, peer: bytes, label: Label, content: memoryview
     ) -> Outgoing:
-        """Send a frame for the meeting that is prepared. Raises TransportError when there is no
-        link."""
+        """Send a frame for the meeting in preparation. Raises TransportError when there is
+        no link."""
         link, epoch = self._link(peer), feeding.epoch
         if link.proved_for != epoch:
             link.proved_for = epoch
@@ -258,7 +262,7 @@ class Links:
         return self._write(link, epoch, label, content)
 
     def keep_to(self, members: Collection[Card]) -> None:
-        """Take `members` alone for members of the present meeting. Raises TransportError where the
+        """Accept only `members` as members of the present meeting. Raises TransportError where the
         greeting of one was another card's."""
         self._places = {card.identity: card.digest for card in members}
         self._door.favour(self._epoch, members)
@@ -269,12 +273,12 @@ class Links:
                 raise TransportError(_ELSEWHERE)
 
     def post(self, peer: bytes, label: Label, incoming: Incoming) -> None:
-        """Let the peer's next frame of the present meeting with `label` go there. Raises
+        """Direct the peer's next frame of the present meeting with `label` there. Raises
         TransportError when there is no link."""
         link = self._link(peer)
         try:
             link.post(label, incoming)
-        except OSError as error:  # what had come already cannot be taken
+        except OSError as error:  # an early frame was refused
             self.ended(link, error)
 
     def _link(self, peer: bytes) -> Link:
@@ -285,8 +289,8 @@ class Links:
             raise TransportError(_GONE) from None
 
     def press(self, change: int) -> None:
-        """Change by `change` the number of operations that should go on while the training thread
-        computes."""
+        """Change by `change` the number of operations that should continue while the training
+        thread computes."""
         self._traffic.press(change)
 
     def _write(self, link: Link, epoch: int, label: Label, *content: memoryview) -> Outgoing:
@@ -309,7 +313,7 @@ class Links:
         if (old := self._links.get(peer)) is not None:
             self._drop(old)
             if old.used_in >= self._epoch and peer not in self._attendance.left:
-                # The other end was over before this one knew: frames have gone nowhere.
+                # The other end was over before this one knew: frames were lost.
                 self._lose(peer, "a peer has called again amid a meeting")
         feeds = partial(self._feeds, peer)
         link = Link(peer, place, serial, connected, feeds, seals, self._most_early_bytes)
@@ -319,7 +323,7 @@ class Links:
         self._traffic.add(link)
         self._links[peer] = link
         self._watch.add(link)
-        if self._leaving is not None:  # whoever calls late would wait for this worker for ever
+        if self._leaving is not None:  # a late caller would wait for ever
             self._write(link, self._epoch, Label(self._leaving, 0, 0), _NOTHING)
         self._traffic.ring()
 
@@ -333,7 +337,7 @@ class Links:
         """Drop the link, whose connection is over. Called with the lock held."""
         if not self._traffic.holds(link):
             return
-        with contextlib.suppress(OSError):  # what it said last may be that it leaves
+        with contextlib.suppress(OSError):  # its last word may be its departure
             self._traffic.read(link)
         if not self._traffic.holds(link):
             return
@@ -344,10 +348,10 @@ class Links:
             self._lose(link.peer, str(why))
 
     def _close_outside(self) -> None:
-        """Close links to those who are in no present meeting, nor in one that is prepared.
+        """Close links to processes in no present meeting, nor in one that is prepared.
 
-        One of them may have come to a later meeting before this worker, and takes the end of its
-        link for a loss then: it has time in which this worker hears of that meeting too.
+        Such a process may have entered a later meeting before this worker, and would take the end
+        of its link for a loss. So it gets time in which this worker learns of that meeting too.
         """
         now = time.monotonic()
         if self._feeding is not None or now < self._next_look:
@@ -375,8 +379,8 @@ class Links:
         return True
 
     def on_news(self, link: Link, epoch: int, kind: int, content: bytes) -> None:
-        """Handle what the peer tells: that it comes to a meeting, leaves it, or proves that it may
-        feed for it. Called with the lock held."""
+        """Handle a peer's arrival at a meeting, departure, or proof that it may feed. Called with
+        the lock held."""
         if kind == Kind.PROOF:
             link.claim = epoch, content
             return
@@ -394,11 +398,11 @@ class Links:
         self._traffic.ring()
 
     def has_left(self, peer: bytes) -> bool:
-        """Return whether the peer has left this meeting, so that nothing more comes from it."""
+        """Return whether the peer has left this meeting, so that nothing more arrives from it."""
         return peer in self._attendance.left
 
     def how_left(self, peers: Collection[bytes]) -> frozenset[Kind]:
-        """Return the ways in which some of `peers` have left this meeting."""
+        """Return the kinds of departures of `peers` from this meeting."""
         left = self._attendance.left
         return frozenset(Kind(kind) for peer, kind in left.items() if peer in peers)
 
@@ -416,12 +420,12 @@ class Links:
     # ---- traffic
 
     def wait(self, done: Callable[[], bool], until: float | None = None) -> bool:
-        """Read and write until `done`, which is asked with the lock held and may raise; returns
-        False where the clock is at `until` first. One thread waits at a time."""
+        """Read and write until `done`, which is called with the lock held and may raise. Return
+        False if the clock reaches `until` first. One thread waits at a time."""
         return self._traffic.wait(done, until)
 
     def wake(self) -> None:
-        """Have whoever waits look whether it is done; from any thread."""
+        """Wake the waiting thread to check its condition. Callable from any thread."""
         with self.lock:
             self._traffic.ring()
 
@@ -430,21 +434,21 @@ class Links:
         self._traffic.check_sound()
 
     def hear(self, descriptor: int) -> bool:
-        """Go on with what is ready there, at the door. Called with the lock held."""
+        """Handle events of a descriptor of the door. Called with the lock held."""
         return descriptor in self._door and self._door.hear(descriptor)
 
     def rest_s(self) -> float:
-        """Return how long the links' own thread may sleep where nothing happens."""
+        """Return how long the links' own thread may sleep without events."""
         if self._traffic.holds_back:
             return _BACKGROUND_TICK_S
         return _TICK_S if self._door.busy else self._watch.every_s
 
     def tick(self) -> None:
-        """Do what is due: door, background frames, watch, links outside the meeting, losses to
-        tell. Called with the lock held."""
+        """Do due work: door, background frames, watch, outside links, losses to report. Called with
+        the lock held."""
         if self._door.busy:
             self._door.tick()
-        if self._door.calling:  # who waits for a link looks whether the call has failed
+        if self._door.calling:  # waits for a link check for a failed call
             self._traffic.ring()
         self._traffic.write_background()
         self._watch.look()
@@ -466,7 +470,9 @@ class Links:
     # ---- end
 
     def close(self) -> None:
-        """Close all; nobody uses the links any more. Raises InvariantViolation if they failed."""
+        """Close everything; the links are no longer used. Raises InvariantViolation if
+        they failed.
+        """
         with self.lock:
             if self._traffic.closed:
                 return

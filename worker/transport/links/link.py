@@ -1,10 +1,11 @@
 """Connection to one peer, kept from one meeting to the next.
 
-Frames wait here by priority until the kernel takes them. Incoming content goes where it is waited
-for, or into a buffer until it is. No call here blocks. Where a meeting ends, what has not begun to
-go out is dropped, what is half out is finished from a copy, and what is half in is read to its end
-and forgotten: so the connection stays fit for the next one. Must not know what the frames are
-for."""
+Frames wait here by priority until the kernel takes them. Incoming content goes to its waiting
+place, or into a buffer until there is one. No call here blocks. At the end of a meeting, frames
+that are not begun are dropped and a half-sent one is finished from a copy. A half-received one is
+read to its end and discarded. So the connection stays usable for the next one. Must not know the
+purpose of frames.
+"""
 
 import contextlib
 import fcntl
@@ -34,30 +35,32 @@ from oobleck.worker.transport.links.frame import (
 from oobleck.worker.transport.links.sealing import Seals
 from oobleck.worker.transport.links.wire import ClearWire, SealedWire, Wire
 
-#: Read at once. Frames that are no larger are copied out of it, larger ones read in place.
+#: Bytes read at once. Frames no larger are copied out of it, larger ones are read in place.
 _BUFFER_BYTES = 64 << 10
-#: Where goes what nobody wants any more, of all links.
+#: Place of unwanted content, shared by all links.
 _SCRATCH = memoryview(bytearray(256 << 10))
-#: Read from one link, or written to it, before others get their turn.
+#: Bytes read from one link, or written to it, before others are served.
 _TURN_BYTES = 1 << 20
-#: Of frames for meetings that this worker has not come to, beside what the peer says as it comes:
-#: before all have come, nobody says more.
+#: Most bytes of frames for meetings that this worker has not entered, beside the words of arrival:
+#: before all have arrived, no more is sent.
 _MOST_AHEAD_BYTES = 1 << 20
-#: Of frames of the present meeting that nobody waits for yet, unless whoever makes the link says
-#: it. What is waited for may be behind them, so to read no further could hold both ends up for
-#: ever: beyond the limit the link ends.
+#: Most bytes of frames of the present meeting that are not waited for yet; the default of a link's
+#: maker.
+#:
+#: A wanted frame may be after them, so to stop reading could block both ends for ever: beyond the
+#: limit the link ends.
 MOST_EARLY_BYTES = 1 << 30
-#: What a frame that waits takes beside its content, about.
+#: Approximate memory of a waiting frame beside its content.
 _FRAME_BYTES = 1 << 10
 _PRIORITY_COUNT = BACKGROUND + 1
-#: What the kernel has not sent yet may be so much: more would hold up what is urgent.
+#: Most unsent bytes in the kernel: more would delay urgent frames.
 _UNSENT_BYTES = 256 << 10
 _TCP_NOTSENT_LOWAT = 25
-#: Within a host nothing is congested. A system whose links are paced (BBR) would pace these too,
-#: which takes a third more processor time; this one is in every kernel, and anybody may choose it.
+#: Congestion control within a host, where nothing is congested. A system's paced default (BBR)
+#: would take a third more processor time; this one is in every kernel, and needs no rights.
 _WITHIN_A_HOST = b"reno"
-#: Of what is in flight, for more of the background to go out: what the link takes in so much time,
-#: or so much in any case. What is urgent may stand behind it, at a bottleneck further on.
+#: Most bytes in flight for background frames to be sent: the link's bytes in this time, or this
+#: minimum. An urgent frame may be delayed by them at a bottleneck further on.
 _IN_FLIGHT_S = 0.005
 _IN_FLIGHT_BYTES = 256 << 10
 #: `tcpi_delivery_rate`, bytes a second, in Linux' struct tcp_info.
@@ -68,29 +71,29 @@ log = logging.getLogger(__name__)
 
 
 class Outgoing:
-    """A frame on its way out, from the caller's own memory."""
+    """Frame on its way out, from the caller's own memory."""
 
     __slots__ = ("done", "epoch", "given_up", "kind", "left", "started")
 
     def __init__(self, epoch: int, label: Label, *content: memoryview) -> None:
-        """`content`: in pieces of memory, one behind the other."""
+        """Make a frame. `content`: consecutive pieces of memory."""
         self.epoch = epoch
         self.kind = label.kind
         self.left = [memoryview(HEADER.pack(epoch, *label, sum(map(len, content))))]
         self.left += filter(None, content)
         self.started = False
         self.given_up = False
-        #: The kernel has taken all of it. Never so of one that was given up.
+        #: True if the kernel has taken all of it. Never for one that was given up.
         self.done = False
 
     def own_the_rest(self) -> None:
-        """Go on from a copy of what has not gone out, for nobody."""
+        """Continue from a copy of the unsent rest, without an owner."""
         self.left = [memoryview(b"".join(self.left))]
         self.given_up = True
 
 
 class Incoming(Protocol):
-    """A frame that is waited for."""
+    """Frame that is waited for."""
 
     def room(self, size: int) -> memoryview:
         """Return the memory for its `size` bytes."""
@@ -99,20 +102,20 @@ class Incoming(Protocol):
         """Handle the complete frame. Called once, with the links' lock held; may send."""
 
     def take_over(self, content: memoryview) -> None:
-        """Take content that came before it was waited for. The memory belongs to this frame from
+        """Take content that arrived before it was waited for. The memory belongs to this frame from
         now on."""
         self.room(len(content))[:] = content
         self.arrived()
 
 
 class Early(Incoming):
-    """A frame that came before anybody waited for it."""
+    """Frame that arrived before it was waited for."""
 
     def __init__(self, bytes_: int = 0) -> None:
-        """`bytes_`: what it takes, with all that belongs to it."""
+        """Make it. `bytes_`: its memory, with all that belongs to it."""
         self.bytes = bytes_
         self.content = memoryview(b"")
-        #: None: it is not complete yet, or nobody waits for it.
+        #: None: it is not complete yet, or not waited for.
         self.wanted: Incoming | None = None
         self.complete = False
 
@@ -126,7 +129,7 @@ class Early(Incoming):
             self.hand_to(self.wanted)
 
     def hand_to(self, wanted: Incoming) -> None:
-        """Now, or as soon as it is complete."""
+        """Hand the content over, now or as soon as it is complete."""
         if not self.complete:
             self.wanted = wanted
             return
@@ -134,15 +137,15 @@ class Early(Incoming):
 
 
 def fresh_memory(size: int) -> memoryview:
-    """Allocate memory for incoming content; unlike a bytearray it is not written to before."""
+    """Allocate memory for incoming content; unlike a bytearray it is not zeroed."""
     return np.empty(size, np.uint8).data
 
 
 class _Nobody(Incoming):
-    """Taker of what is read only so that the connection goes on."""
+    """Sink for content that is read only to keep the connection going."""
 
     def room(self, size: int) -> memoryview:
-        raise AssertionError("what nobody wants is not kept")
+        raise AssertionError("unwanted content is not kept")
 
     def arrived(self) -> None:
         pass
@@ -150,11 +153,11 @@ class _Nobody(Incoming):
 
 _NOBODY = _Nobody()
 
-#: Says where the content of a feeding frame of this epoch and label goes; None: nobody wants it.
+#: Returns the place for the content of a feeding frame of this epoch and label; None: unwanted.
 Feeds = Callable[[int, Label], Incoming | None]
 
-#: Told of frames with which the sender comes to a meeting, leaves it or proves that it may feed for
-#: it, whether or not this worker has come to it: their epoch, kind and content.
+#: Called with the epoch, kind and content of frames by which the sender enters a meeting, leaves it
+#: or proves that it may feed for it. This worker need not have entered that meeting.
 OnNews = Callable[[int, int, bytes], None]
 
 
@@ -174,8 +177,8 @@ class _Told(Incoming):
 
 
 class Link:
-    """Local end of a connection to a peer. Only reading finds that the connection is over: what the
-    peer said before its end may still be there when nothing can be written any more."""
+    """Local end of a connection to a peer. Only reading detects the end of the connection: the
+    peer's last words may still be readable when writing fails already."""
 
     def __init__(
         self,
@@ -187,60 +190,63 @@ class Link:
         seals: Seals | None = None,
         most_early_bytes: int = MOST_EARLY_BYTES,
     ) -> None:
-        """`peer`: the identity of the process at the other end; `serial`: counts the connections
-        with it; `seals`: None: all goes in the clear; `most_early_bytes`: of frames of the present
-        meeting that nobody waits for yet."""
+        """Use a connected socket.
+
+        `peer`: identity of the process at the other end; `serial`: counts the connections with it;
+        `seals`: None for traffic in the clear; `most_early_bytes`: most bytes of frames of the
+        present meeting that are not waited for yet.
+        """
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-        with contextlib.suppress(OSError):  # not allowed here, or it is over already
+        with contextlib.suppress(OSError):  # not allowed here, or ended already
             if connected.getpeername()[0] == connected.getsockname()[0]:
                 connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _WITHIN_A_HOST)
         self._feeds = feeds
         self.peer = peer
-        #: The digest of the peer's card, as the greeting has it.
+        #: Digest of the peer's card, from the greeting.
         self.place = place
         self.serial = serial
         self.socket = connected
         self._wire: Wire = SealedWire(connected, seals) if seals else ClearWire(connected)
-        #: What the poll is asked for, as far as it was told.
+        #: Events that are registered in the poll.
         self.polled_for = 0
-        #: Why nothing goes out any more.
+        #: Reason why nothing is sent any more.
         self.problem: OSError | None = None
-        #: The newest meeting of which a frame has begun to come or to go.
+        #: Newest meeting with a frame begun in either direction.
         self.used_in = 0
         self._queues: list[deque[Outgoing]] = [deque() for _ in range(_PRIORITY_COUNT)]
         self._writing: Outgoing | None = None
-        #: Frames of meetings before this one are not wanted any more.
+        #: Frames of meetings before this one are no longer wanted.
         self._floor = 0
-        #: Since when the peer is known to be none of the members of that meeting (monotonic clock);
-        #: None: it may be one.
+        #: Time (monotonic clock) since when the peer is known not to be a member of that meeting;
+        #: None: it may be.
         self.outside_since: float | None = None
-        #: What the peer has said last to prove that it may feed, and for which meeting; the newest
-        #: for which that was right; and for which this end has said it.
+        #: The peer's newest claim that it may feed, with its meeting; the newest meeting of a valid
+        #: claim; and the newest one of a claim by this end.
         self.claim: tuple[int, bytes] | None = None
         self.proven_for = self.proved_for = -1
         self._posted: defaultdict[Label, deque[Incoming]] = defaultdict(deque)
         self._early: dict[tuple[int, Label], deque[Early]] = {}
-        #: What those in `_early` take: for the present meeting, and for later ones.
+        #: Bytes of the frames in `_early`: for the present meeting, and for later ones.
         self._early_bytes = self._ahead_bytes = 0
         self._most_early_bytes = most_early_bytes
-        #: Why nothing is read any more.
+        #: Reason why nothing is read any more.
         self._over: OSError | None = None
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._end = 0
-        #: Of the frame whose content comes in; None: a header is next.
+        #: Frame whose content is being read; None: a header is next.
         self._reading: Incoming | None = None
         self._reading_epoch = 0
-        #: What is still missing of it.
+        #: Missing bytes of it.
         self._missing = 0
         self._room = memoryview(b"")
 
     # ---- out
 
     def send(self, epoch: int, label: Label, *content: memoryview) -> Outgoing:
-        """Queue a frame, and hand the kernel what it takes. Where nothing goes out any more it is
-        never done."""
+        """Queue a frame, and give the kernel what it takes. If nothing is sent any more, the frame
+        is never done."""
         frame = Outgoing(epoch, label, *content)
         if label.kind not in FEEDING:
             self.used_in = max(self.used_in, epoch)
@@ -254,17 +260,17 @@ class Link:
 
     @property
     def blocked(self) -> bool:
-        """True if something waits until the kernel takes it."""
+        """True if a frame waits until the kernel takes it."""
         return self._writing is not None or any(self._queues[:BACKGROUND])
 
     @property
     def holds_back(self) -> bool:
-        """True if something waits that goes out only where nothing else does."""
+        """True if a frame waits that is sent only while no other is."""
         return bool(self._queues[BACKGROUND])
 
     def write(self, *, background: bool = False) -> None:
-        """Hand the kernel what it takes of what waits, or a good part of it; `background`: also of
-        what may wait, as long as little is in flight."""
+        """Give the kernel waiting frames, as much as it takes up to a limit; `background`: also
+        background frames while little is in flight."""
         left = _TURN_BYTES
         while left > 0 and (frame := self._next_frame(background)) is not None:
             try:
@@ -289,7 +295,7 @@ class Link:
         self._writing = None
         for queue in self._queues:
             queue.clear()
-        with contextlib.suppress(OSError):  # it may be over already; else reading would find no end
+        with contextlib.suppress(OSError):  # otherwise reading would find no end
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def _next_frame(self, background: bool) -> Outgoing | None:
@@ -303,7 +309,7 @@ class Link:
         return self._writing
 
     def has_little_in_flight(self) -> bool:
-        """Return whether what the kernel has taken will be there soon."""
+        """Return whether the bytes taken by the kernel will arrive soon."""
         told = fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         rate: int = _DELIVERY_RATE.unpack_from(info)[0]
@@ -312,8 +318,8 @@ class Link:
     # ---- in
 
     def post(self, label: Label, incoming: Incoming) -> None:
-        """Let the next frame of the present meeting with `label` go there. Frames that have come
-        already are handed over at once. Raises OSError where such a frame is the link's end."""
+        """Direct the next frame of the present meeting with `label` there. Frames that have arrived
+        already are handed over at once. Raises OSError where such a frame ends the link."""
         early = self._early.get((self._floor, label))
         if early:
             first = early.popleft()
@@ -321,16 +327,16 @@ class Link:
             if not early:
                 del self._early[self._floor, label]
             with self._ending():
-                first.hand_to(incoming)  # who may post for the next one
+                first.hand_to(incoming)  # it may post for the next one
         else:
             self._posted[label].append(incoming)
 
     def read(self, on_news: OnNews) -> None:
-        """Take in what is there, or a good part of it. Raises BlockingIOError where nothing is, and
-        another OSError at the end of the link, from then on.
+        """Read available data, up to a limit. Raises BlockingIOError if there is none, and another
+        OSError at the end of the link, from then on.
 
-        A frame that breaks the rules is such an end, and so is whatever goes wrong in whoever takes
-        a frame: the peer chose what is in it.
+        A frame that breaks the rules is such an end, and so is any error in the receiver of a
+        frame: the peer chose its content.
         """
         self._check_sound()
         with self._ending():
@@ -343,7 +349,7 @@ class Link:
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
-        """Have whatever is raised within, but for BlockingIOError, be the end of the link, as an
+        """Turn any error inside, except BlockingIOError, into the end of the link, as an
         OSError."""
         try:
             yield
@@ -353,13 +359,13 @@ class Link:
             self._over = self._over or error
             raise
         except Exception as error:
-            log.exception("what a peer sent cannot be taken")
-            self._over = ConnectionError(f"sent what cannot be taken: {error!r}")
+            log.exception("a frame of a peer was refused")
+            self._over = ConnectionError(f"sent a frame that was refused: {error!r}")
             raise self._over from error
 
     def _read(self, on_news: OnNews) -> None:
         left = _TURN_BYTES
-        while left > 0 or self._wire.holds:  # of which no poll would tell again
+        while left > 0 or self._wire.holds:  # no poll would report it again
             if self._missing:
                 count = self._wire.take(self._room[: self._missing])
                 self._check_open(count)
@@ -379,7 +385,7 @@ class Link:
     def _took(self, count: int) -> None:
         """Count `count` more bytes of content as read into the room."""
         self._missing -= count
-        if self._reading is not _NOBODY:  # whose room is used again and again
+        if self._reading is not _NOBODY:  # its room is reused
             self._room = self._room[count:]
         if not self._missing:
             reading, self._reading = self._reading, None
@@ -390,7 +396,7 @@ class Link:
     def _unpack(self, on_news: OnNews) -> None:
         """Parse buffered bytes; afterwards at most a part of a header may remain."""
         while self._end - self._start >= HEADER.size:
-            self._check_sound()  # whoever took a frame may have found the end in an early one
+            self._check_sound()  # an early frame may have ended the link
             epoch, kind, key, part, size = HEADER.unpack_from(self._buffer, self._start)
             self._start += HEADER.size
             check_header(kind, size)
@@ -449,7 +455,7 @@ class Link:
             )
         if self._early_bytes > self._most_early_bytes:
             raise ConnectionError(
-                f"sent more than {self._most_early_bytes} bytes that nobody waits for"
+                f"sent more than {self._most_early_bytes} bytes that are not waited for"
             )
 
     def _forget(self) -> None:
@@ -459,7 +465,7 @@ class Link:
     # ---- from one meeting to the next
 
     def raise_floor(self, epoch: int) -> None:
-        """Drop everything of meetings before `epoch`, in either direction."""
+        """Drop everything of meetings before `epoch`, in both directions."""
         self._floor = epoch
         self.outside_since = None
         self._posted.clear()
@@ -469,12 +475,12 @@ class Link:
         self._withdraw(lambda frame: frame.epoch < epoch and frame.kind not in LEAVING)
 
     def keep_out(self) -> None:
-        """Keep nothing of the peer: it is none of the present meeting's members."""
+        """Keep nothing of the peer: it is not a member of the present meeting."""
         self.outside_since = time.monotonic()
         self._keep_early(self._floor + 1)
 
     def _keep_early(self, first: int) -> None:
-        """Keep frames of the meeting `first` and of later ones alone."""
+        """Keep only frames of the meeting `first` and of later ones."""
         self._early = {key: early for key, early in self._early.items() if key[0] >= first}
         self._early_bytes = self._ahead_bytes = 0
         for (epoch, _), early in self._early.items():
@@ -485,8 +491,8 @@ class Link:
                 self._early_bytes += taken
 
     def stop_feeding(self, epoch: int, kinds: Container[int] = FEEDING) -> None:
-        """Drop what is queued for that meeting ahead of it."""
-        if Kind.PROOF in kinds:  # it may be among what is withdrawn
+        """Drop frames queued for that meeting ahead of it."""
+        if Kind.PROOF in kinds:  # the proof may be among the withdrawn frames
             self.proved_for = -1
         self._withdraw(lambda frame: frame.epoch == epoch and frame.kind in kinds)
 

@@ -1,9 +1,9 @@
 """Reading and writing of the links, by a thread of its own or by the one that waits for them.
 
-The own thread watches every link for its end and listens at the door while others compute, and
-reads and writes where there is something that should not wait. A training thread that waits does
-the reading and writing itself, so that a message is handled by the thread that wants it. Must not
-know meetings."""
+The own thread watches every link for its end and listens at the door while others compute. It reads
+and writes if something should not wait. A waiting training thread reads and writes itself, so that
+a message is handled by the thread that wants it. Must not know meetings.
+"""
 
 import contextlib
 import os
@@ -25,31 +25,31 @@ class Owner(Protocol):
     """Owner of the links. All methods but `rest_s` are called with the lock held."""
 
     def on_news(self, link: Link, epoch: int, kind: int, content: bytes) -> None:
-        """Handle that the peer comes to a meeting or leaves it."""
+        """Handle that the peer enters a meeting or leaves it."""
 
     def ended(self, link: Link, why: OSError) -> None:
         """Handle the end of the connection."""
 
     def hear(self, descriptor: int) -> bool:
-        """Something is ready there, which is no link's. Returns whether somebody may wait for what
-        came of it."""
+        """Handle events of a descriptor that is not a link's. Return whether a waiting thread may
+        be concerned."""
 
     def rest_s(self) -> float:
-        """Return how long the own thread may sleep where nothing happens."""
+        """Return how long the own thread may sleep without events."""
 
     def tick(self) -> None:
-        """Do what is due by the clock."""
+        """Do work that is due by the clock."""
 
 
 class Traffic:
-    """Reader and writer of the links. Used with the lock held, but for `wait` and `wake`."""
+    """Reader and writer of the links. Used with the lock held, except `wait` and `wake`."""
 
     def __init__(self, owner: Owner, lock: threading.RLock) -> None:
         self._owner = owner
         self._lock = lock
         self._by_descriptor: dict[int, Link] = {}
-        #: Of all links, for whoever reads and writes now; and for the own thread, which is shown
-        #: that one where it shall read and write.
+        #: Events of all links, for the present reader and writer; and events for the own thread,
+        #: which contain the former while it shall read and write.
         self._traffic = select.epoll()
         self.events = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK)
@@ -58,26 +58,26 @@ class Traffic:
         self.events.register(self._own_bell, _READ)
         self.events.register(self._traffic, 0)
         self._shown = False
-        #: Whether the training thread reads and writes.
+        #: True while the training thread reads and writes.
         self._taken = False
-        #: Operations that should go on while the training thread computes.
+        #: Operations that should continue while the training thread computes.
         self._pressing = 0
-        #: Links on which something waits until the kernel takes it.
+        #: Links with frames that wait for the kernel.
         self._blocked: set[int] = set()
-        #: Links on which something waits until nothing else is to go out, here or on any other.
+        #: Links with frames that wait until no other frame is to be sent, on any link.
         self._holding_back: set[int] = set()
         self.closed = False
-        #: What nobody is to go on after, as it has ended a thread.
+        #: Error that has ended a thread; nothing may continue after it.
         self._failure: BaseException | None = None
         self.thread = threading.Thread(target=self._serve, name="links", daemon=True)
 
     # ---- links
 
     def add(self, link: Link) -> None:
-        """Watch the link. Raises OSError, and the link is not among those that are watched then."""
+        """Watch the link. Raises OSError; then the link is not watched."""
         descriptor = link.socket.fileno()
         link.polled_for = _READ | _END
-        # Closing the socket takes it out of both.
+        # Closing the socket removes it from both.
         self._traffic.register(descriptor, link.polled_for)
         self.events.register(descriptor, _END)
         self._by_descriptor[descriptor] = link
@@ -86,7 +86,7 @@ class Traffic:
         return self._by_descriptor.get(link.socket.fileno()) is link
 
     def drop(self, link: Link) -> None:
-        """Close it."""
+        """Close the link."""
         descriptor = link.socket.fileno()
         del self._by_descriptor[descriptor]
         self._blocked.discard(descriptor)
@@ -96,7 +96,7 @@ class Traffic:
         link.socket.close()
 
     def poll_for(self, link: Link) -> None:
-        """Update what the link is polled for: writing only while frames wait for the kernel."""
+        """Update the events polled for the link: writing only while frames wait for the kernel."""
         self._hold_back(link)
         wanted = _READ | _END | (select.EPOLLOUT if link.blocked else 0)
         if wanted == link.polled_for:
@@ -122,12 +122,12 @@ class Traffic:
 
     @property
     def holds_back(self) -> bool:
-        """True if something that may wait could go out soon."""
+        """True if background frames could be sent soon."""
         return bool(self._holding_back) and not self._blocked
 
     def write_background(self) -> None:
-        """Write some of what may wait, where nothing else does. Called again and again while
-        something does: nobody tells when less is in flight."""
+        """Write some background frames, if no others wait. Called repeatedly while some wait: no
+        event reports that less is in flight."""
         for descriptor in tuple(self._holding_back):
             if self._blocked or not self._has_little_in_flight():
                 return
@@ -139,28 +139,28 @@ class Traffic:
         # All links pass the same bottleneck, at this end.
         return all(link.has_little_in_flight() for link in self._by_descriptor.values())
 
-    # ---- who reads and writes
+    # ---- turns of reading and writing
 
     def press(self, change: int) -> None:
-        """Change by `change` the number of operations that should go on while the training thread
-        computes."""
+        """Change by `change` the number of operations that should continue while the training
+        thread computes."""
         self._pressing += change
         self.arm()
 
     def press_anew(self, count: int) -> None:
-        """Set the number of operations that should go on to `count`, forgetting those of before."""
+        """Set the number of operations that should continue to `count`, forgetting earlier ones."""
         self._pressing = count
 
     def arm(self) -> None:
-        """Have the own thread read and write where nobody else does, and somebody should."""
+        """Have the own thread read and write if no other does and it is needed."""
         shown = not self._taken and bool(self._pressing or self._blocked)
         if shown != self._shown and not self.closed:
             self._shown = shown
             self.events.modify(self._traffic, _READ if shown else 0)
 
     def wait(self, done: Callable[[], bool], until: float | None) -> bool:
-        """Read and write until `done`, which is asked with the lock held and may raise; returns
-        False where the clock is at `until` first. One thread waits at a time."""
+        """Read and write until `done`, which is called with the lock held and may raise. Return
+        False if the clock reaches `until` first. One thread waits at a time."""
         with self._lock:
             self.check_sound()
             if done():
@@ -217,11 +217,11 @@ class Traffic:
     # ---- bells
 
     def ring(self) -> None:
-        """Have whoever waits look whether it is done."""
+        """Wake the waiting thread to check its condition."""
         self._ring(self._bell)
 
     def ring_own(self) -> None:
-        """Have the own thread look what the clock brings."""
+        """Wake the own thread to check the clock."""
         self._ring(self._own_bell)
 
     def _ring(self, bell: int) -> None:
@@ -239,8 +239,7 @@ class Traffic:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Keep the error for whoever uses the links, now or later, to raise: no other thread sees
-        it."""
+        """Keep the error for users of the links to raise, now or later: no other thread sees it."""
         with self._lock:
             self._failure = error
             self.ring()
@@ -250,7 +249,7 @@ class Traffic:
             raise InvariantViolation(f"the links failed: {self._failure!r}")
 
     def _turn(self) -> bool:
-        """Do what there is to do. Return whether there will be more."""
+        """Do available work. Return whether there will be more."""
         ready = self.events.poll(self._owner.rest_s())
         with self._lock:
             if self.closed:
@@ -280,7 +279,7 @@ class Traffic:
         self.closed = True
 
     def close(self) -> None:
-        """Once it has ended."""
+        """Close the polls and bells, after the own thread has ended."""
         self._traffic.close()
         self.events.close()
         os.close(self._bell)

@@ -1,6 +1,6 @@
-"""Watches the hosts at the other ends of links for signs of life, for as long as there are links.
+"""Watch over the hosts at the other ends of links, by their signs of life.
 
-Must not know what a loss leads to.
+Must not know the consequences of a loss.
 """
 
 import threading
@@ -12,8 +12,8 @@ from oobleck.worker.transport.links.silence import NO_WAY, Patience, answers
 
 
 class Watch:
-    """Watch over the hosts at the other ends of links. Used with the links' lock held, but for what
-    its own threads do."""
+    """Watch over the hosts at the other ends of links. Used with the links' lock held, except by
+    its own threads."""
 
     def __init__(
         self,
@@ -22,15 +22,17 @@ class Watch:
         members: Callable[[], Sequence[Link]],
         unanswered: Callable[[Link, str], bool],
     ) -> None:
-        """`silence_s`: without a sign of life for so long a peer's host is gone; `members`: the
-        links to those of the present meeting; `unanswered` is told of a host that has been asked in
-        vain, and says whether there still is that link."""
+        """Make a watch.
+
+        `silence_s`: silence after which a peer's host is gone; `members`: returns the links to
+        members of the present meeting; `unanswered`: called with a link whose host was asked in
+        vain, returns whether the link still exists.
+        """
         self._lock = lock
         self._members = members
         self._tell_unanswered = unanswered
         self._patience = Patience(silence_s)
-        #: When the hosts' signs of life are looked at next; who is being asked for one; and who was
-        #: asked in vain.
+        #: Time of the next look at signs of life; hosts being asked; and hosts asked in vain.
         self._next_look = 0.0
         self._asked: set[bytes] = set()
         self._unanswered: set[bytes] = set()
@@ -48,12 +50,12 @@ class Watch:
         self._unanswered.clear()
 
     def ended(self, link: Link, why: OSError) -> None:
-        """Take note of the end of a link, where the peer's host did not answer."""
+        """Note the end of a link, if the peer's host did not answer."""
         if isinstance(why, TimeoutError) or why.errno in NO_WAY:
             self._unanswered.add(link.peer)
 
     def look(self) -> None:
-        """Look at each link, if it is time: ask the hosts whose silence makes them doubtful."""
+        """Check each link, if it is time: ask hosts whose silence is doubtful."""
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + self.every_s

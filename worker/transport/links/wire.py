@@ -1,9 +1,10 @@
 """Transfer of frames into a connection and out of it: as they are, or sealed.
 
-A sealed frame is its header, then its content in pieces, each sealed by itself: so a size is known
-to be the sender's before room is made for it, and no end holds more than a piece. No call here
-blocks: what the kernel does not take or have raises BlockingIOError. Must not know which frames
-there are, nor who waits for them."""
+A sealed frame is its header, then its content in pieces, each sealed by itself. So a size is
+authentic before memory is allocated for it, and no end holds more than a piece. No call here
+blocks: data that the kernel cannot take or give raises BlockingIOError. Must not know the frames,
+nor their receivers.
+"""
 
 import socket
 from collections.abc import Sequence
@@ -12,9 +13,9 @@ from typing import Protocol
 from oobleck.worker.transport.links.frame import HEADER
 from oobleck.worker.transport.links.sealing import TAG_BYTES, Seals
 
-#: Of a content that is sealed as one.
+#: Bytes of content that are sealed at once.
 PIECE_BYTES = 256 << 10
-#: Read at once where less is wanted: small frames come many at a time.
+#: Bytes read at once where less is wanted: small frames arrive many at a time.
 _AHEAD_BYTES = 64 << 10
 
 
@@ -23,19 +24,19 @@ class Wire(Protocol):
 
     @property
     def half_out(self) -> bool:
-        """True if a part of what `put` was given last may have gone out without `put` telling so.
-        Then it must be given the same again."""
+        """True if a part of the data last given to `put` may have been sent unreported. Then the
+        same data must be given again."""
 
     @property
     def holds(self) -> bool:
-        """True if `take` has something without asking the kernel."""
+        """True if `take` has data without asking the kernel."""
 
     def put(self, left: Sequence[memoryview]) -> int:
-        """Send some of what is left of a frame; returns how many bytes of it have gone out."""
+        """Send some of the rest of a frame; return how many bytes of it were sent."""
 
     def take(self, room: memoryview) -> int:
-        """Receive some bytes; none at the end of the connection. What is next of a header and of a
-        content is asked for in turns."""
+        """Receive some bytes; none at the end of the connection. The rest of a header and of a
+        content are requested in turns."""
 
 
 class ClearWire:
@@ -51,12 +52,12 @@ class SealedWire:
     def __init__(self, connected: socket.socket, seals: Seals) -> None:
         self._socket = connected
         self._seals = seals
-        #: What is sealed and has not gone out, and how many bytes of the frame are in it.
+        #: Sealed and unsent data, and the number of the frame's bytes in it.
         self._sealed = memoryview(bytearray(HEADER.size + PIECE_BYTES + 2 * TAG_BYTES))
         self._leaving = memoryview(b"")
         self._leaving_bytes = 0
-        #: Of the content of the frame that goes out, what is not sealed yet; of the one that comes
-        #: in, what is not open yet. 0: a header is next.
+        #: Bytes of the outgoing frame's content that are not sealed yet, and of the incoming one's
+        #: that are not opened yet. 0: a header is next.
         self._to_seal = self._to_open = 0
         self._buffer = memoryview(bytearray(PIECE_BYTES + TAG_BYTES))
         self._start = self._end = 0
@@ -76,7 +77,7 @@ class SealedWire:
         return self._leaving_bytes
 
     def _seal(self, left: Sequence[memoryview]) -> None:
-        """Seal the next piece; a header and the first piece of its content at once."""
+        """Seal the next piece; a header together with the first piece of its content."""
         first, *rest = left
         content, sealed_bytes = left, 0
         self._leaving_bytes = 0
@@ -121,7 +122,9 @@ class SealedWire:
         return count
 
     def _fill(self) -> int:
-        """Read what is missing of the next piece; behind a short one, what else is there."""
+        """Read the missing bytes of the next piece, and further available ones after a
+        short piece.
+        """
         if (
             self._start + self._next_bytes + TAG_BYTES > len(self._buffer)
             or self._start == self._end
@@ -136,7 +139,7 @@ class SealedWire:
 
 
 def _run(pieces: Sequence[memoryview], size: int) -> memoryview:
-    """Return the first `size` bytes as one run of memory; they are copied where they are not."""
+    """Return the first `size` bytes as one run of memory, copied if necessary."""
     if size <= len(pieces[0]):
         return pieces[0][:size]
     run = bytearray()

@@ -1,1 +1,1 @@
-"""NCCL between GPUs: what a step sends and sums."""
+"""NCCL between GPUs: messages and sums of a step."""

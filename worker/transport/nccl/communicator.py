@@ -1,8 +1,9 @@
-"""Communicator of NCCL's on one worker, from its making to its end.
+"""NCCL communicator on one worker, from its making to its end.
 
-Owns what is known of it there: how many operations were launched, whether the last one has ended,
-and whether a call has failed. Operations of a communicator run one after the other, in the order of
-their launch, so the end of the last one is the end of all. Must not know generations."""
+Owns its state here: the number of launched operations, whether the last one has ended, and whether
+a call has failed. Operations of a communicator run in the order of their launch, so the end of the
+last one is the end of all. Must not know generations.
+"""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ STAMP_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Purpose of a communicator, and the processes in it: a link's sender and receiver, or a sum's
+    """Purpose of a communicator, and its processes: a link's sender and receiver, or a sum's
     members in order. A process has at most one communicator of each key."""
 
     purpose: str
@@ -33,39 +34,39 @@ class Key:
 
 
 class Communicator:
-    """Communicator, launched on by one thread at a time. Whoever asks how it is must know that no
+    """Communicator, launched on by one thread at a time. Its state may only be queried while no
     abort of it is under way."""
 
     def __init__(self, key: Key, born: int, group: ProcessGroup, stream: int) -> None:
-        """`born`: the epoch of the meeting in which it is made; `stream`: which one its operations
-        run in."""
+        """Make it. `born`: epoch of the meeting in which it is made; `stream`: stream of its
+        operations."""
         self.key = key
         self.born = born
         self.group = group
         self.stream = stream
-        #: All its members have used it.
+        #: True if all its members have used it.
         self.connected = False
-        #: A call on it has failed.
+        #: True if a call on it has failed.
         self.failed = False
-        #: Operations, from its making on.
+        #: Count of operations since its making.
         self.launched = 0
-        #: The last one, until its end was seen: it keeps its tensors.
+        #: Last operation, until its end was seen: it keeps its tensors.
         self._last: Work | None = None
-        #: Of these two: one thread may see an end as another one launches.
+        #: Guards both: one thread may see an end while another one launches.
         self._lock = threading.Lock()
-        #: By which its operations come behind what was queued when they were asked for.
+        #: Stream by which its operations follow the work that was queued before their request.
         self.behind: torch.cuda.Stream | None = None
 
     @property
     def stamp(self) -> bytes:
-        """The same at two of its members where both have launched as many operations, and else
-        another one, as is that of any other communicator: a digest, so none are by chance."""
+        """Digest that is equal at two of its members exactly if both have launched as many
+        operations; no other communicator has the same by chance."""
         told = f"{self.key.purpose} {self.born} {self.launched} ".encode()
         return blake2b(told + b"".join(self.key.processes), digest_size=STAMP_BYTES).digest()
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Around a call of NCCL's on it. Raises what `peers_may_fail` does."""
+        """Wrap a call of NCCL's on it. Raises as `peers_may_fail` does."""
         try:
             with peers_may_fail():
                 yield
@@ -74,8 +75,8 @@ class Communicator:
             raise
 
     def launch(self, part: Part, tensors: Sequence[Tensor]) -> Work:
-        """Queue its next operation on the device. `tensors`: one; of an exchange those that are
-        received, by member, and then those that are sent."""
+        """Queue its next operation on the device. `tensors`: one; for an exchange the received
+        ones, by member, and then the sent ones."""
         own = list(tensors)
         with self.calling():
             if part == "sum":
@@ -93,8 +94,8 @@ class Communicator:
         return work
 
     def has_ended(self, work: Work | None = None) -> bool:
-        """Return whether `work`, which was launched on it, has ended; by default all that was
-        launched. Raises as `peers_may_fail` does."""
+        """Return whether `work`, launched on it, has ended; by default everything launched. Raises
+        as `peers_may_fail` does."""
         work = work or self._last
         if work is None:
             return True
@@ -109,11 +110,10 @@ class Communicator:
         return True
 
     def is_whole(self) -> bool:
-        """Return whether it is connected, and all that was launched on it has ended and
-        succeeded."""
+        """Return whether it is connected, and everything launched on it has ended and succeeded."""
         if not self.connected or self.failed:
             return False
         try:
             return self.has_ended()
-        except (RuntimeError, TransportError, NodeError):  # whoever wants a result raises it
+        except (RuntimeError, TransportError, NodeError):  # the user of the result raises it
             return False

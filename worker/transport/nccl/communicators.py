@@ -1,31 +1,32 @@
-"""The communicators of one worker, over all its generations: which are kept, and the end of others.
+"""Communicators of one worker, over all its generations: those that are kept, and the end of
+others.
 
 To connect one takes a second or more on real GPUs. So those that a plan wants and that are whole at
-all their members stay, and the others alone are made anew. What a plan does not want is ended, so a
-GPU never holds more than the plan's (`oobleck.planner.programs.communicators` counts their bytes).
+all their members stay, and only the others are made anew. Unwanted ones are ended, so a GPU never
+holds more than the plan's (`oobleck.planner.programs.communicators` counts their bytes).
 
-A communicator is *whole* at a member if all members have used it, no call on it has failed, and
-whatever this member has launched on it has ended. Its *stamp* is a digest of what it is for, the
-processes in it, the meeting in which it was made, and how many operations this member has launched.
-When workers meet, each tells the stamps of those that are whole, and launches nothing on them until
-all have met. Then a communicator is kept if all its members have told one stamp, and else made
-anew.
+A communicator is *whole* at a member under three conditions. All members have used it, no call on
+it has failed, and all operations that this member launched on it have ended. Its *stamp* is a
+digest of its purpose, its processes, the meeting in which it was made, and the number of operations
+that this member has launched. When workers meet, each sends the stamps of its whole ones, and
+launches nothing on them until all have met. Then a communicator is kept if all its members have
+sent one stamp, and else made anew.
 
-All members decide the same. What was told is one table for all. A member looks for its own stamp
-among what the others have told. Each tells one stamp at most for the same purpose and processes. If
+All members decide the same, since the stamps are one table for all. A member looks for its own
+stamp among those of the others. Each sends at most one stamp for the same purpose and processes. If
 it finds its own at all of them, then these are their own too, and they find it at all as well. If
 it does not, or has none, then no other one finds its own at all of them.
 
-What is kept is fit for use. Equal stamps are of one communicator, since a meeting makes at most one
-for the same purpose and processes. NCCL matches the n-th operation of one member with the n-th of
-the others. All have launched as many, and at each the last one has ended, so nothing is under way
-or in a buffer, and the next one of each is the same one. This holds when the stamps are told, and
-nothing is launched before they are read.
+A kept communicator is usable. Equal stamps are of one communicator, since a meeting makes at most
+one for the same purpose and processes. NCCL matches the n-th operation of one member with the n-th
+of the others. All have launched as many, and at each the last one has ended. So nothing is under
+way or in a buffer, and the next operation of each is the same one. This holds when the stamps are
+sent, and nothing is launched before they are read.
 
-A meeting that breaks off may leave members that have decided and members that have not. Those that
-have decided have the communicator as it was, or none, or one of another meeting; the others have it
-as it was. So the next meeting finds equal stamps only where both have it as it was. A process that
-has ended tells nothing, and one in its place has another identity.
+A meeting that breaks off may leave members that have decided and members that have not. The former
+have the communicator as it was, or none, or one of another meeting; the others have it as it was.
+So the next meeting finds equal stamps only where both have it as it was. An ended process sends
+nothing, and its replacement has another identity.
 
 Must not know transports, plans or devices' queues.
 """
@@ -44,7 +45,7 @@ from oobleck.worker.transport.nccl.streams import StreamRing
 
 
 def stamps_of(told: bytes) -> frozenset[bytes]:
-    """Split what `Communicators.told` has said into stamps."""
+    """Split the bytes of `Communicators.told` into stamps."""
     starts = range(0, len(told), STAMP_BYTES)
     return frozenset(told[start : start + STAMP_BYTES] for start in starts)
 
@@ -64,16 +65,16 @@ class Communicators:
         self._maker = maker
         self._streams = StreamRing(maker.take_stream)
         self._lock = threading.Lock()
-        #: Those that were connected last took too long here.
+        #: True if the last connecting took too long here.
         self.late = False
         #: All and only those that were made and whose end has not begun.
         self._all: dict[Key, Communicator] = {}
-        #: Set where no transport uses any.
+        #: Set while no transport uses any.
         self._idle = threading.Event()
         self._idle.set()
 
     def told(self) -> bytes:
-        """Return the stamps of all that are whole, once no transport uses any of them any more."""
+        """Return the stamps of all whole ones, once no transport uses them any more."""
         self.await_idle()
         with self._lock:
             whole = [each for each in self._all.values() if each.is_whole()]
@@ -82,8 +83,8 @@ class Communicators:
     def keep(
         self, wanted: Mapping[Key, Sequence[int]], told: Sequence[Collection[bytes]]
     ) -> dict[Key, Communicator]:
-        """Return those of `wanted`, by the ranks of their members, that all of them have, as each
-        has `told`. The others begin to end. Returns at once."""
+        """Return those of `wanted`, by the ranks of their members, that all of them have, by the
+        stamps in `told`. The others begin to end. Returns at once."""
         self.await_idle()
         with self._lock:
             kept = {
@@ -101,12 +102,12 @@ class Communicators:
         self._idle.clear()
 
     def end_use(self) -> None:
-        """End the use: no operation is launched any more. From any thread."""
+        """End the use: no operation is launched any more. Callable from any thread."""
         self._idle.set()
 
     def await_idle(self) -> None:
-        """Wait until no transport uses them. Raises HelperLost where a transport that was given up
-        is not done soon."""
+        """Wait until no transport uses them. Raises HelperLost if a transport that was given up
+        does not finish soon."""
         with pulse.WAITING:
             if not self._idle.wait(LIMIT_S):
                 raise HelperLost(
@@ -122,8 +123,8 @@ class Communicators:
         identifiers: Identifiers,
         most_ctas: int,
     ) -> Communicator:
-        """Make that one, which is there from then on; connecting it, which follows, takes its
-        stream. Raises what NCCL does."""
+        """Make a communicator, which exists from then on; connecting it, which follows, takes its
+        stream. Raises NCCL's errors."""
         with self._lock:
             stream = self._streams.hold_next()
         try:
@@ -139,7 +140,7 @@ class Communicators:
         return made
 
     def end(self, some: Iterable[Communicator]) -> None:
-        """Abort them, all at once; returns at once. From any thread."""
+        """Abort them, all at once; return at once. Callable from any thread."""
         ended: list[ProcessGroup] = []
         with self._lock:
             for each in some:

@@ -1,22 +1,22 @@
-"""Connects communicators, all at once, in a thread of its own, whatever is trained meanwhile.
+"""Connecting of communicators, all at once, in a thread of its own, while training continues.
 
-None waits for another one: first a worker begins those of which it is the first member, and tells
-the others what NCCL's identifier is; then it begins the others as their identifiers come. So the
-longest row of workers that wait for each other is two, however the communicators overlap.
+First a worker begins those of which it is the first member, and sends the others NCCL's identifier.
+Then it begins the others as their identifiers arrive. So the longest chain of workers that wait for
+each other has two, however the communicators overlap.
 
-Then each is used once, so that nothing in a step has to wait for a first use, which may wait for
-the whole device. That is one after the other, in an order that all workers have in common, and when
-all members have come to it (`lines`). So nobody waits for ever: of all that are not through, the
-first one in the order can end, since its members are through with all before it. What trains
-meanwhile launches without waiting for the device, so what runs there ends.
+Then each is used once, so that no step has to wait for a first use, which may wait for the whole
+device. That happens one after the other, in an order that all workers share, when all members have
+reached it (`lines`). There is no deadlock: of all unfinished ones, the first one in the order can
+end, since its members have finished all before it. Training launches meanwhile without waiting for
+the device, so its kernels end.
 
-A call of NCCL's may never return. Whoever gives the connecting up leaves the thread behind. A
-member that leaves in order ends the connecting, and nothing else: the generation is about to end,
-and some may not have heard yet what its last vote has said.
+A call of NCCL's may never return; giving up leaves its thread behind. A member that leaves in order
+ends only the connecting. The generation is about to end, and some may not know the result of its
+last vote yet.
 
-Where it takes too long, the generation ends, and the next one tries again. If that takes too long
-as well, as where nothing lets NCCL's traffic through, all goes over the host from then on: steps
-are committed meanwhile, so one such end would follow the other.
+If connecting takes too long, the generation ends, and the next one tries again. If that takes too
+long as well, for example because NCCL's traffic is blocked, everything goes over the host from then
+on. Steps are committed meanwhile, so repeated attempts would end one generation after the other.
 """
 
 import contextlib
@@ -43,17 +43,17 @@ from oobleck.worker.transport.words import Words
 
 log = logging.getLogger(__name__)
 
-#: NCCL finds out about the machines' wires while it makes a communicator.
+#: NCCL examines the machines' wires while it makes a communicator.
 LIMIT_S = 60.0
-#: The same where training waits for it, and could go on without: state may go over the host.
+#: The same where training waits for it and could do without: state may go over the host.
 STATE_LIMIT_S = 15.0
 _POLL_S = 0.001
-#: A line's own notes have the part 0.
+#: Part of an identifier's note; a line's own notes have 0.
 _IDENTIFIER_PART = 1
 
 
 class _Left(Exception):
-    """A member has left in order."""
+    """Departure of a member in order."""
 
 
 class Connecting:
@@ -69,9 +69,12 @@ class Connecting:
         *,
         needed: bool,
     ) -> None:
-        """Begins. `names`: all of which this rank is in, in the order of their first use; to their
-        members there are links. `news`: called from the thread, where it is done or has failed, and
-        where a line has news. `needed`: it may not take too long."""
+        """Begin connecting.
+
+        `names`: all with this rank, in the order of first use; there are links to their members.
+        `news`: called from the thread when it is done or has failed, and when a line has news.
+        `needed`: it must not take too long.
+        """
         self._names = names
         self._links = links
         self._communicators = communicators
@@ -80,14 +83,14 @@ class Connecting:
         self._needed = needed
         self._end_at = time.monotonic() + limit_s
         self._members = {rank for _, group in names for rank in group} - {links.rank}
-        #: Of whoever makes one, or asks NCCL how the use of it is.
+        #: Held while one is made, or NCCL is asked for the state of its use.
         self._lock = threading.RLock()
         self._given_up = False
-        #: It will never be done, and nothing is wrong with what is trained meanwhile.
+        #: True if it will never be done, although training is unharmed.
         self._vain = False
-        #: By which it has ended, unless it was given up, or is in vain.
+        #: Error that ended it, unless it was given up or is in vain.
         self.failure: Exception | None = None
-        #: What all this is for: there once it is `done`.
+        #: Results, complete once it is `done`.
         self.made: dict[Name, Communicator] = {}
         self.lines: dict[Name, Line] = {}
         self.done = False
@@ -96,15 +99,15 @@ class Connecting:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what it has failed by, and TransportError where it takes too long."""
+        """Raise its error, and TransportError if it takes too long."""
         if self.failure is not None:
             raise self.failure
         if not self.done:
             self._check_in_time()
 
     def _check_in_time(self) -> None:
-        """Check that the groups connect in time. Called from any thread: that of this one may be in
-        a call that does not return."""
+        """Check that the groups connect in time. Called from any thread, since its own may be in a
+        call that does not return."""
         if self._vain or time.monotonic() <= self._end_at:
             return
         self._communicators.late = True
@@ -114,13 +117,13 @@ class Connecting:
         with self._lock:
             first, self._vain = not self._vain, True
         if first:
-            told = {"why": f"{why}; look at the network between the nodes (oobleck doctor)"}
+            told = {"why": f"{why}; check the network between the nodes (oobleck doctor)"}
             log.warning("staged through host memory, which is slow", extra=told)
             self._communicators.end(self.made.values())
 
     def wait(self) -> None:
-        """Wait, in the training thread, until it is done. Raises what `check` does, and
-        TransportError where a member leaves."""
+        """Wait, in the training thread, until it is done. Raises as `check` does, and
+        TransportError when a member leaves."""
         while not self.done:
             self.check()
             self._links.check_there(self._members)
@@ -128,7 +131,7 @@ class Connecting:
                 self._thread.join(_POLL_S)
 
     def give_up(self) -> list[Communicator]:
-        """Give up. Returns what was made, of which some may be connected. From any thread."""
+        """Give up, and return what was made; some may be connected. Callable from any thread."""
         with self._lock:
             self._given_up = True
         if self._thread.is_alive():
@@ -150,7 +153,7 @@ class Connecting:
         except _Left:
             self._vain = True
         except Exception as error:  # noqa: BLE001  # handed on
-            # The boundary of the thread: whoever uses the transport raises it.
+            # Last resort of the thread: users of the transport raise it.
             self.failure = None if self._is_over else error
         self._news()
 
@@ -184,8 +187,8 @@ class Connecting:
             self._make(name, Identifiers(_unpacked(words.content)))
 
     def _make(self, name: Name, identifiers: Identifiers) -> None:
-        """Make the communicator and begin to connect it. It is kept before: an abort is to end
-        that, too."""
+        """Make the communicator and begin to connect it. It is recorded before, since an abort must
+        end that, too."""
         key, links = self._names[name], self._links
         most_ctas = LINK_CTAS if name[0] in ("link", "state") else GROUP_CTAS
         member = name[1].index(links.rank)
@@ -214,7 +217,7 @@ class Connecting:
             return communicator.launched > 0
 
         def has_ended() -> bool:
-            with self._lock:  # it may wait for an abort, and Python for it
+            with self._lock:  # it may wait for an abort with Python's lock
                 self._check()
                 return communicator.has_ended()
 
@@ -239,8 +242,8 @@ class Connecting:
 
 
 def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a stream of this thread's own on a GPU. Else a first use would wait for all that is
-    queued for computation."""
+    """Return a stream of this thread's own on a GPU. Otherwise a first use would wait for all
+    queued computation."""
     if device.type != "cuda":
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # no types
@@ -251,8 +254,8 @@ def _label(name: Name) -> Label:
 
 
 def _unpacked(told: bytes | bytearray) -> dict[str, bytes]:
-    """Unpack identifiers. Raises TransportError where the bytes are none."""
+    """Unpack identifiers. Raises TransportError if the bytes are invalid."""
     try:
         return msgspec.msgpack.decode(told, type=dict[str, bytes])
     except msgspec.DecodeError as error:
-        raise TransportError(f"what came from a peer is no identifier: {error}") from error
+        raise TransportError(f"a peer sent an invalid identifier: {error}") from error

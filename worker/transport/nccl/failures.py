@@ -1,14 +1,15 @@
-"""Causes of what NCCL raises: a peer, this GPU, this host, or want of memory.
+"""Causes of NCCL's errors: a peer, this GPU, this host, or lack of memory.
 
-torch raises one type of exception for all. Its text has NCCL's result by name, and behind "Last
-error:" what NCCL warned of last, which may be of something else. So the result decides, and the
-warning only what the result leaves open:
+torch raises one type of exception for all. Its text has NCCL's result by name, and after "Last
+error:" NCCL's last warning, which may be about something else. So the result decides, and the
+warning only where the result is ambiguous:
 
-- ncclUnhandledCudaError: CUDA has failed in this process. The GPU is sick; or it has no memory
-  left; or the memory of a peer could not be mapped: it has just ended, or the host lets no process
-  map another one's.
-- ncclSystemError: a socket, and so a peer; or what this host is short of.
-- All else (ncclRemoteError, ncclInternalError, a call on what was aborted): a peer."""
+- ncclUnhandledCudaError: CUDA has failed in this process. The GPU is sick, or it has no memory
+  left, or the memory of a peer could not be mapped. In that case the peer has just ended, or the
+  host does not allow mapping.
+- ncclSystemError: a socket, and so a peer; or a resource that this host lacks.
+- All else (ncclRemoteError, ncclInternalError, a call on an aborted group): a peer.
+"""
 
 import contextlib
 import re
@@ -18,17 +19,17 @@ import torch
 
 from oobleck.worker.runtime.errors import NodeError, TransportError, Unmapped
 
-#: The C++ source position in front of one of torch's messages, and its advice behind.
+#: The C++ source position before one of torch's messages, and its advice after it.
 _DECORATION = re.compile(r"^\[[^]]*\.(?:cc|h):\d+\] |\. This is typically caused.*$")
 _RESULT = re.compile(r"\b(nccl[A-Z]\w+): ")
 _WARNING = re.compile(r"^Last error:\s*(\S.*?)\s*$", re.MULTILINE)
 _CUDA_FAILED = ("ncclUnhandledCudaError", "unhandled cuda error")
 _NO_MEMORY = re.compile(r"out of memory|CUDA \w*alloc")
-#: By what CUDA refuses to map memory that another process has shared and that is gone.
+#: CUDA's errors when mapping memory that another process has shared and that is gone.
 _UNMAPPED = re.compile(
     r"'(?:invalid argument|invalid resource handle|mapping of buffer object failed)'|peer access"
 )
-#: With what to do about it.
+#: Shortages of the host, each with its fix.
 _SHORT_OF = {
     "No space left on device": "give /dev/shm more room",
     "Too many open files": "raise the limit of open files (ulimit -n)",
@@ -38,10 +39,12 @@ _SHORT_OF = {
 
 @contextlib.contextmanager
 def peers_may_fail() -> Iterator[None]:
-    """Around a call of NCCL. What the device itself raises stays as it is; what NCCL raises becomes
-    TransportError where a peer is gone, Unmapped where that or the host may be why,
-    torch.AcceleratorError where the GPU is sick, NodeError where the host lacks something,
-    torch.OutOfMemoryError where the GPU does."""
+    """Wrap a call of NCCL.
+
+    The device's own errors are raised unchanged. NCCL's become TransportError if a peer is gone,
+    Unmapped if that or the host may be the cause, torch.AcceleratorError if the GPU is sick,
+    NodeError if the host lacks something, and torch.OutOfMemoryError if the GPU lacks memory.
+    """
     try:
         yield
     except (torch.AcceleratorError, torch.OutOfMemoryError):
@@ -53,7 +56,7 @@ def peers_may_fail() -> Iterator[None]:
 def judged(
     error: RuntimeError,
 ) -> TransportError | NodeError | torch.AcceleratorError | torch.OutOfMemoryError:
-    """Return the error to raise in the place of torch's error."""
+    """Return the error to raise in place of torch's error."""
     text = str(error)
     result, warning = _RESULT.search(text), _WARNING.search(text)
     last = warning[1] if warning else ""

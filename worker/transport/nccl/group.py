@@ -1,8 +1,8 @@
-"""A process group of NCCL, and how its members learn what they need to find each other.
+"""Process group of NCCL, and the exchange of the identifier by which its members find each other.
 
-NCCL's first member makes an identifier that the others must have. torch hands it on through a
-store; here that store is a table in memory, and the identifier travels as a message over the links
-between workers, which are sealed and can be given up.
+NCCL's first member makes an identifier that the others must have. torch passes it on through a
+store. Here that store is a table in memory, and the identifier travels over the links between
+workers, which are sealed and can be given up.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions, Store,
 
 from oobleck.worker.transport.transport import OPERATION_TIMEOUT
 
-#: torch takes what is out of range for the nearest priority there is.
+#: torch replaces an out-of-range priority by the nearest valid one.
 _HIGHEST = -100
 
 
@@ -23,7 +23,7 @@ class ProcessGroup(Protocol):
     """Part of ProcessGroupNCCL that is used."""
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """Begin to connect; returns before the others have come."""
+        """Begin to connect; returns before the others have arrived."""
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
 
@@ -43,7 +43,7 @@ class Identifiers(Store):
     """Identifiers that the first member of a group has written, for that group."""
 
     def __init__(self, written: Mapping[str, bytes] | None = None) -> None:
-        """`written`: what the first member's has; None: this is the first member's own."""
+        """Make it. `written`: the first member's entries; None: this is the first member's own."""
         super().__init__()
         self.written = dict(written or {})
 
@@ -51,7 +51,7 @@ class Identifiers(Store):
         self.written[key] = bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Return what is written. Raises KeyError at once: what is not here will not come."""
+        """Return an entry. Raises KeyError at once: a missing one will never arrive."""
         return self.written[key]
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -66,12 +66,12 @@ class GroupMaker(Protocol):
     """Maker of process groups on one device."""
 
     def make(self, identifiers: Identifiers, rank: int, size: int, most_ctas: int) -> ProcessGroup:
-        """Make a group. `rank`: this member's number, of `size`; `most_ctas`: how many
-        multiprocessors an operation may take."""
+        """Make a group. `rank`: this member's number, of `size`; `most_ctas`: most multiprocessors
+        of an operation."""
 
     def take_stream(self) -> int:
-        """Take the next stream of the pool that groups have theirs from, where the next group that
-        connects takes the one behind it; which one it is."""
+        """Take the next stream of the groups' pool and return it. The next group that connects
+        takes the one after it."""
 
 
 class NcclMaker:
@@ -87,19 +87,19 @@ class NcclMaker:
         options = ProcessGroupNCCL.Options()
         options._timeout = OPERATION_TIMEOUT
         options.config.blocking = 0
-        # Channels and their buffers follow from it: many groups must fit beside each other.
+        # It determines channels and their buffers: many groups must fit into memory together.
         options.config.max_ctas = most_ctas
-        # Streams of a pool that nothing else takes from.
+        # Streams of a pool that nothing else uses.
         options.is_high_priority_stream = True
         return ProcessGroupNCCL(identifiers, rank, size, options)  # type: ignore[return-value]  # stubs
 
     def take_stream(self) -> int:
-        # The highest priority there is, which that pool has.
+        # The highest priority, which that pool has.
         return torch.cuda.Stream(self._device, priority=_HIGHEST).cuda_stream  # type: ignore[no-untyped-call]  # no types
 
 
 def use_device(device: torch.device) -> None:
-    """Have this thread use that GPU: each thread begins with the first one, and takes memory of it
-    as soon as it asks anything of CUDA."""
+    """Have this thread use that GPU. Each thread begins with the first GPU, and allocates memory
+    there with its first call of CUDA."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,13 +1,14 @@
-"""Readiness of NCCL operations: one is launched only when all who take part are about to launch it.
+"""Readiness of NCCL operations: one is launched only when all participants are about to launch it.
 
-An operation is a kernel that takes up a part of the GPU until its peers' have come, and other work
-of the device may have to wait for it: work, even, that a peer waits for. So workers tell each other
-over the links between hosts what they are ready for, and launch only what their peers launch at
-once. A receiver says that it wants a message, the sender then sends it and says so, and the
-receiver receives it. In a sum or an exchange each member says that it has brought its part. All
-operations of a line come in one order on all its members, so a number says everything.
+An operation is a kernel that occupies a part of the GPU until its peers' kernels run. Other work of
+the device may have to wait for it, even work that a peer waits for. So workers announce over the
+links between hosts what they are ready for, and launch only what their peers launch at once.
 
-Must not know NCCL's groups."""
+A receiver announces that it wants a message, the sender then sends it and says so, and the receiver
+receives it. In a sum or an exchange each member announces that it is ready. All operations of a
+line have one order on all its members, so a number identifies an operation. Must not know NCCL's
+groups.
+"""
 
 import struct
 from collections import deque
@@ -22,24 +23,24 @@ from oobleck.worker.transport.links.link import Incoming
 
 _NUMBER = struct.Struct("!Q")
 
-#: What a group is for ("owners": sums, "stage": exchanges, "link": messages), and the ranks of its
-#: members; of a link the sender's and the receiver's.
+#: Purpose of a group ("owners": sums, "stage": exchanges, "link": messages), and the ranks of its
+#: members; for a link the sender's and the receiver's.
 Name = tuple[str, tuple[int, ...]]
 
-#: Of a link the sender's and the receiver's part; of any other group that of each member.
+#: Part in an operation: of a link the sender's or the receiver's; else the same for each member.
 Part = Literal["send", "receive", "sum", "exchange"]
 #: Begins the operation on the device.
 Launch = Callable[[], object]
 
 
 def key_of(name: Name) -> int:
-    """Return 63 bits of a digest, so none are the same by chance."""
+    """Return 63 bits of a digest, so that no two names collide by chance."""
     text = f"{name[0]}:{','.join(map(str, name[1]))}".encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest()) >> 1
 
 
 def part_of(name: Name, rank: int) -> Part:
-    """Return the part that the member of this rank has in a line."""
+    """Return the part of the member of this rank in a line."""
     if name[0] == "owners":
         return "sum"
     if name[0] == "stage":
@@ -56,7 +57,7 @@ class _Notes(Incoming):
         self.peer = peer
         #: Operations that the peer is ready for.
         self.count = 0
-        #: It said something else than it had to.
+        #: True if the peer sent an unexpected number.
         self.confused = False
         self._links = links
         self._label = label
@@ -78,8 +79,7 @@ class _Notes(Incoming):
 
 
 class Line:
-    """The operations of one group, as far as this worker takes part. Used by one thread at a
-    time."""
+    """Operations of one group, one worker's part. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Line:
         part: Part,
         wake: Callable[[], None],
     ) -> None:
-        """`wake`: called, from any thread, where something may be launched that might not before.
+        """Make the line. `wake`: called, from any thread, when something new may be launched.
         Raises TransportError."""
         self.peers = [rank for rank in name[1] if rank != links.rank]
         self._links = links
@@ -108,9 +108,9 @@ class Line:
             self._say()
 
     def advance(self) -> None:
-        """Launch what may be. Raises TransportError."""
+        """Launch operations that are ready. Raises TransportError."""
         if any(notes.confused for notes in self._notes):
-            raise TransportError("a peer counts the operations of NCCL in another way")
+            raise TransportError("a peer counts the operations of NCCL differently")
         ready = min(notes.count for notes in self._notes)
         while self._wanted and self._launched < ready and self._is_joined():
             launch = self._wanted.popleft()
@@ -120,8 +120,8 @@ class Line:
                 self._say()
 
     def _is_joined(self) -> bool:
-        """Return whether the peers launch the next operation, too; those that have left do not. A
-        sender has launched it before it says so."""
+        """Return whether the peers launch the next operation, too; peers that have left do not. A
+        sender has launched it before its announcement."""
         left = self._links.links.has_left
         return self._part == "receive" or not any(left(notes.peer) for notes in self._notes)
 

@@ -1,6 +1,6 @@
-"""Operations of a transport over NCCL, from when they are asked for to when their end is seen.
+"""Operations of a transport over NCCL, from their request until their end is seen.
 
-Must not know when they may be launched (`lines`), nor what others of the transport do.
+Must not know when they may be launched (`lines`), nor other parts of the transport.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -14,23 +14,23 @@ from oobleck.worker.transport.nccl.communicator import Communicator
 
 
 class Waiting(Protocol):
-    """The transport that an operation is of."""
+    """Transport of an operation."""
 
-    #: Whether its device, and no thread, is what waits. Memory of the host has none.
+    #: True if the device waits by its queue, and no thread does. Host memory has no queue.
     has_queue: bool
 
     def advance(self) -> None:
-        """Launch what may be."""
+        """Launch operations that are ready."""
 
     def unaborted(self) -> AbstractContextManager[None]:
-        """Keep an abort from beginning within. Raises TransportError after one."""
+        """Keep an abort from beginning inside. Raises TransportError after one."""
 
     def seen_to_end(self, operation: "Operation") -> None:
-        """Forget the operation: it has ended and needs nothing any more."""
+        """Forget the operation: it has ended."""
 
     def wait_until(self, done: Callable[[], bool], peers: Collection[int] = ()) -> None:
         """Wait until the device has `done` something with `peers`. Raises TransportError after an
-        abort, or when one of them leaves, and what `done` raises."""
+        abort, or when one of them leaves, and the errors of `done`."""
 
 
 class Operation:
@@ -44,7 +44,7 @@ class Operation:
         tensors: Sequence[Tensor],
         begin: Callable[[Sequence[Tensor]], Work],
     ) -> None:
-        """`begin`: queues it on the device."""
+        """Make it. `begin`: queues it on the device."""
         self._transport = transport
         self._communicator = communicator
         self.peers = peers
@@ -73,18 +73,18 @@ class Operation:
         return True
 
     def wait(self) -> None:
-        """Wait on the device: what is queued from now on comes behind the operation."""
+        """Wait on the device: later queued work follows the operation."""
         self._transport.wait_until(self.is_launched, self.peers)
         assert self._work is not None, "it is launched"
         with self._communicator.calling():
             self._work.wait()
         if not self._transport.has_queue:
-            # It returns, too, where the operation cannot end any more.
+            # It also returns where the operation can never end.
             self._transport.wait_until(self.has_ended, self.peers)
 
 
 class Arriving:
-    """A receive or an exchange, whose end the host waits for."""
+    """Receive or exchange whose end the host waits for."""
 
     def __init__(self, transport: Waiting, operation: Operation) -> None:
         self._transport = transport
@@ -93,5 +93,5 @@ class Arriving:
     def wait(self) -> None:
         self._transport.advance()
         self._transport.wait_until(self._operation.has_ended, self._operation.peers)
-        # In the queue of what is computed now, which this does not hold up: it has ended.
+        # In the queue of the current computation, which this does not delay: it has ended.
         self._operation.wait()

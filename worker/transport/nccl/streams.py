@@ -1,9 +1,10 @@
 """Streams of torch's pool in which communicators run, no two in the same.
 
-torch hands out the streams of a pool one after the other and begins anew with the first
-(c10/cuda/CUDAStream.h, "Stream pool note"), whether or not it is still in use. Communicators that
-are kept stay on theirs while others come and go, so before one is made this module takes streams
-from the pool until the next one is free. Must not know what runs in a stream."""
+torch hands out the streams of a pool in turn and begins again with the first
+(c10/cuda/CUDAStream.h, "Stream pool note"), even if it is still in use. Kept communicators stay on
+theirs while others come and go. So before one is made, this module takes streams from the pool
+until the next one is free. Must not know the work in a stream.
+"""
 
 from collections.abc import Callable
 
@@ -15,15 +16,15 @@ class StreamRing:
     no other thread takes streams of the pool."""
 
     def __init__(self, take: Callable[[], int]) -> None:
-        """`take`: takes the pool's next stream, and says which it is."""
+        """Make the ring. `take`: takes the pool's next stream and returns it."""
         self._take = take
         #: In the order in which they are handed out.
         self._ring: list[int] = []
         self._held: set[int] = set()
 
     def hold_next(self) -> int:
-        """Have the pool's next stream be one that is not held; it is from now on. Returns which it
-        is. Raises InvariantViolation where all are held."""
+        """Make the pool's next stream one that is not held, hold it from now on, and return it.
+        Raises InvariantViolation where all are held."""
         taken = self._take()
         if not self._ring:
             while taken not in self._ring:

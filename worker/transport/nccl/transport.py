@@ -1,39 +1,38 @@
-"""NCCL between GPUs: messages of a program, sums of gradients, and what shared stages exchange.
+"""NCCL between GPUs: messages of a program, sums of gradients, and exchanges of shared stages.
 
-There is one communicator per set of owners, for sums, one per stage that several workers share, for
-what they exchange, and one per link (a sender and a receiver). A link has its own communicator and
-stream, and its messages go one way, so they arrive in the order in which they are sent. Everything
-else goes over the `host` transport: host tensors (votes, recovery states), and layer state, but for
-the workers that the program connects, and those with much to send, which have one more for it until
-it is there.
+There is one communicator per set of owners, for sums, one per shared stage, for exchanges, and one
+per link (a sender and a receiver). A link has its own communicator and stream, and its messages go
+one way, so they arrive in the order in which they are sent. Everything else goes over the `host`
+transport: host tensors (votes, recovery states) and layer state. Layer state between workers that
+the program connects uses their link, and two workers with much to send get one more until it has
+moved.
 
-The exchanges of a stage run one after the other, in the order in which its workers ask for them,
-which is the same for all (`oobleck.worker.step.exchange`): the next layer's weights, say, and
-behind them this layer's gradients. Nobody waits for ever by that order: to ask waits for nothing,
-and to wait for one exchange was always to wait for all workers of the stage, each of which has a
-part of the layer.
+The exchanges of a stage run in the order in which its workers ask for them, which is the same for
+all (`oobleck.worker.step.exchange`). An example is the next layer's weights, and then this layer's
+gradients. That order causes no deadlock. Asking never waits, and waiting for one exchange has
+always meant waiting for all workers of the stage, each of which has a part of the layer.
 
-An operation is launched when all who take part are about to launch it (`lines`): by the thread that
-asks for it, where they are by then, else by a thread of this transport's own, whatever the training
-thread does or waits for meanwhile. On the device it comes behind what was queued when it was asked
-for.
+An operation is launched when all participants are about to launch it (`lines`). The asking thread
+launches it if they are ready by then, else a thread of this transport's own does, whatever the
+training thread does meanwhile. On the device it follows the work that was queued before it was
+asked for.
 
-An abort ends kernels that wait for a peer, and what they leave in the tensors means nothing. So
-every call raises after an abort, and the host waits for each receive and exchange: else gradients
-computed from garbage would count as a part of the step. Waits look at the operation again and
-again, so an abort and NCCL's own errors end them. For sums, of which nothing is computed before the
-vote, and for sends, `Pending.wait` only orders what is queued on the device later behind the
-result; `complete` is where the host learns whether everything has happened. torch's own watchdog
-must leave errors alone (`oobleck.host.device.worker_environment`).
+An abort ends kernels that wait for a peer, and leaves garbage in their tensors. So every call
+raises after an abort, and the host waits for each receive and exchange. Otherwise gradients
+computed from garbage would count as a part of the step. Waits poll the operation, so an abort and
+NCCL's own errors end them. Sums, which are not used before the vote, and sends are different:
+`Pending.wait` only orders later device work after the result, and `complete` is where the host
+checks them. torch's own watchdog must leave errors alone
+(`oobleck.host.device.worker_environment`).
 
-Communicators outlive the transport (`communicators`), and those that are new connect in a thread of
-their own (`connect`). Until they are used, and all members begin to at one point of training, what
-they are for goes over `host`, too.
+Communicators outlive the transport (`communicators`), and new ones connect in a thread of their own
+(`connect`). Until all members begin to use them, at one point of training, their traffic goes over
+`host`, too.
 
-A transport that is given up launches nothing more, and what was launched at all members ends by
-itself. A thread of its own waits for that, so long and no longer (`_let_end`), and then has those
-aborted that are not whole. None is aborted before: that might wait for the kernels of the others,
-and Python with it.
+A transport that is given up launches nothing more, and operations launched at all members end by
+themselves. A thread waits for that up to a limit (`_let_end`), and then aborts the communicators
+that are not whole. None is aborted before: that might wait for the kernels of the others, and block
+Python.
 """
 
 import logging
@@ -62,13 +61,13 @@ from oobleck.worker.transport.transport import Group, Pending, Transport
 
 log = logging.getLogger(__name__)
 
-#: A wait looks without a pause for so long, and then now and then.
+#: Time that a wait polls without a pause, and the pause after it.
 _EAGER_S = 0.0005
 _PAUSE_S = 0.0001
-#: How often the own thread looks how connecting goes on, where nothing happens.
+#: Interval at which the own thread checks connecting without other events.
 _LOOK_S = 1.0
-#: So long what was launched may take to end when the transport is given up. A message takes
-#: milliseconds. What waits for one who is gone, or has not launched it, never ends.
+#: Time for launched operations to end when the transport is given up. A message takes milliseconds.
+#: An operation whose peer is gone, or has not launched it, never ends.
 END_S = 0.2
 
 
@@ -88,14 +87,16 @@ class NcclTransport:
         moves_state: bool = False,
         limit_s: float = LIMIT_S,
     ) -> None:
-        """`names`: those that have this rank and that not all members have, as each has `told` by
-        rank, are connected, and used once in this order, which all have in common. `at_once`: they
-        are when this returns, the same for all ranks; else `use_connected` takes them into use.
-        `late`: it took some rank too long the last time. `moves_state`: some are for state alone.
-        `links`: those of the host; `host`: what carries everything else over them.
+        """Connect the transport.
+
+        Communicators in `names` with this rank that not all members have, by the stamps in `told`
+        by rank, are connected, and used once in this order, which all share. `at_once`: they are in
+        use when this returns, the same for all ranks; else `use_connected` begins their use.
+        `late`: connecting took some rank too long the last time. `moves_state`: some are for state
+        alone. `links`: those of the host; `host`: carries everything else over them.
 
         Raises TransportError when one cannot be connected within `limit_s`, or the meeting of
-        `links` is over meanwhile; then `host` is the caller's to end.
+        `links` is over meanwhile; then the caller must end `host`.
         """
         self.rank = links.rank
         self.size = links.size
@@ -105,35 +106,35 @@ class NcclTransport:
         self._kept = communicators
         self._device = communicators.device
         self.has_queue = self._device.type == "cuda"
-        #: Whoever asks NCCL how an operation is has the lock: it may wait for an abort then, and
-        #: Python for it.
+        #: Held while NCCL is asked for an operation's state, which may wait for an abort with
+        #: Python's lock.
         self._asking = threading.Lock()
         self._aborted = False
-        #: Whoever launches has the lock, so that operations of a line are launched in their order.
+        #: Held while launching, so that operations of a line are launched in order.
         self._launching = threading.RLock()
         #: All and only those in use, each with its line.
         self._communicators: dict[Name, Communicator] = {}
         self._lines: dict[Name, Line] = {}
         self._news = threading.Event()
-        #: Raised where the own thread launches something, for whoever waits.
+        #: Error of the own thread in launching, for waiting threads.
         self._failure: Exception | None = None
-        #: Those that were asked for and whose end was not seen yet: their tensors stay as long as
-        #: something may run.
+        #: Operations that were asked for and whose end was not seen yet: their tensors stay as long
+        #: as something may run.
         self._asked: set[Operation] = set()
-        #: Of these the sums and sends.
+        #: The sums and sends among these.
         self._under_way: deque[Operation] = deque()
-        #: Those that are not in use yet; None: there are none.
+        #: Communicators that are not in use yet; None: there are none.
         self._connecting: Connecting | None = None
         keys = {name: _key(name, links) for name in names if self.rank in name[1]}
         kept = communicators.keep({key: name[1] for name, key in keys.items()}, told)
-        communicators.settle(links.check)  # what is not kept gives its memory back first
+        communicators.settle(links.check)  # frees the memory of those that are not kept
         communicators.begin_use()
         self._communicators = {name: kept[key] for name, key in keys.items() if key in kept}
-        #: How many are those of before.
+        #: Number of kept communicators.
         self.kept = len(self._communicators)
         try:
             with links.links.lock:
-                links.links.press(+1)  # what peers say is read while this one does something else
+                links.links.press(+1)  # read peers' notes during other work
             for name in self._communicators:
                 self._lines[name] = Line(links, name, part_of(name, self.rank), self._news.set)
             if new := {name: key for name, key in keys.items() if key not in kept}:
@@ -174,7 +175,7 @@ class NcclTransport:
     # ---- launching
 
     def _mark(self) -> torch.cuda.Event | None:
-        """Record an event behind what is queued on the device by now. Return None where there is no
+        """Record an event after the work queued on the device so far. Return None where there is no
         queue."""
         if not self.has_queue:
             return None
@@ -185,8 +186,7 @@ class NcclTransport:
     def _operation(
         self, name: Name, tensors: Sequence[Tensor], peers: Collection[int]
     ) -> Operation:
-        """Return an operation that comes behind what is queued by now, whichever thread launches
-        it."""
+        """Return an operation that follows the work queued so far, whichever thread launches it."""
         part, communicator = part_of(name, self.rank), self._communicators[name]
         launch = partial(communicator.launch, part)
         if (asked := self._mark()) is not None:
@@ -220,7 +220,7 @@ class NcclTransport:
         self._asked.discard(operation)
 
     def advance(self) -> None:
-        """Launch what may be."""
+        """Launch operations that are ready."""
         with self._launching:
             self.check()
             for line in self._lines.values():
@@ -235,14 +235,14 @@ class NcclTransport:
                 self._news.clear()
                 self.advance()
         except Exception as error:  # noqa: BLE001  # handed on
-            # The boundary of the thread: whoever waits, for NCCL or the host, raises it.
+            # Last resort of the thread: waits for NCCL or the host raise it.
             if not self._aborted:
                 self._failure = error
                 self._host.abort()
 
     @contextmanager
     def unaborted(self) -> Iterator[None]:
-        """Keep an abort from beginning within. Raises TransportError after one."""
+        """Keep an abort from beginning inside. Raises TransportError after one."""
         with self._asking:
             self.check()
             yield
@@ -250,7 +250,7 @@ class NcclTransport:
     # ---- waits
 
     def check(self) -> None:
-        """Raise TransportError after an abort, and what launching or connecting has raised."""
+        """Raise TransportError after an abort, and the errors of launching or connecting."""
         if self._failure is not None:
             raise self._failure
         if self._aborted:
@@ -260,7 +260,7 @@ class NcclTransport:
 
     def wait_until(self, done: Callable[[], bool], peers: Collection[int] = ()) -> None:
         """Wait until the device has `done` something with `peers`. Raises TransportError after an
-        abort, or when one of them leaves and it is not done soon, and what `done` raises."""
+        abort, or when one of them leaves and it is not done soon, and the errors of `done`."""
         eager_until, left_until = time.monotonic() + _EAGER_S, math.inf
         with pulse.WAITING:
             while True:
@@ -270,9 +270,9 @@ class NcclTransport:
                 if (now := time.monotonic()) > eager_until:
                     self.links.check_there(peers if now > left_until else ())
                     if left_until == math.inf and self.links.any_left(peers):
-                        left_until = now + END_S  # who has launched its part may leave
+                        left_until = now + END_S  # a peer that has launched its part may leave
                     time.sleep(_PAUSE_S)
-        self.check()  # an abort ends it, too, and what is there then means nothing
+        self.check()  # after an abort the result is garbage
 
     # ---- messages and sums
 
@@ -335,7 +335,7 @@ class NcclTransport:
     def end_moving(self) -> None:
         if not self._moves_state:
             return
-        # Of the others some may still see to the end of theirs, which an abort here could disturb.
+        # Others may still wait for the end of their operations, which an abort here could disturb.
         self._host.gather(b"")
         with self._launching:
             self._moves_state = False
@@ -344,8 +344,8 @@ class NcclTransport:
             self._communicators = used
             self._lines = {name: line for name, line in self._lines.items() if name in used}
         self._kept.end(ended)
-        # Before anything else is launched, whose kernels an abort might wait for; and a step needs
-        # their memory.
+        # Before any other launch, whose kernels an abort might wait for; and a step needs their
+        # memory.
         self._kept.settle(self.links.check)
 
     def complete(self) -> None:
@@ -358,7 +358,7 @@ class NcclTransport:
         self._host.complete()
 
     def abort(self) -> None:
-        # First the mark, then the kernels: whoever sees a result after this does not use it.
+        # First the mark, then the kernels: results after this are not used.
         self._give_up()
         self._host.abort()
 
@@ -377,14 +377,14 @@ class NcclTransport:
 
     def _let_end(self) -> None:
         """Let operations under way end, then end the communicators that are not whole. No other
-        thread asks NCCL about anything meanwhile: a transport that was given up raises before."""
+        thread queries NCCL meanwhile: a transport that was given up raises before."""
         connecting = self._connecting
         left = set(connecting.give_up() if connecting is not None else ())
         left.update(self._communicators.values())
         try:
             use_device(self._device)
             end_at = time.monotonic() + END_S
-            # Whoever launches something now may be held up by what an abort alone ends.
+            # A launching thread may be held up by a kernel that only an abort ends.
             if self._launching.acquire(timeout=END_S):
                 self._launching.release()
                 stay = {each for each in left if each.connected and self._is_complete(each)}

@@ -97,7 +97,7 @@ def test_messages_out_of_order_are_found() -> None:
     first, second = "1-1:RECV_F0<n0/0", "1-1:RECV_F1<n0/0"
     swapped = text.replace(first, "?").replace(second, first).replace("?", second)
     with pytest.raises(
-        ProgramDeadlock, match=r"n1/0 waits at 1-1:RECV_F1<n0/0 for n0/0 in its turn: another"
+        ProgramDeadlock, match=r"n1/0 waits at 1-1:RECV_F1<n0/0 for n0/0 in order: another"
     ):
         dry_run(parse_programs(swapped), plan)
 

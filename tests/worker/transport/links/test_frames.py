@@ -217,7 +217,7 @@ def test_what_nobody_waits_for_is_bounded_and_what_is_taken_counts_no_more(
     for key in range(200):  # nothing in them, but each is kept
         forger.send(1, Label(Kind.MESSAGE, key, 0), 0, b"")
     until(lambda: not reader.links.linked(sender.links.identity), "the link ends")
-    with pytest.raises(TransportError, match="bytes that nobody waits for"):
+    with pytest.raises(TransportError, match="bytes that are not waited for"):
         reader.check()
 
 
