@@ -14,17 +14,15 @@ from pathlib import Path
 
 import click
 
-from oobleck.agent.config import DRAIN_GRACE_S, AgentConfig
-from oobleck.agent.connection.address import check_own_address
+from oobleck.agent.config import DRAIN_GRACE_S, AgentConfig, passed_on, read_patterns
 from oobleck.agent.connection.code import fetch, give
 from oobleck.agent.connection.enrol import Denied, Holder, choose_way, join, read_join_token
+from oobleck.agent.connection.heads import check_own_address
 from oobleck.agent.connection.outbox import Outbox
 from oobleck.agent.connection.session import Session
 from oobleck.agent.examiner import Examiner
-from oobleck.agent.gpus import default_memory, find, versions
-from oobleck.agent.metrics.collect import read_slowly
-from oobleck.agent.processes.environment import passed_on, read_patterns
-from oobleck.agent.processes.gpu_watch import watch
+from oobleck.agent.gpus import default_memory, find, versions, watch
+from oobleck.agent.metrics import read_slowly
 from oobleck.agent.processes.pool import new_incarnation
 from oobleck.agent.supervisor import Supervisor
 from oobleck.core.codec import decode

@@ -1,6 +1,12 @@
-"""Configuration of one agent, built once in `__main__` and passed down."""
+"""Configuration of one agent, built once in `__main__`, and its workers' environment.
 
-from collections.abc import Mapping
+Workers get the variables that they are known to need, and those that the operator names. Jobs run
+code and print what they like, so a secret in the environment of an agent, such as another
+program's, must not reach them.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,12 +16,60 @@ from oobleck.host.device import device_kind
 from oobleck.host.gpu.choice import Gpu
 from oobleck.host.versions import Versions
 
+#: Names, and beginnings of names that end with `*`.
+PASSED = (
+    # the process
+    *("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_*", "XDG_*"),
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_*", "GLIBC_TUNABLES", "PYTHON*", "VIRTUAL_ENV"),
+    # threads and devices
+    *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "BLIS_*", "NUMEXPR_*", "ONEDNN_*"),
+    *("DNNL_*", "ATEN_CPU_CAPABILITY", "CUBLASLT_*", "NVSHMEM_*"),
+    *("CUDA_*", "CUBLAS_*", "CUDNN_*", "NVIDIA_*", "TORCH*", "PYTORCH_*", "TRITON_*"),
+    # compilers of kernels
+    *("CC", "CXX", "CPATH", "LIBRARY_PATH"),
+    # the network between workers
+    *("NCCL_*", "UCX_*", "FI_*", "OFI_*", "IBV_*", "RES_OPTIONS", "LOCALDOMAIN"),
+    *("RDMAV_*", "UCC_*"),
+    # models and tokenizers; not HF_TOKEN, since nothing is fetched
+    *("HF_HOME", "HF_HUB_*", "HF_DATASETS_*", "TRANSFORMERS_*", "TOKENIZERS_*", "RAYON_*"),
+    # checkpoints at a URL
+    *("FSSPEC_*", "AWS_*", "GOOGLE_*", "GCSFS_*", "AZURE_*", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+    *("STORAGE_EMULATOR_HOST", "CLOUDSDK_CONFIG"),
+    *("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "http_proxy", "https_proxy", "no_proxy", "all_proxy"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"),
+)
+_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
 #: No host holds more; a larger number is a typing error.
 MOST_WORKERS = 1024
 MOST_BYTES = 1 << 62
 #: The shortest notice that clouds give before they take a machine back.
 DRAIN_GRACE_S = 120.0
 MOST_GRACE_S = 86_400.0
+
+
+def read_patterns(texts: Iterable[str]) -> tuple[str, ...]:
+    """Read the names in texts like `NAME,PREFIX_*`. Raises ValueError."""
+    patterns = [part.strip() for text in texts for part in text.split(",")]
+    for pattern in patterns:
+        if not _PATTERN.fullmatch(pattern):
+            raise ValueError(
+                f"--pass-env {pattern}: give names of variables, or beginnings of names with * at "
+                "the end, such as MY_SETTING,MY_LIBRARY_*"
+            )
+    return tuple(patterns)
+
+
+def passed_on(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
+    """Return the part of `environment` that workers get. `more`: patterns beside those of all
+    agents."""
+    patterns = (*PASSED, *more)
+    names = {pattern for pattern in patterns if not pattern.endswith("*")}
+    beginnings = tuple(pattern[:-1] for pattern in patterns if pattern.endswith("*"))
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in names or name.startswith(beginnings)
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,14 +10,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from oobleck.agent.actions import KillWarm, StartWarm
-from oobleck.agent.backoff import StartBudget
 from oobleck.agent.events import (
     Assigned,
     DetectionTold,
     Event,
     ForkAsked,
     GpusRead,
+    KillWarm,
     Leave,
     NotUnderstood,
     Paused,
@@ -25,6 +24,7 @@ from oobleck.agent.events import (
     SessionBegan,
     SessionOver,
     ShutDown,
+    StartWarm,
     WarmExited,
     WarmReady,
     WorkerEvent,
@@ -38,6 +38,11 @@ from oobleck.core.messages import Acknowledged, Committed, Failed, FaultRule, Re
 from oobleck.host.detection import Detection
 from oobleck.proto import types
 
+#: A process that lives shorter than this counts as one that ends quickly.
+QUICK_S = 10.0
+#: Quick ends in a row from which on the next start waits.
+FREE_STARTS = 3
+LONGEST_S = 30.0
 #: For an agent without workers: from SIGTERM to its end, if the master does not answer.
 IDLE_GRACE_S = 2.0
 #: Ends of a slot's processes that a new session of the master is told of.
@@ -45,6 +50,23 @@ KEPT_ENDS = 2
 NOTHING = types.Assignment(version=0)
 #: Steps that tell how long one takes: of so many the longest is the 99th percentile.
 KNOWN_STEPS = 100
+
+
+@dataclass(slots=True)
+class StartBudget:
+    """Back-off of one process: the first starts are free, then the wait doubles from one second to
+    half a minute."""
+
+    quick_ends: int = 0
+    not_before: float = 0.0
+
+    def ended(self, *, started_at: float, now: float) -> float:
+        """Take note of an end; the seconds until the next start."""
+        self.quick_ends = self.quick_ends + 1 if now - started_at < QUICK_S else 0
+        excess = self.quick_ends - FREE_STARTS
+        wait_s = min(LONGEST_S, 2.0**excess) if excess >= 0 else 0.0
+        self.not_before = now + wait_s
+        return wait_s
 
 
 @dataclass(slots=True)

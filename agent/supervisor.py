@@ -13,17 +13,18 @@ from contextlib import suppress
 
 import msgspec
 
-from oobleck.agent.actions import Action, GiveUpWorker
+from oobleck.agent import metrics
 from oobleck.agent.config import AgentConfig
-from oobleck.agent.connection.outbox import Outbox
-from oobleck.agent.connection.records import HOLD_S
+from oobleck.agent.connection.outbox import HOLD_S, Outbox
 from oobleck.agent.connection.reports import records_hold_s, report_of, standing_reports, status_of
 from oobleck.agent.events import (
+    Action,
     Assigned,
     ChannelClosed,
     CodeFetched,
     DetectionTold,
     Event,
+    GiveUpWorker,
     GpusRead,
     Leave,
     NotUnderstood,
@@ -39,10 +40,8 @@ from oobleck.agent.events import (
     WorkerSaid,
 )
 from oobleck.agent.health import GpuHealth
-from oobleck.agent.metrics import gpus, workers
-from oobleck.agent.processes.children import WarmProcess, WorkerProcess
+from oobleck.agent.processes.children import How, WarmProcess, WorkerProcess
 from oobleck.agent.processes.code import CodeCache, Fetch, Give, NoCode
-from oobleck.agent.processes.ending import How
 from oobleck.agent.processes.pool import ProcessPool, StartWarmProcess, StartWorker
 from oobleck.agent.reconcile import decide
 from oobleck.agent.state import NodeState
@@ -149,8 +148,10 @@ class Supervisor:
 
     def metrics(self) -> Iterator[Reading]:
         """Read the metrics of this agent, its workers and their GPUs."""
-        yield from workers.read(self._state, self._config.name, self._config.versions.oobleck)
-        yield from gpus.read(self._state.health)
+        yield from metrics.read_workers(
+            self._state, self._config.name, self._config.versions.oobleck
+        )
+        yield from metrics.read_gpus(self._state.health)
 
     # ---- from the session
 

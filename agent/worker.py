@@ -8,8 +8,11 @@ gone. Must not know of other workers, nor what is desired.
 from collections import deque
 from dataclasses import dataclass, field
 
-from oobleck.agent.actions import (
+from oobleck.agent.events import (
+    Asked,
     AskStacks,
+    ChannelClosed,
+    CodeFetched,
     GiveUpWorker,
     KillWorker,
     SendAcknowledged,
@@ -17,11 +20,6 @@ from oobleck.agent.actions import (
     SendPlan,
     SendSave,
     StopWorker,
-)
-from oobleck.agent.events import (
-    Asked,
-    ChannelClosed,
-    CodeFetched,
     WorkerEvent,
     WorkerExited,
     WorkerForked,

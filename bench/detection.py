@@ -38,7 +38,7 @@ from bench.support import network
 from bench.support.client import ClusterError, Record
 from bench.support.cluster import Cluster, LocalCluster
 from bench.support.netcluster import NetCluster
-from oobleck.agent.backoff import QUICK_S
+from oobleck.agent.state import QUICK_S
 from oobleck.host.detection import MODES
 
 _NODES = 4

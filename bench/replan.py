@@ -24,7 +24,7 @@ from oobleck.core.job.spec import DataSpec, JobSpec, RecoveryPolicy, TrainingSpe
 from oobleck.host.detection import Detection
 from oobleck.master.planning.solve import AtOnce
 from oobleck.master.rules.decision import Context
-from oobleck.master.rules.plans.next_plan import next_plan
+from oobleck.master.rules.next_plan import next_plan
 from oobleck.master.state.node import Node
 from oobleck.planner.profile.estimate import estimate_profile
 

@@ -23,15 +23,12 @@ from oobleck.host.detection import MODES, Detection, Mode, choose
 from oobleck.host.ipc.endpoint import check_insecure
 from oobleck.host.storage.backup import AUTHORITY, JOURNAL, Summary
 from oobleck.host.system.process import allow_open_files, die_with_parent
-from oobleck.master import crash
+from oobleck.master import process
 from oobleck.master.config import MasterConfig, Retention, Unusable
-from oobleck.master.heap import short_collections
+from oobleck.master.process import locked, short_collections
 from oobleck.master.server import serve
 from oobleck.master.state.validate import InvariantViolation
-from oobleck.master.statelock import locked
-from oobleck.master.storage.disk import StorageFailed
-from oobleck.master.storage.journal import Journal, JournalUnusable
-from oobleck.master.storage.restore import (
+from oobleck.master.storage.backup import (
     brings_authority,
     check_backup,
     check_cluster,
@@ -39,6 +36,8 @@ from oobleck.master.storage.restore import (
     check_target,
     restore,
 )
+from oobleck.master.storage.disk import StorageFailed
+from oobleck.master.storage.journal import Journal, JournalUnusable
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -115,7 +114,7 @@ def _cluster_of(pki: Path | None) -> str:
     ValueError."""
     if pki is None:
         return ""
-    from oobleck.master.api.authority import AuthorityFolder
+    from oobleck.master.api.pki_service import AuthorityFolder
 
     return AuthorityFolder(pki).cluster
 
@@ -317,7 +316,7 @@ def master(
             )
         if crash_at is not None:
             point, _, times = crash_at.partition(":")
-            crash.arm(point, int(times or 1))
+            process.arm(point, int(times or 1))
     except (Unusable, ValueError) as error:
         raise command.CommandFailed(str(error), 2) from error
     except OSError as error:  # a folder above it may not be looked into, or the path is too long

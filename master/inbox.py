@@ -1,6 +1,7 @@
 """Inbox of the loop that owns the state: handlers of other tasks, called in order of arrival.
 
-`ask` answers only when the iteration that computed the answer is on disk.
+`ask` answers only when the iteration that computed the answer is on disk. Owns also the types of
+messages that agents send in a running session.
 """
 
 import asyncio
@@ -8,8 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+import msgspec
 
+from oobleck.core.ids import Generation, JobId
+from oobleck.core.messages import StepRecord
+from oobleck.proto.types import NodeStatus, WorkerReport
+
+T = TypeVar("T")
 #: Called by the owner with the time of its arrival.
 Handler = Callable[[float], None]
 
@@ -125,3 +131,23 @@ class Changes:
     def happened(self) -> None:
         self.next.set()
         self.next = asyncio.Event()
+
+
+class Records(msgspec.Struct, frozen=True, kw_only=True):
+    """Step records as an agent hands them over, in any order and again and again."""
+
+    job_id: JobId
+    records: tuple[StepRecord, ...]
+    #: The generation that has found them beside a checkpoint; 0: workers of the node made them.
+    restored_in: Generation = Generation(0)
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """Lines of one worker's output."""
+
+    job_id: JobId
+    slot: int
+    lines: tuple[str, ...]
+
+
+Incoming = NodeStatus | WorkerReport | Records | Output

@@ -9,34 +9,30 @@ iterations is safe for every task of the same event loop. Must not know gRPC.
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from oobleck.host.metrics.families import Distribution
+from oobleck.host.metrics.families import SHORT_S, Distribution, Durations
 from oobleck.host.system.environment import Environment
-from oobleck.master import crash
-from oobleck.master.clients.adoptions import Adoptions
+from oobleck.master import process
 from oobleck.master.clients.examinations import Examinations
-from oobleck.master.clients.requests import Requests
+from oobleck.master.clients.requests import Adoptions, Requests
 from oobleck.master.clients.sessions import Sessions
 from oobleck.master.clients.timelines import Timelines
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.jobs import JobFailed
-from oobleck.master.events.reports import Tick
-from oobleck.master.events.unions import Event
+from oobleck.master.events.unions import Event, Tick
 from oobleck.master.inbox import Changes, Inbox
 from oobleck.master.planning.requests import Planner
 from oobleck.master.planning.solve import AtOnce
 from oobleck.master.rules.decision import Context, Decision
-from oobleck.master.rules.plans.foresight import Foresight
+from oobleck.master.rules.next_plan import Foresight
 from oobleck.master.rules.reconcile import reconcile
-from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.history import ID_BYTES
+from oobleck.master.state.cluster import ID_BYTES, ClusterState
 from oobleck.master.storage.disk import StorageFailed
 from oobleck.master.storage.journal import Journal
 from oobleck.master.storage.ledger import Ledger
-from oobleck.master.vitals import Vitals
 
 log = logging.getLogger(__name__)
-
 #: The loop looks at least this often, so that it notices when it is late.
 _TICK_S = 0.25
 #: After an iteration that took longer than the first, what comes in gathers for so many times as
@@ -52,6 +48,15 @@ _MOST_DECISIONS = 1000
 _MAY_BE_DONE = "what was asked may still be done once it can be written"
 #: Between two tries to write a journal that takes nothing.
 _STUCK_S = 0.5
+
+
+@dataclass(slots=True)
+class Vitals:
+    #: Iterations of the loop.
+    iterations: Durations = field(default_factory=lambda: Durations(SHORT_S))
+    #: How often, and by how much in sum, it came too late to look.
+    late_times: int = 0
+    late_s: float = 0.0
 
 
 class Master:
@@ -159,11 +164,11 @@ class Master:
             self._decide(now)
         changed, ledger.dirty = ledger.dirty, False
         if changed:
-            crash.reach("applied")
+            process.reach("applied")
             await self._store()
-            crash.reach("committed")
+            process.reach("committed")
             self.sessions.brief()
-            crash.reach("told")
+            process.reach("told")
         self.archive.write()
         if changed:
             ledger.compact()

@@ -20,30 +20,27 @@ from oobleck.host.ipc.own_master import OwnMaster, announced
 from oobleck.host.metrics.page import MetricsPage, bind
 from oobleck.host.system.files import place_of
 from oobleck.host.system.process import end_signals
-from oobleck.master.api import limits
-from oobleck.master.api.access import Access
+from oobleck.master.api.access import MOST_CALLS, Access, server_options
 from oobleck.master.api.agent_service import ControlService
-from oobleck.master.api.calls import Calls
-from oobleck.master.api.code import CodeOfJobs
 from oobleck.master.api.connections import Connections
-from oobleck.master.api.interceptor import CallInterceptor
+from oobleck.master.api.interceptor import CallInterceptor, Calls, Shares
 from oobleck.master.api.operator_service import OperatorService
 from oobleck.master.api.pki_service import PkiService
-from oobleck.master.api.shares import Shares
+from oobleck.master.api.transfers import CodeOfJobs
 from oobleck.master.config import MasterConfig, Unusable
 from oobleck.master.loop import Master
-from oobleck.master.metrics.collect import Collector
+from oobleck.master.metrics import Collector
 from oobleck.master.metrics.own import Parts
 from oobleck.master.planning.process import PlanningProcess
+from oobleck.master.process import LOCK
 from oobleck.master.state.trust import was_revoked
-from oobleck.master.statelock import LOCK
 from oobleck.master.storage.journal import Journal
 from oobleck.master.tracking import Tracking
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.health import ALIVE, READY, HealthPort, Probes, health_handler
 
 if TYPE_CHECKING:
-    from oobleck.master.api.authority import AuthorityFolder
+    from oobleck.master.api.pki_service import AuthorityFolder
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +83,9 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     )
     calls = Calls(master.now)
     server = grpc.aio.server(
-        options=limits.server_options(config.timing),
+        options=server_options(config.timing),
         interceptors=(CallInterceptor(access.check, calls, Shares(connections.denied)),),
-        maximum_concurrent_rpcs=limits.MOST_CALLS,
+        maximum_concurrent_rpcs=MOST_CALLS,
     )
     pki = PkiService(master, authority.authority if authority else None, config.certificate_life_s)
     # The generated functions have no types.
@@ -187,7 +184,7 @@ def _read_authority(config: MasterConfig) -> "AuthorityFolder | None":
     Unusable."""
     if config.pki is None:
         return None
-    from oobleck.master.api.authority import AuthorityFolder
+    from oobleck.master.api.pki_service import AuthorityFolder
 
     try:
         return AuthorityFolder(config.pki)

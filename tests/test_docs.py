@@ -12,8 +12,8 @@ from typing import get_args
 
 import pytest
 
-from oobleck.master.events.plans import Cause, Phase
-from oobleck.master.state.incidents.incident import Kind
+from oobleck.master.events.jobs import Cause, Phase
+from oobleck.master.state.incident import Kind
 from oobleck.planner.recovery.rules import Rule
 
 ROOT = Path(__file__).parent.parent

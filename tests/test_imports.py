@@ -43,7 +43,7 @@ LEVELS = {
         "profiling",
         "doctor",
     ),
-    "agent": ("processes", "connection", "metrics"),
+    "agent": ("processes", "connection"),
     "master": ("events", "state", "planning", "storage", "rules", "clients", "api", "metrics"),
     "cli": (
         *("output", "view", "jobs", "reading", "tracking"),
@@ -149,6 +149,25 @@ def test_the_levels_of_a_package(package: str) -> None:
         if (where := found[lower].get(upper))
     ]
     assert not backwards, "\n".join(backwards)
+
+
+#: Modules of master/rules that a rule may import; only `reconcile` imports rules.
+SHARED_BY_RULES = {"decision", "questions", "next_plan", "plan_made"}
+
+
+def test_rules_do_not_import_each_other() -> None:
+    package = "oobleck.master.rules"
+    rules = [
+        p for p in (ROOT / "master/rules").glob("*.py") if p.stem not in {"reconcile", "__init__"}
+    ]
+    found = {
+        f"{path.stem} must not import {name}"
+        for path in rules
+        for _, full in names_in(path, package)
+        if (name := full.removeprefix(f"{package}.").split(".")[0]) not in SHARED_BY_RULES
+    }
+    assert len(rules) > 10
+    assert not found
 
 
 @pytest.mark.parametrize("package", sorted(LEVELS))

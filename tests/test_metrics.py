@@ -16,9 +16,9 @@ import yaml
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from oobleck.agent.metrics import collect as of_agent
+from oobleck.agent import metrics as of_agent
 from oobleck.host.metrics.families import SHORT_S, Durations, Family, Reading, families_of, render
-from oobleck.master.metrics import collect as of_master
+from oobleck.master import metrics as of_master
 from support.metrics_page import PAGE, with_lists
 
 DEPLOY = Path(__file__).parent.parent / "deploy"

@@ -1,6 +1,6 @@
-"""Addresses at which the cluster's heads may be, and the choice of the one to call.
+"""Addresses: where the cluster's heads may be, which one to call, and this host's own.
 
-Those of --master come first, then those that a head has sent and that were stored beside the
+Addresses of --master come first, then those that a head has sent and that were stored beside the
 credentials. Every head shows a certificate of the one authority, so a wrong address costs only
 time. Without credentials no addresses are learned: a call in the clear may not leave the host. Must
 not know what is said to a head.
@@ -8,19 +8,60 @@ not know what is said to a head.
 
 import asyncio
 import logging
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from oobleck.host.address import MOST_ADDRESSES, split_address, split_addresses
 from oobleck.host.security.credentials import write_private
 from oobleck.host.system.files import read_regular
 
-logger = logging.getLogger(__name__)
-
 #: For a host to take a connection.
 ANSWER_S = 1.0
 _FILE = "heads"
 _MOST_BYTES = 16 << 10
+
+
+def local_address(masters: Sequence[str]) -> str:
+    """Return the address of this host that packets to the first of the masters leave from, or to
+    the next where that one has no way. Sends nothing. Raises OSError."""
+    for master in masters[:-1]:
+        with suppress(OSError):
+            return _source(master)
+    return _source(masters[-1])
+
+
+def _source(master: str) -> str:
+    host, port = split_address(master)
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def check_own_address(address: str) -> None:
+    """Raise ValueError if workers could not serve on `address`, or others not reach them there."""
+    fix = "give an address of this host that other nodes reach, or leave the flag out"
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[
+            0
+        ]
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"--address {address}: does not resolve; {fix}") from error
+    if target[0] in ("0.0.0.0", "::"):
+        raise ValueError(f"--address {address}: nobody can connect to it; {fix}")
+    try:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(target)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ValueError(
+            f"--address {address}: no worker can listen there ({reason}); {fix}"
+        ) from error
+
+
+logger = logging.getLogger(__name__)
 
 
 class Heads:

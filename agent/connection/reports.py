@@ -5,7 +5,7 @@ Pure. Must not know when they are sent, nor how.
 
 import msgspec
 
-from oobleck.agent.connection.records import HOLD_S, MOST_HOLD_S, NEXT_S
+from oobleck.agent.connection.outbox import HOLD_S, MOST_HOLD_S, NEXT_S
 from oobleck.agent.state import NodeState
 from oobleck.agent.worker import WorkerState
 from oobleck.core.ids import NodeName

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from oobleck.agent.config import AgentConfig
-from oobleck.agent.connection.address import local_address
-from oobleck.agent.connection.heads import Heads
+from oobleck.agent.connection.heads import Heads, local_address
 from oobleck.agent.connection.outbox import Outbox
 from oobleck.agent.connection.reports import newest_plan
 from oobleck.agent.connection.stream import Refused, SessionEnded, Stream, opened, refused

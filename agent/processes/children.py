@@ -1,7 +1,13 @@
-"""Processes under an agent: the warm process and the workers forked from it.
+"""Processes under an agent: the warm process, the workers forked from it, and their ends.
 
 Owns descriptors and signals; decides nothing. Reports events to a `Listener`. Must not know the
 master.
+
+The kernel closes a process's sockets, and lets its parent wait for it, once its memory is freed: a
+tenth of a second for each gigabyte on a host, seconds where a GPU's driver has something to free.
+But its first thread is exiting by then, and its exit status is known, since all threads of a
+process end together. The kernel sends no notice of that (a pidfd is of the whole process), so
+`EndWatch` polls, at some microseconds each.
 """
 
 import asyncio
@@ -17,7 +23,6 @@ from typing import Protocol
 
 import msgspec
 
-from oobleck.agent.processes.ending import EndWatch, How
 from oobleck.agent.processes.output import Tail, read_available
 from oobleck.core.ids import Incarnation
 from oobleck.core.messages import (
@@ -34,14 +39,68 @@ from oobleck.core.messages import (
 from oobleck.host.ipc.channel import frame, read_frame
 from oobleck.host.ipc.marker import Marker
 
-logger = logging.getLogger(__name__)
-
+#: Between two looks.
+LOOK_S = 0.02
+_MOST_BYTES = 1024
+#: linux/sched.h: PF_EXITING.
+_EXITING = 0x4
+#: Exit code, or the signal.
+How = tuple[int | None, int | None]
 #: A worker that leaves this much unread is stuck.
 WRITE_LIMIT_BYTES = 64 << 20
 
+
+class EndWatch:
+    """Watch of one process's end, in the event loop."""
+
+    def __init__(self, pid: int, tell: Callable[[How], None]) -> None:
+        """`tell`: called once, if it can be told how the process ends before it has ended."""
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._file: int | None = None
+        with suppress(OSError):  # it has ended already: its parent knows
+            self._file = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+            self._timer = self._loop.call_later(LOOK_S, self._look)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _look(self) -> None:
+        assert self._file is not None, "it is stopped otherwise"
+        try:
+            said = os.pread(self._file, _MOST_BYTES, 0).decode(errors="replace")
+        except OSError:  # its parent knows
+            self.stop()
+            return
+        if (how := how_it_ends(said)) is None:
+            self._timer = self._loop.call_later(LOOK_S, self._look)
+            return
+        self.stop()
+        self._tell(how)
+
+
+def how_it_ends(said: str) -> How | None:
+    """Return how the process is ending; None if it is not, or if the kernel does not show how, as
+    for a successful exit. A process whose first thread alone has ended with an error looks as if it
+    ended. `said`: /proc/PID/stat."""
+    fields = said.rpartition(") ")[2].split()
+    flags, status = int(fields[6]), int(fields[-1])
+    if not flags & _EXITING or not status:
+        return None
+    if os.WIFSIGNALED(status):
+        return None, os.WTERMSIG(status)
+    return os.waitstatus_to_exitcode(status), None
+
+
+logger = logging.getLogger(__name__)
 #: What is added to a launch before a worker can have it.
 Complete = Callable[[Launch], Awaitable[Launch]]
-
 _from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
 _from_warm: msgspec.json.Decoder[FromWarm] = msgspec.json.Decoder(FromWarm)
 

@@ -10,11 +10,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from oobleck.agent.actions import (
+from oobleck.agent.config import AgentConfig
+from oobleck.agent.events import (
     Action,
+    Asked,
     AskStacks,
     AskWorker,
     End,
+    Event,
+    ForkAsked,
     ForkWorker,
     GiveUpWorker,
     KillWarm,
@@ -23,11 +27,10 @@ from oobleck.agent.actions import (
     SendMeasure,
     SendPlan,
     SendSave,
+    ShutDown,
     StartWarm,
     StopWorker,
 )
-from oobleck.agent.config import AgentConfig
-from oobleck.agent.events import Asked, Event, ForkAsked, ShutDown
 from oobleck.agent.processes.children import Listener, WarmProcess, WorkerProcess
 from oobleck.agent.processes.code import CodeCache
 from oobleck.core.ids import Incarnation, WorkerId

@@ -25,8 +25,7 @@ from typing import Any, Literal
 import psutil
 
 from oobleck.agent.config import AgentConfig
-from oobleck.agent.connection.outbox import Outbox
-from oobleck.agent.connection.records import HOLD_S
+from oobleck.agent.connection.outbox import HOLD_S, Outbox
 from oobleck.agent.connection.reports import hold_s
 from oobleck.agent.connection.session import Session, channel_options
 from oobleck.core.ids import Generation, Incarnation, JobId, NodeName

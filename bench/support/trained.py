@@ -6,8 +6,7 @@ from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import Rendezvous
 from oobleck.core.profile import Profile
-from oobleck.master.events.jobs import ProfileChosen
-from oobleck.master.events.plans import PlanMade
+from oobleck.master.events.jobs import PlanMade, ProfileChosen
 from oobleck.master.planning import client
 from oobleck.master.planning.solve import AtOnce
 from oobleck.master.state.cluster import ClusterState

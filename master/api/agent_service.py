@@ -11,13 +11,12 @@ from collections.abc import AsyncIterator
 import grpc
 
 from oobleck.core.orders import Answer, Unable
-from oobleck.master.api.access import caller
-from oobleck.master.api.code import CodeOfJobs
-from oobleck.master.api.limits import MOST_DETAILS
-from oobleck.master.clients.incoming import Incoming, Output, Records
+from oobleck.master.api.access import MOST_DETAILS, caller
+from oobleck.master.api.transfers import CodeOfJobs
 from oobleck.master.clients.outbox import AgentSession, refused_message
+from oobleck.master.inbox import Incoming, Output, Records
 from oobleck.master.loop import Master
-from oobleck.master.rules.nodes.admission import Refusal
+from oobleck.master.rules.admission import Refusal
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.checks import check_slot

@@ -24,8 +24,8 @@ from urllib.parse import unquote
 
 from oobleck.host.ipc.port import Peer, Port, packed
 from oobleck.host.system.process import open_files
-from oobleck.master.clients.budget import Budget
-from oobleck.master.heap import give_back
+from oobleck.master.clients.outbox import Budget
+from oobleck.master.process import give_back
 
 if TYPE_CHECKING:
     from oobleck.host.security.pki import Identity

@@ -1,33 +1,142 @@
-"""Stands around every method: counts the call, checks its caller, and only then reads the request.
+"""Interceptor of all calls: who may make them, how many at a time, and counters of how they end.
 
-Every method is served as one whose requests come as a stream of bytes, which is the same on the
-wire. So nothing of a request is taken from the connection, but for what HTTP/2 lets a caller send
-unasked, nor parsed, before the caller may make the call.
-
-What a method raises becomes a status: INVALID_ARGUMENT for bytes that are no message of ours,
-UNAVAILABLE where the master ends, DEADLINE_EXCEEDED for a call that takes longer than any caller
-should wait, and INTERNAL for a fault of ours, with its details in the log alone.
+A holder of certificates may have many connections with many calls each, and none of gRPC's limits
+counts over connections. So the calls, bytes and turns of the event loop of each holder are counted
+here. Calls of one holder wait for each other: only few are looked at in one turn of the loop. Must
+not know what the calls do.
 """
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from oobleck.master.api.calls import Calls
-from oobleck.master.api.limits import MOST_DETAILS, UNARY_S, deadline_s, most_bytes
-from oobleck.master.api.shares import Share, Shares, TooMany
-from oobleck.master.inbox import MasterEnded
+from oobleck.host.metrics.families import Durations
+from oobleck.master.api.access import (
+    MOST_DETAILS,
+    MOST_OF_HOLDER,
+    MOST_RECEIVING,
+    MOST_SENDING,
+    UNARY_S,
+    Context,
+    caller,
+    deadline_s,
+    most_bytes,
+)
+from oobleck.master.inbox import MasterEnded, Turns
 from oobleck.master.state.trust import Denied, StillFresh, TooSoon
 from oobleck.master.storage.disk import StorageFailed
+from oobleck.proto import control_pb2 as pb
 from oobleck.proto.bounds import check_bounds, check_encoded
 
 log = logging.getLogger(__name__)
+
+
+#: By the numbers that gRPC's contexts have for them.
+_CODES = {code.value[0]: code.name for code in grpc.StatusCode}
+_UNBOUNDED = 1 << 30
+_FOREIGN = (
+    "the request is not an uncompressed message of this service; install the same version on both "
+    "sides"
+)
+
+
+class Calls:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        #: By method: its name alone, as in GetJob.
+        self.open: Counter[str] = Counter()
+        #: By method and the name of the status. What an alert looks for is there from the start, as
+        #: Prometheus sees no increase in what begins at 1.
+        self.ended: Counter[tuple[str, str]] = Counter(
+            {
+                (method.name, grpc.StatusCode.INTERNAL.name): 0
+                for service in pb.DESCRIPTOR.services_by_name.values()
+                for method in service.methods
+            }
+        )
+        #: Of calls that are no streams.
+        self.took: dict[str, Durations] = {}
+
+    @asynccontextmanager
+    async def count(self, method: str, context: Any, *, stream: bool) -> AsyncIterator[None]:
+        """Around all that is done for one call of `method`, written as /service/name."""
+        name, began = method.rpartition("/")[2], self._now()
+        self.open[name] += 1
+        cancelled = True
+        try:
+            yield
+            cancelled = False
+        except Exception:
+            cancelled = False
+            raise
+        finally:
+            self.open[name] -= 1
+            self.ended[name, "CANCELLED" if cancelled else _status(context)] += 1
+            if not stream:
+                self.took.setdefault(name, Durations()).add(self._now() - began)
+
+
+def _status(context: Any) -> str:
+    code = context.code()
+    return code.name if isinstance(code, grpc.StatusCode) else _CODES.get(code or 0, "UNKNOWN")
+
+
+class TooMany(Exception):
+    """A holder has as many calls as it may; the text says the fix."""
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """The calls of one holder."""
+
+    open: int = 0
+    #: Of those, such that send more than one message.
+    sending: int = 0
+    #: Held while the first message of a call is received.
+    receiving: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_RECEIVING))
+    turns: Turns = field(default_factory=Turns)
+
+
+class Shares:
+    def __init__(self, denied: Callable[[str], Awaitable[None]]) -> None:
+        """`denied` is told of the peers of calls that are too many, and returns when one may be
+        answered."""
+        self._denied = denied
+        #: Of holders that have calls, by their names in certificates.
+        self._of: dict[str, Share] = {}
+        #: Of whoever calls in the clear: all agents of a host may be one.
+        self._free = Share(receiving=asyncio.Semaphore(_UNBOUNDED), turns=Turns(_UNBOUNDED))
+
+    @asynccontextmanager
+    async def hold(self, context: Context, *, sends: bool) -> AsyncIterator[Share]:
+        """Count a call while it lasts. `sends`: more than one message. Raises TooMany."""
+        who = caller(context)
+        if who is None:
+            yield self._free
+            return
+        share = self._of.setdefault(who.uri, Share())
+        if share.open >= MOST_OF_HOLDER or (sends and share.sending >= MOST_SENDING):
+            await self._denied(context.peer())
+            raise TooMany(f"{who.uri} has too many calls at a time; end some, and try again")
+        share.open += 1
+        share.sending += sends
+        try:
+            await share.turns.take()
+            yield share
+        finally:
+            share.open -= 1
+            share.sending -= sends
+            if not share.open:
+                del self._of[who.uri]
+
 
 #: A grpc.RpcMethodHandler; its stubs lack most of it.
 Handler = Any
@@ -38,11 +147,6 @@ Read = Callable[[bytes], Any]
 Around = Callable[[Any], AbstractAsyncContextManager[Share]]
 Count = Callable[[Any], AbstractAsyncContextManager[None]]
 Holding = Callable[[Any], AbstractAsyncContextManager[Share]]
-
-_FOREIGN = (
-    "the request is not an uncompressed message of this service; install the same version on both "
-    "sides"
-)
 
 
 class _Malformed(ValueError):

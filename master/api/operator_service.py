@@ -20,22 +20,20 @@ from oobleck.core.job.file import parse_job
 from oobleck.core.job.spec import JobSpec
 from oobleck.core.profile import Profile
 from oobleck.core.profile_file import format_profile, parse_profile
-from oobleck.master.api.access import caller
-from oobleck.master.api.backup import backup
-from oobleck.master.api.code import CodeOfJobs
-from oobleck.master.api.limits import MOST_DETAILS
+from oobleck.master.api.access import MOST_DETAILS, caller
+from oobleck.master.api.transfers import CodeOfJobs, backup
 from oobleck.master.api.view import head_status, held_note, job_status, node_info, problem_of
 from oobleck.master.clients.examinations import Busy, Wish
 from oobleck.master.clients.requests import Requests
 from oobleck.master.clients.timelines import NoTimeline
 from oobleck.master.loop import Master
 from oobleck.master.planning.client import planning
-from oobleck.master.rules.nodes.draining import is_undecided
-from oobleck.master.rules.plans.adoption import NotAdopted
-from oobleck.master.rules.plans.first_plan import shortfall
+from oobleck.master.rules.adoption import NotAdopted
+from oobleck.master.rules.first_plan import shortfall
+from oobleck.master.rules.questions import is_undecided
 from oobleck.master.state.job import ENDED, Job
-from oobleck.master.storage.logs import Line
-from oobleck.master.storage.records.step_log import read_steps
+from oobleck.master.storage.archive import Line
+from oobleck.master.storage.records import read_steps
 from oobleck.master.tracking import check_installed
 from oobleck.planner.profile.measurement import check_fits
 from oobleck.proto import control_pb2 as pb

@@ -15,11 +15,10 @@ from oobleck.core.units import comma_separated, count
 from oobleck.host.address import is_loopback
 from oobleck.master.config import MasterConfig
 from oobleck.master.planning import client
-from oobleck.master.rules.jobs import job_queue, stalls
-from oobleck.master.rules.plans.adoption import is_queued, ways_on
-from oobleck.master.rules.stragglers import stand_by
+from oobleck.master.rules import jobs, questions, stalls
+from oobleck.master.rules.adoption import is_queued, ways_on
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.incidents.incident_summary import headline_of, slowdown_headline
+from oobleck.master.state.incident_summary import headline_of, slowdown_headline
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Drain, Node
@@ -199,7 +198,7 @@ def _reason(state: ClusterState, job: Job, config: MasterConfig, now: float) -> 
     here = all(state.nodes[name].connected for name in job.current.members)
     if here and (again := stalls.next_rendezvous(job, config.timing, now)):
         return again
-    if turn := job_queue.outlook(state, job, config.gives_way_s, now):
+    if turn := jobs.outlook(state, job, config.gives_way_s, now):
         return f"{job.reason}; {turn}"
     return job.reason or _passing_reason(state, job)
 
@@ -411,7 +410,7 @@ def _node_reason(state: ClusterState, node: Node, now: float) -> str:
 
 def _stands_by(job: Job, name: NodeName, now: float) -> str:
     slow = [(worker, told) for worker, told in sorted(job.slow.items()) if worker.node == name]
-    left_s = max(stand_by.until(job, worker) for worker, _ in slow) - now
+    left_s = max(questions.stands_by_until(job, worker) for worker, _ in slow) - now
     least = f", for {left_s:.0f} s at least" if left_s > 0 else ""
     return f"stands by{least}: {'; '.join(str(told) for _, told in slow)}"
 

@@ -47,7 +47,7 @@ from oobleck.host.system.environment import Environment
 from oobleck.host.versions import installed
 from oobleck.master.clients.outbox import AgentSession
 from oobleck.master.config import MasterConfig
-from oobleck.master.rules.plans.adoption import ways_on
+from oobleck.master.rules.adoption import ways_on
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED
 from oobleck.master.state.node import Node

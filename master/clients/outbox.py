@@ -2,7 +2,7 @@
 
 An outbox holds at most one message of each kind, besides operators' questions: a newer assignment
 replaces an older one, a higher acknowledgement a lower one. So the queue of a slow agent stays
-bounded, and no other task waits for it.
+bounded, and no other task waits for it. A `Budget` bounds how much one sender may do in a time.
 """
 
 import asyncio
@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from oobleck.core.ids import Incarnation, JobId, NodeName
-from oobleck.master.clients.budget import Budget
-from oobleck.master.rules.nodes.admission import Refusal
+from oobleck.master.rules.admission import Refusal
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import assignment_message
 from oobleck.proto.types import Assignment
@@ -30,6 +29,38 @@ OTHERS_S = 2.0
 #: So many of the others are told at once, and the next so much later.
 _TOLD_AT_ONCE = 50
 _TELLING_S = 0.05
+
+
+@dataclass(slots=True)
+class Budget:
+    """A token bucket: `burst` at once, and `per_s` more each second."""
+
+    per_s: float
+    burst: float
+    _there: float = 0.0
+    _at: float | None = None
+
+    def take(self, amount: float, now: float) -> bool:
+        """Take that much if it is there; returns whether it was."""
+        self._fill(now)
+        if self._there < amount:
+            return False
+        self._there -= amount
+        return True
+
+    def owe(self, amount: float, now: float) -> float:
+        """Take that much at once; returns after how many seconds it will have been there. Nobody
+        owes more than a burst."""
+        self._fill(now)
+        self._there = max(-self.burst, self._there - amount)
+        return max(0.0, -self._there / self.per_s)
+
+    def _fill(self, now: float) -> None:
+        if self._at is None:
+            self._there = self.burst
+        else:
+            self._there = min(self.burst, self._there + (now - self._at) * self.per_s)
+        self._at = now
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -14,12 +14,10 @@ import msgspec
 
 from oobleck.core.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.core.messages import Evaluated, Restored
-from oobleck.master.clients.budget import Budget
-from oobleck.master.clients.confirmations import Confirmations
-from oobleck.master.clients.incoming import Incoming, Output, Records
-from oobleck.master.clients.outbox import OTHERS_S, SENDERS_S, AgentSession, Rounds
+from oobleck.master.clients.outbox import OTHERS_S, SENDERS_S, AgentSession, Budget, Rounds
+from oobleck.master.clients.witnesses import Confirmations
 from oobleck.master.config import MasterConfig
-from oobleck.master.events.reports import (
+from oobleck.master.events.unions import (
     AgentRefused,
     RecordsReceived,
     RecordsWait,
@@ -28,9 +26,9 @@ from oobleck.master.events.reports import (
     StreamOpened,
     WorkerReported,
 )
-from oobleck.master.inbox import Changes, Inbox
-from oobleck.master.rules.jobs.completion import records_lost
-from oobleck.master.rules.nodes.admission import Refusal, admit, next_term
+from oobleck.master.inbox import Changes, Inbox, Incoming, Output, Records
+from oobleck.master.rules.admission import Refusal, admit, next_term
+from oobleck.master.rules.jobs import records_lost
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.node import Node
 from oobleck.master.state.senders import believed, has_part, why_refused

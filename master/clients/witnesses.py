@@ -1,32 +1,37 @@
-"""Takes what all workers of a job tell alike when a second node says the same.
+"""Confirmation of reports that all workers make alike: they count when a second node agrees.
 
-Every worker makes the record of every step and of every evaluation, and tells of every return to a
-checkpoint. So one agent that lies changes nothing: its word waits for another node's. Alone it
-counts where nobody else can say anything: the plan has one node, the others are lost, or they have
-told of something later, since agents tell in order. Then the line in the job's file names the node.
-A job's end changes none of this: what one node alone says of a step after it counts as before it.
-Two words that differ are told to the operator, and a third one decides.
+Every worker makes the record of every step and of every evaluation, and reports every return to a
+checkpoint. So one agent that lies changes nothing. Its word counts alone only where nobody else can
+say anything: the plan has one node, the others are lost, or they have reported something later,
+since agents report in order. Then the line in the job's file names the node. The end of a job
+changes none of this. If two words differ, the operator is told, and a third one decides.
 
-Must not know what the words are good for. Forgets all with the master's process; agents keep what
-is not on disk, and tell it again.
+`Confirmations` then has the ledger take what counts; it is called in iterations of the loop. All is
+forgotten with the master's process: agents keep what is not on disk, and report it again.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import nsmallest
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from oobleck.core.ids import Generation, NodeName
+from oobleck.core.ids import Generation, JobId, NodeName
 from oobleck.core.messages import EvaluationRecord, Restored, StepRecord
+from oobleck.master.events.jobs import RecordsDiffer
+from oobleck.master.events.unions import EvaluationReceived, RecordsReceived, RestoreReceived
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import NO_GENERATION, Job
 from oobleck.master.state.senders import tellers
+from oobleck.master.storage.ledger import Ledger
+
+log = logging.getLogger(__name__)
+
 
 W = TypeVar("W", StepRecord, EvaluationRecord, Restored)
-
 #: Words of one node that may wait for others; its agent is asked for more of them later.
 MOST_WAITING = 8192
 #: What the others have passed so long ago, and do not tell of, they have lost.
@@ -41,6 +46,8 @@ _LOOKED_AT = 256
 _KNOWN_GENERATIONS = 8
 #: Each worker measures or finds them for itself.
 _OWN = frozenset({"step_seconds", "seconds", "time", "passed_over", "told_by", "records_problem"})
+#: So often all that waits for another node is looked at.
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,3 +292,157 @@ def _fingerprint(word: W) -> bytes:
     """Equal for words that say the same."""
     shared = [getattr(word, name) for name in word.__struct_fields__ if name not in _OWN]
     return msgspec.json.encode(shared, order="sorted")
+
+
+@dataclass(slots=True)
+class _Claims:
+    """Gathers what nodes have told of one job."""
+
+    job: Job
+    records: Witnesses[StepRecord]
+    evaluations: Witnesses[EvaluationRecord]
+    restores: Witnesses[Restored]
+
+
+class Confirmations:
+    def __init__(self, ledger: Ledger, heartbeat_s: float) -> None:
+        self._ledger = ledger
+        self._heartbeat_s = heartbeat_s
+        self._claims: dict[JobId, _Claims] = {}
+        self._looked_at = 0.0
+
+    def records(
+        self,
+        job_id: JobId,
+        node: NodeName,
+        records: tuple[StepRecord, ...],
+        now: float,
+        restored_in: Generation = NO_GENERATION,
+    ) -> list[str]:
+        """Take what a node tells of steps. Returns why some of the records do not count.
+        `restored_in`: see `Witnesses.tell`."""
+        claims, refused = self._of(job_id), []
+        for record in records:
+            reason = "of a step that there is not"
+            if record.step <= claims.job.spec.training.steps:
+                reason = claims.records.tell(claims.job, node, record, now, restored_in)
+            if reason:
+                refused.append(f"a step's record {reason}")
+        self._settle_records(claims, now, records)
+        return refused
+
+    def evaluation(
+        self,
+        job_id: JobId,
+        node: NodeName,
+        record: EvaluationRecord,
+        now: float,
+        restored_in: Generation = NO_GENERATION,
+    ) -> str:
+        """Take what a node tells of an evaluation. Returns why that does not count, if so."""
+        claims = self._of(job_id)
+        reason = claims.evaluations.tell(claims.job, node, record, now, restored_in)
+        self._settle_evaluations(claims, now, (record,))
+        return reason and f"an evaluation {reason}"
+
+    def restore(self, job_id: JobId, node: NodeName, restored: Restored, now: float) -> str:
+        """Take what a node tells of a return to a checkpoint, likewise."""
+        claims = self._of(job_id)
+        reason = claims.restores.tell(claims.job, node, restored, now)
+        self._settle_restores(claims, now, (restored,))
+        return reason and f"a restore {reason}"
+
+    def begin_again(self, node: NodeName) -> None:
+        """Know that a new session of its agent tells all that it keeps, from the oldest on."""
+        for claims in self._claims.values():
+            for witnesses in (claims.records, claims.evaluations, claims.restores):
+                witnesses.begin_again(node)
+
+    def wait_long(self, job_id: JobId, now: float) -> bool:
+        """Return whether records wait for somebody who is slow, or gone."""
+        claims = self._claims.get(job_id)
+        return claims is not None and claims.records.wait_long(claims.job, now)
+
+    def look(self, now: float) -> list[NodeName]:
+        """Look at all that waits: others may be lost by now, or have told of later steps. Returns
+        the nodes that are to tell again what was left of their words."""
+        if 0 <= now - self._looked_at < _LOOK_S:
+            return []
+        self._looked_at, again = now, []
+        for job_id, claims in list(self._claims.items()):
+            if job_id not in self._ledger.state.jobs:
+                del self._claims[job_id]
+                continue
+            self._settle_records(claims, now)
+            self._settle_evaluations(claims, now)
+            self._settle_restores(claims, now)
+            again += claims.records.ask_again()
+        return again
+
+    def _settle_records(
+        self, claims: _Claims, now: float, about: Iterable[StepRecord] | None = None
+    ) -> None:
+        archive, job_id = self._ledger.archive, claims.job.id
+        verdict = claims.records.judge(self._ledger.state, claims.job, now, about)
+        words = [msgspec.structs.replace(word, told_by=by) for word, by in verdict.words]
+        if words:
+            new = archive.take_records(job_id, tuple(words))
+            if new:
+                self._ledger.observe(RecordsReceived(job_id=job_id, records=new), now)
+            claims.records.settle_through(archive.metrics(job_id).through_step)
+        self._note_differences(job_id, "step", verdict.differ)
+
+    def _settle_evaluations(
+        self, claims: _Claims, now: float, about: Iterable[EvaluationRecord] | None = None
+    ) -> None:
+        job_id = claims.job.id
+        verdict = claims.evaluations.judge(self._ledger.state, claims.job, now, about)
+        for word, by in verdict.words:
+            record = msgspec.structs.replace(word, told_by=by)
+            if self._ledger.archive.take_evaluation(job_id, record):
+                received = EvaluationReceived(job_id=job_id, record=record)
+                self._ledger.observe(received, now)
+            claims.evaluations.settle_through(record.step)
+        self._note_differences(job_id, "evaluation", verdict.differ)
+
+    def _settle_restores(
+        self, claims: _Claims, now: float, about: Iterable[Restored] | None = None
+    ) -> None:
+        job_id = claims.job.id
+        verdict = claims.restores.judge(self._ledger.state, claims.job, now, about)
+        for restored, _ in verdict.words:
+            self._ledger.observe(RestoreReceived(job_id=job_id, restored=restored), now)
+            claims.restores.settle_through(restored.generation)
+        self._note_differences(job_id, "restore", verdict.differ)
+
+    def _note_differences(
+        self,
+        job_id: JobId,
+        record: Literal["step", "evaluation", "restore"],
+        found: Iterable[Differs],
+    ) -> None:
+        for one in found:
+            log.warning(
+                "two nodes tell different things of what all workers should tell alike; one of "
+                "them is broken, or lies: drain it",
+                extra={"job": job_id, "nodes": one.nodes, "step": one.step, "fields": one.fields},
+            )
+            differ = RecordsDiffer(
+                job_id=job_id, record=record, step=one.step, nodes=one.nodes, fields=one.fields
+            )
+            self._ledger.journal(differ)
+
+    def _of(self, job_id: JobId) -> _Claims:
+        if job_id not in self._claims:
+            archive, beat_s = self._ledger.archive, self._heartbeat_s
+            self._claims[job_id] = _Claims(
+                job=self._ledger.state.jobs[job_id],
+                records=Witnesses(
+                    lambda record: record.step, beat_s, archive.metrics(job_id).through_step
+                ),
+                evaluations=Witnesses(
+                    lambda record: record.step, beat_s, archive.evaluations(job_id).stored_step
+                ),
+                restores=Witnesses(lambda restored: restored.generation, beat_s),
+            )
+        return self._claims[job_id]

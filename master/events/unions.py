@@ -1,29 +1,166 @@
-"""Everything that can happen to the cluster, as the master sees it.
-
-Two kinds, told apart here and nowhere else:
+"""Everything that can happen to the cluster, as the master sees it, in two kinds.
 
 *Journaled* events (`Journaled`) are durable facts: what operators asked for, who the nodes are,
 and every decision of the master. They are on disk before anyone acts on them, and the durable
 part of the state follows from them alone.
 
-*Observed* events (`Observed`) are what the agents and the clock tell: streams, heartbeats,
-reports. They are not journaled: a restarted master forgets them and is told again. Step records
-are observed too; their durable copy is metrics.jsonl.
+*Observed* events (`Observed`) are reports of agents and of the clock: streams, heartbeats, step
+records. They are not journaled: a restarted master forgets them and hears them again. The durable
+copy of step records is metrics.jsonl.
 
-The shell stamps each event with the time of its arrival; events carry no clock of their own.
-The tag of a journaled event is its class's name.
-
-Owns the two unions, and the events of the master and its journal themselves.
+The shell stamps each event with the time of its arrival; events carry no clock of their own. The
+tag of a journaled event is its class's name. Owns the two unions, the observed events, and the
+journaled ones of the master itself and of trust, which have nothing secret in them.
 """
 
 import msgspec
 
-from oobleck.core.ids import JobId
-from oobleck.master.events.jobs import JobEvent
+from oobleck.core.ids import Incarnation, JobId, NodeName, WorkerId
+from oobleck.core.messages import EvaluationRecord, Restored, StepRecord
+from oobleck.core.profile import Profile
+from oobleck.host.security.credentials import Role
+from oobleck.master.events.jobs import JobEvent, PlanEvent
 from oobleck.master.events.nodes import NodeEvent, UnknownJobEnded
-from oobleck.master.events.plans import PlanEvent
-from oobleck.master.events.reports import Observed
-from oobleck.master.events.trust import TrustChanged
+from oobleck.proto.types import Assignment, Happening, Head, NodeStatus
+
+
+class StreamOpened(msgspec.Struct, frozen=True, kw_only=True):
+    """The agent's newest session; a session number is never used twice."""
+
+    node: NodeName
+    session: int
+    status: NodeStatus
+    #: As in Registration.
+    running: Assignment | None = None
+    acted_on: Head | None = None
+
+
+class AgentRefused(msgspec.Struct, frozen=True, kw_only=True):
+    """An agent has registered under this name and was refused."""
+
+    node: NodeName
+    incarnation: Incarnation
+    #: The head that it follows in place of this one; None: that is not why.
+    follows: Head | None = None
+
+
+class StreamClosed(msgspec.Struct, frozen=True, kw_only=True):
+    node: NodeName
+    session: int
+
+
+class StatusReceived(msgspec.Struct, frozen=True, kw_only=True):
+    node: NodeName
+    status: NodeStatus
+
+
+class WorkerReported(msgspec.Struct, frozen=True, kw_only=True):
+    """Report of a worker's process. A new session of its agent may repeat it."""
+
+    worker: WorkerId
+    job_id: JobId
+    incarnation: Incarnation
+    what: Happening
+
+
+class ProfilesFound(msgspec.Struct, frozen=True, kw_only=True):
+    """Profiles in the store, by key, and the reasons why others cannot be read."""
+
+    profiles: dict[str, Profile]
+    unusable: dict[str, str] = {}
+
+
+class RecordsReceived(msgspec.Struct, frozen=True, kw_only=True):
+    """New lines of metrics.jsonl, in step order, now on disk."""
+
+    job_id: JobId
+    records: tuple[StepRecord, ...]
+
+
+class RecordsWait(msgspec.Struct, frozen=True, kw_only=True):
+    """Change of whether step records wait for records of earlier steps. After some time they are
+    written without those."""
+
+    job_id: JobId
+    waiting: bool
+
+
+class RestoreReceived(msgspec.Struct, frozen=True, kw_only=True):
+    """Report that all workers of a generation restored a checkpoint, confirmed by those that could
+    tell."""
+
+    job_id: JobId
+    restored: Restored
+
+
+class EvaluationReceived(msgspec.Struct, frozen=True, kw_only=True):
+    """A new line of evaluations.jsonl, now on disk."""
+
+    job_id: JobId
+    record: EvaluationRecord
+
+
+class Tick(msgspec.Struct, frozen=True, kw_only=True):
+    """Time has passed; `late_s` is how much later than planned the master looks."""
+
+    late_s: float
+    #: Late enough for agents to have given up their streams because of it.
+    cut: bool
+
+
+Observed = (
+    StreamOpened
+    | AgentRefused
+    | StreamClosed
+    | StatusReceived
+    | ProfilesFound
+    | RecordsReceived
+    | RecordsWait
+    | EvaluationReceived
+    | RestoreReceived
+    | Tick
+    | WorkerReported
+)
+
+
+class TokenCreated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    #: SHA-256 of the token's certificate, in hexadecimal.
+    fingerprint: str
+    role: Role
+    #: The only name that may join by it; empty: any that is free.
+    name: str
+    #: Unix time.
+    expires_at: float
+    #: The operator who asked for it, with whom it ends; None: a journal from before this was kept.
+    maker: tuple[Role, str] | None = None
+
+
+class TokenRevoked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    fingerprint: str
+
+
+class CredentialIssued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A certificate was given out, by a token or in place of one that ends."""
+
+    role: Role
+    name: str
+    #: Unix time.
+    expires_at: float
+    #: Fingerprint of the token that it was given for, which is used up by that, and SHA-256 of the
+    #: key that may ask again; empty: it replaces one.
+    token: str = ""
+    key: str = ""
+
+
+class CredentialsRevoked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """No certificate that this holder was given before is good any more, nor a token that was made
+    by the holder or that the holder could join by, but for those that others have joined by."""
+
+    role: Role
+    name: str
+
+
+TrustChanged = TokenCreated | TokenRevoked | CredentialIssued | CredentialsRevoked
 
 
 class MasterStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from oobleck.host.metrics.families import Family, Reading, single
 from oobleck.host.versions import installed
-from oobleck.master.api.calls import Calls
 from oobleck.master.api.connections import Connections
+from oobleck.master.api.interceptor import Calls
 from oobleck.master.loop import Master
 from oobleck.master.metrics.tally import Tally
 from oobleck.master.planning.process import PlanningProcess

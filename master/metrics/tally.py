@@ -14,7 +14,10 @@ from typing import get_args
 from oobleck.core.ids import JobId
 from oobleck.host.metrics.families import LONG_S, Durations
 from oobleck.master.events.jobs import (
+    PHASES,
+    Cause,
     CheckpointPublished,
+    FirstStepCommitted,
     JobAdopted,
     JobCancelled,
     JobFailed,
@@ -22,18 +25,12 @@ from oobleck.master.events.jobs import (
     JobRestored,
     JobSubmitted,
     JobSucceeded,
+    PlanMade,
+    ReconfigurationStats,
     SaveProblem,
 )
 from oobleck.master.events.nodes import NodeLost, NodeQuarantined, WorkerLost
-from oobleck.master.events.plans import (
-    PHASES,
-    Cause,
-    FirstStepCommitted,
-    PlanMade,
-    ReconfigurationStats,
-)
-from oobleck.master.events.reports import Observed, RecordsReceived
-from oobleck.master.events.unions import Event, Journaled
+from oobleck.master.events.unions import Event, Journaled, Observed, RecordsReceived
 from oobleck.master.state.cluster import ClusterState
 from oobleck.planner.recovery.answer import Policy
 

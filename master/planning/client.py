@@ -16,21 +16,22 @@ from oobleck.core.plan import Plan, WorkerRate, pipelines_within
 from oobleck.core.profile import Profile
 from oobleck.core.ties import Ties
 from oobleck.core.units import count
+from oobleck.master.events.jobs import PlanMade
 from oobleck.master.events.nodes import NodeLeftOut
-from oobleck.master.events.plans import PlanMade
-from oobleck.master.planning.machines import Machines, profile_on, template_sizes
 from oobleck.master.planning.requests import (
-    VOLUNTARY,
     Broken,
     FirstPlanReply,
     FirstPlanRequest,
     Infeasible,
+    Machines,
     NextPlanReply,
     NextPlanRequest,
     Planner,
     PlanningFailed,
-    PlanWanted,
+    profile_on,
+    template_sizes,
 )
+from oobleck.master.policies import PLAIN, VOLUNTARY, PlanWanted
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
 from oobleck.planner.cost.estimate import worker_peak_bytes
@@ -137,7 +138,7 @@ def next_plan(
     except PlanningFailed as failed:
         if wanted in VOLUNTARY:
             raise
-        answer = _answer(planner, msgspec.structs.replace(request, wanted="plain"))
+        answer = _answer(planner, msgspec.structs.replace(request, wanted=PLAIN))
         reason = f"{answer.found.reason}; {failed}"
         return replace(answer, found=replace(answer.found, reason=reason))
 

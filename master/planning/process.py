@@ -19,7 +19,7 @@ import msgspec
 from oobleck.host.ipc.channel import frame, read_frame
 from oobleck.host.metrics.families import Durations
 from oobleck.host.system.process import with_parent
-from oobleck.master.planning.requests import Broken, PlanReply, PlanRequest, Replies
+from oobleck.master.planning.requests import Broken, PlanReply, PlanRequest, StillPlanning
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ _LONGEST_AHEAD_S = 1.0
 _PATIENCE = 5
 
 _reply: msgspec.json.Decoder[PlanReply] = msgspec.json.Decoder(PlanReply)
+#: Replies that are kept beside those that the last decision has asked for.
+_KEPT = 8
 
 
 class PlanningProcess:
@@ -212,3 +214,46 @@ class PlanningProcess:
         if self._at_work is not None:
             self._ends += 1
         return f"ended with exit code {process.returncode}"
+
+
+class Replies:
+    """Cache of the planner's replies, bounded by what current decisions need."""
+
+    def __init__(self) -> None:
+        #: Those asked for last come last; to compare requests costs milliseconds where plans are
+        #: large.
+        self._known: dict[PlanRequest, PlanReply] = {}
+        #: How many were asked for since the last decision.
+        self._used = 0
+        #: Those that nobody has asked for.
+        self._ahead: dict[PlanRequest, PlanReply] = {}
+
+    def __contains__(self, request: PlanRequest) -> bool:
+        return request in self._known or request in self._ahead
+
+    def reply(self, request: PlanRequest) -> PlanReply:
+        """Raises StillPlanning."""
+        reply = self._known.pop(request, None) or self._ahead.pop(request, None)
+        if reply is None:
+            raise StillPlanning(request)
+        self._known[request] = reply
+        self._used += 1
+        return reply
+
+    def add(self, request: PlanRequest, reply: PlanReply) -> None:
+        self._known[request] = reply
+
+    def add_ahead(self, request: PlanRequest, reply: PlanReply) -> None:
+        """Store the reply to a request that nobody has made yet."""
+        self._ahead[request] = reply
+
+    def forget_ahead(self) -> None:
+        self._ahead.clear()
+
+    def forget_unused(self) -> None:
+        """A decision has been made: what it did not ask for, but for the newest, is let go. One
+        that asks for many at once finds all of them again."""
+        spare = len(self._known) - self._used - _KEPT
+        for request in list(self._known)[: max(0, spare)]:
+            del self._known[request]
+        self._used = 0

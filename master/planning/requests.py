@@ -3,28 +3,105 @@
 A first plan of a large cluster takes seconds, which the loop that hears a thousand nodes cannot
 spare. So rules ask a `Planner`, which either has the reply or is told after the decision which one
 is wanted. The loop goes on, and the rules ask again when the reply is there. By then the request
-may be another one. Owns the requests and the remembered replies; must not know how a plan is made,
-nor where.
+may be another one.
+
+Owns the requests, and the quick answers that follow from the machines alone. Must not know how a
+plan is made, nor where.
 """
 
-from collections.abc import Callable
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Protocol
 
 import msgspec
 
-from oobleck.core.errors import PlanInfeasible
+from oobleck.core.errors import ModelTooLarge, PlanInfeasible
 from oobleck.core.ids import Generation, NodeName
-from oobleck.core.job.spec import JobSpec, RecoveryPolicy
+from oobleck.core.job.spec import JobSpec
 from oobleck.core.plan import Plan, WorkerRate
-from oobleck.master.planning.machines import Machines
+from oobleck.core.profile import InvalidProfile, Profile
+from oobleck.master.policies import PlanWanted
+from oobleck.master.state.job import Job
+from oobleck.master.state.node import Node
+from oobleck.planner.profile.estimate import estimate_profile
+from oobleck.planner.profile.machine import slowest_of
+from oobleck.planner.profile.memory import budget_bytes
 from oobleck.planner.recovery.answer import Answer
+from oobleck.planner.search.specification import node_specification, on_usable_gpus
 
-#: Whose plan. `plain`: templates with nothing beside, where the answer by another policy failed.
-PlanWanted = RecoveryPolicy | Literal["shadow", "normalise", "plain"]
-#: Changes that nobody is forced to make.
-VOLUNTARY: frozenset[PlanWanted] = frozenset({"uneven", "shadow", "normalise"})
-#: Replies that are kept beside those that the last decision has asked for.
-_KEPT = 8
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """Properties of the nodes that a plan may use."""
+
+    worker_slots: int
+    memory_bytes: int
+    #: Names of what their workers compute on.
+    device_kinds: frozenset[str] = frozenset()
+    #: The job's profile; None: the estimate.
+    profile: Profile | None = None
+
+    @classmethod
+    def of(cls, job: Job, nodes: Sequence[Node]) -> "Machines":
+        """The weakest of `nodes` counts, since any of them may get any stage."""
+        if not nodes:
+            raise PlanInfeasible("no node is ready; start oobleck-agent on the machines to use")
+        limit = job.spec.resources.memory_per_worker_bytes
+        return cls(
+            worker_slots=nodes[0].facts.worker_slots,
+            memory_bytes=limit or min(node.facts.memory_per_worker_bytes for node in nodes),
+            device_kinds=frozenset(node.facts.device_kind for node in nodes),
+            profile=job.profiling.chosen.profile if job.profiling.chosen is not None else None,
+        )
+
+
+@lru_cache(maxsize=32)
+def profile_on(spec: JobSpec, machines: Machines) -> Profile:
+    """The job's profile, or its estimate, with the memory and the GPUs that can be used.
+
+    Raises ModelTooLarge.
+    """
+    limit = spec.resources.memory_per_worker_bytes
+    try:
+        if machines.profile is not None:
+            memory = budget_bytes(limit, machines.memory_bytes)
+            profile = replace(machines.profile, gpu_memory_bytes=memory)
+        else:
+            profile = estimate_profile(
+                spec,
+                gpus_per_node=machines.worker_slots,
+                memory_per_worker_bytes=machines.memory_bytes,
+                machine=slowest_of(machines.device_kinds, spec.training),
+            )
+    except InvalidProfile as error:  # of a model beyond all machines
+        raise ModelTooLarge(f"the model's profile: {error}") from error
+    return on_usable_gpus(
+        profile, gpus=machines.worker_slots, min_nodes=spec.resources.min_nodes_per_pipeline
+    )
+
+
+def template_sizes(spec: JobSpec, machines: Machines, nodes: int) -> range:
+    """Numbers of nodes of the templates that `nodes` nodes need. Raises PlanInfeasible."""
+    sizes = _template_sizes(spec, machines, nodes)
+    if isinstance(sizes, PlanInfeasible):
+        raise sizes.with_traceback(None)
+    return sizes
+
+
+@lru_cache(maxsize=128)
+def _template_sizes(spec: JobSpec, machines: Machines, nodes: int) -> range | PlanInfeasible:
+    """A job that waits for nodes asks in every iteration, so the refusal is remembered too."""
+    try:
+        return node_specification(
+            profile_on(spec, machines),
+            nodes=nodes,
+            fault_tolerance=spec.fault_tolerance,
+            min_nodes=spec.resources.min_nodes_per_pipeline,
+            shadows=spec.recovery.shadows == "auto",
+        )
+    except PlanInfeasible as refusal:
+        return refusal
 
 
 class FirstPlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -49,7 +126,7 @@ class NextPlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     #: `shadow`: nor that, and more nodes shall hold layers of `plan`; `normalise`: `plan` is
     #: re-routed, and somebody shall take over layers of lost workers.
     wanted: PlanWanted
-    #: Of slow workers.
+    #: Rates of slow workers.
     rates: tuple[WorkerRate, ...] = ()
     nodes: tuple[NodeName, ...]
     most_nodes: int
@@ -122,46 +199,3 @@ class Planner(Protocol):
 
     def listen(self, tell: Callable[[], None]) -> None:
         """Call `tell` with each reply that comes."""
-
-
-class Replies:
-    """Cache of the planner's replies, bounded by what current decisions need."""
-
-    def __init__(self) -> None:
-        #: Those asked for last come last; to compare requests costs milliseconds where plans are
-        #: large.
-        self._known: dict[PlanRequest, PlanReply] = {}
-        #: How many were asked for since the last decision.
-        self._used = 0
-        #: Those that nobody has asked for.
-        self._ahead: dict[PlanRequest, PlanReply] = {}
-
-    def __contains__(self, request: PlanRequest) -> bool:
-        return request in self._known or request in self._ahead
-
-    def reply(self, request: PlanRequest) -> PlanReply:
-        """Raises StillPlanning."""
-        reply = self._known.pop(request, None) or self._ahead.pop(request, None)
-        if reply is None:
-            raise StillPlanning(request)
-        self._known[request] = reply
-        self._used += 1
-        return reply
-
-    def add(self, request: PlanRequest, reply: PlanReply) -> None:
-        self._known[request] = reply
-
-    def add_ahead(self, request: PlanRequest, reply: PlanReply) -> None:
-        """Store the reply to a request that nobody has made yet."""
-        self._ahead[request] = reply
-
-    def forget_ahead(self) -> None:
-        self._ahead.clear()
-
-    def forget_unused(self) -> None:
-        """A decision has been made: what it did not ask for, but for the newest, is let go. One
-        that asks for many at once finds all of them again."""
-        spare = len(self._known) - self._used - _KEPT
-        for request in list(self._known)[: max(0, spare)]:
-            del self._known[request]
-        self._used = 0

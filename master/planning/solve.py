@@ -16,7 +16,6 @@ from oobleck.core.job.spec import JobSpec
 from oobleck.core.plan import Plan
 from oobleck.core.profile import Profile
 from oobleck.core.ties import Ties
-from oobleck.master.planning.machines import profile_on, template_sizes
 from oobleck.master.planning.requests import (
     FirstPlanReply,
     FirstPlanRequest,
@@ -25,7 +24,10 @@ from oobleck.master.planning.requests import (
     NextPlanRequest,
     PlanReply,
     PlanRequest,
+    profile_on,
+    template_sizes,
 )
+from oobleck.master.policies import MOVING
 from oobleck.planner.programs.compiler import proof
 from oobleck.planner.recovery.answer import Change
 from oobleck.planner.recovery.lost import by_templates
@@ -150,7 +152,7 @@ def rehearse(request: PlanRequest, reply: PlanReply) -> Iterator[None]:
                     machines=request.machines,
                     plan=plan,
                     base=None,
-                    wanted="templates",  # which alone asks the judge
+                    wanted=MOVING,  # which alone asks the judge
                     nodes=tuple(node for node in plan.nodes if node != pipeline.nodes[0]),
                     most_nodes=len(request.nodes),
                     generation=Generation(plan.generation + 1),

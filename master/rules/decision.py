@@ -4,8 +4,13 @@ returns."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from oobleck.core.ids import NodeName
+from oobleck.core.units import head
 from oobleck.host.detection import Detection
 from oobleck.master.config import GIVES_WAY_S, Retention
+from oobleck.master.events.jobs import (
+    JobFailed,
+)
 from oobleck.master.events.nodes import (
     NodeLeftOut,
     NodeLost,
@@ -16,7 +21,9 @@ from oobleck.master.events.nodes import (
 from oobleck.master.events.unions import Journaled
 from oobleck.master.planning.requests import Planner, PlanRequest
 from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.evidence import carried, transition_stats
 from oobleck.master.state.job import Job
+from oobleck.master.state.node import Node
 
 _OF_A_NODE = NodeLost | NodeLeftOut | NodeReset | NodeQuarantined | NodeReleased
 
@@ -57,5 +64,23 @@ class Context:
 
 #: None: the rule does not apply. May raise StillPlanning.
 Rule = Callable[[Context], Decision | None]
-#: Of the job that has its turn.
+#: A rule about the job that has its turn.
 JobRule = Callable[[Context, Job], Decision | None]
+
+
+def left_out(job: Job, node: Node, reason: str) -> NodeLeftOut:
+    """Return the event that the job goes on without the node, until that registers anew."""
+    return NodeLeftOut(job_id=job.id, node=node.facts.node, reason=reason)
+
+
+def fail(context: Context, job: Job, reason: str, node: NodeName | None = None) -> Decision:
+    """Return the end of a job that cannot go on. `node`: the only one that is at fault."""
+    reason = head(reason)
+    event = JobFailed(
+        job_id=job.id,
+        reason=reason,
+        node=node,
+        transition=transition_stats(job, context.now),
+        evidence=carried(job, context.now),
+    )
+    return Decision(actions=(event,), reason=reason)

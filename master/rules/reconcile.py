@@ -11,11 +11,19 @@ from oobleck.host.detection import Detection
 from oobleck.master.config import GIVES_WAY_S, Retention
 from oobleck.master.planning.requests import Planner, StillPlanning
 from oobleck.master.planning.solve import AtOnce
+from oobleck.master.rules import (
+    adoption,
+    boundary,
+    draining,
+    faults,
+    first_plan,
+    jobs,
+    losses,
+    pace,
+    replan,
+    stalls,
+)
 from oobleck.master.rules.decision import Context, Decision, JobRule, Rule
-from oobleck.master.rules.jobs import completion, job_faults, job_queue, stalls
-from oobleck.master.rules.nodes import draining, losses, node_faults, sickness, worker_losses
-from oobleck.master.rules.plans import adoption, first_plan, replan
-from oobleck.master.rules.stragglers import pace, uneven
 from oobleck.master.state.cluster import ClusterState
 
 _RETENTION = Retention()
@@ -92,48 +100,48 @@ _RULES: tuple[Rule, ...] = (
     # A node that is to be drained is no candidate, so wishes come before plans too.
     draining.take_wishes,
     # A job that is trained has its turn, whatever the journal says.
-    job_queue.take_up,
+    adoption.take_up,
     # Most rules below are about the active job: there must be one.
-    job_queue.next_job,
+    jobs.next_job,
     # What runs already is taken over before anyone declares a part of it lost, or plans anew.
     _of_job(adoption.adopt),
     # An agent that says goodbye is no failure: its node goes before failures are counted.
     draining.farewell,
     # Failures are counted before plans are made, so that a node that is put aside is in none.
-    node_faults.put_aside,
+    faults.put_aside,
     # A node comes back only after the same look at its failures, and in time for the plans.
-    node_faults.release,
+    faults.release,
     # So do sick ones; none is taken out in the same look that wants it back.
-    sickness.take_back,
-    sickness.take_out,
+    draining.take_back,
+    draining.take_out,
     # A node that nobody needs is told so before a plan could need it again.
     draining.finish,
     # How far the job is decides all that follows; checkpoints may set it back.
-    completion.note_checkpoint,
+    jobs.note_checkpoint,
     # A step ends an incident: what is found below belongs to the next one.
-    _of_plan(completion.first_step),
+    _of_plan(jobs.first_step),
     # The same of a step that only repeats known ones.
-    _of_job(completion.caught_up),
+    _of_job(jobs.caught_up),
     # A job that has failed by its own fault blames no node, and is not planned again.
-    _of_job(job_faults.fail_job),
+    _of_job(faults.fail_job),
     # A job that is over, or cancelled, gets no more losses nor plans.
-    completion.end_jobs,
+    jobs.end_jobs,
     # A node at fault is left out as a whole before its workers are declared lost one by one.
-    _of_job(job_faults.leave_out),
+    _of_job(faults.leave_out),
     # So is one that cannot take part; both before a first plan or the next has it.
-    _of_job(node_faults.leave_out),
+    _of_job(faults.leave_out_unfit),
     # Losses of workers are declared before they are answered, all of one moment together.
-    _of_plan(worker_losses.lose_workers),
+    _of_plan(losses.lose_workers),
     # A replacement that does not get up is one more loss for the same answer.
-    _of_plan(worker_losses.give_up_late),
+    _of_plan(losses.give_up_late),
     # The first plan; the rules above and below are about losses of later ones.
     _of_plan(first_plan.start, made=False),
     # Declared losses are answered first: they say more than want of progress does.
     _of_plan(replan.replan),
     # Only where nobody is missing, a lost peer means that all meet again.
-    _of_plan(replan.meet_after_peer_loss),
+    _of_plan(stalls.meet_after_peer_loss),
     # Only a job that no plan was found for by now lets another one train.
-    _of_job(job_queue.give_way),
+    _of_job(jobs.give_way),
     # Want of progress says least about who is at fault, so it comes after all other evidence.
     _of_plan(stalls.rouse),
     # Who is slow is known before plans are made that need not be.
@@ -141,11 +149,11 @@ _RULES: tuple[Rule, ...] = (
     # What can wait for a step boundary comes after what cannot; leaving nodes before new ones, so
     # that one plan does both.
     _of_plan(draining.move_off),
-    _of_plan(replan.join),
+    _of_plan(boundary.join),
     # A join is by templates as well: no state moves twice.
-    _of_plan(replan.follow_up),
+    _of_plan(boundary.follow_up),
     # The plan that is followed up would be the wrong one to give slow workers less of.
-    _of_plan(uneven.even_out),
+    _of_plan(boundary.even_out),
 )
 #: Nothing above depends on what is long over: these wait for nothing, nor for a plan that is made.
-_AT_LAST: tuple[Rule, ...] = (losses.forget_nodes, job_queue.forget_jobs)
+_AT_LAST: tuple[Rule, ...] = (losses.forget_nodes, jobs.forget_jobs)

@@ -6,15 +6,16 @@ who saw what and when. Bounded, and the oldest entries are dropped: a stream tha
 back, or a peer's report without a loss, belongs to no incident.
 """
 
+from statistics import median
+
 import msgspec
 
 from oobleck.core.ids import WorkerId
 from oobleck.core.messages import Failed, PeerLost
-from oobleck.core.units import head
+from oobleck.master.events.jobs import PHASES, ReconfigurationStats
 from oobleck.master.events.nodes import Evidence
-from oobleck.master.events.reports import StreamClosed, WorkerReported
-from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.incidents.incident import MOST_EVIDENCE
+from oobleck.master.events.unions import StreamClosed, WorkerReported
+from oobleck.master.state.incident import MOST_EVIDENCE, describe_exit
 from oobleck.master.state.job import Job
 from oobleck.proto.types import Hung, WorkerExited
 
@@ -25,14 +26,15 @@ _TAIL_LINES = 12
 _TAIL_WIDTH = 400
 
 
-def note_closed(state: ClusterState, event: StreamClosed, now: float) -> None:
-    if state.job is not None and state.job.current.has_member(event.node):
-        _keep(state.job, now, "stream", "master", event.node, "its agent's stream closed")
+def note_closed(job: Job | None, event: StreamClosed, now: float) -> None:
+    """Keep that a stream closed, if `job` has the node in its plan."""
+    if job is not None and job.current.has_member(event.node):
+        _keep(job, now, "stream", "master", event.node, "its agent's stream closed")
 
 
-def note(state: ClusterState, event: WorkerReported, now: float) -> None:
-    """Keep it if it tells of a failure that the job has to do with."""
-    job, worker = state.jobs[event.job_id], str(event.worker)
+def note(job: Job, event: WorkerReported, now: float) -> None:
+    """Keep the report if it tells of a failure that concerns its `job`."""
+    worker = str(event.worker)
     match event.what:
         case WorkerExited() as exited:
             if _of_plan(job, event) or _is_missed(job, event.worker):
@@ -136,18 +138,47 @@ def _short(exited: WorkerExited) -> WorkerExited:
     return msgspec.structs.replace(exited, log_tail="\n".join(lines))
 
 
-def describe_exit(exited: WorkerExited) -> str:
-    """Describe how a process ended."""
-    if exited.out_of_memory:
-        return (
-            f"pid {exited.pid} was killed by the kernel, since its host is out of memory: lower "
-            "training.microbatch or the agent's --memory-per-worker, or free memory there"
-        )
-    if exited.signal is not None:
-        return f"pid {exited.pid} was killed by signal {exited.signal}"
-    return f"pid {exited.pid} exited with code {exited.exit_code}"
+def transition_stats(job: Job, now: float) -> ReconfigurationStats | None:
+    """Return statistics of the transition into the newest generation so far; None: none is under
+    way."""
+    if job.current.made is None or not job.current.on_the_way:
+        return None
+    stats = _observed_stats(job, now, job.current.made.detect_s)
+    return msgspec.structs.replace(stats, stall_s=_stall_s(job))
 
 
-def last_words(exited: WorkerExited) -> str:
-    """Return the last line that a process printed; in a traceback it names the exception."""
-    return head(exited.log_tail.strip().rpartition("\n")[2]) or "no output"
+def _stall_s(job: Job) -> float | None:
+    """Return the seconds without a committed step before the newest generation's first one, less
+    one usual step; None: it has no step yet, or no earlier one is known."""
+    recent, generation = job.seen.steps.recent, job.current.generation
+    before = [record for record in recent if record.generation < generation]
+    if not before and job.seen.steps.last_before is not None:
+        before = [job.seen.steps.last_before]  # many steps may be told of at once
+    first = next((record for record in recent if record.generation >= generation), None)
+    if first is None or not before:
+        return None
+    usual_s = median(record.step_seconds for record in before)
+    return max(0.0, first.time - before[-1].time - usual_s)
+
+
+def _observed_stats(job: Job, now: float, detect_s: float) -> ReconfigurationStats:
+    timeline = job.seen.timeline
+    if timeline is not None:
+        end = now if timeline.first_step_at is None else timeline.first_step_at
+        return timeline.stats(end, job.unanswered())
+    # Another master process made the plan, and only the calendar spans both.
+    unix = job.seen.since_unix + (now - job.seen.since)
+    first = next(
+        (r.time for r in job.seen.steps.recent if r.generation >= job.current.generation), unix
+    )
+    phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    phases["detect"], phases["waiting"] = detect_s, job.current.waited_s
+    phases["first_step"] = max(0.0, first - job.current.made_at)
+    return ReconfigurationStats(
+        phases=phases,
+        total_s=sum(phases.values()),
+        redo_step=None,
+        rolled_forward=False,
+        received_bytes=0,
+        master_restarted=True,
+    )

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from oobleck.core.ids import Generation, Incarnation, JobId, NodeName, WorkerId
-from oobleck.core.job.spec import JobSpec, RecoveryPolicy
+from oobleck.core.job.spec import JobSpec
 from oobleck.core.messages import CheckpointSaved, Restored
 from oobleck.core.plan import Plan
 from oobleck.master.events.jobs import (
     MeasuringStarted,
+    PlanMade,
     ProfileChosen,
     RateChanged,
     RecordsLost,
@@ -28,11 +29,10 @@ from oobleck.master.events.nodes import (
     NodeYielded,
     WorkerLost,
 )
-from oobleck.master.events.plans import PlanMade
-from oobleck.master.state.incidents.incident import Incident, LastIncident
-from oobleck.master.state.incidents.slowdown import Slowdown
+from oobleck.master.policies import evens_out
+from oobleck.master.state.incident import Incident, LastIncident, Slowdown
 from oobleck.master.state.job_observed import JobSeen, SaveReport
-from oobleck.master.state.stand_by import StandBy, StandByTimes
+from oobleck.master.state.pace import StandBy, StandByTimes
 
 #: So many of the workers' last words on checkpoints are known again when they are repeated.
 KNOWN_REPORTS = 64
@@ -57,8 +57,6 @@ JobState = Literal[
     "failed",
     "cancelled",
 ]
-#: Under these policies slow workers get less to do, or nothing.
-EVENS_OUT: tuple[RecoveryPolicy, ...] = ("auto", "uneven")
 #: What takes away something that the newest plan counts on.
 DeclaredLoss = NodeLost | WorkerLost | NodeLeftOut | NodeReset | NodeDrained
 Loss = DeclaredLoss | NodeYielded
@@ -378,7 +376,7 @@ class Job:
     @property
     def standing_by(self) -> frozenset[NodeName]:
         """Nodes without a part in the newest plan that have a slow worker."""
-        if self.spec.recovery.policy not in EVENS_OUT:
+        if not evens_out(self.spec):
             return frozenset()
         return frozenset(w.node for w in self.slow if not self.current.has_member(w.node))
 

@@ -21,10 +21,9 @@ from oobleck.core.messages import (
     StepRecord,
 )
 from oobleck.core.profile import Scope
+from oobleck.master.events.jobs import Phase, ReconfigurationStats
 from oobleck.master.events.nodes import Evidence
-from oobleck.master.events.plans import Phase, ReconfigurationStats
-from oobleck.master.state.readings import PaceSeen
-from oobleck.master.state.stand_by import StandByTimes
+from oobleck.master.state.pace import PaceSeen, StandByTimes
 from oobleck.proto.types import Hung, WorkerExited
 
 #: What workers say of checkpoints.

@@ -20,6 +20,7 @@ Owns what makes an event a loss of the job too. Must not know what else an event
 from collections.abc import Mapping
 
 from oobleck.master.events.jobs import (
+    FirstStepCommitted,
     JobCancelled,
     JobFailed,
     JobPutBack,
@@ -27,6 +28,7 @@ from oobleck.master.events.jobs import (
     JobSucceeded,
     JobWaiting,
     MeasuringStarted,
+    PlanMade,
     ProfileChosen,
 )
 from oobleck.master.events.nodes import (
@@ -36,7 +38,6 @@ from oobleck.master.events.nodes import (
     NodeReset,
     WorkerLost,
 )
-from oobleck.master.events.plans import FirstStepCommitted, PlanMade
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.job import DeclaredLoss, Job, JobState
 from oobleck.master.state.job_observed import LossSeen

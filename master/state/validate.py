@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from oobleck.core.ids import NodeName, WorkerId
 from oobleck.master.events.nodes import NodeYielded, WorkerLost
+from oobleck.master.policies import adds_holders
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED, CurrentPlan, Job, Loss
 from oobleck.master.state.node import Node
@@ -105,7 +106,7 @@ def _has_base(current: CurrentPlan) -> bool:
     made = current.made
     if made is None or made.is_base:
         return current.base is None
-    return current.base is not None or made.policy == "shadow"
+    return current.base is not None or adds_holders(made.policy)
 
 
 def _knows_slow(state: ClusterState, job: Job) -> bool:

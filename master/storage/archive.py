@@ -1,27 +1,117 @@
-"""The files of jobs: metrics, evaluations, events and output, and whether the disk takes them.
+"""Files of jobs: metrics, evaluations, events and output, and whether the disk takes them.
+
+The workers' output is in `logs/<node>-<slot>.log` of each job, bounded in size. Each line stands
+behind the time of its arrival, so that lines of several workers can be put in order. A full file
+becomes `<name>.log.1` in place of the one before it.
 
 What the disk does not take waits in memory, up to a bound, and is written later; workers' output is
 dropped meanwhile. So a full disk stops no job (`oobleck.master.storage.disk`). Must not know the
 journal.
 """
 
+import asyncio
+import heapq
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from io import BufferedReader
 from pathlib import Path
+from typing import NamedTuple
 
-from oobleck.core.ids import JobId, WorkerId
+from oobleck.core.ids import JobId, NodeName, WorkerId
 from oobleck.core.messages import EvaluationRecord, StepRecord
 from oobleck.master.config import MasterConfig
 from oobleck.master.storage.disk import Storage, StorageFailed, storing
-from oobleck.master.storage.logs import LogStore
-from oobleck.master.storage.records.event_log import EventLog
-from oobleck.master.storage.records.step_log import EvaluationLog, MetricsLog
+from oobleck.master.storage.records import EvaluationLog, EventLog, MetricsLog
 
 log = logging.getLogger(__name__)
 
+
+MOST_BYTES = 8 << 20
+#: A longer line is cut; it is not text that anybody reads.
+_MOST_LINE = 16_384
+#: A follower that is this many lines behind loses lines.
+_MOST_BEHIND = 10_000
+_NAME = re.compile(r"(.+)-(\d+)\.log(\.1)?")
 #: So long records wait for those of steps before: longer than any node is waited for.
 GAP_S = 60.0
+
+
+class Line(NamedTuple):
+    time: str
+    worker: WorkerId
+    text: str
+
+
+Wanted = Callable[[WorkerId], bool]
+
+
+@dataclass(slots=True, eq=False)
+class Follower:
+    """Gets every line from its start on, in a queue that drops the oldest when it is full."""
+
+    job_id: JobId
+    wanted: Wanted
+    queue: asyncio.Queue[Line] = field(default_factory=lambda: asyncio.Queue(_MOST_BEHIND))
+
+    def offer(self, line: Line) -> None:
+        if self.queue.full():
+            self.queue.get_nowait()
+        self.queue.put_nowait(line)
+
+
+class LogStore:
+    def __init__(self, state_dir: Path, most_bytes: int = MOST_BYTES) -> None:
+        self._jobs = state_dir / "jobs"
+        self._most_bytes = most_bytes
+        self._followers: set[Follower] = set()
+
+    def append(self, job_id: JobId, worker: WorkerId, lines: Sequence[str], unix: float) -> None:
+        stamp = datetime.fromtimestamp(unix, UTC).isoformat(timespec="microseconds")
+        entries = [Line(stamp, worker, text[:_MOST_LINE]) for text in lines]
+        path = self._jobs / job_id / "logs" / f"{worker.node}-{worker.slot}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.stat().st_size > self._most_bytes:
+            path.replace(path.with_suffix(".log.1"))
+        with open(path, "a", encoding="utf-8") as file:
+            file.writelines(f"{entry.time} {entry.text}\n" for entry in entries)
+        for follower in self._followers:
+            if follower.job_id == job_id and follower.wanted(worker):
+                for entry in entries:
+                    follower.offer(entry)
+
+    @contextmanager
+    def follow(self, job_id: JobId, wanted: Wanted) -> Iterator[Follower]:
+        follower = Follower(job_id, wanted)
+        self._followers.add(follower)
+        try:
+            yield follower
+        finally:
+            self._followers.discard(follower)
+
+    def snapshot(self, job_id: JobId, wanted: Wanted, since: str = "") -> Iterator[Line]:
+        """Return the lines so far from the time `since` on, sorted by time. Files are opened now,
+        and read as the result is consumed."""
+        opened: list[tuple[WorkerId, BufferedReader, int]] = []
+        for path in sorted((self._jobs / job_id / "logs").glob("*.log*")):
+            match = _NAME.fullmatch(path.name)
+            if match is None:
+                continue
+            worker = WorkerId(NodeName(match[1]), int(match[2]))
+            if wanted(worker):
+                opened.append((worker, open(path, "rb"), path.stat().st_size))  # noqa: SIM115
+        merged = heapq.merge(*(_read(*entry) for entry in opened), key=lambda line: line.time)
+        return (line for line in merged if line.time >= since)
+
+
+def _read(worker: WorkerId, file: BufferedReader, size: int) -> Iterator[Line]:
+    with file:
+        while file.tell() < size:
+            stamp, _, text = file.readline().decode(errors="replace").rstrip("\n").partition(" ")
+            yield Line(stamp, worker, text)
 
 
 @dataclass(slots=True)

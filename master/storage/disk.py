@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from oobleck.master import crash
+from oobleck.master import process
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +48,10 @@ def append(descriptor: int, data: bytes, *, torn: str, sync: bool) -> None:
     """
     size = os.lseek(descriptor, 0, os.SEEK_END)
     try:
-        if crash.is_armed(torn):
+        if process.is_armed(torn):
             half = len(data) // 2
             os.write(descriptor, data[:half])
-            crash.reach(torn)
+            process.reach(torn)
             data = data[half:]
         while data:  # a disk that is nearly full takes a part and refuses the rest
             data = data[os.write(descriptor, data) :]

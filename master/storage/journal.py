@@ -18,6 +18,8 @@ short without a word, depending on where it was cut. Here every line has its own
 was lost is known exactly.
 
 Must not know what events mean, nor what a snapshot holds.
+
+Plans of the first journals had no routes; they are read as they are written now (`with_routes`).
 """
 
 import os
@@ -25,15 +27,14 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import msgspec
 
 from oobleck.core.codec import decode, encode
-from oobleck.master import crash
+from oobleck.master import process
 from oobleck.master.events.unions import Journaled
 from oobleck.master.storage.disk import append, storing
-from oobleck.master.storage.earlier import with_routes
 
 #: Of events and snapshots. A master that reads a lower one raises the file's to its own, and
 #: refuses a higher one; so it grows where a master of before would read on and decide wrongly.
@@ -47,6 +48,35 @@ _PREFIX = 11
 #: Less than this, or than some snapshots, of events is not worth a new snapshot.
 _COMPACT_BYTES = 2 << 20
 _COMPACT_SNAPSHOTS = 4
+
+
+def with_routes(value: Any) -> Any:
+    """The same with each plan of pipelines in it as one of holds and routes. Raises ValueError."""
+    if isinstance(value, list):
+        return [with_routes(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if {"generation", "pipelines"} <= value.keys():
+        return _plan(value)
+    return {name: with_routes(item) for name, item in value.items()}
+
+
+def _plan(plan: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return _of_routes(plan, plan["pipelines"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a plan of pipelines: {error!r}") from error
+
+
+def _of_routes(plan: dict[str, Any], pipelines: Any) -> dict[str, Any]:
+    others = {name: item for name, item in plan.items() if name != "pipelines"}
+    return others | {
+        "holds": [stage for pipeline in pipelines for stage in pipeline["stages"]],
+        "routes": [
+            {"hops": pipeline["stages"], "microbatches": pipeline["microbatches"]}
+            for pipeline in pipelines
+        ],
+    }
 
 
 class JournalUnusable(Exception):
@@ -210,12 +240,12 @@ class Journal:
                     file.writelines([_HEADER, *content])
                     file.flush()
                     os.fsync(file.fileno())
-                crash.reach("snapshot-written")
+                process.reach("snapshot-written")
                 os.replace(fresh, self._path)
                 _sync_directory(self._path.parent)
             finally:
                 fresh.unlink(missing_ok=True)
-        crash.reach("snapshot-placed")
+        process.reach("snapshot-placed")
 
     def _keep_aside(self, start: int) -> str:
         """Copy the file from `start` on; the name of the copy."""

@@ -3,36 +3,127 @@
 Every change of the state passes here: `journal` has an event in the journal and applies it,
 `observe` only applies it. A new ledger replays the journal. Must not know who is told of a change,
 when a decision is due, gRPC, agents' sessions or time-outs.
+
+Each journaled event is one line of the master's log, with the fields that say most. Measurements
+that later jobs may use are in `<state-dir>/profiles/<key>.json`.
 """
 
 import logging
+import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 
+from oobleck.core.profile import Profile
+from oobleck.core.profile_file import format_profile, parse_profile
 from oobleck.host.metrics.families import Durations
 from oobleck.host.system.environment import Environment
+from oobleck.host.system.files import read_regular
 from oobleck.master.config import MasterConfig, Unusable
-from oobleck.master.events.jobs import JobForgotten, JobRestored, ProfileChosen, RecordsLost
-from oobleck.master.events.reports import EvaluationReceived, Observed, RecordsReceived
-from oobleck.master.events.unions import Event, JournalCut, Journaled, MasterStarted, TermBegan
-from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.history import ID_BYTES, History
+from oobleck.master.events.jobs import (
+    JobForgotten,
+    JobRestored,
+    MeasuringStarted,
+    PlanMade,
+    ProfileChosen,
+    RecordsLost,
+)
+from oobleck.master.events.nodes import NodeRegistered
+from oobleck.master.events.unions import (
+    EvaluationReceived,
+    Event,
+    JournalCut,
+    Journaled,
+    MasterStarted,
+    Observed,
+    ProfilesFound,
+    RecordsReceived,
+    TermBegan,
+    TokenCreated,
+)
+from oobleck.master.state.cluster import ID_BYTES, ClusterState, History
 from oobleck.master.state.reducer.apply import apply
 from oobleck.master.state.validate import InvariantViolation, validate, violations
 from oobleck.master.storage.archive import Archive
 from oobleck.master.storage.disk import StorageFailed, storing
+from oobleck.master.storage.event_lines import lines_of
 from oobleck.master.storage.journal import THAT_RELEASE, Journal, Snapshot
-from oobleck.master.storage.narrate import tell
-from oobleck.master.storage.profiles import read_profiles, write_profile
-from oobleck.master.storage.records.event_lines import lines_of
 from oobleck.master.storage.snapshot import restore, take
 
 log = logging.getLogger(__name__)
 
+
+#: The fields that are told of any event that has them, and their names in the log.
+_FIELDS = {
+    "job_id": "job",
+    "node": "node",
+    "worker": "worker",
+    "cause": "cause",
+    "rule": "rule",
+    "source": "source",
+    "role": "role",
+    "name": "holder",
+    "fingerprint": "token",
+    "reason": "reason",
+    "force": "force",
+    "bytes": "bytes",
+    "kept_as": "kept_as",
+    "records": "records",
+}
+#: One of the largest model takes a megabyte.
+MOST_BYTES = 16 << 20
 #: Events that a broken invariant is told with, and characters of each.
 _LAST_EVENTS = 20
 _EVENT_WIDTH = 200
+
+
+def tell(event: Journaled) -> None:
+    found = ((told, getattr(event, name, None)) for name, told in _FIELDS.items())
+    fields = {told: value for told, value in found if value not in (None, "")}
+    match event:
+        case NodeRegistered(facts=facts):
+            fields |= {"node": facts.node, "pid": facts.pid}
+        case PlanMade(plan=plan):
+            fields["generation"] = plan.generation
+        case MeasuringStarted(wish=wish, passed_over=passed_over):
+            fields["attempt"] = wish.attempt
+            if passed_over:
+                log.warning("stored profile passed over", extra={**fields, "reason": passed_over})
+        case TokenCreated(maker=maker):
+            fields["by"] = "/".join(maker or ())
+        case JournalCut():
+            log.warning("the end of the journal was not whole and is cut off", extra=fields)
+            return
+        case _:
+            pass  # the fields say all
+    log.info(type(event).__name__, extra=fields)
+
+
+def read_profiles(folder: Path) -> ProfilesFound:
+    """Read all stored profiles. Those that cannot be read are logged as well as returned."""
+    found: dict[str, Profile] = {}
+    unusable: dict[str, str] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found[path.stem] = parse_profile(read_regular(path, MOST_BYTES))
+        except OSError as error:
+            unusable[path.stem] = error.strerror or str(error)
+        except ValueError as error:
+            unusable[path.stem] = str(error)
+        if path.stem in unusable:
+            why = {"path": path, "reason": unusable[path.stem]}
+            log.warning("stored profile passed over", extra=why)
+    return ProfilesFound(profiles=found, unusable=unusable)
+
+
+def write_profile(folder: Path, key: str, profile: Profile, notes: Mapping[str, object]) -> None:
+    """Whole or not at all. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{key}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(format_profile(profile, {**notes, "key": key}))
+    os.replace(partial, path)
 
 
 class Ledger:

@@ -20,7 +20,7 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import NO_GENERATION, Job
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Node, NodeSeen
-from oobleck.master.storage.earlier import with_routes
+from oobleck.master.storage.journal import with_routes
 
 #: What is observed, what the files of profiles tell anew, and what is written beside the cluster.
 _LEFT_OUT: Mapping[type, tuple[str, ...]] = {

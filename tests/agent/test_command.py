@@ -18,7 +18,7 @@ from oobleck.agent.__main__ import (
     read_code,
     read_faults,
 )
-from oobleck.agent.connection.address import local_address
+from oobleck.agent.connection.heads import local_address
 from oobleck.agent.gpus import default_memory
 from oobleck.host.gpu.choice import Gpu
 from oobleck.planner.profile.memory import gpu_reserve_bytes

@@ -4,8 +4,15 @@ from functools import partial
 
 import pytest
 
-from oobleck.agent.actions import AskStacks, AskWorker, GiveUpWorker
-from oobleck.agent.events import Asked, Assigned, Paused, WorkerSaid
+from oobleck.agent.events import (
+    Asked,
+    AskStacks,
+    AskWorker,
+    Assigned,
+    GiveUpWorker,
+    Paused,
+    WorkerSaid,
+)
 from oobleck.core.ids import Generation
 from oobleck.core.messages import Alive, Committed, PhaseReached
 from oobleck.host.detection import Detection

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from oobleck.agent import gpus
 from oobleck.agent.connection.reports import status_of
 from oobleck.agent.events import GpusRead
+from oobleck.agent.gpus import watch
 from oobleck.agent.health import GpuHealth
-from oobleck.agent.processes import gpu_watch
-from oobleck.agent.processes.gpu_watch import watch
 from oobleck.agent.state import NodeState
 from oobleck.core.ids import NodeName
 from oobleck.host.gpu.sample import Sample, Xid
@@ -121,7 +121,7 @@ def test_words_that_are_no_sample_are_told_as_such(tmp_path: Path, text: str) ->
 
 
 def test_what_passes_is_told_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_watch, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(gpus, "_AGAIN_S", 0.0)
     told = watched(["/no/such/program"], 2)
     assert told[0].problem == (
         "the process that asks NVML does not start: No such file or directory"
@@ -135,8 +135,8 @@ def test_no_second_process_is_started_while_the_driver_holds_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that does not end: its output stays open in a process that it has left behind."""
-    monkeypatch.setattr(gpu_watch, "_AGAIN_S", 0.0)
-    monkeypatch.setattr(gpu_watch, "_END_S", 0.01)
+    monkeypatch.setattr(gpus, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(gpus, "_END_S", 0.01)
     starts, left = tmp_path / "starts", tmp_path / "left"
     held = (
         f"echo start >> {starts}; [ $(wc -l < {starts}) = 2 ] && exit; "
@@ -155,7 +155,7 @@ def test_no_second_process_is_started_while_the_driver_holds_the_first(
         await told.wait()
         await asyncio.sleep(0.2)
         assert starts.read_text() == "start\n"
-        monkeypatch.setattr(gpu_watch, "_END_S", 60.0)
+        monkeypatch.setattr(gpus, "_END_S", 60.0)
         os.kill(int(left.read_text()), signal.SIGKILL)
         await asyncio.wait([watching])
         assert starts.read_text() == "start\nstart\n"

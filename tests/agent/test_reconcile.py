@@ -5,29 +5,27 @@ import dataclasses
 import pytest
 from msgspec.structs import replace
 
-from oobleck.agent.actions import (
+from oobleck.agent.events import (
     Action,
+    Assigned,
+    ChannelClosed,
+    CodeFetched,
     End,
+    ForkAsked,
     ForkWorker,
     KillWarm,
     KillWorker,
+    Leave,
+    RecordsStored,
     SendAcknowledged,
     SendMeasure,
     SendPlan,
     SendSave,
-    StartWarm,
-    StopWorker,
-)
-from oobleck.agent.events import (
-    Assigned,
-    ChannelClosed,
-    CodeFetched,
-    ForkAsked,
-    Leave,
-    RecordsStored,
     SessionBegan,
     SessionOver,
     ShutDown,
+    StartWarm,
+    StopWorker,
     WarmExited,
     WarmReady,
     WorkerExited,

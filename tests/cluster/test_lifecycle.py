@@ -15,9 +15,8 @@ from bench.support.client import BIN, Record
 from bench.support.cluster import LocalCluster
 from bench.support.daemons import children_of
 from bench.support.preloaded import Preloaded
-from oobleck.agent.metrics import collect as of_agent
-from oobleck.agent.metrics import host, workers
-from oobleck.master.metrics import collect as of_master
+from oobleck.agent import metrics as of_agent
+from oobleck.master import metrics as of_master
 from oobleck.master.metrics import jobs, nodes, own
 from support.clusters import bring_into, failures, job
 from support.scraped import Scraped, address_of
@@ -74,12 +73,12 @@ def test_lost_node_and_its_return(small_cluster: LocalCluster, text: str) -> Non
 
     agent = Scraped(address_of(cluster.log))
     assert {family.name for family in of_agent.FAMILIES} <= agent.names
-    assert agent(workers.UP, slot="0") == agent(workers.HEARD) == 1
-    assert agent(workers.GENERATION, slot="0") == 3
-    assert 0 < agent(workers.STEP, slot="0") <= cluster.last_step(job_id) + 1
-    assert agent(workers.RESIDENT, slot="0") > 1 << 20
-    assert 0 < agent(host.AVAILABLE) < agent(host.MEMORY)
-    assert agent(host.SENT, interface="lo") > 0
+    assert agent(of_agent.UP, slot="0") == agent(of_agent.HEARD) == 1
+    assert agent(of_agent.GENERATION, slot="0") == 3
+    assert 0 < agent(of_agent.STEP, slot="0") <= cluster.last_step(job_id) + 1
+    assert agent(of_agent.RESIDENT, slot="0") > 1 << 20
+    assert 0 < agent(of_agent.AVAILABLE) < agent(of_agent.MEMORY)
+    assert agent(of_agent.SENT, interface="lo") > 0
 
 
 def assert_counted(

@@ -14,7 +14,7 @@ from bench.support.drill import Drill, Use
 from bench.support.faults import FAULTS
 from bench.support.netcluster import NetCluster
 from bench.support.network import unusable
-from oobleck.agent.backoff import FREE_STARTS, QUICK_S
+from oobleck.agent.state import FREE_STARTS, QUICK_S
 from support.clusters import end_jobs
 from support.faulty import JOB_NAME, assert_equal_to_reference, job
 from support.gates import GATES, Gatekeeper

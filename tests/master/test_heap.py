@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from oobleck.master.heap import short_collections
+from oobleck.master.process import short_collections
 
 FAR_AHEAD_S = 1e6
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.core.messages import Evaluated, EvaluationRecord
 from oobleck.host.detection import DETECTIONS
-from oobleck.master.clients.incoming import Incoming, Records
 from oobleck.master.clients.outbox import AgentSession
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.nodes import NodeLost
+from oobleck.master.inbox import Incoming, Records
 from oobleck.master.loop import Master
 from oobleck.master.storage.journal import Journal
 from oobleck.proto.protocol import OLDEST

@@ -13,11 +13,11 @@ import pytest
 from oobleck.core.ids import Incarnation, JobId, NodeName
 from oobleck.host.detection import DETECTIONS
 from oobleck.host.system.environment import Environment
-from oobleck.master.clients.incoming import Output, Records
 from oobleck.master.clients.outbox import AgentSession
 from oobleck.master.config import MasterConfig
+from oobleck.master.inbox import Output, Records
 from oobleck.master.loop import Master
-from oobleck.master.rules.nodes.admission import Refusal
+from oobleck.master.rules.admission import Refusal
 from oobleck.master.state.trust import Denied, Trust
 from oobleck.master.storage.journal import Journal
 from oobleck.proto.protocol import OLDEST

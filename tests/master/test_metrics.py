@@ -4,10 +4,9 @@ import pytest
 
 from oobleck.core.ids import Incarnation, JobId, NodeName
 from oobleck.host.metrics.families import Family
-from oobleck.master.api.calls import Calls
-from oobleck.master.events.jobs import JobCancelled
+from oobleck.master.api.interceptor import Calls
+from oobleck.master.events.jobs import JobCancelled, PlanMade
 from oobleck.master.events.nodes import NodeLost
-from oobleck.master.events.plans import PlanMade
 from oobleck.master.metrics import jobs, nodes
 from oobleck.master.metrics.tally import Tally
 from oobleck.master.state.cluster import ClusterState

@@ -12,7 +12,7 @@ from oobleck.host.detection import DETECTIONS
 from oobleck.master.api.view import problem_of
 from oobleck.master.config import MasterConfig
 from oobleck.master.loop import Master
-from oobleck.master.rules.nodes.admission import Refusal
+from oobleck.master.rules.admission import Refusal
 from oobleck.master.storage.journal import Journal
 from oobleck.proto.protocol import OLDEST
 from oobleck.proto.types import NodeStatus, Registration

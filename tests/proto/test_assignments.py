@@ -8,17 +8,16 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from oobleck.agent.actions import SendPlan, StartWarm
 from oobleck.agent.connection.reports import newest_plan
-from oobleck.agent.events import Assigned, ForkAsked, WarmReady, WorkerForked
+from oobleck.agent.events import Assigned, ForkAsked, SendPlan, StartWarm, WarmReady, WorkerForked
 from oobleck.agent.events import WorkerSaid as Said
 from oobleck.core.codec import encode
 from oobleck.core.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.core.messages import Assign, Ready, Rendezvous, ToWorker
 from oobleck.host.ipc.channel import frame
-from oobleck.master.events.plans import PlanMade
+from oobleck.master.events.jobs import PlanMade
 from oobleck.master.events.unions import Journaled
-from oobleck.master.rules.plans.adoption import adopt
+from oobleck.master.rules.adoption import adopt
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import assignment_message, read_assignment
 from oobleck.proto.protocol import OLDEST

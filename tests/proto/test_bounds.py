@@ -16,8 +16,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.agent.connection.outbox import _PART_CHARACTERS
-from oobleck.agent.connection.records import BATCH
+from oobleck.agent.connection.outbox import _PART_CHARACTERS, BATCH
 from oobleck.core.finding import Finding
 from oobleck.core.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.core.messages import Assign, Measure

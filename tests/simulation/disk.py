@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from oobleck.master import crash
+from oobleck.master import process
 from oobleck.master.storage import disk
 
 #: Place of `f_bavail` in what `os.statvfs` tells.
@@ -22,21 +22,21 @@ class Disk:
         #: Nothing but the journal has room, which is held back for it.
         self.full = False
         self.journal_writes = False
-        #: Called at each point of `oobleck.master.crash`.
+        #: Called at each point of `oobleck.master.process`.
         self.reached: Callable[[str], None] = lambda point: None
         self.armed, self._passes = "", 0
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """In place of the real one."""
-        before = crash.reach, crash.is_armed
+        before = process.reach, process.is_armed
         disk.os = self  # type: ignore[assignment]
-        crash.reach, crash.is_armed = self.reached, lambda point: point == self.armed
+        process.reach, process.is_armed = self.reached, lambda point: point == self.armed
         try:
             yield
         finally:
             disk.os = os
-            crash.reach, crash.is_armed = before
+            process.reach, process.is_armed = before
 
     def arm(self, point: str, passes: int) -> None:
         """Have the master die when it gets to `point` for so many times."""

@@ -12,7 +12,7 @@ from simulation.client import Operator
 from simulation.machines import MasterHost
 
 from oobleck.core.ids import NodeName
-from oobleck.master import crash
+from oobleck.master import process
 from oobleck.master.config import MasterConfig
 from support.scenario import job_spec
 
@@ -144,7 +144,7 @@ class Heads:
         if self._draw.random() < 0.4:
             master.process.kill()
         else:
-            self._world.disk.arm(self._draw.choice(crash.POINTS), self._draw.randint(1, 3))
+            self._world.disk.arm(self._draw.choice(process.POINTS), self._draw.randint(1, 3))
             # What it is armed with may never be reached.
             self._for_a_while(master.process.kill, 2.0)
 

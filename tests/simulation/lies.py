@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from oobleck.core.ids import NodeName
 from oobleck.core.messages import CheckpointSaved
-from oobleck.master.clients.incoming import Incoming, Output, Records
+from oobleck.master.inbox import Incoming, Output, Records
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.records import records_message
 from oobleck.proto.reports import read_report, report_bytes

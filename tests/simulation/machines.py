@@ -27,13 +27,13 @@ from oobleck.core.ids import Incarnation, JobId, NodeName
 from oobleck.core.messages import Fork, FromWorker, Launch, ToWorker
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.master.config import MasterConfig
-from oobleck.master.events.reports import StreamOpened
-from oobleck.master.events.unions import Event, Journaled
+from oobleck.master.events.unions import Event, Journaled, StreamOpened
 from oobleck.master.loop import Master
-from oobleck.master.planning.requests import PlanReply, PlanRequest, Replies
+from oobleck.master.planning.process import Replies
+from oobleck.master.planning.requests import PlanReply, PlanRequest
 from oobleck.master.planning.solve import AtOnce
+from oobleck.master.process import locked
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.statelock import locked
 from oobleck.master.storage.disk import StorageFailed
 from oobleck.master.storage.journal import Journal
 from oobleck.proto import control_pb2 as pb

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from simulation.world import World
 
 from oobleck.core.ids import NodeName
-from oobleck.master import crash
+from oobleck.master import process
 from oobleck.master.config import Unusable
-from oobleck.master.statelock import locked
+from oobleck.master.process import locked
 
 
 class Outages:
@@ -87,7 +87,7 @@ class Outages:
         """In the middle of an iteration, or of a write."""
         if (master := self._world.live_master) is None:
             return ""
-        point = self._draw.choice(crash.POINTS)
+        point = self._draw.choice(process.POINTS)
         self._world.torn = False
         self._world.disk.arm(point, self._draw.randint(1, 3))
         master.process.on_end.append(lambda: self._for_a_while(self._world.restart_master) and None)

@@ -10,8 +10,8 @@ from simulation.watch import Broken
 
 from oobleck.agent.connection.session import Session
 from oobleck.master.clients import sessions
-from oobleck.master.rules.nodes import admission
-from oobleck.master.state.history import History
+from oobleck.master.rules import admission
+from oobleck.master.state.cluster import History
 
 
 def follow_everybody(monkeypatch: pytest.MonkeyPatch) -> None:

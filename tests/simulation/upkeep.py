@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from simulation.client import Operator
 
 from oobleck.core.ids import NodeName
-from oobleck.master.rules.nodes.node_faults import MOST_FAILURES
+from oobleck.master.rules.faults import MOST_FAILURES
 
 if TYPE_CHECKING:
     from simulation.world import World

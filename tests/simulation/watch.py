@@ -7,24 +7,25 @@ from typing import TYPE_CHECKING
 from simulation.books import Book
 
 from oobleck.agent.connection import outbox as outboxes
-from oobleck.agent.connection.records import LIMIT
+from oobleck.agent.connection.outbox import LIMIT
 from oobleck.core.errors import LayerLost
 from oobleck.core.ids import Generation, Incarnation, JobId
 from oobleck.core.messages import Assign, StepRecord
 from oobleck.core.routes import Shard, require_holders
 from oobleck.master.events.jobs import (
+    FirstStepCommitted,
     JobAdopted,
     JobCancelled,
     JobFailed,
     JobRestored,
     JobSubmitted,
     JobSucceeded,
+    PlanMade,
 )
 from oobleck.master.events.nodes import UnknownJobEnded
-from oobleck.master.events.plans import FirstStepCommitted, PlanMade
 from oobleck.master.events.unions import Journaled, MasterStarted
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.desired import follow
+from oobleck.master.state.reducer.apply import follow
 from oobleck.proto.types import Assignment, Head
 from oobleck.worker.recovery.rejoin import Agreement
 

@@ -2,13 +2,17 @@
 
 from msgspec.structs import replace
 
-from oobleck.agent.actions import Action, AskStacks, AskWorker, SendPlan, StartWarm
 from oobleck.agent.events import (
+    Action,
     Asked,
+    AskStacks,
+    AskWorker,
     Assigned,
     Event,
     ForkAsked,
+    SendPlan,
     SessionBegan,
+    StartWarm,
     WarmReady,
     WorkerForked,
     WorkerSaid,

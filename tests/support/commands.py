@@ -47,7 +47,7 @@ def start_master(
     environment: Mapping[str, str] | None = None,
 ) -> tuple[Forked | subprocess.Popen[str], str]:
     """`listen`: None for an address that the next master can have too; `crash_at`: a point of
-    `oobleck.master.crash` and how often it is passed; `environment`: as `run` takes it."""
+    `oobleck.master.process` and how often it is passed; `environment`: as `run` takes it."""
     options = ["--listen", listen or choose_address(), "--state-dir", str(state_dir)]
     if crash_at:
         options += ["--crash-at", crash_at]

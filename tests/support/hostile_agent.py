@@ -22,7 +22,7 @@ from oobleck.core.messages import (
     SaveFailed,
     StepRecord,
 )
-from oobleck.master.clients.incoming import Incoming, Output, Records
+from oobleck.master.inbox import Incoming, Output, Records
 from oobleck.proto.types import Hung, NodeStatus, WorkerExited, WorkerReport, WorkerStatus
 
 _NUMBERS = st.sampled_from((0, 1, 2, 3, 5, 6, 7, 2**31, 2**40, 2**62, 2**63 - 1))

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from oobleck.agent.metrics import collect as of_agent
+from oobleck.agent import metrics as of_agent
 from oobleck.host.metrics.families import Family
-from oobleck.master.metrics import collect as of_master
+from oobleck.master import metrics as of_master
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 _LISTS = {"master": of_master.FAMILIES, "agents": of_agent.FAMILIES}

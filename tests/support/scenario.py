@@ -55,6 +55,8 @@ from oobleck.master.config import Retention
 from oobleck.master.events.jobs import (
     CheckpointPublished,
     CheckpointRequested,
+    FirstStepCommitted,
+    FollowUpDropped,
     JobCancelRequested,
     JobCaughtUp,
     JobFailed,
@@ -63,6 +65,7 @@ from oobleck.master.events.jobs import (
     JobSubmitted,
     JobWaiting,
     MeasuringStarted,
+    PlanMade,
     ProfileChosen,
     RateChanged,
     RecordsLost,
@@ -83,10 +86,12 @@ from oobleck.master.events.nodes import (
     NodeUndrained,
     WorkerLost,
 )
-from oobleck.master.events.plans import FirstStepCommitted, FollowUpDropped, PlanMade
-from oobleck.master.events.reports import (
+from oobleck.master.events.unions import (
     AgentRefused,
     EvaluationReceived,
+    JournalCut,
+    Journaled,
+    MasterStarted,
     Observed,
     ProfilesFound,
     RecordsReceived,
@@ -98,18 +103,16 @@ from oobleck.master.events.reports import (
     Tick,
     WorkerReported,
 )
-from oobleck.master.events.unions import JournalCut, Journaled, MasterStarted
-from oobleck.master.planning.machines import Machines, profile_on
-from oobleck.master.rules.nodes.admission import Refusal, admit
+from oobleck.master.planning.requests import Machines, profile_on
+from oobleck.master.rules.admission import Refusal, admit
 from oobleck.master.rules.reconcile import reconcile
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.desired import follow
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import NodeSeen
-from oobleck.master.state.reducer.apply import apply
+from oobleck.master.state.reducer.apply import apply, follow
 from oobleck.master.state.validate import validate
 from oobleck.master.storage import snapshot
-from oobleck.master.storage.records.event_lines import lines_of
+from oobleck.master.storage.event_lines import lines_of
 from oobleck.planner.cost.computing import computing_by_layer_s
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.proto.protocol import OLDEST

@@ -1,30 +1,141 @@
 """Application of events to the state: the only way to write to a `ClusterState`.
 
 Owns the order of an event's effects. Incidents and the ends of slow processes come first, while the
-state is as it was before. Then comes the event itself, by its subject, and then the consequences
-for the nodes.
+state is as it was before. The event itself follows, by its subject, and then what is desired of the
+nodes (`Node.desired`). The desired state of one node depends on the active job and on that node
+alone, so an event that changes nothing of the job updates its own node only.
 """
+
+from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from oobleck.master.events.nodes import NodeEvent, UnknownJobEnded
-from oobleck.master.events.plans import FirstStepCommitted, PlanEvent, PlanMade
-from oobleck.master.events.reports import Observed
-from oobleck.master.events.trust import TrustChanged
-from oobleck.master.events.unions import Event, JournalCut, Journaled, MasterStarted, TermBegan
-from oobleck.master.state import rates, trust
-from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.desired import follow, next_version
-from oobleck.master.state.history import Term
-from oobleck.master.state.incidents.incident import LastIncident
-from oobleck.master.state.incidents.incident_summary import slowdown_summary, summary_of
-from oobleck.master.state.incidents.incidents import closes, incident_after
-from oobleck.master.state.incidents.slowdowns import slowdown_after
+from oobleck.core.ids import NodeName
+from oobleck.master.events.jobs import FirstStepCommitted, PlanEvent, PlanMade
+from oobleck.master.events.nodes import NodeEvent, NodeRegistered, UnknownJobEnded, WorkerLost
+from oobleck.master.events.unions import (
+    Event,
+    JournalCut,
+    Journaled,
+    MasterStarted,
+    Observed,
+    TermBegan,
+    TrustChanged,
+)
+from oobleck.master.state import slowdowns, trust
+from oobleck.master.state.cluster import ClusterState, Term
+from oobleck.master.state.incident import LastIncident
+from oobleck.master.state.incident_summary import slowdown_summary, summary_of
+from oobleck.master.state.incidents import closes, incident_after
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.job_states import note_loss
-from oobleck.master.state.reducer import apply_jobs, apply_nodes, apply_plans
+from oobleck.master.state.node import Build, Desired, Node
+from oobleck.master.state.reducer import apply_jobs, apply_nodes
 from oobleck.master.state.reducer.apply_reports import observe
+from oobleck.master.state.slowdowns import slowdown_after
+
+
+def follow(state: ClusterState, event: Journaled, now: float, unix: float) -> None:
+    """Bring what is desired of the nodes in line after `event`; a change gets a newer version.
+
+    Versions follow the calendar, so that they grow even where a journal was lost. An event of a
+    node changes it for that node alone, unless what the job asks of all nodes changes with it.
+    """
+    if isinstance(event, TrustChanged):
+        return
+    asked, members = _asked_of_all(state), _members(state)
+    names: Iterable[NodeName] = state.nodes
+    if isinstance(event, NodeEvent) and asked == state.asked_of_all:
+        names = (_node_of(event),)
+    state.asked_of_all = asked
+    for name in names:
+        if (node := state.nodes.get(name)) is not None:
+            _set(state, node, name in members, now, unix)
+
+
+def _members(state: ClusterState) -> set[NodeName]:
+    """Nodes that the newest plan has, or still needs."""
+    job = state.job
+    return set() if job is None else {*job.current.members, *job.current.leaving}
+
+
+def _asked_of_all(state: ClusterState) -> tuple[int | None, Build]:
+    """Workers per node, and the build, that the job which has its turn asks for."""
+    job = state.job
+    return (None, Build()) if job is None else (state.worker_slots(job), state.required_build(job))
+
+
+def _node_of(event: NodeEvent) -> NodeName:
+    match event:
+        case NodeRegistered():
+            return event.facts.node
+        case WorkerLost():
+            return event.worker.node
+        case _:
+            return event.node
+
+
+def _set(state: ClusterState, node: Node, member: bool, now: float, unix: float) -> None:
+    before, wanted = node.desired, _wanted(state, node, member)
+    if before != wanted:
+        if before.job_id != wanted.job_id:
+            node.seen.ready_at = None
+        node.desired = replace(wanted, version=next_version(node, unix))
+    if wanted.job_id is None:
+        node.seen.assigned_at = None
+    elif node.seen.assigned_at is None:
+        node.seen.assigned_at = now
+
+
+def _wanted(state: ClusterState, node: Node, member: bool) -> Desired:
+    """Return the node's desired state, under its present version."""
+    job = state.job
+    works, generation, attempt, save, alone = False, None, 0, 0, False
+    if job is not None:
+        works = state.is_candidate(node, job, *state.asked_of_all) or (member and node.moves_off)
+        if works and member:
+            generation = job.current.generation
+            save = job.saves.requested if job.saves.answered < job.saves.requested else 0
+        elif works and job.profiling.under_way is not None:
+            attempt = job.profiling.under_way.wish.attempt
+        elif works:
+            alone = node.facts.node in job.standing_by and not _may_be_asked(node, job)
+        works = works or _keeps_state(node, job)
+    return Desired(
+        version=node.desired.version,
+        job_id=job.id if job is not None and works else None,
+        generation=generation,
+        attempt=attempt,
+        save=save,
+        alone=alone,
+        drained=node.drain is not None and node.drain.done,
+    )
+
+
+def _may_be_asked(node: Node, job: Job) -> bool:
+    """Return whether the job may still need what the node's workers hold."""
+    return any(node.facts.node in plan.nodes for plan in job.lineage.plans.values())
+
+
+def _keeps_state(node: Node, job: Job) -> bool:
+    """Return whether a node in quarantine keeps its workers, since what they hold may be asked for
+    until a step is committed without it."""
+    name = node.facts.node
+    return (
+        node.registered
+        and node.is_clear
+        and node.is_quarantined
+        and (name in job.current.lost_nodes or job.current.on_the_way)
+        and job.current.trained is not None
+        and name in job.current.trained.plan.nodes
+        and name not in job.lineage.emptied
+        and name not in job.left_out
+    )
+
+
+def next_version(node: Node, unix: float) -> int:
+    return max(node.desired.version + 1, int(unix * 1000))
 
 
 def apply(state: ClusterState, event: Event, *, now: float, unix: float) -> bool:
@@ -35,7 +146,7 @@ def apply(state: ClusterState, event: Event, *, now: float, unix: float) -> bool
     state.sequence += 1
     _follow_incident(state, event, unix)
     _follow_slowdown(state, event, unix)
-    rates.forget(state, event)
+    slowdowns.forget_slow(state, event)
     _apply_event(state, event, now, unix)
     follow(state, event, now, unix)
     return True
@@ -86,7 +197,7 @@ def _apply_event(state: ClusterState, event: Journaled, now: float, unix: float)
     elif isinstance(event, NodeEvent):
         apply_nodes.apply(state, event, now, unix)
     elif isinstance(event, PlanEvent):
-        apply_plans.apply(state, event, now, unix)
+        apply_jobs.apply_plan(state, event, now, unix)
     elif isinstance(event, TrustChanged):
         trust.apply(state.trust, event, unix)
     else:

@@ -3,7 +3,7 @@ keeps a healthy node out of plans.
 
 A drained node stays connected and idle until an operator undrains it, over restarts of its agent
 and of the master. A drain that is the agent's own wish, because it was told to end, ends with it.
-Must not know when work can move off a node: `oobleck.master.rules.nodes.draining` decides that.
+Must not know when work can move off a node: `oobleck.master.rules.draining` decides that.
 """
 
 from dataclasses import replace

@@ -2,7 +2,7 @@
 nodes and jobs by statuses and records. Nothing here outlives the process.
 
 What workers say besides is `oobleck.master.state.reducer.worker_reports`'s. Must not know what want
-of progress leads to (`oobleck.master.rules.jobs.stalls`).
+of progress leads to (`oobleck.master.rules.stalls`).
 """
 
 from heapq import nlargest
@@ -11,7 +11,7 @@ import msgspec
 
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.messages import StepRecord
-from oobleck.master.events.reports import (
+from oobleck.master.events.unions import (
     AgentRefused,
     EvaluationReceived,
     Observed,
@@ -30,7 +30,7 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import JobSeen, LossSeen, SinceStep
 from oobleck.master.state.node import Held, Node
-from oobleck.master.state.readings import Reading
+from oobleck.master.state.pace import Reading
 from oobleck.master.state.reducer.worker_reports import (
     hear,
     hear_save,
@@ -109,7 +109,7 @@ def _close(state: ClusterState, event: StreamClosed, now: float) -> bool:
         return False  # a newer stream has replaced it
     node.seen.session = None
     node.seen.closed_at = node.seen.cut_at = now
-    evidence.note_closed(state, event, now)
+    evidence.note_closed(state.job, event, now)
     return True
 
 

@@ -19,7 +19,7 @@ from oobleck.core.messages import (
     Restored,
     SaveFailed,
 )
-from oobleck.master.events.reports import WorkerReported
+from oobleck.master.events.unions import WorkerReported
 from oobleck.master.state import evidence
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import KNOWN_REPORTS, Job
@@ -35,11 +35,11 @@ def hear(state: ClusterState, event: WorkerReported, now: float) -> bool:
     job, counts = state.jobs[event.job_id], True
     match event.what:
         case WorkerExited() as exited:
-            counts = _hear_exit(state, job, event, exited, now)
+            counts = _hear_exit(job, event, exited, now)
         case Hung() as hung:
-            counts = _hear_hang(state, job, event, hung, now)
+            counts = _hear_hang(job, event, hung, now)
         case Failed() as failed:
-            counts = _hear_failure(state, job, event, failed, now)
+            counts = _hear_failure(job, event, failed, now)
         case CheckpointSaved() | SaveFailed() as save:
             return not _is_stale(job, event) and hear_save(job, save, now)
         case PhaseReached() as reached:
@@ -56,17 +56,15 @@ def hear(state: ClusterState, event: WorkerReported, now: float) -> bool:
     return counts
 
 
-def _hear_exit(
-    state: ClusterState, job: Job, event: WorkerReported, exited: WorkerExited, now: float
-) -> bool:
+def _hear_exit(job: Job, event: WorkerReported, exited: WorkerExited, now: float) -> bool:
     if event.incarnation in job.seen.processes.exits:
         return False
     if _is_stale(job, event):
         if job.current.on_the_way:  # it may be what the way is the answer to
-            evidence.note(state, event, now)
+            evidence.note(job, event, now)
         return False
     job.seen.processes.exits[event.incarnation] = exited
-    evidence.note(state, event, now)
+    evidence.note(job, event, now)
     if job.current.counts_on(event.incarnation):
         job.seen.since_step.deaths.setdefault(event.worker, []).append(exited)
     elif event.incarnation in job.current.processes().values():
@@ -74,22 +72,18 @@ def _hear_exit(
     return True
 
 
-def _hear_hang(
-    state: ClusterState, job: Job, event: WorkerReported, hung: Hung, now: float
-) -> bool:
+def _hear_hang(job: Job, event: WorkerReported, hung: Hung, now: float) -> bool:
     if job.seen.is_gone(event.incarnation) or _is_stale(job, event):
         return False
     job.seen.processes.hung[event.incarnation] = hung
-    evidence.note(state, event, now)
+    evidence.note(job, event, now)
     return True
 
 
-def _hear_failure(
-    state: ClusterState, job: Job, event: WorkerReported, failed: Failed, now: float
-) -> bool:
+def _hear_failure(job: Job, event: WorkerReported, failed: Failed, now: float) -> bool:
     if _is_stale(job, event):
         return False
-    evidence.note(state, event, now)
+    evidence.note(job, event, now)
     counts = job.current.counts_on(event.incarnation)
     if not counts and not job.current.goes_back(event.incarnation):
         job.seen.faults.unfit.setdefault(event.worker.node, failed.message)
@@ -122,7 +116,7 @@ def _hear_peer_lost(
         if first.generation == lost.generation:
             job.seen.peers_lost[event.worker] = at, _with_more(first, lost)
         _note_no_way(state, job, event.worker, lost)
-        evidence.note(state, event, now)
+        evidence.note(job, event, now)
 
 
 def _with_more(first: PeerLost, then: PeerLost) -> PeerLost:

@@ -6,10 +6,10 @@ import pytest
 
 from oobleck.agent.connection.outbox import (
     GATHER_LINES_S,
+    HOLD_S,
     LINES_PER_MESSAGE,
     Outbox,
 )
-from oobleck.agent.connection.records import HOLD_S
 from oobleck.core.checkpoint import folder_name
 from oobleck.core.ids import Generation, Incarnation, JobId
 from oobleck.core.job.spec import CheckpointSpec

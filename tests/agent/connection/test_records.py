@@ -2,8 +2,7 @@
 
 import pytest
 
-from oobleck.agent.connection.outbox import Outbox
-from oobleck.agent.connection.records import BATCH, HOLD_S, NEXT_S, RecordBuffer
+from oobleck.agent.connection.outbox import BATCH, HOLD_S, NEXT_S, Outbox, RecordBuffer
 from oobleck.agent.connection.reports import hold_s
 from oobleck.agent.processes.output import LINE_BYTES, TAIL_LINES, LogQueue, Tail
 from oobleck.core.ids import Generation, Incarnation, JobId, NodeName

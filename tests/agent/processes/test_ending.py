@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from oobleck.agent.processes import ending
-from oobleck.agent.processes.ending import EndWatch, How
+from oobleck.agent.processes import children
+from oobleck.agent.processes.children import EndWatch, How
 from support import loops
 from support.waiting import PATIENCE_S
 
@@ -54,7 +54,7 @@ async def told(process: subprocess.Popen[str]) -> tuple[How, bool]:
     """What a watch tells of a process that is killed now, and whether its parent knows already."""
     found: asyncio.Future[tuple[How, bool]] = asyncio.get_running_loop().create_future()
     watch = EndWatch(process.pid, lambda how: found.set_result((how, has_ended(process.pid))))
-    await asyncio.sleep(2 * ending.LOOK_S)
+    await asyncio.sleep(2 * children.LOOK_S)
     assert not found.done(), "it lives"
     process.kill()
     try:
@@ -65,7 +65,7 @@ async def told(process: subprocess.Popen[str]) -> tuple[How, bool]:
 
 
 def test_it_is_told_before_the_memory_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "LOOK_S", 0.002)
+    monkeypatch.setattr(children, "LOOK_S", 0.002)
     for _ in range(5):  # on a busy machine this process may not run in between
         with running(LARGE) as process:
             how, too_late = loops.run(told(process))
@@ -87,7 +87,7 @@ def test_how_one_ends_by_itself(code: int, how: How | None) -> None:
             process.stdin.close()
             process.stdin = None
             await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            await asyncio.sleep(3 * ending.LOOK_S)
+            await asyncio.sleep(3 * children.LOOK_S)
             watch.stop()
         return found
 
@@ -104,7 +104,7 @@ def test_of_one_that_is_gone_or_is_not_watched_any_more_nothing_is_told() -> Non
             process.kill()
             process.wait()
             late = EndWatch(process.pid, found.append)
-            await asyncio.sleep(3 * ending.LOOK_S)
+            await asyncio.sleep(3 * children.LOOK_S)
             for watch in (stopped, reaped, late):
                 watch.stop()
         return found

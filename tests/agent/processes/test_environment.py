@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from oobleck.agent.processes.environment import passed_on, read_patterns
+from oobleck.agent.config import passed_on, read_patterns
 from support.waiting import PATIENCE_S, until
 
 AGENT = [sys.executable, "-m", "oobleck.agent"]

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from oobleck.agent.actions import ForkWorker
 from oobleck.agent.config import AgentConfig
-from oobleck.agent.events import ForkAsked
+from oobleck.agent.events import ForkAsked, ForkWorker
 from oobleck.agent.processes import pool as pools
 from oobleck.agent.processes.children import Complete
 from oobleck.agent.processes.code import CodeCache

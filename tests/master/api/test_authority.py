@@ -9,7 +9,7 @@ import pytest
 from oobleck.cli.cluster.authority import make_authority
 from oobleck.host.security import pki
 from oobleck.host.security.credentials import read_credentials
-from oobleck.master.api.authority import AuthorityFolder
+from oobleck.master.api.pki_service import AuthorityFolder
 
 
 def test_an_authority_that_is_damaged_is_named_by_its_file(tmp_path: Path) -> None:

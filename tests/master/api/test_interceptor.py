@@ -10,9 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from oobleck.master.api.calls import Calls
-from oobleck.master.api.interceptor import CallInterceptor
-from oobleck.master.api.shares import Shares
+from oobleck.master.api.interceptor import CallInterceptor, Calls, Shares
 from oobleck.proto import control_pb2 as pb
 from support import loops
 

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from oobleck.host.detection import DETECTIONS
-from oobleck.master.api import limits
+from oobleck.master.api import access
 from oobleck.master.api.access import ALLOWED
 from oobleck.master.api.operator_service import MOST_JOB_CHARACTERS
 from oobleck.proto import control_pb2 as pb
@@ -49,13 +49,13 @@ def code_of(
 
 def test_messages_that_are_too_large_are_refused(running: MasterProcess) -> None:
     path = "/oobleck.Operator/Submit"
-    request = pb.SubmitRequest(request_id="1", job="x" * limits.MOST_RECEIVED_BYTES)
+    request = pb.SubmitRequest(request_id="1", job="x" * access.MOST_RECEIVED_BYTES)
     found = code_of(running, path, request.SerializeToString())
     assert found is grpc.StatusCode.RESOURCE_EXHAUSTED
     smaller = pb.SubmitRequest(request_id="1", job="x" * (MOST_JOB_CHARACTERS + 1))
     found = code_of(running, path, smaller.SerializeToString())
     assert found is grpc.StatusCode.INVALID_ARGUMENT
-    named = pb.CancelRequest(request_id="1", job_id="x" * limits.MOST_REQUEST_BYTES)
+    named = pb.CancelRequest(request_id="1", job_id="x" * access.MOST_REQUEST_BYTES)
     found = code_of(running, "/oobleck.Operator/CancelJob", named.SerializeToString())
     assert found is grpc.StatusCode.INVALID_ARGUMENT
 
@@ -111,7 +111,7 @@ def test_a_registration_that_is_late_may_be_tried_again(tmp_path: Path) -> None:
 
 
 def test_headers_that_are_too_large_are_refused(running: MasterProcess) -> None:
-    path, large = "/oobleck.Operator/ListJobs", "x" * (2 * limits.MOST_METADATA_BYTES)
+    path, large = "/oobleck.Operator/ListJobs", "x" * (2 * access.MOST_METADATA_BYTES)
     found = code_of(running, path, b"", metadata=(("note", large),))
     assert found is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert code_of(running, path, b"", metadata=(("note", "x" * 100),)) is grpc.StatusCode.OK
@@ -124,11 +124,11 @@ def test_streams_of_one_connection_are_bounded(running: MasterProcess) -> None:
         options = (("grpc.use_local_subchannel_pool", 1),)
         async with grpc.aio.insecure_channel(running.address, options=options) as channel:
             stub = rpc.ControlStub(channel)  # type: ignore[no-untyped-call]
-            calls = [stub.Session() for _ in range(limits.MOST_STREAMS)]
+            calls = [stub.Session() for _ in range(access.MOST_STREAMS)]
             for call in calls:
                 await call.write(pb.AgentMessage())  # is answered, so it is open there
             answered = await asyncio.gather(*(call.code() for call in calls))
-            held = [stub.Session() for _ in range(limits.MOST_STREAMS)]
+            held = [stub.Session() for _ in range(access.MOST_STREAMS)]
             await asyncio.gather(*(call.wait_for_connection() for call in held))
             asking = rpc.OperatorStub(channel).ListJobs(pb.ListJobsRequest())  # type: ignore[no-untyped-call]
             other = code_of_list(running)
@@ -139,7 +139,7 @@ def test_streams_of_one_connection_are_bounded(running: MasterProcess) -> None:
             await asyncio.wait_for(asking, DEADLINE_S)
         return sum(code is grpc.StatusCode.INVALID_ARGUMENT for code in answered)
 
-    assert loops.run(crowd()) == limits.MOST_STREAMS
+    assert loops.run(crowd()) == access.MOST_STREAMS
 
 
 async def code_of_list(running: MasterProcess) -> grpc.StatusCode:
@@ -170,7 +170,7 @@ def test_a_flood_of_pings_ends_the_connection(running: MasterProcess) -> None:
 
 def test_pings_of_agents_are_no_flood() -> None:
     for detection in DETECTIONS.values():
-        least_ms = dict(limits.server_options(detection))[
+        least_ms = dict(access.server_options(detection))[
             "grpc.http2.min_ping_interval_without_data_ms"
         ]
         assert all(least_ms <= 1000 * other.ping_every_s / 2 for other in DETECTIONS.values())
@@ -190,5 +190,5 @@ def test_more_files_may_be_open_than_a_shell_allows(tmp_path: Path) -> None:
 
 def test_every_unary_call_has_a_deadline() -> None:
     for path in ALLOWED:
-        assert 0 < limits.deadline_s(path) <= 3700
-    assert limits.deadline_s("/oobleck.Operator/Whatever") == limits.UNARY_S
+        assert 0 < access.deadline_s(path) <= 3700
+    assert access.deadline_s("/oobleck.Operator/Whatever") == access.UNARY_S

@@ -17,14 +17,14 @@ from oobleck.host.security import pki
 from oobleck.host.security.credentials import Credentials, Role
 from oobleck.master.clients.requests import Requests
 from oobleck.master.config import MasterConfig
-from oobleck.master.events.trust import (
+from oobleck.master.events.unions import (
     CredentialIssued,
     CredentialsRevoked,
     TokenCreated,
     TrustChanged,
 )
 from oobleck.master.loop import Master
-from oobleck.master.rules.nodes.admission import Refusal
+from oobleck.master.rules.admission import Refusal
 from oobleck.master.state.trust import (
     Denied,
     StillFresh,

@@ -11,7 +11,7 @@ import pytest
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.security.credentials import Credentials
 from oobleck.host.security.pki import Identity
-from oobleck.master.api import limits
+from oobleck.master.api import access
 from oobleck.master.inbox import Changes, Turns
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
@@ -60,7 +60,7 @@ def test_a_holder_has_so_many_calls_at_a_time_over_all_connections_and_others_ha
         eve, ann = (holder(secured, "viewer", name) for name in ("eve", "ann"))
         refused = asyncio.Event()
         async with AsyncExitStack() as stack:
-            connections = -(-limits.MOST_OF_HOLDER // 32) + 1
+            connections = -(-access.MOST_OF_HOLDER // 32) + 1
             channels = [
                 await stack.enter_async_context(channel(secured, eve)) for _ in range(connections)
             ]
@@ -96,7 +96,7 @@ def test_an_agent_has_few_calls_that_send_more_than_one_message(secured: Secured
     async def run() -> None:
         async with channel(secured, holder(secured, "agent", "n7")) as agents:
             stub = rpc.ControlStub(agents)  # type: ignore[no-untyped-call]
-            calls = [stub.Session() for _ in range(limits.MOST_SENDING + 1)]
+            calls = [stub.Session() for _ in range(access.MOST_SENDING + 1)]
             ended = [asyncio.ensure_future(call.code()) for call in calls]
             async with asyncio.timeout(DEADLINE_S):
                 done, _ = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
@@ -114,7 +114,7 @@ def test_few_requests_of_one_holder_are_received_at_one_moment(secured: Secured)
         eve, ann = (holder(secured, "viewer", name) for name in ("eve2", "ann2"))
         path, request = "/oobleck.Operator/ListNodes", pb.ListNodesRequest().SerializeToString()
         async with channel(secured, eve) as one, channel(secured, eve) as two:
-            slow = [one.stream_stream(path)(nothing()) for _ in range(limits.MOST_RECEIVING)]
+            slow = [one.stream_stream(path)(nothing()) for _ in range(access.MOST_RECEIVING)]
             waiting: grpc.aio.UnaryUnaryCall[bytes, bytes] | None = None
             async with asyncio.timeout(DEADLINE_S):
                 while waiting is None:  # until the slow ones have come to it

@@ -11,7 +11,7 @@ from oobleck.core.job.spec import CheckpointSpec, DataPlane, TransportName
 from oobleck.host.detection import Detection
 from oobleck.master.api.view import job_status, node_info
 from oobleck.master.config import MasterConfig
-from oobleck.master.rules.plans.first_plan import shortfall
+from oobleck.master.rules.first_plan import shortfall
 from oobleck.planner.cost.estimate import worker_peak_bytes
 from oobleck.planner.profile.estimate import estimate_profile, flops_per_token
 from support.scenario import UNIX, Player

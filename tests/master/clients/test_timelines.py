@@ -14,7 +14,7 @@ from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.core.messages import Recording, Rendezvous, Span
 from oobleck.master.clients.outbox import AgentSession
 from oobleck.master.clients.timelines import NoTimeline, Timelines, round_trip
-from oobleck.master.events.plans import PlanMade
+from oobleck.master.events.jobs import PlanMade
 from oobleck.master.state.job import Job
 from oobleck.proto import control_pb2 as pb
 from support import loops

@@ -8,7 +8,7 @@ import pytest
 from oobleck.core.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.core.messages import Failed, StepRecord
 from oobleck.master.clients import witnesses
-from oobleck.master.clients.budget import Budget
+from oobleck.master.clients.outbox import Budget
 from oobleck.master.clients.witnesses import LOST_S, MOST_WAITING, SILENT, Witnesses
 from oobleck.master.state import senders
 from oobleck.proto.types import Happening, WorkerExited, WorkerReport

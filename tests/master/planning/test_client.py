@@ -11,7 +11,7 @@ from oobleck.core.job.model import ModelSpec
 from oobleck.core.job.spec import DataSpec, JobSpec, TrainingSpec
 from oobleck.core.profile import LayerProfile, Links, Profile
 from oobleck.master.planning import client, solve
-from oobleck.master.rules.plans.next_plan import next_plan
+from oobleck.master.rules.next_plan import next_plan
 from oobleck.master.state.job import Job
 from oobleck.planner.search import catalogue
 from oobleck.planner.search.templates import shortlisted_templates

@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 
 from oobleck.core.profile import Profile
-from oobleck.master.planning.machines import Machines, profile_on
+from oobleck.master.planning.requests import Machines, profile_on
 from oobleck.master.state.node import Node
 from support.trained import node, trained_job
 

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from oobleck.core.ids import Generation
 from oobleck.master.planning import client
-from oobleck.master.planning.machines import Machines
 from oobleck.master.planning.process import PlanningProcess
 from oobleck.master.planning.requests import (
     Broken,
     FirstPlanRequest,
     Infeasible,
+    Machines,
     NextPlanReply,
     NextPlanRequest,
     PlanReply,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from oobleck.master.events.plans import PlanMade
+from oobleck.master.events.jobs import PlanMade
 from oobleck.master.planning.requests import NextPlanReply, PlanReply, PlanRequest
 from oobleck.master.planning.solve import AtOnce
 from support.scenario import Player

@@ -11,16 +11,14 @@ import msgspec
 import pytest
 
 from oobleck.core.ids import Generation, Incarnation, JobId, NodeName, WorkerId
-from oobleck.master.events.jobs import JobCancelled, JobSubmitted, RateChanged
-from oobleck.master.events.plans import PlanMade
+from oobleck.master.events.jobs import JobCancelled, JobSubmitted, PlanMade, RateChanged
 from oobleck.master.events.unions import Journaled, MasterStarted, TermBegan
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.incidents.incident import Incident, LastIncident
-from oobleck.master.state.incidents.slowdown import Slowdown
+from oobleck.master.state.incident import Incident, LastIncident, Slowdown
 from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import LossSeen
 from oobleck.master.state.node import Desired, Drain
-from oobleck.master.state.stand_by import StandBy
+from oobleck.master.state.pace import StandBy
 from oobleck.master.state.validate import InvariantViolation, validate
 from oobleck.master.storage.journal import Journal
 from support.fake_agent import master

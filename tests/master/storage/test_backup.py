@@ -6,9 +6,9 @@ from pathlib import Path
 
 from oobleck.core.ids import JobId, NodeName, WorkerId
 from oobleck.master.events.jobs import JobWaiting
+from oobleck.master.storage.archive import LogStore
 from oobleck.master.storage.backup import Capture, Part
 from oobleck.master.storage.journal import Journal
-from oobleck.master.storage.logs import LogStore
 
 _DEMO = JobId("demo-1")
 

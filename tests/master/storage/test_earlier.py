@@ -12,8 +12,7 @@ import pytest
 from oobleck.core.codec import decode, encode
 from oobleck.core.plan import Plan
 from oobleck.master.storage import snapshot as snapshots
-from oobleck.master.storage.earlier import with_routes
-from oobleck.master.storage.journal import Journal
+from oobleck.master.storage.journal import Journal, with_routes
 from support.folders import ROOT
 from support.plans import plan_of_cuts
 from support.scenario import Player, durable

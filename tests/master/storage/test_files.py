@@ -21,13 +21,11 @@ from oobleck.master.events.jobs import (
     JobSubmitted,
     JobSucceeded,
 )
-from oobleck.master.storage.archive import Archive
+from oobleck.master.storage.archive import Archive, LogStore
 from oobleck.master.storage.disk import Storage, StorageFailed
 from oobleck.master.storage.journal import Journal
 from oobleck.master.storage.ledger import Ledger
-from oobleck.master.storage.logs import LogStore
-from oobleck.master.storage.records.event_log import EventLog
-from oobleck.master.storage.records.step_log import EvaluationLog, MetricsLog, read_steps
+from oobleck.master.storage.records import EvaluationLog, EventLog, MetricsLog, read_steps
 from support.scenario import job_spec, record
 
 JOB = JobId("demo-1")

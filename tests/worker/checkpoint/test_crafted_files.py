@@ -44,7 +44,7 @@ from oobleck.host.storage.checkpoints import (
 )
 from oobleck.host.storage.folder import LocalFolder, bounded_names
 from oobleck.host.storage.weight_files import WeightsError, open_weights
-from oobleck.master.storage.profiles import read_profiles
+from oobleck.master.storage.ledger import read_profiles
 from oobleck.worker.data.corpus import Corpus
 from oobleck.worker.runtime.records import describe_file, read_lines
 from oobleck.worker.state.layer_file import pack, unpack

@@ -1,0 +1,78 @@
+"""Recovery policies, as far as the master must tell them apart.
+
+Names of the planner's policies appear here and where plans are made
+(`oobleck.master.planning.solve`); rules ask by the purpose of a change. Which policy answers a
+loss, and when, is the planner's choice (`oobleck.planner.recovery.policies`).
+"""
+
+from typing import Literal
+
+from oobleck.core.job.spec import JobSpec, RecoveryPolicy
+from oobleck.planner.recovery.rules import OF_OTHER_NODES, Next
+
+#: The policy whose plan is wanted. `plain`: templates alone, where another policy failed.
+PlanWanted = RecoveryPolicy | Literal["shadow", "normalise", "plain"]
+#: Moves state to where it is best before the next step; answers any change of the nodes.
+MOVING: RecoveryPolicy = "templates"
+#: Gives slow workers less to do; answers a change of rates, never a loss.
+AROUND_SLOW: RecoveryPolicy = "uneven"
+#: Answers where another policy failed by an error of ours.
+PLAIN: PlanWanted = "plain"
+#: Changes that nobody is forced to make.
+VOLUNTARY: frozenset[PlanWanted] = frozenset({AROUND_SLOW, "shadow", "normalise"})
+
+_KEEPING = "reroute"
+_ADDS_HOLDERS = "shadow"
+
+
+def for_losses(spec: JobSpec) -> RecoveryPolicy:
+    """Return the policy that answers losses in a job of this `spec`."""
+    wanted = spec.recovery.policy
+    return MOVING if wanted == AROUND_SLOW else wanted
+
+
+def evens_out(spec: JobSpec) -> bool:
+    """Return whether the job wants plans around slow workers."""
+    return spec.recovery.policy in ("auto", AROUND_SLOW)
+
+
+def keeps_state(policy: str) -> bool:
+    """Return whether plans of this policy leave all state where it is."""
+    return policy == _KEEPING
+
+
+def adds_holders(policy: str) -> bool:
+    """Return whether plans of this policy only give layers more holders."""
+    return policy == _ADDS_HOLDERS
+
+
+def is_base(policy: str, rule: str) -> bool:
+    """Return whether later plans start from the pipelines of a plan made by `rule` of `policy`,
+    rather than from those of an earlier plan."""
+    return policy == MOVING or rule in {"recut", *OF_OTHER_NODES}
+
+
+def takes_back(rule: str) -> bool:
+    """Return whether plans of this rule give nodes that stood by a part again."""
+    return rule == "take back"
+
+
+def is_tried_again(follow_up: PlanWanted) -> bool:
+    """Return whether a follow-up that is infeasible stays due: nodes that come may make it
+    possible."""
+    return follow_up == MOVING
+
+
+def follow_up_of(due: Next | Literal[""], rule: str, then: Next | None) -> Next | Literal[""]:
+    """Return the follow-up of a plan around slow workers, made by `rule`, that would be followed by
+    `then` by itself. A plan of templates that is `due` stays so until there is one; it brings
+    shadows of its own."""
+    return due if due == MOVING and rule not in OF_OTHER_NODES else then or ""
+
+
+def of_adopted(spec: JobSpec, *, rerouted: bool, can_lose: int) -> tuple[str, Next | Literal[""]]:
+    """Return the policy that a plan which the journal lacks must be of, and its follow-up."""
+    if rerouted:
+        return _KEEPING, "templates" if spec.recovery.policy == "auto" else ""
+    few = spec.recovery.shadows == "auto" and can_lose < spec.fault_tolerance
+    return MOVING, "shadow" if few else ""

@@ -1,0 +1,202 @@
+"""Rules about plans that nothing waits for: joins, follow-ups, and plans around slow workers.
+
+Such a plan is pushed while training goes on, and all workers switch to it at a step boundary. None
+is made while the job is disturbed. Whether a plan around slow workers is worth its change is the
+planner's choice (`oobleck.planner.recovery.uneven.answer`). Must not know how a worker is found
+slow.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import NodeName
+from oobleck.core.plan import Plan, WorkerRate
+from oobleck.master import policies
+from oobleck.master.events.jobs import Cause, FollowUpDropped, PlanMade
+from oobleck.master.planning.requests import PlanningFailed
+from oobleck.master.policies import PlanWanted
+from oobleck.master.rules.decision import Context, Decision
+from oobleck.master.rules.next_plan import next_plan
+from oobleck.master.rules.plan_made import plan_made
+from oobleck.master.rules.questions import (
+    by_name,
+    next_generation,
+    undisturbed,
+)
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import Job
+from oobleck.master.state.node import Node
+
+#: Nodes keep a join waiting for at most so many settle times.
+_MOST_SETTLES = 3
+#: Between two plans around slow workers: a change costs a part of a second, and a worker that is
+#: slow now and then must not keep the job busy. So long also behind what follows an answer to a
+#: loss: what has just moved shall not move again.
+REST_S = 60.0
+_FOLLOWS: frozenset[Cause] = frozenset({"re-routed", "few holders"})
+
+
+def join(context: Context, job: Job) -> Decision | None:
+    """Take in nodes that are ready and have no part in the plan, at a step boundary."""
+    state = context.state
+    if not undisturbed(state, job):  # of a drained node the place is not free yet
+        return None
+    ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
+    # Those that stand by are taken back when that is worth it (`even_out`).
+    due = _settled_at(context, job, [n for n in ready if n.facts.node not in job.standing_by])
+    if due is None:
+        return None
+    if context.now < due:
+        return Decision(wake_at=due, reason="nodes are about to join")
+    try:
+        answer = next_plan(context, job, ready, next_generation(context, job), policies.MOVING)
+    except PlanInfeasible as infeasible:
+        return Decision(reason=f"ready nodes stay idle: {'; '.join(infeasible.causes)}")
+    found = answer.found
+    if not set(found.plan.nodes) > set(job.current.members):
+        return Decision(reason="ready nodes stay idle: no combination of templates uses them")
+    event = plan_made(
+        context,
+        job,
+        found.plan,
+        boundary=True,
+        cause="worker well" if _stood_by(state, job, found.plan) else "node joined",
+        rule=found.rule,
+        reason=found.reason,
+        detect_s=0.0,  # until it has settled, nothing waits for it
+        then=answer.then or "",
+        answer=answer,
+    )
+    return Decision(actions=(event,), reason=found.reason)
+
+
+def _stood_by(state: ClusterState, job: Job, plan: Plan) -> bool:
+    """Return whether all nodes that `plan` takes in stood by before, and so are well now."""
+    if job.current.made is None:
+        return False
+    before = {slow.worker for slow in job.current.made.standing_by}
+    return all(
+        any(worker.node == name for worker in before) and _has_trained(state, job, name)
+        for name in plan.nodes
+        if not job.current.has_member(name)
+    )
+
+
+def _has_trained(state: ClusterState, job: Job, name: NodeName) -> bool:
+    """Return whether all processes of the node have had a part in a plan."""
+    workers = state.nodes[name].seen.status.workers
+    return all(worker.incarnation in job.lineage.replaced for worker in workers)
+
+
+def _settled_at(context: Context, job: Job, ready: Sequence[Node]) -> float | None:
+    """Return when `ready` nodes outside the plan are taken in together; None: there are none."""
+    members = job.current.has_member
+    since = [n.seen.ready_at or context.now for n in ready if not members(n.facts.node)]
+    settle = context.timing.join_settle_s
+    return min(max(since) + settle, min(since) + _MOST_SETTLES * settle) if since else None
+
+
+def follow_up(context: Context, job: Job) -> Decision | None:
+    """Make the follow-up plan at a step boundary; None: none is due.
+
+    A plan that moved no state, so that training went on at once, is followed by one of templates or
+    one with a stage moved. A plan that leaves layers with few nodes is followed by its shadows. The
+    follow-up is dropped if no stage is worth moving, no shadow can be added or planning failed: a
+    new search takes seconds and would end the same. Templates are tried again, since nodes that
+    come may make them possible.
+    """
+    state, made = context.state, job.current.made
+    if made is None or not made.then or not undisturbed(state, job):
+        return None
+    ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
+    due = _settled_at(context, job, [n for n in ready if n.facts.node not in job.standing_by])
+    if due is not None and context.now < due:
+        return None  # they join in the same plan
+    wanted: PlanWanted = made.then
+    try:
+        answer = next_plan(context, job, ready, next_generation(context, job), wanted)
+    except PlanInfeasible as infeasible:
+        why = "; ".join(infeasible.causes)
+        if policies.is_tried_again(wanted) and not isinstance(infeasible, PlanningFailed):
+            return Decision(reason=f"no {wanted} so far: {why}")
+        dropped = FollowUpDropped(job_id=job.id, generation=job.current.generation, reason=why)
+        return Decision(actions=(dropped,), reason=f"no {wanted}: {why}")
+    found = answer.found
+    event = plan_made(
+        context,
+        job,
+        found.plan,
+        boundary=True,
+        cause="few holders" if policies.adds_holders(answer.policy) else "re-routed",
+        rule=found.rule,
+        reason=found.reason,
+        detect_s=0.0,  # nothing waits for it
+        policy=answer.policy,
+        then=answer.then or "",
+        answer=answer,
+    )
+    return Decision(actions=(event,), reason=found.reason)
+
+
+def even_out(context: Context, job: Job) -> Decision | None:
+    """Plan anew if workers compute at other rates than the newest plan counts on, or if that plan
+    has slow workers, or leaves them out, and was made for something else."""
+    state, made = context.state, job.current.made
+    if made is None or not policies.evens_out(job.spec):
+        return None
+    if not undisturbed(state, job):
+        return None
+    planned, rates = made.plan.rates, made.plan.with_rates(job.rates).rates
+    waiting = _standing_by(state, job)
+    counted = made.policy == policies.AROUND_SLOW or not (rates or waiting)
+    if counted and rates == planned and _as_slow(job, made):
+        return None
+    members = [state.nodes[name] for name in job.current.members]
+    # A plan after a loss or a join only has other shares for slow workers.
+    well = rates != planned and _all_better(rates, planned)
+    due = (job.seen.planned_at or 0.0) + REST_S
+    rests = made.policy == policies.AROUND_SLOW or made.cause in _FOLLOWS
+    if rests and not well and context.now < due:
+        return Decision(wake_at=due, reason="the last voluntary change is not a minute old")
+    try:
+        live = by_name([*members, *waiting])
+        answer = next_plan(context, job, live, next_generation(context, job), policies.AROUND_SLOW)
+    except PlanInfeasible as infeasible:
+        return Decision(reason=f"slow workers keep their part: {'; '.join(infeasible.causes)}")
+    better = well or policies.takes_back(answer.found.rule)
+    cause: Cause = "worker well" if better else "worker slow"
+    event = plan_made(
+        context,
+        job,
+        answer.found.plan,
+        boundary=True,
+        cause=cause,
+        rule=answer.found.rule,
+        reason=answer.found.reason,
+        detect_s=0.0,  # nothing waits for it
+        policy=answer.policy,
+        then=policies.follow_up_of(made.then, answer.found.rule, answer.then),
+        answer=answer,
+    )
+    return Decision(actions=(event,), reason=answer.found.reason)
+
+
+def _standing_by(state: ClusterState, job: Job) -> list[Node]:
+    """Return the nodes that stand by and could take part."""
+    names = job.standing_by
+    idle = [node for node in state.candidates(job) if node.facts.node in names] if names else []
+    return [node for node in idle if state.is_ready(node, job)]
+
+
+def _as_slow(job: Job, made: PlanMade) -> bool:
+    """Return whether the workers that stand by are as slow as when the plan was made."""
+    before = {slow.worker: slow.rate for slow in made.standing_by}
+    here = (worker for worker in job.rates if worker.node in job.standing_by)
+    return all(job.rates[worker] == before.get(worker) for worker in here)
+
+
+def _all_better(rates: Iterable[WorkerRate], planned: Iterable[WorkerRate]) -> bool:
+    """Return whether no worker is slower than planned. Such a change need not rest REST_S: it
+    cannot recur before some worker turns slow, and that change rests."""
+    before = {one.worker: one.rate for one in planned}
+    return all(one.rate >= before.get(one.worker, 1.0) for one in rates)

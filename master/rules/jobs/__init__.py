@@ -1,1 +1,0 @@
-"""Rules about jobs: turns, profiles, faults, progress and the end."""

@@ -1,0 +1,269 @@
+"""Next plan of a job: questions to the planner, and the decision to wait where it has no answer.
+
+A plan that would lose state for good is not made. Owns also the requests that are likely to come
+next (`Foresight`). Must not know which rule asks, nor how plans are made.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence, Set
+from contextlib import suppress
+from dataclasses import replace
+
+from oobleck.core.errors import PlanInfeasible
+from oobleck.core.ids import Generation, JobId, NodeName
+from oobleck.core.job.spec import RecoveryPolicy
+from oobleck.core.plan import Plan
+from oobleck.core.units import comma_separated, count
+from oobleck.master import policies
+from oobleck.master.events.jobs import JobWaiting
+from oobleck.master.planning import client
+from oobleck.master.planning.requests import PlanReply, PlanRequest, StillPlanning
+from oobleck.master.planning.solve import AtOnce
+from oobleck.master.policies import PlanWanted
+from oobleck.master.rules import questions
+from oobleck.master.rules.decision import Context, Decision
+from oobleck.master.rules.questions import (
+    by_name,
+    is_away,
+    look_again,
+    names,
+    next_generation,
+    start_deadline,
+    still_there,
+    undisturbed,
+)
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import Job
+from oobleck.master.state.node import Node
+from oobleck.planner.recovery.answer import Answer
+from oobleck.planner.recovery.reconfigure import can_lose
+
+log = logging.getLogger(__name__)
+
+
+#: With more nodes each plan takes so long that there is not one for each before the next loss.
+_MOST_NODES = 64
+_BACK = "put that right, and 'oobleck node undrain NODE' takes a node back"
+
+
+def next_plan(
+    context: Context,
+    job: Job,
+    live: Sequence[Node],
+    generation: Generation,
+    wanted: PlanWanted | None = None,
+) -> Answer:
+    """Return the plan that replaces `job`'s newest one on `live`, by the `wanted` policy; None: the
+    policy after a loss.
+
+    Nodes that stand by get a part only if without them no plan is possible, or only plans that can
+    lose fewer nodes than the job wants.
+
+    Raises StillPlanning and PlanInfeasible. A plan is also infeasible if it leaves a layer of a
+    trained model without a holder and there is no checkpoint. The exception is a layer that is gone
+    for good, in a job that wants to begin anew then.
+    """
+    wanted = wanted or _for_losses(job)
+    at_work = [node for node in live if node.facts.node not in job.standing_by]
+    if wanted == policies.AROUND_SLOW or len(at_work) == len(live):
+        return _next_plan(context, job, live, generation, wanted)
+    try:
+        found = _next_plan(context, job, at_work, generation, wanted)
+    except PlanInfeasible:
+        return _next_plan(context, job, live, generation, wanted)
+    if can_lose(found.found.plan) >= job.spec.fault_tolerance:
+        return found
+    with suppress(PlanInfeasible):
+        with_all = _next_plan(context, job, live, generation, wanted)
+        if can_lose(with_all.found.plan) > can_lose(found.found.plan):
+            return with_all
+    return found
+
+
+def _next_plan(
+    context: Context, job: Job, live: Sequence[Node], generation: Generation, wanted: PlanWanted
+) -> Answer:
+    answer = client.next_plan(context.planner, job, live, generation, wanted)
+    lost = questions.lost_layers(context.state, job, answer.found.plan)
+    if lost is not None and wanted in policies.VOLUNTARY:
+        raise PlanInfeasible(*lost.causes)  # nobody is forced to make a change
+    if lost is not None and answer.policy != policies.MOVING and wanted != policies.MOVING:
+        # State must move all the same, so it may as well go where it is best.
+        return _next_plan(context, job, live, generation, policies.MOVING)
+    if lost is None or job.has_checkpoint:
+        return answer
+    looks = job.spec.on_state_lost == "restart" or job.may_have_checkpoint
+    if looks and questions.gone_for_good(context, job) is not None:
+        return answer
+    away = comma_separated(questions.may_bring_back(context, job, lost.layers))
+    hope = f"only {away} with the workers of before can bring it back; or " if away else ""
+    fix = "cancel the job and submit it again, since there is no checkpoint"
+    if job.spec.on_state_lost == "restart":
+        fix = "it begins anew once nothing can, since there is no checkpoint"
+    raise PlanInfeasible(*lost.causes, hope + fix) from lost
+
+
+def _for_losses(job: Job) -> RecoveryPolicy:
+    """Return the policy that the job wants for losses, if workers hold what the plan to change
+    says. They may not while a plan that moves state is entered and has no committed step, nor after
+    another job had the turn: then state moves."""
+    made = job.current.made
+    moving = made is not None and not policies.keeps_state(made.policy) and job.current.on_the_way
+    moving = moving and not job.unentered
+    if moving or job.current.put_back:
+        return policies.MOVING
+    return policies.for_losses(job.spec)
+
+
+def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) -> Decision:
+    """Return the decision to wait for nodes, with all that keeps nodes out of the job."""
+    out = describe_left_out(sorted(job.left_out.items()))
+    odd = describe_left_out((node.facts.node, why) for node, why in state.alike(job)[1])
+    slots = state.worker_slots(job) or 0
+    connected = [node for node in state.nodes.values() if node.connected]
+    others = [node for node in connected if node.facts.worker_slots != slots]
+    drained = [
+        n for n in connected if n.drain is not None and n.drain.by == "operator" and n.drain.done
+    ]
+    undrain = f"drained: {names(drained)} ('oobleck node undrain NODE' takes one back)"
+    idle = f"kept idle: {names(others)}, because the job uses nodes with {count(slots, 'worker')}"
+    causes = (
+        *infeasible.causes,
+        *more,
+        *([idle] if others else []),
+        *([undrain] if drained else []),
+        *odd,
+        *out,
+        *([_BACK] if out else []),
+    )
+    reason = "; ".join(causes)
+    if job.state == "waiting for nodes" and job.reason == reason:
+        return Decision(reason=reason)
+    return Decision(actions=(JobWaiting(job_id=job.id, causes=causes),), reason=reason)
+
+
+def describe_left_out(nodes: Iterable[tuple[NodeName, str]]) -> list[str]:
+    """List each reason for leaving nodes out once, with all nodes that it keeps out."""
+    by_reason: dict[str, list[NodeName]] = {}
+    for node, why in nodes:
+        by_reason.setdefault(why, []).append(node)
+    return [
+        f"{comma_separated(found)} {'is' if len(found) == 1 else 'are'} left out: {why}"
+        for why, found in by_reason.items()
+    ]
+
+
+def can_spare(context: Context, job: Job, nodes: Set[NodeName]) -> bool:
+    """Return whether the job can go on without these nodes and the layers that only they hold."""
+    return nodes <= set(job.current.newcomers) or plan_without(context, job, nodes) is not None
+
+
+def plan_without(context: Context, job: Job, nodes: Set[NodeName]) -> Plan | None:
+    """Return the plan for the other ready nodes; None: they cannot go on alone."""
+    state = context.state
+    rest = [
+        node
+        for node in state.candidates(job)
+        if state.is_ready(node, job) and node.facts.node not in nodes
+    ]
+    try:
+        return next_plan(context, job, rest, next_generation(context, job)).found.plan
+    except PlanInfeasible:
+        return None
+
+
+def plan_without_drained(context: Context, job: Job, live: Sequence[Node]) -> Answer:
+    """Return the next plan without the nodes that are to be drained. Those whose drain is not
+    forced get a part if no other plan is possible; sick ones also if the job could lose fewer nodes
+    than it wants without them. Raises PlanInfeasible."""
+    state, generation = context.state, next_generation(context, job)
+    kept = [
+        node
+        for node in still_there(state, job)
+        if state.is_ready(node, job) and node.drain is not None and not node.drain.force
+    ]
+    try:
+        found = next_plan(context, job, live, generation)
+    except PlanInfeasible:
+        if not kept:
+            raise
+        return next_plan(context, job, by_name([*live, *kept]), generation)
+    left = can_lose(found.found.plan)
+    needed = [node for node in kept if questions.is_too_much(job, node, left)]
+    if needed:
+        with suppress(PlanInfeasible):
+            more = next_plan(context, job, by_name([*live, *needed]), generation)
+            return more if can_lose(more.found.plan) > left else found
+    return found
+
+
+def get_ready(context: Context, job: Job) -> Decision | None:
+    """Return the decision to wait for nodes that get ready for a job about to go on after another
+    one; None: no node is worth waiting for."""
+    pending = [
+        node
+        for node in context.state.candidates(job)
+        if not context.state.is_ready(node, job)
+        and not is_away(context, node)
+        and start_deadline(context, node) > context.now
+    ]
+    return getting_ready(context, job, pending) if pending else None
+
+
+def getting_ready(context: Context, job: Job, pending: list[Node]) -> Decision:
+    """Return the decision to wait until `pending` nodes are ready."""
+    return Decision(
+        wake_at=min(look_again(context, node) for node in pending),
+        reason=f"nodes get ready for {job.id}: {names(pending)}",
+    )
+
+
+class _Asked(AtOnce):
+    """A planner that has no reply, so that the request is known."""
+
+    def reply(self, request: PlanRequest) -> PlanReply:
+        raise StillPlanning(request)
+
+
+class Foresight:
+    """Requests for the plans after the loss of any one node, which are worked on in advance.
+
+    They are made anew only when something has changed that such plans depend on.
+    """
+
+    def __init__(self) -> None:
+        #: Job and generation that they are of, and what else they hang on.
+        self._of: tuple[JobId, Generation] | None = None
+        self._seen: object = None
+        self._found: tuple[PlanRequest, ...] = ()
+
+    def look(self, context: Context) -> tuple[PlanRequest, ...]:
+        """Return the requests that the loss of each single node leads to. While the job is
+        disturbed they stay as they were before, since the first signs of a loss must not drop
+        them."""
+        state, job = context.state, context.state.job
+        if job is None or job.current.made is None or len(job.current.members) > _MOST_NODES:
+            return ()
+        if job.current.losses or job.current.on_the_way or not undisturbed(state, job):
+            return self._found if self._of == (job.id, job.newest_known) else ()
+        live = [node for node in state.candidates(job) if state.is_ready(node, job)]
+        sizes = tuple((node.facts.node, node.facts.memory_per_worker_bytes) for node in live)
+        seen = (
+            (job.id, job.newest_known, sizes),
+            (job.profiling.chosen, job.current.base, tuple(sorted(job.rates.items()))),
+        )
+        if seen != self._seen:
+            self._of, self._seen, self._found = (job.id, job.newest_known), seen, ()
+            asking = replace(context, planner=_Asked())
+            for name in job.current.members:
+                left = [node for node in live if node.facts.node != name]
+                try:
+                    plan_without_drained(asking, job, left)
+                except StillPlanning as still:
+                    self._found += (still.request,)
+                except PlanInfeasible:
+                    pass  # that takes no time to find
+                except Exception:
+                    # Nothing hangs on it yet; where the loss comes, the rules meet it again.
+                    log.exception("what a loss would ask for is not known", extra={"node": name})
+        return self._found

@@ -1,1 +1,0 @@
-"""Rules about plans: the first one, those after a change, and when they come."""

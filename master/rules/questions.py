@@ -1,0 +1,493 @@
+"""Questions that several rules ask of the state: who holds what, who is away, what is ready.
+
+Holders of state are derived from the plans that live workers have entered (`Lineage.plans`) and
+from their agents' reports. Pure. Must not know what is decided by an answer.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from oobleck.core.errors import LayerLost
+from oobleck.core.ids import Generation, Incarnation, NodeName, WorkerId
+from oobleck.core.messages import PeerLost
+from oobleck.core.plan import Plan
+from oobleck.core.routes import Shard, ShardTable, require_holders
+from oobleck.core.units import comma_separated
+from oobleck.host.detection import Detection
+from oobleck.master.events.jobs import (
+    ProfileChosen,
+)
+from oobleck.master.events.nodes import (
+    WorkerLost,
+)
+from oobleck.master.rules.decision import Context
+from oobleck.master.state.cluster import GENERATIONS_PER_TERM, ClusterState
+from oobleck.master.state.incident import describe_exit, last_words
+from oobleck.master.state.job import NO_GENERATION, Job
+from oobleck.master.state.node import Node
+from oobleck.planner.profile.measurement import check_measured, profile_key
+
+OTHER_DATA = "its data differ from those of the job's other nodes (same paths, other content)"
+#: Longest quarantine, seconds.
+LONGEST_QUARANTINE_S = 3600.0
+#: Ends of a node's processes, without a step that they had a part in, before it is left out.
+_MOST_STILLBORN = 3
+#: Most doublings of the interval between two rendezvous.
+_MOST_DOUBLINGS = 20
+
+
+# ---- Holders of state
+
+
+def was_trained(state: ClusterState, job: Job) -> bool:
+    """Return whether the model was trained, so that there is state to lose. After a restart of the
+    master the step may be unknown, and the nodes that reported it may be gone. One node's report
+    does not count while others of the plan are connected and know of no step."""
+    steps, processes = job.seen.steps, job.current.processes()
+    if job.current.stepped > NO_GENERATION or max(steps.committed_step, steps.furthest_step) > 0:
+        return True
+    timeline, others = job.seen.timeline, set()
+    agreed = timeline.joined if timeline is not None else {}
+    told = {worker.node for worker, step in agreed.items() if step > 0}
+    for name, node in state.nodes.items():
+        status = node.seen.status
+        if not node.connected or status.job_id != job.id:
+            continue
+        if any(worker.committed_step > 0 for worker in status.workers):
+            told.add(name)
+        elif any(processes.get(WorkerId(name, w.slot)) == w.incarnation for w in status.workers):
+            others.add(name)
+    return len(told) > 1 or (len(told) == 1 and not others - told)
+
+
+def lost_layers(
+    state: ClusterState, job: Job, plan: Plan, *, handed_over: bool = True
+) -> LayerLost | None:
+    """Return the layers of a trained model whose state no worker of `plan` holds; None: there are
+    none. `handed_over`: workers on nodes that are being drained count too."""
+    if not was_trained(state, job):
+        return None
+    try:
+        workers = (*plan.workers, *(departing(state, job, plan) if handed_over else ()))
+        require_holders(_held_layers(state, job, workers), plan.layer_count)
+    except LayerLost as lost:
+        return lost
+    return None
+
+
+def gone_for_good(context: Context, job: Job) -> LayerLost | None:
+    """Return the layers of a trained model whose state no worker holds and no node that is away
+    can bring back; None: there are none."""
+    if not was_trained(context.state, job):
+        return None
+    try:
+        held = _held_layers(context.state, job, _here(context.state, job))
+        require_holders(held | _held_away(context, job), job.spec.model.layer_count)
+    except LayerLost as lost:
+        return lost
+    return None
+
+
+def may_be_untold(state: ClusterState, job: Job) -> bool:
+    """Return whether agents may hold back a report that explains the missing state. That is so
+    where some state has no known holder, but all of it would have one if all connected workers had
+    entered the newest plan."""
+    if not was_trained(state, job) or job.current.made is None:
+        return False
+    here = _here(state, job)
+    known = _held_layers(state, job, here)
+    planned, members = job.current.made.plan.shards, job.current.processes()
+    supposed = dict(known)
+    for worker in here:
+        status = state.nodes[worker.node].seen.status.worker(worker.slot)
+        if status is not None and members.get(worker) == status.incarnation:
+            supposed[worker] = known.get(worker, frozenset()) | planned[worker]
+    layers = job.spec.model.layer_count
+    return not _is_whole(known, layers) and _is_whole(supposed, layers)
+
+
+def may_bring_back(context: Context, job: Job, layers: Iterable[int]) -> frozenset[NodeName]:
+    """Return the nodes that are away and whose workers may hold some of `layers`."""
+    wanted = frozenset(layers)
+    away = _held_away(context, job)
+    return frozenset(w.node for w, held in away.items() if any(s.layer in wanted for s in held))
+
+
+def given_up_at(context: Context, job: Job) -> float | None:
+    """Return when the next node that is away stops being expected back; None: no node is
+    expected."""
+    names = {name for plan in job.lineage.plans.values() for name in plan.nodes}
+    ends = (_may_return_until(context, job, name) for name in names)
+    return min((end for end in ends if context.now < end < math.inf), default=None)
+
+
+def departing(state: ClusterState, job: Job, plan: Plan) -> tuple[WorkerId, ...]:
+    """Return the workers outside `plan` that can hand over what they hold."""
+    return tuple(
+        WorkerId(name, worker.slot)
+        for name, node in sorted(state.nodes.items())
+        # One that may stay after all is still without a part in a plan that is not trained in yet.
+        if (node.moves_off or name in job.current.leaving)
+        and node.connected
+        and node.seen.status.job_id == job.id
+        and name not in plan.nodes
+        and name not in job.current.lost_nodes
+        for worker in node.seen.status.workers
+        if not job.seen.is_gone(worker.incarnation)
+    )
+
+
+def _here(state: ClusterState, job: Job) -> list[WorkerId]:
+    """Return all connected workers of the job, in the plan or not."""
+    return [
+        WorkerId(name, worker.slot)
+        for name, node in sorted(state.nodes.items())
+        if node.connected and node.is_clear and name not in job.left_out
+        if node.seen.status.job_id == job.id
+        for worker in node.seen.status.workers
+        if not job.seen.is_gone(worker.incarnation)
+    ]
+
+
+def _is_whole(held: Mapping[WorkerId, frozenset[Shard]], layer_count: int) -> bool:
+    try:
+        require_holders(held, layer_count)
+    except LayerLost:
+        return False
+    return True
+
+
+def _held_away(context: Context, job: Job) -> dict[WorkerId, frozenset[Shard]]:
+    """Return what workers on nodes that are away may hold, by any plan since the last step."""
+    held: dict[WorkerId, frozenset[Shard]] = {}
+    dead = job.current.lost_workers  # and no plan counts on others in their places yet
+    for plan in job.lineage.plans.values():
+        for worker, shards in plan.shards.items():
+            if worker not in dead and context.now < _may_return_until(context, job, worker.node):
+                held[worker] = held.get(worker, frozenset()) | shards
+    return held
+
+
+def _may_return_until(context: Context, job: Job, name: NodeName) -> float:
+    """Return the time until which a node that is away may come back with its workers. Time while
+    the master was away does not count. A node that the journal has lost may come back too."""
+    node = context.state.nodes.get(name)
+    if name in job.lineage.emptied or (node is not None and node.connected):
+        return -math.inf
+    if node is not None and node.registered:
+        return math.inf
+    lost_at = node.seen.lost_at if node is not None else None
+    since = job.seen.since if lost_at is None else max(lost_at, job.seen.since)
+    return since + context.retention.node_s
+
+
+def _held_layers(
+    state: ClusterState, job: Job, workers: Iterable[WorkerId]
+) -> dict[WorkerId, frozenset[Shard]]:
+    """Return the shards that each worker holds: by the newest plan that it has entered, and by
+    every one since the last plan with a committed step. Until the next step is committed, a worker
+    keeps layers that a newer plan takes away, and those received on the way into one."""
+    shards: dict[Generation, ShardTable] = {}
+
+    def planned(generation: Generation, worker: WorkerId) -> frozenset[Shard]:
+        if generation not in job.lineage.plans:
+            return frozenset()
+        if generation not in shards:
+            shards[generation] = job.lineage.plans[generation].shards
+        return shards[generation].get(worker, frozenset())
+
+    held = {}
+    processes = {
+        worker: process
+        for worker in workers
+        if (process := state.nodes[worker.node].seen.status.worker(worker.slot)) is not None
+    }
+    told = (process.stepped for process in processes.values())
+    newest = max((job.seen.steps.furthest_in, *told))
+    stepped, voted = job.lineage.plans.get(newest), _voted(job, newest)
+    trained = max(newest, job.current.stepped)
+    for worker, process in processes.items():
+        reported = job.seen.processes.entered.get(process.incarnation, frozenset())
+        entered = {process.generation, process.stepped, *reported}
+        if voted.get(worker) == process.incarnation:
+            entered.add(newest)
+        last = max(entered)
+        received = job.seen.processes.received.get(process.incarnation)
+        own: frozenset[Shard] = frozenset()
+        if received is not None and received.generation >= trained:
+            of_plan = planned(received.generation, worker)
+            own |= {shard for shard in of_plan if shard.layer in received.layers}
+        if stepped is None or not _is_behind(worker, last, stepped):
+            kept = {generation for generation in entered if generation >= trained}
+            own = own.union(*(planned(at, worker) for at in {last, *kept}))
+        held[worker] = own
+    return held
+
+
+def _voted(job: Job, generation: Generation) -> Mapping[WorkerId, Incarnation]:
+    """Return the processes that a plan in which a step was committed counts on. Each has entered
+    it, whether its agent has told so or not, since a commit needs the vote of all."""
+    for made in (job.current.made, job.current.trained):
+        if made is not None and made.plan.generation == generation:
+            return dict(zip(made.plan.workers, made.incarnations, strict=True))
+    return {}
+
+
+def _is_behind(worker: WorkerId, generation: Generation, stepped: Plan) -> bool:
+    """Return whether a step committed in `stepped` has outdated what the worker holds since
+    `generation`. A worker that has a part in that plan has entered it."""
+    return generation < stepped.generation and worker not in stepped.workers
+
+
+# ---- Nodes: away, starting, ready
+
+
+def is_away(context: Context, node: Node) -> bool:
+    """Return whether the agent's stream has been closed for so long that the others do not wait for
+    it."""
+    closed_at = node.seen.closed_at
+    return closed_at is not None and context.now >= closed_at + context.timing.away_s
+
+
+def start_deadline(context: Context, node: Node) -> float:
+    """Return the time until which the first plan waits for the node."""
+    since = context.now if node.seen.assigned_at is None else node.seen.assigned_at
+    return since + context.timing.start_timeout_s
+
+
+def look_again(context: Context, node: Node) -> float:
+    """Return when to check again whether the node is still worth waiting for."""
+    closed_at = node.seen.closed_at
+    if closed_at is None or is_away(context, node):
+        return start_deadline(context, node)
+    return min(start_deadline(context, node), closed_at + context.timing.away_s)
+
+
+def is_up(state: ClusterState, worker: WorkerId) -> bool:
+    """Return whether other workers can call the worker's process."""
+    status = state.nodes[worker.node].seen.status.worker(worker.slot)
+    return status is not None and status.card != ""
+
+
+def coming(state: ClusterState, job: Job, nodes: Sequence[Node]) -> list[Node]:
+    """Return those of `nodes`, members that are not ready, whose missing workers are all on the
+    way.
+
+    Returns none where no worker is up that the next plan may count on: nobody waits then, and there
+    is nobody to meet.
+    """
+    if not any(_has_worker_up(job, node) for node in state.candidates(job)):
+        return []
+    lost = {loss.incarnation for loss in job.current.losses if isinstance(loss, WorkerLost)}
+    found = []
+    for node in nodes:
+        status = node.seen.status
+        here = [
+            worker
+            for worker in status.workers
+            if not job.seen.is_gone(worker.incarnation) and worker.incarnation not in lost
+        ]
+        full = len(here) == node.facts.worker_slots
+        if node.connected and status.job_id == job.id and full:
+            found.append(node)
+    return found
+
+
+def _has_worker_up(job: Job, node: Node) -> bool:
+    """Return whether a worker of the newest plan is up on the node."""
+    mine = set(job.current.processes().values())
+    return node.connected and any(
+        worker.card and worker.incarnation in mine and not job.seen.is_gone(worker.incarnation)
+        for worker in node.seen.status.workers
+    )
+
+
+def takes_longer(job: Job, node: Node) -> bool:
+    """Return whether the replacement of a lost process on the node will take long. Either the
+    replacement is late already, or the agent's last status lists none, though it forks one as soon
+    as it may."""
+    status = node.seen.status
+    late = any(
+        isinstance(loss, WorkerLost) and loss.late and loss.worker.node == node.facts.node
+        for loss in job.current.losses
+    )
+    return late or (status.job_id == job.id and len(status.workers) < node.facts.worker_slots)
+
+
+def like_data(state: ClusterState, ready: Sequence[Node]) -> tuple[list[Node], list[Node]]:
+    """Split the `ready` nodes into those that read the most common data and the others. On a tie,
+    the first node's data counts."""
+    counts = Counter(state.data_of(node) for node in ready)
+    most = counts.most_common(1)[0][0] if counts else ""
+    like = [node for node in ready if state.data_of(node) == most]
+    return like, [node for node in ready if state.data_of(node) != most]
+
+
+def ends_early(job: Job, node: NodeName) -> str:
+    """Describe how the node's workers end before they take part in a step; empty: too few such
+    ends."""
+    ends = job.seen.faults.stillborn.get(node, [])
+    if len(ends) < _MOST_STILLBORN:
+        return ""
+    return (
+        f"its workers ended {len(ends)} times before they had a part in a step; the last "
+        f"time {describe_exit(ends[-1])}: {last_words(ends[-1])}"
+    )
+
+
+def quarantine_s(node: Node, first_s: float) -> float:
+    """Return the length of the node's next quarantine, seconds; the first one lasts `first_s`."""
+    return min(LONGEST_QUARANTINE_S, first_s * 2.0**node.failures.quarantines)
+
+
+def names(nodes: Iterable[Node]) -> str:
+    return comma_separated(node.facts.node for node in nodes)
+
+
+def by_name(nodes: Sequence[Node]) -> list[Node]:
+    return sorted(nodes, key=lambda node: node.facts.node)
+
+
+# ---- Drains
+
+
+def on_the_move(state: ClusterState, job: Job) -> list[Node]:
+    """Return the members of the plan that are to be drained."""
+    return [state.nodes[name] for name in job.current.members if state.nodes[name].moves_off]
+
+
+def still_there(state: ClusterState, job: Job) -> list[Node]:
+    """Return the nodes to be drained that the job still needs. Those that the newest plan leaves
+    out are needed until it has committed a step."""
+    held = (state.nodes[name] for name in {*job.current.members, *job.current.leaving})
+    return by_name([node for node in held if node.moves_off])
+
+
+def is_undecided(state: ClusterState, node: Node) -> bool:
+    """Return whether the planner is still asked if the node's work can move off it."""
+    job, drain = state.job, node.drain
+    if job is None or drain is None or job.state != "running":
+        return False
+    known = drain.save if drain.force else drain.kept
+    return node.moves_off and node.facts.node in job.current.members and not known
+
+
+def is_too_much(job: Job, node: Node, left: int) -> bool:
+    """Return whether the job needs this node, which is out only as sick: without it the job could
+    lose `left` nodes, fewer than it asks for."""
+    return node.is_out_as_sick and left < job.spec.fault_tolerance
+
+
+# ---- The job on its way
+
+
+def undisturbed(state: ClusterState, job: Job) -> bool:
+    """Return whether the job trains with steps left, and no node is lost, away or being moved."""
+    return (
+        job.state == "running"
+        and not job.seen.peers_lost
+        and job.seen.steps.furthest_step < job.spec.training.steps
+        and not on_the_move(state, job)
+        and all(state.nodes[name].connected for name in job.current.members)
+    )
+
+
+def next_generation(context: Context, job: Job) -> Generation:
+    """Return a generation above all that anyone knows of, and above all that the lost head of an
+    adopted job may have made since.
+
+    Generations of another term are not counted: agents that act on them follow another head, and
+    this head must not make plans in that head's range.
+    """
+    first = context.state.history.first_generation
+    if job.adopted_in is not None:
+        first += (job.adopted_in // GENERATIONS_PER_TERM + 1) * GENERATIONS_PER_TERM
+    own = range(first, first + GENERATIONS_PER_TERM)
+    told = (
+        node.seen.status.generation
+        for node in context.state.nodes.values()
+        if node.connected and node.held is None and node.seen.status.job_id == job.id
+        if node.seen.status.generation in own
+    )
+    return Generation(max(job.newest_known, *told, first) + 1)
+
+
+def first_peer_lost(job: Job) -> tuple[float, WorkerId, PeerLost] | None:
+    """Return when workers of the newest generation first lost a peer, with a worker's report of it.
+    A worker that has left the others caused the loss, so its report counts before earlier ones."""
+    lost = job.seen.peers_lost
+    if not lost:
+        return None
+    _, _, worker = min((not report.left, at, worker) for worker, (at, report) in lost.items())
+    return min(at for at, _ in lost.values()), worker, lost[worker][1]
+
+
+def interval_s(job: Job, timing: Detection) -> float:
+    """Return the seconds from the loss of a peer to the workers' next rendezvous. It doubles with
+    each rendezvous that led to no step, up to a limit."""
+    if job.current.newcomers:  # which are left out where a rendezvous with them has failed
+        return timing.regroup_s
+    longest = max(timing.regroup_s, timing.longest_regroup_s)
+    doublings = min(_MOST_DOUBLINGS, max(0, job.seen.since_step.regroups - 1))
+    return min(longest, timing.regroup_s * float(2**doublings))
+
+
+def stands_by_until(job: Job, worker: WorkerId) -> float:
+    """Return when the worker may be called better, by this master's clock; 0: at any time."""
+    last, told = job.stand_bys.get(worker), job.slow.get(worker)
+    if last is None or told is None or last.process != told.incarnation:
+        return 0.0
+    return job.seen.stand_by_times[worker].until
+
+
+def next_stand_by_end(context: Context, job: Job) -> float | None:
+    """Return when the next stand-by worker may be called better; None: all may, or none stands
+    by."""
+    due = (
+        stands_by_until(job, worker)
+        for worker in job.slow
+        if not job.current.has_member(worker.node)
+    )
+    return min((at for at in due if at > context.now), default=None)
+
+
+# ---- Profiles
+
+
+def key_of(job: Job, nodes: Sequence[Node]) -> str:
+    """Return the name of the measurements that hold for `job` on `nodes`."""
+    per_host = Counter[str]()
+    for node in nodes:
+        per_host[node.facts.hostname] += node.facts.worker_slots
+    return profile_key(
+        job.spec,
+        devices=[node.facts.device_kind for node in nodes],
+        worker_slots=nodes[0].facts.worker_slots,
+        workers_per_host=max(per_host.values()),
+        several_nodes=len(nodes) > 1,
+    )
+
+
+def unusable_profile(state: ClusterState, job: Job, ready: Sequence[Node], key: str) -> str:
+    """Return why the stored profile of that name is not for `job`; empty: it may be used."""
+    why = state.unusable_profiles.get(key, "")
+    if (stored := state.profiles.get(key)) is not None:
+        try:
+            check_measured(stored, job.spec, gpus_per_node=ready[0].facts.worker_slots)
+        except ValueError as error:
+            why = str(error)
+    return f"profiles/{key}.json: {why}" if why else ""
+
+
+def profile_of_adopted(state: ClusterState, job: Job, names: Iterable[NodeName]) -> ProfileChosen:
+    """Return the profile of a job that was taken over while it trained: the stored one, or the
+    estimate."""
+    nodes = [state.nodes[name] for name in names]
+    key = key_of(job, nodes)
+    stored = state.profiles.get(key)
+    if stored is None or unusable_profile(state, job, nodes, key):
+        reason = "the master that had the job had measured it, and this one has not"
+        return ProfileChosen(job_id=job.id, source="estimate", profile=None, key="", reason=reason)
+    reason = f"profile {key}"
+    return ProfileChosen(job_id=job.id, source="stored", profile=stored, key=key, reason=reason)

@@ -1,1 +1,0 @@
-"""Rules about workers that are slower than the others."""

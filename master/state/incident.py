@@ -1,0 +1,320 @@
+"""Incidents and slowdowns as plain data, and the words for how a process ended.
+
+An incident is a failure with all its consequences, until training goes on or the job ends. It
+follows from journaled events (`oobleck.master.state.incidents` makes it,
+`oobleck.master.storage.incident_lines` writes it). One incident has any number of setbacks,
+since a second loss may come while the first is answered; `root_cause` tells which of them began it.
+A peer's closed connection is never a setback, only evidence: it says that something is wrong, not
+who is to blame. Slow workers, with whom nothing fails, make a `Slowdown`.
+"""
+
+import re
+from bisect import bisect_left, bisect_right
+from typing import Literal, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from oobleck.core.ids import Generation, WorkerId
+from oobleck.core.units import comma_separated, head
+from oobleck.master.events.jobs import (
+    Cause,
+    PlanMade,
+    RateChanged,
+    ReconfigurationStats,
+)
+from oobleck.master.events.nodes import (
+    Evidence,
+)
+from oobleck.proto.types import WorkerExited
+
+Kind = Literal[
+    "worker died",
+    "node lost",
+    "agent restarted",
+    "hang",
+    "network cut",
+    "node unfit",
+    "drained by force",
+    "peers disconnected",
+    "no progress",
+    "job error",
+    "job failed",
+    "head cut off",
+    "slow worker",
+]
+#: What tells that something is wrong and not what.
+_VAGUE: tuple[Kind, ...] = ("peers disconnected", "no progress", "job failed")
+#: What a process says that ends because another one did.
+_CONNECTION = re.compile(
+    r"connection (was )?(reset|closed|refused|aborted|lost)|broken ?pipe|closed by peer|"
+    r"lost a peer|socket (was )?closed|ConnectionError|ConnectionResetError",
+    re.IGNORECASE,
+)
+#: Nodes that fall silent within this time, and are so many of the plan's, do so together.
+_TOGETHER_S = 5.0
+_NEARLY_ALL = 0.9
+#: A worker that ends so shortly before or after its whole node does so because of it.
+_SAME_FALL_S = 10.0
+#: So many pieces of evidence of one incident are kept, the first ones.
+MOST_EVIDENCE = 64
+#: One slow worker may keep a slowdown open for weeks: so many of the workers that are slow no more
+#: are kept, and so many of the plans, the newest ones.
+MOST_KEPT = 64
+
+
+class Setback(msgspec.Struct, frozen=True, kw_only=True):
+    """Failure of one thing: a process, a node, the network or the job."""
+
+    kind: Kind
+    #: Empty: of no node in particular.
+    node: str = ""
+    #: None: of no worker in particular.
+    worker: WorkerId | None = None
+    #: Of that worker, or of all of the node, in the plan of before.
+    ranks: tuple[int, ...] = ()
+    pid: int | None = None
+    signal: int | None = None
+    exit_code: int | None = None
+    #: The process's own words; empty: none.
+    exception: str = ""
+    #: The last lines of its output.
+    log_tail: tuple[str, ...] = ()
+    reason: str
+    #: Unix times of the first evidence and of the declaration.
+    evidence_at: float
+    declared_at: float
+    #: Where the master found out by itself: lease | progress.
+    found_by: str = ""
+    #: It had reported that it lost a peer before.
+    lost_peer: bool = False
+    #: Who has come back since, of a lost node; empty: nobody.
+    back: Literal["", "same agent", "another agent"] = ""
+
+    @property
+    def followed_others(self) -> bool:
+        """Return whether the process may have ended only because it lost a peer."""
+        if self.kind != "worker died" or self.signal is not None:
+            return False
+        words = self.exception or "\n".join(self.log_tail[-3:])
+        return self.lost_peer or _CONNECTION.search(words) is not None
+
+
+class DatedEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """Evidence with its Unix time."""
+
+    at: float
+    what: Evidence
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """Attempt at recovery: one generation that answered the incident, and how far it came."""
+
+    generation: Generation
+    cause: Cause
+    rule: str
+    #: How it went, and the Unix time of its end; None: not known yet.
+    transition: ReconfigurationStats | None = None
+    ended_at: float = 0.0
+
+    @property
+    def began_at(self) -> float:
+        return self.ended_at - (self.transition.total_s if self.transition is not None else 0.0)
+
+
+class Incident(msgspec.Struct, frozen=True, kw_only=True):
+    #: From 1 within the job.
+    number: int
+    from_generation: Generation
+    #: How many nodes the plan had that it struck.
+    members: int = 0
+    setbacks: tuple[Setback, ...] = ()
+    evidence: tuple[DatedEvidence, ...] = msgspec.field(name="sightings", default=())
+    attempts: tuple[Attempt, ...] = ()
+    #: Committed steps that are done again from a checkpoint.
+    lost_steps: int = 0
+    #: Unix time of the last step before the first generation that answered, if training went on
+    #: well after the first evidence; 0: it did not, or that is not known; None: none has answered.
+    trained_until: float | None = None
+
+    @property
+    def opened_at(self) -> float:
+        """Unix time of the first evidence."""
+        seen = [dated.at for dated in self.evidence]
+        return min([*(setback.evidence_at for setback in self.setbacks), *seen])
+
+    @property
+    def stands_since(self) -> float:
+        """Unix time since when training stood: where nodes are silent and their workers train on,
+        as of a head that is cut off, later than the first evidence."""
+        return max(self.opened_at, self.trained_until or 0.0)
+
+    @property
+    def root_cause(self) -> Setback:
+        """Setback that began the incident. The job's own error goes before all others, then the
+        first setback that is no consequence of another. Lack of progress counts only where nothing
+        says more. A cut-off head has no recorded setback, so one is made for it."""
+        first = min(self.setbacks, key=self._order)
+        return self._cut_off() if first in self.silenced and self.head_is_cut_off else first
+
+    @property
+    def silenced(self) -> tuple[Setback, ...]:
+        """Nodes that fell silent together, if they are nearly all: they, or the head alone, have
+        lost the network."""
+        lost = [s for s in self.setbacks if s.kind == "node lost" and s.found_by == "lease"]
+        first = min((s.evidence_at for s in lost), default=0.0)
+        together = tuple(s for s in lost if s.evidence_at - first <= _TOGETHER_S)
+        nodes = {s.node for s in together}
+        return together if len(nodes) >= max(2, _NEARLY_ALL * self.members) else ()
+
+    @property
+    def head_is_cut_off(self) -> bool | None:
+        """Return whether the head was cut off, rather than the nodes that fell silent together. It
+        was if most of them are back and none of their agents is a new one. None: no node is back
+        yet."""
+        back = [s.back for s in self.silenced]
+        if "another agent" in back:
+            return False
+        if "same agent" not in back:
+            return None if back else False
+        return 2 * back.count("same agent") > len(back)
+
+    def _cut_off(self) -> Setback:
+        silenced = self.silenced
+        nodes = comma_separated({s.node for s in silenced})
+        return Setback(
+            kind="head cut off",
+            reason=f"the head was cut off from {nodes}, whose agents lived on",
+            evidence_at=min(s.evidence_at for s in silenced),
+            declared_at=min(s.declared_at for s in silenced),
+        )
+
+    def _order(self, setback: Setback) -> tuple[int, float]:
+        if setback.kind == "job error":
+            rank = 0
+        elif setback.kind in _VAGUE:
+            rank = 3
+        else:
+            rank = 2 if self.is_consequence(setback) else 1
+        return rank, setback.evidence_at
+
+    def is_consequence(self, setback: Setback) -> bool:
+        """Return whether another setback explains this one."""
+        if setback in self.silenced and self.head_is_cut_off:
+            return True
+        others = [other for other in self.setbacks if other is not setback]
+        if setback.kind in _VAGUE:
+            return any(other.kind not in _VAGUE for other in others)
+        if setback.followed_others:
+            return any(other.kind != "worker died" or other.signal is not None for other in others)
+        return setback.worker is not None and any(
+            other.kind in ("node lost", "agent restarted", "hang", "node unfit")
+            and other.node == setback.node
+            and abs(other.evidence_at - setback.evidence_at) <= _SAME_FALL_S
+            for other in others
+        )
+
+
+class LastIncident(msgspec.Struct, frozen=True, kw_only=True):
+    """Summary of the newest incident, as `oobleck status` shows it."""
+
+    number: int
+    #: Unix time of its end.
+    at: float
+    summary: str
+
+
+class SlowWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """Slow worker of a slowdown. A worker that is slow again before the slowdown ends keeps its
+    entry."""
+
+    worker: WorkerId
+    #: In the plan in which it was found slow.
+    ranks: tuple[int, ...] = ()
+    #: What was told of it when it was slowest.
+    slowest: RateChanged
+    #: Unix times of the first step that took long, and of the word on it.
+    since: float
+    told_at: float
+    #: Unix time since when it is slow no more; 0: it still is.
+    until: float = 0.0
+    #: Whether it was well then. If not, its process was gone, or the job over.
+    well: bool = False
+
+    @property
+    def setback(self) -> Setback:
+        return Setback(
+            kind="slow worker",
+            node=self.worker.node,
+            worker=self.worker,
+            ranks=self.ranks,
+            reason=f"{self.slowest.rate:.2f} of the others' pace",
+            evidence_at=self.since,
+            declared_at=self.told_at,
+        )
+
+
+class Answer(Attempt, frozen=True, kw_only=True):
+    """A plan that gave slow workers less to do, or something back, and what was expected of it."""
+
+    policy: str
+    reason: str
+
+
+class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
+    #: Among all incidents of the job, from 1.
+    number: int
+    from_generation: Generation
+    #: In the order in which they were found slow.
+    workers: tuple[SlowWorker, ...] = ()
+    answers: tuple[Answer, ...] = ()
+
+    @property
+    def opened_at(self) -> float:
+        return min(one.since for one in self.workers)
+
+    @property
+    def is_over(self) -> bool:
+        return all(one.until for one in self.workers)
+
+
+def describe_exit(exited: WorkerExited) -> str:
+    """Describe how a process ended."""
+    if exited.out_of_memory:
+        return (
+            f"pid {exited.pid} was killed by the kernel, since its host is out of memory: lower "
+            "training.microbatch or the agent's --memory-per-worker, or free memory there"
+        )
+    if exited.signal is not None:
+        return f"pid {exited.pid} was killed by signal {exited.signal}"
+    return f"pid {exited.pid} exited with code {exited.exit_code}"
+
+
+def last_words(exited: WorkerExited) -> str:
+    """Return the last line that a process printed; in a traceback it names the exception."""
+    return head(exited.log_tail.strip().rpartition("\n")[2]) or "no output"
+
+
+A = TypeVar("A", bound=Attempt)
+
+
+def with_stats(
+    attempts: tuple[A, ...],
+    newest: Generation,
+    stats: ReconfigurationStats | None,
+    unix: float,
+) -> tuple[A, ...]:
+    """Return the attempts, with `stats` added to the one at the `newest` generation, if any."""
+    last = attempts[-1] if attempts else None
+    if stats is None or last is None or last.generation != newest:
+        return attempts
+    return (*attempts[:-1], replace(last, transition=stats, ended_at=unix))
+
+
+def ranks_of(made: PlanMade | None, node: str, worker: WorkerId | None = None) -> tuple[int, ...]:
+    """Return the ranks of the node's workers in the plan, or of `worker` alone. A plan's workers
+    are sorted, so those of one node are side by side."""
+    workers = made.plan.workers if made is not None else ()
+    first = bisect_left(workers, node, key=lambda other: other.node)
+    end = bisect_right(workers, node, key=lambda other: other.node)
+    return tuple(r for r in range(first, end) if worker is None or workers[r] == worker)

@@ -1,0 +1,299 @@
+"""Follows an incident from its first loss to the step, or the end, that closes it.
+
+It follows from journaled events alone, so a restarted master knows as much. It looks at the state
+that an event finds, before the event has changed it. Must not know how events.jsonl tells of an
+incident.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from oobleck.core.ids import JobId
+from oobleck.master.events.jobs import (
+    FirstStepCommitted,
+    JobCancelled,
+    JobCaughtUp,
+    JobFailed,
+    JobRestored,
+    JobSucceeded,
+    PlanMade,
+)
+from oobleck.master.events.nodes import (
+    Evidence,
+    NodeDrained,
+    NodeLeftOut,
+    NodeLost,
+    NodeRegistered,
+    NodeReset,
+    WorkerLost,
+)
+from oobleck.master.events.unions import Journaled
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.incident import (
+    MOST_EVIDENCE,
+    Attempt,
+    DatedEvidence,
+    Incident,
+    Kind,
+    Setback,
+    describe_exit,
+    ranks_of,
+    with_stats,
+)
+from oobleck.master.state.job import Job
+from oobleck.proto.types import WorkerExited
+
+replace = msgspec.structs.replace
+#: So long training goes on after the first evidence for it to count.
+_ON_S = 1.0
+
+
+def incident_after(
+    state: ClusterState, event: Journaled, unix: float
+) -> tuple[Job, Incident] | None:
+    """The job that `event` is about and its incident with what the event adds; None: it adds
+    nothing. Whether the event closes the incident, `closes` says."""
+    # Nodes are lost, and come back, for the job that has its turn; other events name theirs.
+    named: JobId | None = getattr(event, "job_id", None)
+    job_id = state.active if isinstance(event, NodeLost | NodeRegistered) else named
+    job = state.jobs.get(job_id) if job_id is not None else None
+    if job is None or (incident := _after(state, job, event, unix)) is None:
+        return None
+    return job, incident
+
+
+def _after(state: ClusterState, job: Job, event: Journaled, unix: float) -> Incident | None:
+    incident = job.incident
+    match event:
+        case NodeLost() if job.current.has_member(event.node):
+            setback = _setback(
+                job,
+                "agent restarted" if event.cause == "restarted" else "node lost",
+                event.node,
+                event.reason,
+                unix,
+                ago_s=event.detect_s,
+                found_by="lease" if event.cause == "lease" else "",
+            )
+            return _with_evidence(_with_setback(job, setback), event.evidence, unix)
+        case NodeRegistered() if incident is not None:
+            return _with_return(state, incident, event)
+        case WorkerLost() if not event.late:
+            incident = _with_setback(job, _worker_lost(job, event, unix))
+            return _with_evidence(incident, [event.evidence] if event.evidence else [], unix)
+        case NodeDrained():
+            setback = _setback(job, "drained by force", event.node, event.reason, unix)
+            return _with_setback(job, setback)
+        case NodeLeftOut() if job.current.has_member(event.node):
+            return _with_setback(job, _setback(job, "node unfit", event.node, event.reason, unix))
+        case NodeReset() if job.current.has_member(event.node):
+            return _with_setback(job, _reset(job, event, unix))
+        case JobRestored() if incident is not None:
+            return replace(incident, lost_steps=incident.lost_steps + event.lost_steps)
+        case JobCaughtUp():
+            return incident
+        case PlanMade():
+            return _with_plan(job, event, unix)
+        case FirstStepCommitted() | JobSucceeded() | JobFailed() | JobCancelled():
+            return _at_end(job, event, unix)
+        case _:
+            return None
+
+
+def closes(job: Job, event: Journaled) -> bool:
+    """Return whether `event` ends the incident of `job`. `job` is as before the event."""
+    if isinstance(event, FirstStepCommitted):
+        return not job.current.losses and event.step >= job.rollback.redo_until
+    if isinstance(event, JobCaughtUp):
+        current = job.current
+        at_rest = not current.on_the_way or current.made is None or current.made.boundary
+        return at_rest and not current.losses
+    return isinstance(event, JobSucceeded | JobFailed | JobCancelled)
+
+
+def _with_setback(job: Job, setback: Setback) -> Incident:
+    incident = job.incident or Incident(
+        number=job.incidents + 1,
+        from_generation=job.current.generation,
+        members=len(job.current.members),
+    )
+    return replace(incident, setbacks=(*incident.setbacks, setback))
+
+
+def _with_return(state: ClusterState, incident: Incident, event: NodeRegistered) -> Incident:
+    """A node that was lost is back, perhaps with the agent of before."""
+    name, known = event.facts.node, state.nodes.get(event.facts.node)
+    same = known is not None and known.facts.incarnation == event.facts.incarnation
+    setbacks = tuple(
+        replace(setback, back="same agent" if same else "another agent")
+        if setback.kind == "node lost" and setback.node == name and not setback.back
+        else setback
+        for setback in incident.setbacks
+    )
+    return replace(incident, setbacks=setbacks)
+
+
+def _setback(
+    job: Job, kind: Kind, node: str, reason: str, unix: float, *, ago_s: float = 0.0, **more: Any
+) -> Setback:
+    """Declared now, on evidence of `ago_s` before; `more`: other fields."""
+    return Setback(
+        kind=kind,
+        node=node,
+        reason=reason,
+        evidence_at=unix - ago_s,
+        declared_at=unix,
+        **{"ranks": ranks_of(job.current.made, node), **more},
+    )
+
+
+def _end_of(exited: WorkerExited | None) -> dict[str, Any]:
+    """The fields of a setback that tell how a process ended."""
+    if exited is None:
+        return {}
+    return {
+        "pid": exited.pid,
+        "signal": exited.signal,
+        "exit_code": exited.exit_code,
+        "log_tail": tuple(exited.log_tail.splitlines()),
+    }
+
+
+def _worker_lost(job: Job, event: WorkerLost, unix: float) -> Setback:
+    seen, node = event.evidence, event.worker.node
+    return _setback(
+        job,
+        "hang" if event.hung else "worker died",
+        node,
+        event.reason,
+        unix,
+        ago_s=seen.ago_s if seen is not None else event.detect_s,
+        worker=event.worker,
+        ranks=ranks_of(job.current.made, node, event.worker),
+        exception=event.words,
+        lost_peer=event.lost_peer,
+        **_end_of(seen.exited if seen is not None else None),
+    )
+
+
+def _reset(job: Job, event: NodeReset, unix: float) -> Setback:
+    """Return the setback of a reset node. Its evidence dates from the first doubt about the job's
+    progress."""
+    doubts = job.incident.setbacks if job.incident is not None else ()
+    vague = ("no progress", "peers disconnected") if event.cut_off else ("no progress",)
+    since = min(
+        (doubt.evidence_at for doubt in doubts if doubt.kind in vague),
+        default=unix - event.detect_s,
+    )
+    return _setback(
+        job,
+        "network cut" if event.cut_off else "hang",
+        event.node,
+        event.reason,
+        unix,
+        ago_s=unix - since,
+        found_by="" if event.cut_off else "progress",
+    )
+
+
+def _with_plan(job: Job, event: PlanMade, unix: float) -> Incident | None:
+    incident = job.incident
+    if event.cause in ("peers lost", "no progress") and not job.current.losses:
+        kind: Kind = "no progress" if event.cause == "no progress" else "peers disconnected"
+        if incident is None or all(s.kind != kind for s in incident.setbacks):
+            found_by = "progress" if kind == "no progress" else ""
+            setback = _setback(
+                job, kind, "", event.reason, unix, ago_s=event.detect_s, found_by=found_by
+            )
+            incident = _with_setback(job, setback)
+    if incident is None:
+        return None
+    attempts = with_stats(incident.attempts, job.current.generation, event.overtaken, unix)
+    incident = replace(incident, attempts=attempts)
+    if event.boundary:
+        return incident  # it answers nothing, and training goes on
+    attempt = Attempt(generation=event.plan.generation, cause=event.cause, rule=event.rule)
+    incident = replace(incident, attempts=(*incident.attempts, attempt))
+    return _with_evidence(incident, event.evidence, unix)
+
+
+def _at_end(
+    job: Job, event: FirstStepCommitted | JobSucceeded | JobFailed | JobCancelled, unix: float
+) -> Incident | None:
+    incident = job.incident
+    if isinstance(event, JobFailed):
+        guilty = _job_error(job, event, unix)
+        if incident is None or guilty.kind in ("job error", "node unfit"):
+            incident = _with_setback(job, guilty)
+    if incident is None:
+        return None
+    attempts = with_stats(incident.attempts, job.current.generation, event.transition, unix)
+    incident = replace(incident, attempts=attempts)
+    if isinstance(event, FirstStepCommitted | JobFailed):
+        incident = _with_evidence(incident, event.evidence, unix)
+    if isinstance(event, FirstStepCommitted) and incident.trained_until is None:
+        # By another host's calendar, which need not be ours to the second.
+        counts = incident.opened_at + _ON_S < event.trained_until <= unix
+        incident = replace(incident, trained_until=event.trained_until if counts else 0.0)
+    return incident
+
+
+def _job_error(job: Job, event: JobFailed, unix: float) -> Setback:
+    """Return the setback of a job that failed, attributed to the worker that reported the error.
+    Without such a report it is the master's verdict."""
+    words = next((s for s in event.evidence if s.by == "worker" and s.saw in event.reason), None)
+    if words is None:
+        return _setback(job, "job failed", "", event.reason, unix)
+    node = words.observer.partition("/")[0]
+    worker = next((w for w in job.current.processes() if str(w) == words.observer), None)
+    ended = next((s.exited for s in event.evidence if s.about == words.observer and s.exited), None)
+    return _setback(
+        job,
+        "job error" if event.node is None else "node unfit",
+        node,
+        event.reason,
+        unix,
+        ago_s=words.ago_s,
+        worker=worker,
+        ranks=ranks_of(job.current.made, node, worker) if worker is not None else (),
+        exception=event.reason,
+        **_end_of(ended),
+    )
+
+
+def _with_evidence(incident: Incident, found: Iterable[Evidence], unix: float) -> Incident:
+    known = {_key(dated.what) for dated in incident.evidence}
+    new = [
+        DatedEvidence(at=unix - evidence.ago_s, what=replace(evidence, ago_s=0.0))
+        for evidence in found
+        if _key(evidence) not in known
+    ]
+    evidence = (*incident.evidence, *new)[:MOST_EVIDENCE]
+    setbacks = _with_late_words(incident.setbacks, new)
+    return replace(incident, evidence=evidence, setbacks=setbacks)
+
+
+def _with_late_words(
+    setbacks: tuple[Setback, ...], found: Iterable[DatedEvidence]
+) -> tuple[Setback, ...]:
+    """A master that comes back finds a process gone before its agent has told how it ended."""
+    known = {setback.pid for setback in setbacks}
+    ends = {
+        dated.what.about: dated.what.exited
+        for dated in found
+        if dated.what.exited is not None and dated.what.exited.pid not in known
+    }
+    return tuple(
+        replace(setback, **_end_of(exited), reason=describe_exit(exited))
+        if setback.kind == "worker died"
+        and setback.pid is None
+        and (exited := ends.get(str(setback.worker))) is not None
+        else setback
+        for setback in setbacks
+    )
+
+
+def _key(evidence: Evidence) -> tuple[str, str, str, str]:
+    return evidence.by, evidence.observer, evidence.about, evidence.saw

@@ -1,1 +1,0 @@
-"""Incidents and slowdowns: what they are, and how they are followed."""

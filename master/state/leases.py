@@ -1,0 +1,113 @@
+"""Leases of nodes: how long each may be silent, given the silence of the others.
+
+A master whose loop was late has extended all leases by as much (`Tick`). It also gives every node
+the time to come back that agents of a restarted master have, so its own pauses convict no node.
+Many streams that end at once were cut together, and come back together. If all nodes fall silent
+together, the head has lost its network: they too have the time of a master's restart. Reconnecting
+takes longer if many come back, since each handshake needs a processor; then each node has an
+answer's time after the last one that came. Pure.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+from oobleck.host.detection import Detection
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.node import Node
+
+#: Streams that end within the witness window and count as cut together.
+_MANY = 8
+#: Heartbeats of silence before a stream's end after which the node counts as fallen silent, not
+#: cut. Nodes last heard of within as long of each other fell silent together.
+_SILENT = 2
+#: Longest wait for a node, in times to return, however many nodes come back.
+_MOST_RETURNS = 3
+
+
+def last_sign(state: ClusterState, node: Node) -> float:
+    """Return when the node was last known to live. A member of the plan that this master has not
+    heard from counts as alive when the plan was made, and at the last recorded step."""
+    job, seen = state.job, node.seen
+    if seen.heard_at is not None or job is None or not job.current.has_member(node.facts.node):
+        return seen.last_heard
+    if not job.seen.steps.recent or job.state == "waiting for nodes":
+        return seen.last_heard
+    there = max(job.seen.steps.recent[-1].time, job.current.made_at)
+    return min(seen.last_heard, job.seen.since - (job.seen.since_unix - there))
+
+
+class Leases:
+    """Leases of all nodes: how long each may be silent, given what is seen of the others."""
+
+    def __init__(self, state: ClusterState, now: float, timing: Detection) -> None:
+        self._timing, self._silent_s = timing, _SILENT * timing.heartbeat_s
+        seen = [node.seen for node in state.nodes.values() if node.registered]
+        # Lost nodes count too, so that the time of the others does not change with a loss.
+        cuts = (node.seen.cut_at for node in state.nodes.values())
+        self._cuts = sorted(at for at in cuts if at is not None)
+        #: When the last node came; None: none has, or no node is away.
+        self._opened_at: float | None = None
+        if any(one.session is None for one in seen):
+            opened = (one.opened_at for one in seen if one.opened_at is not None)
+            self._opened_at = max(opened, default=None)
+        #: When nodes were last heard of, and when those that are back from a silence were before
+        #: it, in order; empty: none is silent for a lease.
+        self._heard, self._heard_before = list[float](), list[float]()
+        if any(now >= one.last_heard + timing.lease_s for one in seen):
+            self._heard = sorted(one.last_heard for one in seen)
+            self._heard_before = sorted(
+                one.heard_before
+                for one in seen
+                if one.heard_before is not None
+                and one.opened_at is not None
+                and one.opened_at - one.heard_before > self._silent_s
+            )
+
+    def of(self, node: Node) -> tuple[float, str]:
+        """Return the end of the node's lease, and a text that gives its length."""
+        timing, heard_at = self._timing, node.seen.last_heard
+        if node.seen.awaited:
+            why = "once the master was away"
+        elif self._cut_with_many(node):
+            why = "where many streams are cut"
+        elif self._silent_with_all(node):
+            why = "where all nodes fall silent together"
+        else:
+            return heard_at + timing.lease_s, f"{timing.lease_s:g} s"
+        end = heard_at + timing.return_s
+        if self._opened_at is not None:
+            most = heard_at + _MOST_RETURNS * timing.return_s
+            end = max(end, min(self._opened_at + timing.answer_s, most))
+        return end, f"{timing.return_s:g} s {why}"
+
+    def _cut_with_many(self, node: Node) -> bool:
+        at, window_s = node.seen.closed_at, self._timing.witness_window_s
+        if at is None or self._fell_silent(node):
+            return False
+        return _between(self._cuts, at - window_s, at + window_s) >= _MANY
+
+    def _silent_with_all(self, node: Node) -> bool:
+        """Return whether all nodes heard from since the node's last sign came back from the same
+        silence."""
+        if len(self._heard) < 2 or not self._fell_silent(node):
+            return False
+        first, last = node.seen.last_heard - self._silent_s, node.seen.last_heard + self._silent_s
+        since = len(self._heard) - bisect_right(self._heard, last)
+        return since <= _between(self._heard_before, first, last)
+
+    def _fell_silent(self, node: Node) -> bool:
+        """Rather than that its stream was cut, by the end of its agent or on the way."""
+        closed_at = node.seen.closed_at
+        return closed_at is None or closed_at - node.seen.last_heard > self._silent_s
+
+
+def _between(times: Sequence[float], first: float, last: float) -> int:
+    """Count the `times`, which are sorted, from `first` to `last`, both included."""
+    return bisect_right(times, last) - bisect_left(times, first)
+
+
+def reconnect_s(state: ClusterState, node: Node, now: float, timing: Detection) -> float:
+    """Return the seconds left for the node to reconnect, unless something proves its loss
+    earlier."""
+    end, _ = Leases(state, now, timing).of(node)
+    return end - now

@@ -1,0 +1,200 @@
+"""The lines of events.jsonl that follow from a journaled event.
+
+Pure: the same journal gives the same lines, so that a restarted master can tell which of them the
+file lacks. Must not know files; `oobleck.master.storage.records` numbers and writes the
+lines.
+"""
+
+from collections.abc import Iterator
+
+from oobleck.core.ids import JobId
+from oobleck.master.events.jobs import (
+    CheckpointPublished,
+    FirstStepCommitted,
+    JobAdopted,
+    JobCancelled,
+    JobEnded,
+    JobFailed,
+    JobPutBack,
+    JobRestored,
+    JobSubmitted,
+    JobSucceeded,
+    JobWaiting,
+    MeasuringStarted,
+    PlanMade,
+    ProfileChosen,
+    RateChanged,
+    RecordsDiffer,
+    RecordsLost,
+    SaveProblem,
+)
+from oobleck.master.events.nodes import (
+    DrainEvent,
+    NodeDrained,
+    NodeDrainRequested,
+    NodeKept,
+    NodeLeftOut,
+    NodeLost,
+    NodeQuarantined,
+    NodeRegistered,
+    NodeReleased,
+    NodeReset,
+    NodeUndrained,
+    WorkerLost,
+)
+from oobleck.master.events.unions import JournalCut, Journaled
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.incidents import closes, incident_after
+from oobleck.master.state.job import ENDED, Job
+from oobleck.master.state.slowdowns import slowdown_after
+from oobleck.master.storage.incident_lines import (
+    EventLine,
+    end_lines,
+    incident_line,
+    plan_lines,
+    slowdown_line,
+)
+
+#: What the job that has its turn is told of nodes.
+_OfNode = NodeRegistered | NodeLost | DrainEvent
+#: What is about one job.
+_OfJob = (
+    JobSubmitted
+    | JobAdopted
+    | WorkerLost
+    | NodeLeftOut
+    | NodeReset
+    | MeasuringStarted
+    | ProfileChosen
+    | CheckpointPublished
+    | SaveProblem
+    | JobRestored
+    | RateChanged
+    | RecordsDiffer
+    | RecordsLost
+    | JobWaiting
+    | JobPutBack
+)
+
+
+def lines_of(state: ClusterState, event: Journaled, unix: float) -> list[tuple[JobId, EventLine]]:
+    """The lines that `event` gives when it comes to `state` (which it has not changed yet) at the
+    Unix time `unix`."""
+    lines = _lines_of(state, event)
+    over = list(_incidents(state, event, unix))
+    last = [lines.pop()] if over and isinstance(event, JobEnded) else []  # the end stays the last
+    return [*lines, *over, *last]
+
+
+def _incidents(
+    state: ClusterState, event: Journaled, unix: float
+) -> Iterator[tuple[JobId, EventLine]]:
+    """Yield a line for each incident or slowdown that ends with `event`."""
+    found = incident_after(state, event, unix)
+    if found is not None and closes(found[0], event):
+        yield found[0].id, incident_line(*found, event, unix)
+    slow = slowdown_after(state, event, unix)
+    if slow is not None and slow[1].is_over:
+        yield slow[0].id, slowdown_line(*slow, event, unix)
+
+
+def _lines_of(state: ClusterState, event: Journaled) -> list[tuple[JobId, EventLine]]:
+    match event:
+        case JournalCut():
+            going_on = [job.id for job in state.jobs.values() if job.state not in ENDED]
+            return [(job_id, _cut_line(event, job_id)) for job_id in going_on]
+        case PlanMade():
+            return [(event.job_id, line) for line in plan_lines(state, event)]
+        case FirstStepCommitted() | JobSucceeded() | JobFailed() | JobCancelled():
+            return [(event.job_id, line) for line in end_lines(state, event)]
+        case event if isinstance(event, _OfNode):
+            return [(state.job.id, _node_line(state, state.job, event))] if state.job else []
+        case event if isinstance(event, _OfJob):
+            return [(event.job_id, _job_line(event))]
+        case _:
+            return []
+
+
+def _with(name: str, source: object, *fields: str) -> dict[str, object]:
+    """The line of that name, with some fields of what it is made of."""
+    return {"event": name, **{field: getattr(source, field) for field in fields}}
+
+
+def _node_line(state: ClusterState, job: Job, event: _OfNode) -> EventLine:
+    match event:
+        case NodeRegistered(facts=facts):
+            return _with("node_joined", facts, "node", "hostname", "worker_slots")
+        case NodeLost():
+            lost = _with("node_lost", event, "node", "cause", "reason", "detect_s")
+            return lost | {"in_plan": job.current.has_member(event.node)}
+        case NodeDrainRequested():
+            return _with("node_draining", event, "node", "reason", "force")
+        case NodeKept():
+            return _with("node_kept", event, "node", "reason")
+        case NodeDrained():
+            drain = state.nodes[event.node].drain
+            reason = drain.reason if drain is not None else ""
+            forced = event.job_id is not None
+            return _with("node_drained", event, "node") | {"reason": reason, "abrupt": forced}
+        case NodeUndrained():
+            return _with("node_undrained", event, "node")
+        case NodeQuarantined():
+            return _with("node_quarantined", event, "node", "reason", "seconds")
+        case NodeReleased():
+            return _with("node_released", event, "node", "reason")
+
+
+def _job_line(event: _OfJob) -> EventLine:
+    match event:
+        case JobSubmitted(spec=spec):
+            return _with("submitted", spec, "name")
+        case JobAdopted(spec=spec):
+            return {**_with("adopted", spec, "name"), "nodes": event.nodes}
+        case WorkerLost(worker=worker):
+            name = "worker_late" if event.late else "worker_lost"
+            return _with(name, worker, "node", "slot") | {"reason": event.reason}
+        case NodeLeftOut():
+            return _with("node_left_out", event, "node", "reason")
+        case NodeReset():
+            return _with("node_reset", event, "node", "reason")
+        case MeasuringStarted():
+            workers = [str(worker) for worker, _ in event.workers]
+            told = {"event": "profiling", "workers": workers, "attempt": event.wish.attempt}
+            return told | ({"passed_over": event.passed_over} if event.passed_over else {})
+        case ProfileChosen():
+            return _with("profile", event, "source", "key", "reason")
+        case CheckpointPublished(saved=saved):
+            return _with("checkpoint_saved", saved, "step", "path", "bytes", "seconds", "request")
+        case SaveProblem(failed=failed):
+            return _with(f"{failed.what}_failed", failed, "step", "reason", "request")
+        case JobRestored(restored=restored):
+            return {
+                **_with("resumed" if event.resumed else "restored", restored, "step", "path"),
+                "passed_over": restored.passed_over,
+                "lost_steps": event.lost_steps,
+                "generation": restored.generation,
+            }
+        case RateChanged(worker=worker):
+            told = _with("rate_changed", event, "rate", "step_s", "usual_s", "steps", "seconds")
+            if event.alone:
+                told["alone"] = True
+            if event.hindrance:
+                told["hindrance"] = event.hindrance
+            return told | _with("rate_changed", worker, "node", "slot")
+        case RecordsDiffer():
+            return _with("records_differ", event, "record", "step", "nodes", "fields")
+        case RecordsLost():
+            return _with("records_lost", event, "first", "last", "why")
+        case JobWaiting(causes=causes):
+            return {"event": "waiting", "reason": "; ".join(causes), "causes": causes}
+        case JobPutBack():
+            return _with("put_back", event, "instead")
+
+
+def _cut_line(event: JournalCut, job_id: JobId) -> EventLine:
+    reason = "the end of the master's journal was not whole"
+    if event.bytes:
+        reason += f": {event.bytes} bytes are cut off, and kept as {event.kept_as}"
+    if job_id in event.records:
+        reason += "; records before this one tell of events that it lacks"
+    return _with("journal_cut", event, "bytes", "kept_as") | {"reason": reason}

@@ -1,1 +1,0 @@
-"""The lines that jobs leave in files: events, incidents, plans, steps."""
