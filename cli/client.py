@@ -1,4 +1,4 @@
-"""Calls of the master with a deadline. Its errors become one line with a documented exit code."""
+"""Client of the master: calls with a deadline, and errors as one line with an exit code."""
 
 import dataclasses
 import re
@@ -27,20 +27,20 @@ from oobleck.proto.examinations import read_finding
 from oobleck.proto.secure import open_channel
 
 DEADLINE_S = 5.0
-#: A master restarts in less.
+#: Time for which lost requests are repeated; a master restarts sooner.
 ASK_AGAIN_S = 10.0
-#: For a timeline: its steps are waited for.
+#: Deadline for a timeline, which waits for its steps.
 TIMELINE_S = 3600.0
-#: For a wheel, which may be large and the line slow.
+#: Deadline for a wheel, which may be large and the connection slow.
 CODE_S = 600.0
-#: For the agents of a job to say what it is, and to give its wheel back.
+#: Deadline for a job's agents to describe it and to return its wheel.
 ADOPT_S = 300.0
 _PART_BYTES = 1 << 20
 _TLS_S = 1.0
-#: For a host to take a connection, where there are others to ask.
+#: Deadline for a host to accept a connection, if there are others to ask.
 CONNECT_S = 1.0
 
-#: To connect may take as long as one call. A master that is frozen ends the streams from it.
+#: Connecting may take as long as one call. Keep-alive ends streams from a frozen master.
 CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", int(1000 * DEADLINE_S)),
     ("grpc.initial_reconnect_backoff_ms", 200),
@@ -51,36 +51,41 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
 )
 
-#: In what gRPC says when the other end is silent or speaks something else.
+#: Words of gRPC's error when the other end is silent or speaks another protocol,
 _FOREIGN = re.compile(r"HTTP/2|SETTINGS|http1")
-#: ... and where there was no connection, so that no request has left.
+#: and when there was no connection, so no request was sent.
 _NOT_CONNECTED = "failed to connect"
-_UNWELCOME = "it closes the connection, as where a certificate has ended or is of another cluster"
+_UNWELCOME = "it closes the connection; a certificate may have expired or belong to another cluster"
 _WANTS_CREDENTIALS = (
-    "denied: the master at {} wants credentials, and yours are not known. If it is another user's "
-    "'oobleck local', start your own and name it with --master or OOBLECK_MASTER; else give the "
-    "credentials with --credentials or OOBLECK_CREDENTIALS ('oobleck pki join' gets them by a "
-    "token of an operator)"
+    "denied: the master at {} requires credentials, and none are known here. If it is another "
+    "user's 'oobleck local', start your own and name it with --master or OOBLECK_MASTER; otherwise "
+    "give credentials with --credentials or OOBLECK_CREDENTIALS ('oobleck pki join' gets them with "
+    "a token from an operator)"
 )
-_ANOTHER_CLUSTER = "it is of another cluster than the credentials: their authority does not know it"
-_NO_MASTER = "what listens there does not answer like an Oobleck master"
+_ANOTHER_CLUSTER = (
+    "it belongs to another cluster: the authority of the credentials has not signed it"
+)
+_NO_MASTER = "the server there does not answer like an Oobleck master"
 _EARLIER = (
-    "the master at {} is of an earlier release, which cannot do this: upgrade Oobleck where it runs"
+    "the master at {} runs an earlier release, which cannot do this: upgrade Oobleck on its host"
 )
 
 
 def _new_id() -> str:
-    """Return a new id for a request: repeated with the same id, it is the same request."""
+    """Return a new request id; requests with one id are one request to the master."""
     return secrets.token_hex(16)
 
 
 class NothingToRenew(CommandFailed):
-    """The certificate is too new for that."""
+    """Refusal to renew a certificate that is too new."""
 
 
 class Unreachable(CommandFailed):
     def __init__(self, address: str, reason: str, *, reached: bool = False) -> None:
-        """`reached`: the request may have come to the master, and its reply was lost."""
+        """Build the error.
+
+        `reached`: the request may have reached the master, and its reply was lost.
+        """
         self.reached = reached
         super().__init__(
             f"cannot reach a master at {address} ({reason}); start one with "
@@ -90,28 +95,30 @@ class Unreachable(CommandFailed):
 
 
 class MasterClient:
-    """A connection to the master; use it as a context."""
+    """Connection to the master; a context manager."""
 
     def __init__(self, endpoint: Endpoint | str, *, ask_again_s: float = ASK_AGAIN_S) -> None:
-        """`endpoint`: an address alone is one on this host, of this user or called in the clear.
-        `ask_again_s`: for how long a request whose reply was lost is repeated."""
+        """Connect to `endpoint`; a bare address is on this host, or called in the clear.
+
+        `ask_again_s`: time for which a request is repeated if its reply is lost.
+        """
         if isinstance(endpoint, str):
             endpoint = choose_endpoint(endpoint, None, insecure=False)
         self._endpoint = endpoint
-        #: The one of the master's addresses that is called.
+        #: Which of the master's addresses is called.
         self.address = endpoint.address
         self._ask_again_s = ask_again_s
         self._secured = endpoint.credentials is not None
         self._channels: list[grpc.Channel] = []
-        #: The calls by their names, of each address that was called.
+        #: Calls by name, for each address that was called.
         self._stubs: dict[str, dict[str, Any]] = {}
-        #: Whether the last call got no answer there.
+        #: Whether the last call got no answer from `address`.
         self._in_vain = False
-        #: Whether a call got an answer there, and none was without one since.
+        #: Whether the last call got an answer from `address`.
         self._answers = False
-        #: What the last answer said of the master itself; empty: all is well.
+        #: Problem of the master itself, from its last answer; empty: none.
         self.problem = ""
-        #: And how that master stands to others; None: it does not say.
+        #: Role of that master among several; None: unknown.
         self.head: pb.HeadStatus | None = None
 
     def __enter__(self) -> "MasterClient":
@@ -132,7 +139,7 @@ class MasterClient:
     def submit(
         self, job: str, request_id: str, *, profile: str = "", profile_only: bool = False
     ) -> pb.SubmitReply:
-        """`profile`: text of the profile file that the job names."""
+        """Submit a job. `profile`: text of the profile file that the job names."""
         request = pb.SubmitRequest(
             request_id=request_id, job=job, profile=profile, profile_only=profile_only
         )
@@ -140,7 +147,7 @@ class MasterClient:
         return reply
 
     def put_code(self, wheel: bytes) -> None:
-        """Have the master keep it for a job that is submitted next."""
+        """Upload a wheel for a job that is submitted next."""
         parts = [wheel[at : at + _PART_BYTES] for at in range(0, len(wheel), _PART_BYTES)]
         with self._errors_as_lines():
             self._method("PutCode")((pb.CodeChunk(data=part) for part in parts), timeout=CODE_S)
@@ -165,13 +172,13 @@ class MasterClient:
             raise CommandFailed(f"the master is of another release: {error}") from error
 
     def timeline(self, job_id: str, steps: int) -> str:
-        """Text of a Chrome trace of `steps` steps to come; takes as long as they do."""
+        """Return a Chrome trace of the next `steps` steps as text; waits for these steps."""
         request = pb.TimelineRequest(job_id=job_id, steps=steps)
         reply: pb.TimelineReply = self._ask("GetTimeline", request, TIMELINE_S)
         return reply.trace
 
     def save_checkpoint(self, job_id: str) -> int:
-        """The number of the request."""
+        """Request a checkpoint; return the number of the request."""
         request = pb.SaveCheckpointRequest(request_id=_new_id(), job_id=job_id)
         reply: pb.SaveCheckpointReply = self._change("SaveCheckpoint", request)
         return reply.number
@@ -182,14 +189,13 @@ class MasterClient:
         return reply
 
     def adopt(self, job_id: str) -> Sequence[str]:
-        """Have the master take over a job that nodes train and it does not know; return what is
-        lost of it, a line each."""
+        """Adopt a job that nodes train and the master does not know; return its losses as lines."""
         request = pb.AdoptRequest(request_id=_new_id(), job_id=job_id)
         reply: pb.AdoptReply = self._change("AdoptJob", request, ADOPT_S)
         return reply.lost
 
     def cancel_unknown(self, job_id: str) -> Sequence[str]:
-        """Have the workers end of a job that the master does not know; return their nodes."""
+        """End the workers of a job that the master does not know; return their nodes."""
         request = pb.CancelRequest(request_id=_new_id(), job_id=job_id)
         reply: pb.CancelUnknownReply = self._change("CancelUnknownJob", request)
         return reply.nodes
@@ -199,7 +205,7 @@ class MasterClient:
         return list(reply.nodes)
 
     def drain(self, node: str, reason: str, *, force: bool) -> pb.NodeInfo:
-        """The node as it is then."""
+        """Drain a node; return its state afterwards."""
         request = pb.DrainNodeRequest(request_id=_new_id(), node=node, reason=reason, force=force)
         reply: pb.NodeInfo = self._change("DrainNode", request)
         return reply
@@ -218,7 +224,7 @@ class MasterClient:
     def metrics(
         self, job_id: str, *, follow: bool, from_step: int = 1, evaluations: bool = False
     ) -> Iterator[str]:
-        """Lines of metrics.jsonl, or of evaluations.jsonl, from that step on."""
+        """Yield lines of metrics.jsonl, or of evaluations.jsonl, from that step on."""
         request = pb.MetricsRequest(
             job_id=job_id, follow=follow, from_step=from_step, evaluations=evaluations
         )
@@ -228,19 +234,19 @@ class MasterClient:
     def logs(
         self, job_id: str, *, follow: bool, node: str | None, rank: int | None, since: str = ""
     ) -> Iterator[pb.LogLine]:
-        """`since`: the time of a line, from which on they are told."""
+        """Yield log lines. `since`: time of the first one."""
         request = pb.LogsRequest(
             job_id=job_id, follow=follow, node=node or "", rank=rank, since=since
         )
         return self._stream("Logs", request)
 
     def examine(self, request: pb.ExamineRequest) -> Iterator[Finding]:
-        """Yield the findings on the hosts and between them, each as it is found."""
+        """Yield the findings on the hosts and between them, as they are found."""
         for message in self._stream("Examine", request):
             yield read_finding(message)
 
     def backup(self, *, output: bool) -> Iterator[pb.BackupPart]:
-        """Return the parts of a backup; `output`: with what workers printed."""
+        """Yield the parts of a backup. `output`: include the workers' output."""
         return self._stream("Backup", pb.BackupRequest(no_output=not output))
 
     # ---- certificates
@@ -269,8 +275,11 @@ class MasterClient:
         self._ask("Revoke", request)
 
     def _change(self, method: str, request: Message, timeout_s: float = DEADLINE_S) -> Any:
-        """The reply to a request that changes something. If the reply is lost, as when the
-        master restarts, the same request is sent again; by its id the master does it once."""
+        """Return the reply to a request that changes something.
+
+        If the reply is lost, as when the master restarts, the same request is sent again; the
+        master recognises its id and acts once.
+        """
         until = 0.0
         while True:
             try:
@@ -299,7 +308,7 @@ class MasterClient:
                 return reply
 
     def _note(self, reply: Any) -> None:
-        """Keep what a reply says of the master itself."""
+        """Keep what a reply says about the master itself."""
         self.problem = str(getattr(reply, "problem", self.problem))
         if isinstance(reply, pb.ListJobsReply | pb.ListNodesReply) and reply.HasField("head"):
             self.head = reply.head
@@ -309,11 +318,11 @@ class MasterClient:
             call = self._method(method)(request)
             try:
                 yield from call
-            finally:  # who reads no further leaves nothing open
+            finally:  # close the stream if its reader stops early
                 call.cancel()
 
     def _method(self, name: str) -> Any:
-        """Return the call of that name, at the address that takes a connection."""
+        """Return the call of that name, at the address that accepts a connection."""
         if len(self._endpoint.addresses) > 1 and not self._answers:
             self._seek()
         if self.address not in self._stubs:
@@ -327,8 +336,10 @@ class MasterClient:
         return self._stubs[self.address][name]
 
     def _seek(self) -> None:
-        """Go to the first address that takes a connection, from the present one on; behind it,
-        where that had no answer. Where none does, the call itself tells why."""
+        """Choose the first address that accepts a connection, beginning with the present one.
+
+        If that gave no answer, begin after it. If none accepts, the call itself reports why.
+        """
         known = self._endpoint.addresses
         first = known.index(self.address) + self._in_vain
         order = (*known[first:], *known[:first])
@@ -336,7 +347,7 @@ class MasterClient:
 
     @contextmanager
     def _errors_as_lines(self) -> Iterator[None]:
-        """Around a call."""
+        """Convert gRPC errors in the block to CommandFailed."""
         try:
             yield
         except grpc.RpcError as error:
@@ -348,11 +359,11 @@ class MasterClient:
 
     @property
     def _at(self) -> str:
-        """Addresses of the endpoint, for a line that says where no master is."""
+        """Addresses of the endpoint, for an error message."""
         return ", ".join(self._endpoint.addresses)
 
     def _is_master(self) -> bool:
-        """Return whether the server there knows a method that masters of all releases have."""
+        """Return whether the server knows a method that masters of all releases have."""
         try:
             self._method("ListJobs")(pb.ListJobsRequest(), timeout=DEADLINE_S)
         except grpc.RpcError as error:
@@ -395,7 +406,7 @@ class MasterClient:
 
 
 def takes_connection(address: str) -> bool:
-    """Return whether something takes a connection there within a second."""
+    """Return whether `address` accepts a connection within a second."""
     try:
         with socket.create_connection(split_address(address), CONNECT_S):
             return True
@@ -404,7 +415,7 @@ def takes_connection(address: str) -> bool:
 
 
 def _speaks_tls(address: str) -> bool:
-    """Return whether what listens there shows a certificate, as masters with an authority do."""
+    """Return whether the server at `address` has a certificate, as masters with an authority do."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])

@@ -1,7 +1,7 @@
-"""`oobleck completion`, and the names of jobs and nodes that a shell completes.
+"""`oobleck completion`, and shell completion of job and node names.
 
-Names come from the master that the line so far names, within a moment; silently none if it does
-not answer. Must import nothing heavy.
+Names come from the master named earlier on the command line. If it does not answer within a second,
+there are none. Must import nothing heavy.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: A shell stands still meanwhile.
+#: The shell is blocked meanwhile.
 _PATIENCE_S = 1.0
 _VARIABLE = "_OOBLECK_COMPLETE"
 
@@ -29,7 +29,7 @@ Examples:
 @click.command(epilog=_EPILOG)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print what has SHELL complete commands, options, and names of jobs and nodes."""
+    """Print the script with which SHELL completes commands, options and names."""
     made = get_completion_class(shell)
     assert made is not None, "click has these"
     root = click.get_current_context().find_root()
@@ -37,13 +37,13 @@ def completion(shell: str) -> None:
 
 
 def job_argument(*, required: bool = True) -> Callable[[F], F]:
-    """`job_id`, of a job that the master knows."""
+    """Add the argument `job_id`, a job that the master knows."""
     metavar = "JOB" if required else "[JOB]"
     return click.argument("job_id", metavar=metavar, required=required, shell_complete=_job_names)
 
 
 def node_argument(function: F) -> F:
-    """`name`, of a node that the master knows."""
+    """Add the argument `name`, a node that the master knows."""
     return click.argument("name", metavar="NODE", shell_complete=node_names)(function)
 
 
@@ -70,13 +70,15 @@ def _names(
     ask: Callable[["MasterClient"], Iterable[tuple[str, str]]],
     incomplete: str,
 ) -> list[CompletionItem]:
-    """Return completions: names that begin with `incomplete`, each with a word for shells that show
-    one. Empty if the master cannot be asked."""
+    """Return completions: names that begin with `incomplete`, with a word for shells that show one.
+
+    Empty if the master cannot be asked.
+    """
     from oobleck.cli.client import MasterClient
     from oobleck.host.command import CommandFailed
 
     endpoint = ctx.params.get("master")
-    if endpoint is None:  # one that is wrong, or credentials that are
+    if endpoint is None:  # it is invalid, or its credentials are
         return []
     try:
         with MasterClient(endpoint) as master:

@@ -1,4 +1,4 @@
-"""Checks of whether nodes are on this machine, by what the master and the process table tell."""
+"""Checks of whether nodes are on this machine, by the master's and the process table's data."""
 
 import contextlib
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from oobleck.proto import control_pb2 as pb
 
 
 def is_here(node: pb.NodeInfo) -> bool:
-    """Return whether the agent's process is one of this machine, and an agent."""
+    """Return whether the node's agent is a process of this machine."""
     if node.hostname != own_hostname():
         return False
     with contextlib.suppress(psutil.Error):
@@ -21,7 +21,9 @@ def is_here(node: pb.NodeInfo) -> bool:
 
 
 def all_here(nodes: Sequence[pb.NodeInfo]) -> bool:
-    """Return whether this machine's files are the nodes' too: there are nodes, and their agents are
-    all processes of this machine."""
+    """Return whether all nodes are on this machine, and so share its files.
+
+    False if there are none.
+    """
     there = [node for node in nodes if node.state != "lost"]
     return bool(there) and all(map(is_here, there))

@@ -1,6 +1,6 @@
 """`oobleck`: the list of commands, each loaded only when it is called.
 
-Must import nothing but click at the top, so that `oobleck --help` answers at once.
+Must import only click at the top, so that `oobleck --help` answers at once.
 """
 
 import importlib
@@ -15,25 +15,25 @@ from oobleck.host import command
 #: Module and attribute of each command, and its line in `oobleck --help`.
 COMMANDS = {
     "local": ("oobleck.cli.cluster.local:local", "Run a whole cluster on this machine."),
-    "init": ("oobleck.cli.jobs.init:init", "Write a job file to begin with."),
-    "check": ("oobleck.cli.jobs.check:check", "Look for what is wrong with a job."),
+    "init": ("oobleck.cli.jobs.init:init", "Write a job file to start from."),
+    "check": ("oobleck.cli.jobs.check:check", "Check a job for problems."),
     "submit": ("oobleck.cli.jobs.submit:submit", "Queue a training job."),
     "status": ("oobleck.cli.reading.show:status", "Show the cluster, or one job in full."),
-    "top": ("oobleck.cli.top.top:top", "Watch nodes, a job and what happens to it on one page."),
+    "top": ("oobleck.cli.top.top:top", "Watch nodes, a job and its events on one page."),
     "node": ("oobleck.cli.cluster.node:node", "Take a node out for maintenance, and back."),
     "nodes": ("oobleck.cli.reading.show:nodes", "List the nodes."),
     "jobs": ("oobleck.cli.reading.show:jobs", "List the jobs."),
-    "events": ("oobleck.cli.reading.events:events", "Show what happened to a job."),
+    "events": ("oobleck.cli.reading.events:events", "Show the events of a job."),
     "metrics": ("oobleck.cli.jobs.metrics:metrics", "Show the loss of each step, and plot it."),
     "track": ("oobleck.cli.tracking.track:track", "Copy a job's metrics to TensorBoard or W&B."),
-    "logs": ("oobleck.cli.reading.logs:logs", "Show what a job's workers print."),
+    "logs": ("oobleck.cli.reading.logs:logs", "Show the output of a job's workers."),
     "dashboard": (
         "oobleck.cli.dashboard.command:dashboard",
         "Serve pages of the cluster for browsers.",
     ),
     "timeline": (
         "oobleck.cli.reading.timeline:timeline",
-        "Show where the time of a job's steps goes.",
+        "Show how a job's steps spend their time.",
     ),
     "checkpoint": (
         "oobleck.cli.jobs.checkpoint:checkpoint",
@@ -41,51 +41,51 @@ COMMANDS = {
     ),
     "chaos": (
         "oobleck.cli.chaos.chaos:chaos",
-        "Strike a running job with real faults, as a drill.",
+        "Inject real faults into a running job, as a drill.",
     ),
     "cancel": ("oobleck.cli.jobs.submit:cancel", "End a job."),
     "adopt": ("oobleck.cli.jobs.submit:adopt", "Take over a job that the master does not know."),
-    "data": ("oobleck.cli.jobs.data:data", "Make and inspect files of training tokens."),
+    "data": ("oobleck.cli.jobs.data:data", "Make and inspect token files for training."),
     "profile": (
         "oobleck.cli.planning.profile:profile",
         "Measure a job's model on the real devices.",
     ),
-    "up": ("oobleck.cli.ssh.up:up", "Have agents run on machines, by ssh."),
-    "down": ("oobleck.cli.ssh.down:down", "End them."),
+    "up": ("oobleck.cli.ssh.up:up", "Start agents on machines, by ssh."),
+    "down": ("oobleck.cli.ssh.down:down", "Stop agents on machines, by ssh."),
     "doctor": (
         "oobleck.cli.cluster.doctor:doctor",
-        "Look for what is wrong with the cluster's hosts.",
+        "Check the cluster's hosts for problems.",
     ),
     "backup": (
         "oobleck.cli.cluster.backup:backup",
-        "Copy what the head knows, so that another can go on.",
+        "Copy the head's state, so that another can take over.",
     ),
-    "pki": ("oobleck.cli.cluster.pki:pki", "Make and take back certificates and join tokens."),
+    "pki": ("oobleck.cli.cluster.pki:pki", "Issue and revoke certificates and join tokens."),
     "plan": ("oobleck.cli.planning.plan:plan", "Show the plan that a job would get."),
     "config": ("oobleck.cli.jobs.config:config", "Show, check and describe job files."),
-    "completion": ("oobleck.cli.completion:completion", "Have a shell complete names."),
+    "completion": ("oobleck.cli.completion:completion", "Print a shell's completion script."),
 }
 
 EPILOG = """\b
 Every command that asks the master takes --master HOST:PORT, or OOBLECK_MASTER
-from the environment; of several with commas between them the first that answers
-is taken. Without both it is 127.0.0.1:4600, where `oobleck local` listens.
-Masters want a certificate: --credentials DIR, or OOBLECK_CREDENTIALS;
-those of a master that you run on this host are found.
+from the environment; of several, separated by commas, the first that answers
+is used. The default is 127.0.0.1:4600, where `oobleck local` listens.
+Masters require a certificate: --credentials DIR, or OOBLECK_CREDENTIALS;
+for your own master on this host, it is found automatically.
 \b
 Exit codes:
   0  done
-  1  the job failed or was cancelled, or an error of our own
-  2  wrong usage, a job that is refused, or nothing fits
+  1  the job failed or was cancelled, or an internal error
+  2  wrong usage, a refused job, or no plan fits
   3  no such job, node or rank
-  4  the master cannot be reached, or does not answer within 5 s
+  4  the master is unreachable, or does not answer within 5 s
   5  denied
-  6  standard output cannot be written; what was asked for may be done
+  6  standard output cannot be written; the command may have succeeded
 """
 
 
 class LazyGroup(click.Group):
-    """Commands from `COMMANDS`."""
+    """Group of the commands in `COMMANDS`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -99,7 +99,7 @@ class LazyGroup(click.Group):
         return found
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Without a look at the commands, which would load all of them."""
+        """Complete from `COMMANDS`, without loading any command."""
         if incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
         return [
@@ -127,11 +127,11 @@ class LazyGroup(click.Group):
 )
 @click.version_option(package_name="oobleck-cluster", prog_name="oobleck")
 def oobleck() -> None:
-    """Train large models on machines that may die: submit jobs and watch them."""
+    """Train large models on machines that may fail: submit jobs and watch them."""
 
 
 def main() -> None:
-    # What gRPC logs of a connection that fails, the command says in one line.
+    # The command reports a failed connection in one line; gRPC's own log would repeat it.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     sys.exit(command.run(oobleck, "oobleck"))
 

@@ -1,4 +1,4 @@
-"""Options and codes that the commands share. Must import nothing heavy."""
+"""Options and exit codes that commands share. Must import nothing heavy."""
 
 import functools
 from collections.abc import Callable
@@ -26,8 +26,8 @@ _INSECURE = "oobleck.insecure"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Seconds(click.ParamType):  # type: ignore[type-arg]  # not at run time of older ones
-    """A time like 30s, 10m or 2h, in seconds."""
+class Seconds(click.ParamType):  # type: ignore[type-arg]  # older releases are not generic at run time
+    """Type of options for a time like 30s, 10m or 2h, in seconds."""
 
     name = "time"
 
@@ -50,7 +50,7 @@ MASTERS = "HOST:PORT[,HOST:PORT...]"
 
 
 def check_master(addresses: str) -> None:
-    """Raises ValueError unless masters may be at these addresses."""
+    """Raise ValueError unless masters may be at these addresses."""
     for address in split_addresses(addresses):
         _, port = split_address(address)
         if port == 0:
@@ -58,7 +58,10 @@ def check_master(addresses: str) -> None:
 
 
 def endpoint(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Endpoint | None:
-    """The master to ask and what to show there, or a usage error; None: no value."""
+    """Return the master to ask, with the credentials to present; None: no value.
+
+    Raise a usage error.
+    """
     if value is None:
         return None
     try:
@@ -76,22 +79,23 @@ def endpoint(ctx: click.Context, parameter: click.Parameter, value: str | None) 
 
 
 def endpoint_again(ctx: click.Context, found: Endpoint) -> Callable[[], Endpoint]:
-    """Return a function for commands that run long. It gives `found` with the credentials that
-    are in their folder when it is called. It raises ValueError where there are none that can be
-    shown."""
+    """Return a function that gives `found` with the current credentials of their folder.
+
+    It is for commands that run long. It raises ValueError if there are no valid credentials.
+    """
     if found.credentials is None:
         return lambda: found
     folder = ctx.meta.get(_CREDENTIALS)
 
     def again() -> Endpoint:
         now = choose_endpoint(str(found), folder, insecure=False)
-        return found if now.credentials is None else now  # while this user's own master is away
+        return found if now.credentials is None else now  # if this user's own master is down
 
     return again
 
 
 def _note(key: str) -> Callable[[click.Context, click.Parameter, Any], None]:
-    """A callback that keeps the option's value for the one that makes the endpoint."""
+    """Return a callback that stores the option's value for `endpoint`."""
 
     def note(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
         ctx.meta[key] = value
@@ -100,14 +104,14 @@ def _note(key: str) -> Callable[[click.Context, click.Parameter, Any], None]:
 
 
 def credential_options(function: F) -> F:
-    """Add the options that `endpoint` needs beside the address."""
+    """Add the options that `endpoint` needs besides the address."""
     function = click.option(
         "--insecure",
         is_flag=True,
         is_eager=True,
         expose_value=False,
         callback=_note(_INSECURE),
-        help="Ask a master on this host in the clear, as is the default where it is not your own.",
+        help="Call a master on this host in the clear; this is the default unless it is your own.",
     )(function)
     return click.option(
         "--credentials",
@@ -118,13 +122,13 @@ def credential_options(function: F) -> F:
         is_eager=True,
         expose_value=False,
         callback=_note(_CREDENTIALS),
-        help="Folder of your certificate.  [default: the operator's, where the master is your own "
+        help="Folder of your certificate.  [default: the operator's, if the master is your own "
         "and on this host]",
     )(function)
 
 
 def master_option(function: F) -> F:
-    """`master`: the Endpoint that --master, --credentials and --insecure name."""
+    """Add the option `master`: the Endpoint of --master, --credentials and --insecure."""
     return click.option(
         "--master",
         envvar="OOBLECK_MASTER",
@@ -133,7 +137,7 @@ def master_option(function: F) -> F:
         show_envvar=True,
         metavar=MASTERS,
         callback=endpoint,
-        help="The master to ask. Of several addresses the first that answers is taken.",
+        help="The master to ask. Of several addresses, the first that answers is used.",
     )(credential_options(function))
 
 
@@ -143,8 +147,8 @@ def set_option(function: F) -> F:
         "overrides",
         multiple=True,
         metavar="KEY=VALUE",
-        help="Replace a value of the job file, such as training.microbatch=4; with null a section, "
-        "such as resources or checkpoint, is as if it were not there. May be repeated.",
+        help="Replace a value of the job file, such as training.microbatch=4; null removes a "
+        "section such as resources or checkpoint. May be repeated.",
     )(function)
 
 
@@ -153,7 +157,7 @@ def json_option(help_text: str) -> Callable[[F], F]:
 
 
 def form_options(json_help: str) -> Callable[[F], F]:
-    """`form`, an `oobleck.cli.output.form.Form`: what --json, --wide and --output ask for."""
+    """Add the option `form`, an `oobleck.cli.output.form.Form`, for --json, --wide and --output."""
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
@@ -169,7 +173,7 @@ def form_options(json_help: str) -> Callable[[F], F]:
                 "-o",
                 "--output",
                 type=click.Choice(["wide", "json", "yaml"]),
-                help="wide: all there is to show, also what takes more than the terminal.",
+                help="wide: all columns, even if they exceed the terminal.",
             ),
             click.option("--wide", is_flag=True, help="The same as --output wide."),
             click.option("--json", "as_json", is_flag=True, help=json_help),
@@ -181,21 +185,23 @@ def form_options(json_help: str) -> Callable[[F], F]:
 
 
 def follow_option(help_text: str) -> Callable[[F], F]:
-    """`follow`: under the name of watching too, which is the same for what only grows."""
+    """Add the option `follow`, also named --watch: for growing output the two are the same."""
     return click.option("-f", "--follow", "-w", "--watch", "follow", is_flag=True, help=help_text)
 
 
 # ---- watching
 
-#: Seconds between two looks at the master, where none are said.
+#: Default interval of watching.
 _WATCH = "2s"
 _LEAST_WATCH_S = 0.1
 _WATCH_FLAGS = ("-w", "--watch")
 
 
 class WatchCommand(click.Command):
-    """Command whose `--watch` may stand without a time: the next word counts as a time only if it
-    is one, so that `--watch JOB` names a job."""
+    """Command whose `--watch` takes an optional time.
+
+    The next word is the time only if it is one, so that `--watch JOB` names a job.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given: list[str] = []
@@ -217,18 +223,17 @@ def _is_time(following: list[str]) -> bool:
 
 def _check_watch(ctx: click.Context, parameter: click.Parameter, value: Any) -> float | None:
     if value is not None and value < _LEAST_WATCH_S:
-        raise click.BadParameter(f"is too often for a master; say {_LEAST_WATCH_S:g}s or more")
+        raise click.BadParameter(f"is too often for a master; use {_LEAST_WATCH_S:g}s or more")
     return None if value is None else float(value)
 
 
 def watch_option(function: F) -> F:
-    """`watch_s`, of a `WatchCommand`."""
+    """Add the option `watch_s` of a `WatchCommand`."""
     return click.option(
         *_WATCH_FLAGS,
         "watch_s",
         type=Seconds(),
         callback=_check_watch,
         metavar="[TIME]",
-        help=f"Show it again each TIME ({_WATCH} if none is said) until Ctrl-C, or until the job "
-        "has ended.",
+        help=f"Refresh every TIME (default {_WATCH}) until Ctrl-C, or until the job ends.",
     )(function)

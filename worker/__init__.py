@@ -1,1 +1,1 @@
-"""The training process: runs programs on the state that it holds."""
+"""The training process: it runs compiled programs on the layers that it holds."""

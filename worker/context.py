@@ -17,30 +17,30 @@ from oobleck.worker.transport.links.hub import Links
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
-    """Context of one worker of one job, in all generations."""
+    """Context of one worker of one job; it outlives generations."""
 
     worker: WorkerId
     job: JobSpec
     job_id: JobId
-    #: What the agent wants, and where reports to it go.
+    #: Instructions from the agent, and reports to it.
     control: Control
     faults: FaultInjector
     timeline: Timeline
     stopwatch: Stopwatch
-    #: The worker's device and address.
+    #: Device of the worker, and its connections to the other members of a generation.
     connector: Connector
-    #: To the other workers, for as long as this one lives.
+    #: Links to the other workers, for the worker's whole life.
     links: Links
-    #: The layers that it holds, and how far they are trained.
+    #: Layers that the worker holds, and the steps that they have been trained for.
     state: ModelState
     progress: TrainingProgress
-    #: What it has recorded and the master may not have.
+    #: Records of steps; the master may not have received the newest ones.
     records: RecordLog
-    #: State that moves goes by so many bytes at a time.
+    #: Bytes per message when state moves between workers.
     chunk_bytes: int
-    #: SHA-256 of the training data that it reads.
+    #: SHA-256 of the training data.
     data: bytes
-    #: Of the initial weights, where a part of the model is in these alone; else empty.
+    #: SHA-256 of the initial weights if some of the model exists only in their files; else empty.
     base: bytes
-    #: SHA-256 of all inputs that must be the same on every node: data, initial weights.
+    #: SHA-256 of the inputs that must be equal on every node: data and initial weights.
     inputs: bytes

@@ -1,13 +1,13 @@
-"""Describes and checks a job's model and optimizer, if they are the user's, for the command line.
+"""Descriptions and checks of a job's model and optimizer, for the command line.
 
-It is a process of its own, since the command line has no torch and user code may do anything.
+This is a process of its own: the command line has no torch, and user code may do anything.
 
     python -P -m oobleck.host.system.die_with_parent PARENT_PID oobleck.worker.describe \
         [--always] MARKER < JOB.json > FOUND.json
 
-FOUND has the `descriptions` that could be made, by `model` and `optimizer`, the `problems`, and
-whether the model was `run` for real. A large model is run only with --always. Output of the user's
-code goes to standard error. MARKER is the descriptor of a `Marker`'s page.
+FOUND has the `descriptions` (by `model` and `optimizer`), the `problems`, and whether the model was
+`run` for real. A large model is run only with --always. Output of the user's code goes to standard
+error. MARKER is the file descriptor of a `Marker`'s page.
 """
 
 import json
@@ -39,14 +39,13 @@ from oobleck.worker.runtime.problem import Problem, as_problem
 from oobleck.worker.state import describe_optimizer
 from oobleck.worker.state.layout import check_no_decay
 
-#: Parameters of a layer of each kind together, above which a run takes too long to wait for
-#: unasked.
+#: Largest model that is run without --always: parameters of one layer of each kind together.
 _LARGE = 1_000_000_000
 
 
 @dataclass(kw_only=True)
 class Found:
-    """Findings so far about a job's model, data and optimizer."""
+    """Findings about a job's model, data and optimizer."""
 
     descriptions: dict[str, Json] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -54,8 +53,10 @@ class Found:
 
 
 def look_at(job: JobSpec, *, always: bool) -> Found:
-    """Find out all that can be known of `job`; `always`: by a real run too, however large the model
-    is."""
+    """Check everything about `job` that can be checked on this machine.
+
+    `always`: run the model for real, however large it is.
+    """
     found = Found()
     try:
         if isinstance(job.model, OwnModelSpec):
@@ -96,9 +97,11 @@ def _look_at(job: JobSpec, spec: OwnModelSpec, found: Found, always: bool) -> No
 
 
 def _evaluated(job: JobSpec, model: OwnModelSpec, form: str) -> list[Problem]:
-    """Return the problems of an evaluation's own data; none where it has no data of its own.
-    `form`: of the samples that are trained on, if these are the user's. Raises DataError, JobError,
-    NodeError."""
+    """Return problems with the evaluation's own data; none if it has no data of its own.
+
+    `form`: form of the user's training samples; empty if these are not the user's. Raise DataError,
+    JobError or NodeError.
+    """
     spec, key = job.evaluation.data if job.evaluation else None, "evaluation.data"
     if spec is None or spec.code is None:
         return []
@@ -111,7 +114,7 @@ def _evaluated(job: JobSpec, model: OwnModelSpec, form: str) -> list[Problem]:
 
 
 def _not_compiled(description: Description) -> list[Problem]:
-    """A line for each kind of layer that runs as it is, though the job wants all compiled."""
+    """Return a warning for each kind of layer that cannot be compiled as the job asks."""
     return [
         Problem(
             where=f"layer {description.order.index(number)} ({kind.name})",
@@ -124,12 +127,15 @@ def _not_compiled(description: Description) -> list[Problem]:
 
 
 def _numbers(kind: LayerSketch) -> int:
-    """Trained or not."""
+    """Return how many numbers a layer has, trained or constant."""
     return kind.parameters + kind.constant_bytes // 4
 
 
 def _made_up(spec: OwnModelSpec, *, most: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of so many tokens: text may still have to be cut into them."""
+    """Return random inputs and targets, with token numbers below `most`.
+
+    The user's text may not have been tokenized yet.
+    """
     assert spec.sequence_length is not None, "the job was checked"
     draws = torch.Generator().manual_seed(0)
     shape = SAMPLES, spec.sequence_length + 1
@@ -151,5 +157,5 @@ def main() -> NoReturn:
         json.dump(asdict(found), out)
     sys.stdout.flush()
     sys.stderr.flush()
-    # To free what torch has loaded, one piece after the other, takes half a second.
+    # Unloading torch piece by piece takes half a second.
     code.end_process(0)

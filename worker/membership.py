@@ -1,7 +1,7 @@
-"""A worker's part in one generation: the transport it talks by, and the loss of its peers.
+"""A worker's membership in one generation: its transport, and the loss of its peers.
 
-Owns joining, the two ways of leaving (on purpose, and because a peer is gone), and the report of a
-loss. Must not know what members do.
+Owns joining, leaving (on purpose or because a peer is lost), and the report of a loss. Must not
+know what members compute.
 """
 
 import logging
@@ -27,17 +27,17 @@ log = logging.getLogger(__name__)
 
 
 def meeting_of(assign: Assign) -> tuple[int, bytes]:
-    """The epoch and the secret of the meeting of the plan's workers."""
+    """Return the epoch and the secret with which the plan's workers meet."""
     return epoch_of(assign.plan.generation, 1), secret_of(assign.rendezvous.prefix)
 
 
 def handover_members(assign: Assign) -> tuple[WorkerId, ...]:
-    """The plan's workers and those that leave and hand over what they alone hold, by rank."""
+    """Return the plan's workers, and those that leave after they hand over state, by rank."""
     return tuple(sorted({*assign.plan.workers, *assign.leaving}))
 
 
 def join_handover(context: WorkerContext, assign: Assign, standing: bytes) -> "Membership":
-    """Join those of `handover_members`. Raises as `join` does."""
+    """Join the workers of `handover_members`. Raise what `join` raises."""
     return _join(context, assign, handover_members(assign), standing, suffix="/handover")
 
 
@@ -47,17 +47,17 @@ def join(
     standing: bytes,
     moving: Callable[[Plan, Sequence[bytes]], Moving],
 ) -> "Membership":
-    """Join the plan's workers. `standing`: what this one tells them as it comes; `moving`: what
-    moves by what all have told.
+    """Join the plan's workers.
 
-    Raises TransportError when one is lost or not to be reached, Superseded when a newer generation
-    is wanted.
+    `standing`: this worker's announcement to the others when it joins. `moving`: maps all
+    announcements to the state that moves. Raise TransportError if a worker is lost or unreachable,
+    Superseded if a newer generation is wanted.
     """
     plan = assign.plan
     _probe(context, "before:rendezvous", assign)
     ties, gpu = context.job.model.ties, context.connector.has_gpu
     wiring = wiring_of(plan, context.worker, tied=ties, ordered=gpu)
-    # At a boundary most has come before, and what has is told behind the meeting.
+    # At a boundary most state has moved in advance, and the rest is agreed on after the meeting.
     little = assign.boundary or assign.restore
     found = None if little else partial(moving, plan)
     return _join(context, assign, plan.workers, standing, wiring=wiring, moving=found)
@@ -92,9 +92,11 @@ def report_lost(
     *,
     left: bool = False,
 ) -> None:
-    """Tell the agent that a peer is gone; from any thread, more than once if need be: of the same
-    it is told once. `silent`: those whose hosts do not answer. `left`: no peer is gone, but this
-    worker leaves the others."""
+    """Report to the agent that a peer is lost.
+
+    May be called from any thread, and repeatedly: the same loss is reported once. `silent`: peers
+    whose hosts do not answer. `left`: no peer is lost, but this worker leaves the others.
+    """
     way_gone = error if isinstance(error, Unreached) else None
     unreached = set(silent)
     if way_gone and way_gone.worker:
@@ -118,7 +120,7 @@ def _names_of(assign: Assign) -> Mapping[bytes, str]:
 
 
 class Membership:
-    """Connection of this worker to the others of a generation, until it leaves."""
+    """Connection of this worker to the other members of a generation, until it leaves."""
 
     def __init__(
         self,
@@ -130,12 +132,12 @@ class Membership:
         suffix: str,
         moving: Callable[[Sequence[bytes]], Moving] | None,
     ) -> None:
-        """Returns when all `members` have joined. `suffix`: tells apart the meetings of one
-        generation; `moving`: what state moves behind this one, by what all have told.
+        """Join the other `members`; return when all have joined.
 
-        Raises TransportError when a member is lost on the way, Superseded when a newer generation
-        is wanted; nothing is left open then. Later losses are reported from another thread, and
-        release whatever waits for others.
+        `suffix`: distinguishes meetings of one generation. `moving`: maps all announcements to the
+        state that moves after this meeting. Raise TransportError if a member is lost meanwhile,
+        Superseded if a newer generation is wanted; nothing stays open then. Later losses are
+        reported from another thread, which also releases every wait for other members.
         """
         generation = assign.plan.generation
         control = context.control
@@ -143,7 +145,7 @@ class Membership:
         self._generation = generation
         self._members = members
         self._lost = threading.Event()
-        #: What each has told as it came, by rank.
+        #: Announcement of each member, by rank.
         self.standings: Sequence[bytes] = ()
         with ExitStack() as undo:
             undo.callback(control.on_abrupt, None)
@@ -161,7 +163,7 @@ class Membership:
                 names=_names_of(assign),
             )
             undo.callback(self._host.abort)
-            #: An abrupt change and the loss of a peer call it: whatever waits for others ends.
+            #: Called at an abrupt change and at the loss of a peer: it ends every wait for others.
             self._release = self._host.abort
             control.on_abrupt(self._release)
             self.transport = self._connect(assign, standing, wiring, moving)
@@ -182,7 +184,7 @@ class Membership:
         wiring: Wiring,
         moving: Callable[[Sequence[bytes]], Moving] | None,
     ) -> Transport:
-        """Wait for all members, and connect to those that are near."""
+        """Wait for all members, and connect to this worker's neighbours."""
         context, generation, host = self._context, self._generation, self._host
         connector = context.connector
         near = connector.near(host.rank, host.size, wiring)
@@ -204,8 +206,10 @@ class Membership:
         return connector.equip(host, devices, wiring, found)
 
     def _cards_of_all(self, assign: Assign) -> Mapping[int, Card] | None:
-        """Return the cards by rank, as far as the master knew them. None: they are not needed, or
-        the members are not the plan's workers."""
+        """Return the members' cards by rank, as far as the master knew them.
+
+        None if they are not needed, or if the members are not the plan's workers.
+        """
         if len(self._members) <= HANDS or tuple(self._members) != assign.plan.workers:
             return None
         cards = enumerate(assign.rendezvous.cards)
@@ -225,13 +229,15 @@ class Membership:
         return self._lost.wait(within_s)
 
     def silent(self) -> Sequence[WorkerId]:
-        """Peers whose hosts have not answered for about as long as makes a lost one."""
+        """Return peers whose hosts have been silent for about the time that counts as a loss."""
         return [self._members[rank] for rank in self._host.silent()]
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Around what is done in the generation: what has failed in this worker's own part of the
-        transport is raised, and not that others are lost for it."""
+        """Replace errors in the block by this worker's own transport failure, if it has one.
+
+        Otherwise the error would blame peers that were lost because of that failure.
+        """
         try:
             yield
         except Unreached:
@@ -243,15 +249,18 @@ class Membership:
 
     @property
     def host(self) -> LinkTransport:
-        """Transport by way of the links."""
+        """Transport over the links."""
         return self._host
 
     def stand_down(self) -> None:
-        """Training is over: the end of a peer is no loss any more."""
+        """Stop reporting lost peers, because training is over."""
         self._host.stand_down()
 
     def leave(self, *, orderly: bool) -> None:
-        """Leave the generation; a disorderly end releases the peers that wait for this worker."""
+        """Leave the generation.
+
+        A disorderly end aborts the transport, which releases peers that wait for this worker.
+        """
         self._context.control.on_abrupt(None)
         if not orderly:
             self.transport.abort()

@@ -1,8 +1,8 @@
-"""The warm process: loads the libraries once and forks workers from that, in milliseconds.
+"""The warm process: it loads the libraries once and forks workers within milliseconds.
 
-It stays single-threaded, opens no CUDA context and uses no gRPC, since none of these survive a
-fork. Its standard input is its socket to the agent. It ends with the agent, and the workers with
-it.
+It stays single-threaded, opens no CUDA context and uses no gRPC, because none of these survives a
+fork. Its standard input is its socket to the agent. It ends with the agent, and the workers end
+with it.
 
     python -m oobleck.worker.warm < socket
 """
@@ -42,7 +42,7 @@ from oobleck.host.system.process import (
     end_by_sigterm,
     leave_ending_to_agent,
 )
-from oobleck.worker import process
+from oobleck.worker import session
 from oobleck.worker.models import registry
 from oobleck.worker.models.compiled import load_compiler
 from oobleck.worker.runtime.code import end_process, mark_in
@@ -54,13 +54,16 @@ log = logging.getLogger(__name__)
 
 
 def keep_pages() -> None:
-    """Keep what is imported by now: stop the collector from touching, and so copying, its pages."""
+    """Exempt all imported objects from garbage collection, which would copy shared pages."""
     gc.collect()
     gc.freeze()
 
 
 def load_for(kind: str) -> None:
-    """Import what models of that kind need, once. Where it is missing, the worker says so."""
+    """Import the libraries for models of this `kind`, once.
+
+    If one is missing, the worker reports it.
+    """
     try:
         new = registry.load(kind)
     except ImportError as error:
@@ -72,14 +75,15 @@ def load_for(kind: str) -> None:
 
 
 def run_worker(channel_fd: int, output_fd: int, marker_fd: int, warm_pid: int) -> NoReturn:
-    """The forked child: become a worker and never return."""
+    """Become a worker in the forked child; never return."""
     os.setsid()
     die_with_parent(warm_pid)
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGCHLD, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)
     leave_ending_to_agent()
-    os.register_at_fork(after_in_child=end_by_sigterm)  # what a user's code starts, and ends
+    # Processes of the user's code end at SIGTERM.
+    os.register_at_fork(after_in_child=end_by_sigterm)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(output_fd, 1)
@@ -87,7 +91,7 @@ def run_worker(channel_fd: int, output_fd: int, marker_fd: int, warm_pid: int) -
     os.close(null)
     os.close(output_fd)
     host_log.configure()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # for stacks in the log
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # prints stacks to the log
 
     status = 1
     try:
@@ -97,26 +101,26 @@ def run_worker(channel_fd: int, output_fd: int, marker_fd: int, warm_pid: int) -
         if isinstance(launch, Launch):
             control = Control(channel)
             control.start()
-            status = process.run(launch, control, os.getpid())
+            status = session.run(launch, control, os.getpid())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Groups and threads of the data plane must not hold up the end of the process.
+        # Groups and threads of the data plane must not delay the end of the process.
         end_process(status)
 
 
 class ForkServer:
-    """Forks on request and tells how its children ended."""
+    """Server that forks workers on request and reports how they ended."""
 
     def __init__(self, agent: socket.socket) -> None:
         self._agent: Channel[ToWarm] = Channel(agent, ToWarm)
 
     def serve(self) -> None:
-        """Serve the agent until it closes its end."""
+        """Serve the agent until it closes its end of the socket."""
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        # A handler, though an empty one, is what makes the kernel's signal reach the pipe.
+        # The kernel writes a signal to the pipe only if it has a handler, even an empty one.
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
         self._agent.send(Warm(pid=os.getpid()))
         while True:
@@ -141,7 +145,7 @@ class ForkServer:
         answer: Forked | ForkFailed
         try:
             pid = os.fork()
-        except OSError as error:  # the workers that there are must not end with this
+        except OSError as error:  # the other workers must survive this
             answer = ForkFailed(incarnation=fork.incarnation, reason=error.strerror or str(error))
         else:
             if pid == 0:
@@ -160,8 +164,8 @@ class ForkServer:
                 return
             if ended is None:
                 return
-            # What the job's code has started would go on for ever. Nobody else can have the
-            # group's number before its leader is reaped.
+            # Processes that the job's code has started would otherwise run for ever. The group's
+            # number cannot be reused before its leader is reaped.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(ended.si_pid, signal.SIGKILL)
             pid, status = os.waitpid(ended.si_pid, 0)
@@ -179,13 +183,13 @@ def main() -> None:
     die_with_parent(os.getppid())
     allow_open_files()
     host_log.configure()
-    # The agent decides when this ends; a Ctrl-C in its terminal is the agent's to handle.
+    # The agent handles Ctrl-C in its terminal, and decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     leave_ending_to_agent()
     agent = socket.socket(fileno=os.dup(0))
     keep_freed_memory()
     keep_pages()
-    with contextlib.suppress(BrokenPipeError):  # the agent ended while it was being told something
+    with contextlib.suppress(BrokenPipeError):  # the agent ended during a message
         ForkServer(agent).serve()
 
 

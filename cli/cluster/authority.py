@@ -1,10 +1,10 @@
-"""The folder of a cluster's authority, made and used on the operator's side.
+"""Folder of a cluster's authority, made and used on the operator's side.
 
     DIR/ca.crt, ca.key           the authority; its key signs everything
     DIR/master.crt, master.key   the master's own
     DIR/operator/                the first operator's credentials
 
-Loads the cryptography library. Must not know masters that run.
+Loads the cryptography library. Must not know running masters.
 """
 
 import contextlib
@@ -29,28 +29,29 @@ from oobleck.host.security.credentials import (
     write_private,
 )
 
-#: The first operator.
+#: Name of the first operator.
 ADMIN = "admin"
-#: What the folder is made of, and what is never written over.
+#: Parts of the folder, which are never overwritten.
 _PARTS = (AUTHORITY, AUTHORITY_KEY, MASTER_CERTIFICATE, MASTER_KEY, OPERATOR)
 _SERVER_NAME = re.compile(r"[A-Za-z0-9*]([A-Za-z0-9.*-]{0,251}[A-Za-z0-9])?|[0-9A-Fa-f:]{2,39}")
 
 
 def make_authority(folder: Path, names: Sequence[str]) -> None:
-    """Make the whole folder. `names`: DNS names and addresses for the master's certificate.
+    """Make the whole folder.
 
-    Raises CommandFailed, also where there is an authority already.
+    `names`: DNS names and addresses for the master's certificate. Raise CommandFailed, also if
+    there is an authority already.
     """
     for name in names:
         if _SERVER_NAME.fullmatch(name) is None:
-            raise CommandFailed(f"--name {name}: is no DNS name or IP address", USAGE)
+            raise CommandFailed(f"--name {name}: is not a DNS name or an IP address", USAGE)
     try:
         if found := [name for name in _PARTS if (folder / name).exists()]:
             raise _taken(folder, found)
         make_private(folder)
         authority = pki.Authority.new(f"cluster {pki.new_cluster_id()}")
         key = pki.new_key()
-        # Of several that are run at once, the one that puts its key there makes the folder.
+        # If several run at once, the one that creates the key makes the folder.
         if not create_private(folder / AUTHORITY_KEY, pki.key_pem(authority.key)):
             raise _taken(folder, [AUTHORITY_KEY])
         write_private(folder / MASTER_KEY, pki.key_pem(key))
@@ -59,7 +60,7 @@ def make_authority(folder: Path, names: Sequence[str]) -> None:
             authority.sign_master(key.public_key(), names, MASTER_LIFE_S),
         )
         signing.issue(authority, folder / OPERATOR, "operator", ADMIN)
-        # Last: with it the folder is whole.
+        # Written last: it completes the folder.
         write_private(folder / AUTHORITY, authority.certificate)
     except ValueError as error:
         raise CommandFailed(f"--dir: {error}", USAGE) from error
@@ -69,14 +70,14 @@ def make_authority(folder: Path, names: Sequence[str]) -> None:
 
 def _taken(folder: Path, found: Sequence[str]) -> CommandFailed:
     return CommandFailed(
-        f"--dir {folder}: has an authority already, or a part of one ({', '.join(found)}); use "
-        "it, or move it away (all that it has signed ends with it)",
+        f"--dir {folder}: already has an authority, or part of one ({', '.join(found)}); use "
+        "it, or move it away (its certificates become useless)",
         USAGE,
     )
 
 
 def issue(folder: Path, target: Path, role: Role, name: str) -> None:
-    """Make credentials with the authority's own key. Raises CommandFailed."""
+    """Make credentials with the authority's own key. Raise CommandFailed."""
     try:
         authority = signing.read_authority(folder)
     except ValueError as error:
@@ -86,14 +87,14 @@ def issue(folder: Path, target: Path, role: Role, name: str) -> None:
 
 
 def have_issued(folder: Path, target: Path, role: Role, name: str) -> None:
-    """The same unless `target` has credentials of that holder which last for some days."""
+    """Make credentials unless `target` has some of that holder that last for some days."""
     with _told(target):
         signing.have_issued(folder, target, role, name)
 
 
 @contextlib.contextmanager
 def _told(target: Path) -> Iterator[None]:
-    """Within, errors of writing to `target` become CommandFailed."""
+    """Convert errors of writing to `target` in the block to CommandFailed."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`oobleck backup`: writes a folder from which another head can go on."""
+"""`oobleck backup`: a folder from which another head can take over."""
 
 import hashlib
 import os
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--no-logs", is_flag=True, help="Leave out what workers have printed.")
+@click.option("--no-logs", is_flag=True, help="Leave out the workers' output.")
 @click.option(
     "--authority",
     is_flag=True,
-    help="Copy the cluster's authority too, with its key; on the head's own host, as the master's "
-    "user. Keep such a backup as you keep the key.",
+    help="Copy the cluster's authority and its key too; run it on the head's host, as the master's "
+    "user. Protect such a backup like the key.",
 )
 @master_option
 def backup(folder: Path, no_logs: bool, authority: bool, master: Endpoint) -> None:
-    """Copy what the head knows into DIR, while everything runs.
+    """Copy the head's state into DIR, while everything runs.
 
-    DIR gets the journal, the files of all jobs, profiles and wheels, as they were at one moment.
-    A new head goes on from it: oobleck-master --state-dir NEW --restore DIR. DIR/backup.json comes
-    last, so a copy without it is no backup. DIR must be empty, or not be there.
+    DIR gets the journal, the files of all jobs, profiles and wheels, as of one moment. A new head
+    takes over with: oobleck-master --state-dir NEW --restore DIR. DIR/backup.json is written last,
+    so a copy without it is not a backup. DIR must be empty or not exist.
     """
     from oobleck.cli.client import MasterClient
 
@@ -51,7 +51,7 @@ def backup(folder: Path, no_logs: bool, authority: bool, master: Endpoint) -> No
         write_private(folder / SUMMARY, encode(summary))
         sync_directory(folder)
     except OSError as error:
-        reason = f"{error.strerror or error}; what is there is no backup"
+        reason = f"{error.strerror or error}; the folder is not a backup"
         raise CommandFailed(f"{folder}: {reason}", FAILED) from error
     size = sum(file.bytes for file in summary.files.values())
     click.echo(
@@ -61,7 +61,7 @@ def backup(folder: Path, no_logs: bool, authority: bool, master: Endpoint) -> No
 
 
 def _authority_of(master: Endpoint) -> Path:
-    """Return the folder of the authority of a master on this host. Raises CommandFailed."""
+    """Return the folder of the authority of a master on this host. Raise CommandFailed."""
     own = next(filter(None, map(own_master.find, master.addresses)), None)
     if own is None or not (own.pki / AUTHORITY_KEY).is_file():
         raise CommandFailed(
@@ -73,15 +73,15 @@ def _authority_of(master: Endpoint) -> Path:
 
 
 def _make_empty(folder: Path) -> None:
-    """Raises CommandFailed, OSError."""
+    """Make an empty folder. Raise CommandFailed or OSError."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if any(folder.iterdir()):
-        text = f"{folder}: is not empty; name a folder that is, or one that is not there"
+        text = f"{folder}: is not empty; name an empty folder or a new one"
         raise CommandFailed(text, USAGE)
 
 
 def _receive(folder: Path, parts: "Iterable[pb.BackupPart]") -> Summary:
-    """Write the files as they come. Raises CommandFailed, OSError."""
+    """Write the files as they arrive. Raise CommandFailed or OSError."""
     files: dict[str, StoredFile] = {}
     coming: _Coming | None = None
     try:
@@ -91,24 +91,24 @@ def _receive(folder: Path, parts: "Iterable[pb.BackupPart]") -> Summary:
             if part.path:
                 coming = _Coming(folder, check_path(part.path))
             if coming is None:
-                raise ValueError("the master sends a part of no file")
+                raise ValueError("the master sent data outside any file")
             coming.add(part.data)
             if part.sha256:
                 files[coming.name] = coming.end(part.sha256)
                 coming = None
     except ValueError as error:
-        raise CommandFailed(f"{folder}: {error}; what is there is no backup", FAILED) from error
+        raise CommandFailed(f"{folder}: {error}; the folder is not a backup", FAILED) from error
     finally:
         if coming is not None:
             coming.close()
-    raise CommandFailed(f"{folder}: the master ended before the backup did; ask again", FAILED)
+    raise CommandFailed(f"{folder}: the master ended before the backup did; run it again", FAILED)
 
 
 class _Coming:
-    """A file that is being received."""
+    """File that is being received."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Raises OSError, also where it is there."""
+        """Create the file. Raise OSError, also if it exists."""
         self.name = name
         self._hash, self._bytes = hashlib.sha256(), 0
         path = folder / name
@@ -122,9 +122,9 @@ class _Coming:
         self._file.write(data)
 
     def end(self, sha256: str) -> StoredFile:
-        """Have it on the disk. Raises ValueError if it is not what the master sent."""
+        """Write the file to disk. Raise ValueError if it differs from what the master sent."""
         if (found := self._hash.hexdigest()) != sha256:
-            raise ValueError(f"{self.name} came damaged")
+            raise ValueError(f"{self.name} was damaged in transfer")
         with self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -135,9 +135,9 @@ class _Coming:
 
 
 def _with_authority(folder: Path, pki: Path, summary: Summary) -> Summary:
-    """Copy the authority's folder too. Raises OSError."""
+    """Copy the authority's folder too. Raise OSError."""
     files = dict(summary.files)
-    for path in sorted(pki.rglob("[!.]*")):  # those with a dot are not in place yet
+    for path in sorted(pki.rglob("[!.]*")):  # those with a dot are unfinished
         if path.is_file():
             name = check_path(f"{AUTHORITY}/{path.relative_to(pki).as_posix()}")
             content = path.read_bytes()

@@ -1,7 +1,7 @@
-"""The daemons that `oobleck local` runs: started, watched and stopped as subprocesses.
+"""Daemons that `oobleck local` runs as subprocesses: their start, restart and stop.
 
-They die with this process, however it ends. The module that starts them sees to that, since code
-between fork and exec is not safe beside gRPC's threads. Must not know gRPC.
+They die with this process, however it ends. The module that starts them ensures that, because code
+between fork and exec is unsafe beside gRPC's threads. Must not know gRPC.
 """
 
 import os
@@ -14,11 +14,11 @@ from pathlib import Path
 from oobleck.cli.options import USAGE
 from oobleck.host.system.process import signal_name, with_parent
 
-#: Agents give their workers 2 s; the master goes after them.
+#: Agents give their workers 2 s; the master is stopped after them.
 AGENT_GRACE_S = 3.3
 MASTER_GRACE_S = 1.0
-#: What dies is started again after so long; where it lives for less than QUICK_S each time, after
-#: twice as long as the time before, up to the longest.
+#: Pause before a daemon that died is restarted. If it lives for less than QUICK_S each time, the
+#: pause doubles, up to the longest.
 RESTART_S = 2.0
 QUICK_S = 10.0
 LONGEST_RESTART_S = 30.0
@@ -26,7 +26,7 @@ _TAIL_BYTES = 4096
 
 
 def restart_pause_s(quick_ends: int) -> float:
-    """`quick_ends`: how often in a row it has ended soon after its start."""
+    """Return the pause before a restart, after `quick_ends` consecutive early ends."""
     return float(min(LONGEST_RESTART_S, RESTART_S * 2 ** min(10, max(0, quick_ends - 1))))
 
 
@@ -36,20 +36,20 @@ class Child:
     def __init__(
         self, name: str, module: str, arguments: Sequence[str], log: Path, *, piped: bool = False
     ) -> None:
-        """`piped`: its standard output can be read from `process.stdout`."""
+        """Start the daemon. `piped`: its standard output can be read from `process.stdout`."""
         self.name = name
         self.arguments = tuple(arguments)
         self.log = log
-        #: Its end has been told.
+        #: Whether its end has been reported.
         self.told = False
-        #: When it is to be started again; None: it is not.
+        #: Time of its restart; None: none is planned.
         self.due: float | None = None
         self._module, self._piped = module, piped
         self._quick_ends = 0
         self.start()
 
     def start(self) -> None:
-        """Also again, once it has ended."""
+        """Start the daemon, or restart it after it has ended."""
         self.told, self.due, self._started_at = False, None, time.monotonic()
         with open(self.log, "ab", opener=_for_its_owner) as output:
             self.process = subprocess.Popen(
@@ -62,11 +62,11 @@ class Child:
 
     @property
     def has_died(self) -> bool:
-        """True if it ended other than by a signal that it was to end by, or by a refusal."""
+        """Whether it failed: it ended neither by a requested stop nor by refusing its arguments."""
         return self.process.returncode not in (None, 0, USAGE)
 
     def plan_restart(self) -> float:
-        """Plan to start it again; return after how many seconds."""
+        """Plan a restart; return the pause in seconds."""
         now = time.monotonic()
         self._quick_ends = self._quick_ends + 1 if now - self._started_at < QUICK_S else 0
         pause_s = restart_pause_s(self._quick_ends)
@@ -82,7 +82,7 @@ class Child:
         return self.process.poll() is None
 
     def how_it_ended(self) -> str:
-        """`was killed by SIGKILL` or `ended with exit code 2: its last line`."""
+        """Return `was killed by SIGKILL` or `ended with exit code 2: its last line`."""
         code = self.process.returncode
         if code < 0:
             return f"was killed by {signal_name(-code)}"
@@ -101,7 +101,7 @@ def _for_its_owner(path: str, flags: int) -> int:
 
 
 def stop(master: Child | None, agents: Sequence[Child]) -> None:
-    """End all of them within five seconds; called again it kills at once."""
+    """End all of them within five seconds; a second call kills at once."""
     everyone = [*agents, *([master] if master else [])]
     try:
         _end(agents, AGENT_GRACE_S)

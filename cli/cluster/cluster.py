@@ -1,6 +1,6 @@
-"""A cluster on this machine: the daemons, from their start to the line that says how each ended.
+"""Cluster on this machine: its daemons, from their start to the report of their ends.
 
-Must not know flags, nor what is asked of the cluster.
+Must not know flags, or how the cluster is used.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ READY_TIMEOUT_S = 60.0
 
 
 class Cluster:
-    """The daemons, from their start to the line that says how each ended."""
+    """Daemons of one cluster, from their start to the report of their ends."""
 
     def __init__(
         self,
@@ -42,10 +42,13 @@ class Cluster:
         insecure: bool = False,
         restart: bool = False,
     ) -> None:
-        """`tell`: what to do with the lines; they are printed otherwise. `master_flags`: more of
-        them than the master needs. `allow_code`, `accept_code`: the agents' flags; not given: any
-        code, if nobody but this user can submit jobs. `insecure`: without an authority, for
-        everybody on this host. `restart`: agents that die are started again."""
+        """Prepare a cluster.
+
+        `tell`: prints or keeps a line; None: it is printed. `master_flags`: optional flags of the
+        master. `allow_code`, `accept_code`: the agents' flags; by default any code, if only this
+        user can submit jobs. `insecure`: no authority; open to everybody on this host. `restart`:
+        restart agents that die.
+        """
         self._restart, self._insecure = restart, insecure
         self._master_flags = tuple(master_flags)
         self._allow_code, self._accept_code = tuple(allow_code), accept_code
@@ -54,7 +57,7 @@ class Cluster:
         self.master: Child | None = None
         self.agents: list[Child] = []
         self.address = ""
-        #: Of the operator; None: the cluster asks nobody for any.
+        #: Credentials of the operator; None: the cluster requires none.
         self.credentials: Path | None = None
 
     @property
@@ -71,14 +74,14 @@ class Cluster:
             (logs / "master.log").touch(0o600)
         except OSError as error:
             raise CommandFailed(
-                f"--state-dir {self._state_dir}: {error.strerror}; choose another one", USAGE
+                f"--state-dir {self._state_dir}: {error.strerror}; choose another", USAGE
             ) from error
         arguments = ["--listen", address, "--state-dir", str(self._state_dir)]
         arguments += self._make_authority()
         arguments += self._master_flags
         self.master = Child("master", "oobleck.master", arguments, logs / "master.log", piped=True)
         self.address = self._listening(self.master)
-        # Started again, it must be where the agents look for it.
+        # After a restart, it must listen where the agents look for it.
         self.master.arguments = ("--listen", self.address, *arguments[2:])
         self._tell(f"master {self.address} pid {self.master.pid}")
         for number in range(1, nodes + 1):
@@ -96,8 +99,10 @@ class Cluster:
         self._tell(f"state {self._state_dir}")
 
     def _make_authority(self) -> list[str]:
-        """Return the master's flags for the cluster's authority, which is made unless it is there.
-        Raises CommandFailed."""
+        """Return the master's flags for the cluster's authority, which is made if missing.
+
+        Raise CommandFailed.
+        """
         if self._insecure:
             return ["--insecure"]
         from oobleck.cli.cluster.authority import ADMIN, have_issued, make_authority
@@ -105,21 +110,21 @@ class Cluster:
         pki = self._state_dir / "pki"
         try:
             if not pki.exists():
-                # One that is killed amid this leaves no half of an authority there.
+                # If it is killed meanwhile, no half-made authority stays.
                 with tempfile.TemporaryDirectory(prefix=".pki-", dir=self._state_dir) as made:
                     make_authority(Path(made, "pki"), ())
                     Path(made, "pki").rename(pki)
             elif (owner := pki.stat().st_uid) != os.geteuid():
                 raise CommandFailed(
-                    f"{pki} belongs to another user (uid {owner}), who could command the cluster"
+                    f"{pki} belongs to another user (uid {owner}), who could control the cluster"
                 )
             self.credentials = pki / OPERATOR
             have_issued(pki, self.credentials, "operator", ADMIN)
         except (CommandFailed, OSError) as error:
             reason = error.message if isinstance(error, CommandFailed) else error.strerror
             raise CommandFailed(
-                f"--state-dir {self._state_dir}: no authority for the cluster: {reason}; choose "
-                "another state directory",
+                f"--state-dir {self._state_dir}: cannot make an authority for the cluster: "
+                f"{reason}; choose another state directory",
                 USAGE,
             ) from error
         return ["--pki", str(pki)]
@@ -141,13 +146,13 @@ class Cluster:
         return [*flags, "--accept-code"] if accepted else flags
 
     def _listening(self, master: Child) -> str:
-        """The address from the master's line, which it prints once it listens."""
+        """Return the address from the line that the master prints once it listens."""
         pipe = master.process.stdout
         assert pipe is not None
         readable, _, _ = select.select([pipe], [], [], MASTER_TIMEOUT_S)
         line = pipe.readline().decode().strip() if readable else ""
         if not line.startswith("listening on "):
-            if readable:  # its output has ended, and so does it
+            if readable:  # its output has ended, so it is ending too
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     master.process.wait(MASTER_GRACE_S)
             master.process.kill()
@@ -161,8 +166,10 @@ class Cluster:
         return line.removeprefix("listening on ")
 
     def wait_until_ready(self) -> None:
-        """Wait until every live agent has registered. Raises CommandFailed if the master dies, or
-        after READY_TIMEOUT_S."""
+        """Wait until every live agent has registered.
+
+        Raise CommandFailed if the master dies, or after READY_TIMEOUT_S.
+        """
         from oobleck.cli.client import MasterClient, Unreachable
 
         live: set[str] = set()
@@ -172,7 +179,7 @@ class Cluster:
                 self._tell_deaths()
                 if self.master is None or not self.master.alive:
                     raise CommandFailed("the master died before the cluster was ready", FAILED)
-                with contextlib.suppress(Unreachable):  # if it died, the next round says so
+                with contextlib.suppress(Unreachable):  # if it died, the next round reports it
                     live = {node.node for node in connection.nodes() if node.state == "live"}
                 missing = [
                     agent.name
@@ -182,7 +189,7 @@ class Cluster:
                 if not missing and live:
                     break
                 if not missing and not any(agent.alive for agent in self.agents):
-                    self._tell_deaths()  # of those that ended since
+                    self._tell_deaths()  # report those that ended since
                     raise CommandFailed(
                         f"every agent ended before it registered; see {self._state_dir}/log", FAILED
                     )
@@ -196,8 +203,10 @@ class Cluster:
         self._tell("ready")
 
     def watch(self) -> None:
-        """Start agents again when they are due, and tell deaths. Raises CommandFailed when nothing
-        is left to watch."""
+        """Restart agents when they are due, and report deaths.
+
+        Raise CommandFailed when all are dead.
+        """
         while True:
             self._tell_deaths()
             for agent in self.agents:
@@ -219,18 +228,17 @@ class Cluster:
                 child.told = True
                 end, then = child.how_it_ended(), self._then(child)
                 self._tell(f"{child.name} (pid {child.pid}) {end}; {then}")
-        # One that has died since it was looked at is told in the next round, and may start again.
+        # A daemon that has died since the loop is reported in the next round, and may be restarted.
         if all(child.told and child.due is None for child in children):
             raise CommandFailed("all daemons have ended", FAILED)
 
     def _then(self, child: Child) -> str:
-        """Return for a line what follows the end of `child`: a planned restart, or the command for
-        one."""
+        """Return what follows the end of `child`: a planned restart, or the command for one."""
         if self._restart and child is not self.master and child.has_died:
-            return f"it is started again in {child.plan_restart():g} s"
+            return f"it restarts in {child.plan_restart():g} s"
         program = f"oobleck-{child.name.split()[0]}"
         goes_on = "training goes on without it; " if child is self.master else ""
-        return f"{goes_on}to start it again: {shlex.join([program, *child.arguments])}"
+        return f"{goes_on}to restart it: {shlex.join([program, *child.arguments])}"
 
 
 def say(line: str) -> None:

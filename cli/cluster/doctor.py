@@ -1,7 +1,6 @@
-"""`oobleck doctor`: what is wrong with a cluster, or with a host before its first job, and what
-mends it.
+"""`oobleck doctor`: problems of a cluster, or of a host before its first job, and their fixes.
 
-Owns the command, and what a host's GPUs are asked: each check of a device is a process of its own
+Owns the command, and the checks of a host's GPUs. Each check of a device is a process of its own
 with a time-out, so that a hang is a result. Must not know what the checks do.
 """
 
@@ -27,8 +26,8 @@ from oobleck.host.system.process import completed, with_parent
 if TYPE_CHECKING:
     from oobleck.cli.output.form import Form
 
-#: In this order, with seconds for each; the first ones need one GPU, the others two. Checks with a
-#: limit of their own have half a minute beyond it, in which torch starts.
+#: Checks in this order, with a time limit in seconds. The first ones need one GPU, the others two.
+#: A check with its own limit gets half a minute more, in which torch starts.
 ALONE = {
     "forks": 90,
     "memory": 60,
@@ -52,20 +51,20 @@ TOGETHER = {
     "ends": 190,
     "recoveries": 85,
 }
-#: With jobs on a small cluster of this host.
+#: Checks that run jobs on a small cluster of this host.
 WITH_JOBS = {"kills": 180, "speed": 170}
-#: Of all, whichever hang.
+#: Limit for all checks together, even if some hang.
 MOST_S = 600.0
-#: What a host without a GPU can be asked.
+#: Checks for a host without a GPU.
 _ON_CPUS = {"forks": 90, "backwards": 60, "errors": 45}
 _HANGS = (
-    "look at the kernel's log (dmesg | grep -i -e xid -e nvrm); a GPU that hangs wants a reset "
+    "look at the kernel's log (dmesg | grep -i -e xid -e nvrm); a hanging GPU needs a reset "
     "(nvidia-smi --gpu-reset) or a restart of the host"
 )
 
 
 @click.command(
-    epilog="Exit codes: 0 nothing is wrong or slow beyond warnings, 1 a check has failed (or, with "
+    epilog="Exit codes: 0 no check has failed, 1 a check has failed (or, with "
     "--gpu, there is no GPU), 2 wrong usage, 3 no such node, 4 no master answers, 5 denied."
 )
 @click.option(
@@ -74,38 +73,38 @@ _HANGS = (
     multiple=True,
     metavar="NODE",
     shell_complete=node_names,
-    help="This one; may be repeated.",
+    help="Check only this node; may be repeated.",
 )
 @click.option(
     "--data",
     multiple=True,
     metavar="PATH",
-    help="Is it the same on all nodes? Asked of what jobs read anyway; may be repeated.",
+    help="Check that PATH is the same on all nodes, besides the data of jobs; may be repeated.",
 )
 @click.option(
     "--checkpoints",
     multiple=True,
     metavar="DIR",
-    help="Do all nodes share it, and how fast is it? Asked of jobs' folders anyway.",
+    help="Check that all nodes share DIR, and its speed, besides the folders of jobs.",
 )
 @click.option(
     "--pairs",
     is_flag=True,
-    help="While a job trains, send 16 MiB each way between nodes to see how much gets through.",
+    help="Send 16 MiB each way between nodes to measure the rate, even while a job trains.",
 )
-@click.option("--here", is_flag=True, help="Look at this host alone, without a master.")
-@click.option("--gpu", is_flag=True, help="Look at this host's GPUs, in ten minutes at most.")
+@click.option("--here", is_flag=True, help="Check only this host, without a master.")
+@click.option("--gpu", is_flag=True, help="Check this host's GPUs, in ten minutes at most.")
 @click.option(
     "--gpus",
     metavar="GPU[,GPU...]",
-    help="At these alone, as oobleck-agent --gpus.  [default: CUDA_VISIBLE_DEVICES, or all]",
+    help="Check only these, as oobleck-agent --gpus.  [default: CUDA_VISIBLE_DEVICES, or all]",
 )
 @click.option(
     "--master",
     envvar="OOBLECK_MASTER",
     show_envvar=True,
     metavar="HOST:PORT",
-    help=f"The master to ask.  [default: {options.DEFAULT_MASTER}, or this host alone if none]",
+    help=f"The master to ask.  [default: {options.DEFAULT_MASTER}, or this host if none answers]",
 )
 @options.credential_options
 @options.form_options("One JSON object: findings (check, level, what, fix, node, ...) and seconds.")
@@ -122,23 +121,26 @@ def doctor(
     master: str | None,
     form: "Form",
 ) -> int:
-    """Look for what is wrong with the hosts of a cluster and with what lies between them: names and
-    routes, ports, clocks, versions, packets' sizes, speed of links and disks, folders that nodes
-    share, memory, limits, GPUs.
+    """Check the hosts of a cluster, and the network between them, for problems.
 
-    Each line is PASS, SLOW, WARN or FAIL, where, what was found, and what mends it. What is well of
-    a node is shown with -o wide. While a job trains, little is sent and written.
+    It checks names and routes, ports, clocks, versions, packet sizes, speed of links and disks,
+    shared folders, memory, limits and GPUs.
+
+    Each line is PASS, SLOW, WARN or FAIL, then the place, the finding and the fix. Passed checks of
+    nodes are shown with -o wide. While a job trains, little is sent and written.
     """
     if gpu:
         if nodes or pairs or here or data or checkpoints:
-            raise click.UsageError("--gpu: is about this host's GPUs alone; leave the rest out")
+            raise click.UsageError(
+                "--gpu: checks only this host's GPUs; leave the other options out"
+            )
         return _show_gpus(gpus, form)
     if gpus is not None:
-        raise click.UsageError("--gpus: goes with --gpu; give both")
+        raise click.UsageError("--gpus: requires --gpu; give both")
     question = Question(nodes=nodes, data=data, checkpoints=checkpoints, pairs=pairs)
     if here:
         if nodes or pairs:
-            raise click.UsageError("--here: is about this host; leave --node and --pairs out")
+            raise click.UsageError("--here: checks only this host; leave --node and --pairs out")
         return show(of_host(question), form)
     endpoint = options.endpoint(ctx, ctx.command.params[0], master or options.DEFAULT_MASTER)
     assert endpoint is not None, "an address was given"
@@ -147,20 +149,20 @@ def doctor(
     except CommandFailed as failed:
         if master is not None or nodes or pairs or failed.exit_code != options.UNREACHABLE:
             raise
-    click.echo(f"no master at {endpoint}: this host alone is looked at", err=True)
+    click.echo(f"no master at {endpoint}: checking only this host", err=True)
     return show(of_host(question), form)
 
 
 def _show_gpus(gpus: str | None, form: "Form") -> int:
     try:
-        # All lines: who looks at one host wants to see that it was looked at.
+        # All lines: an operator who checks one host wants to see that it was checked.
         return show(_look(gpus), "wide" if form == "table" else form)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
 
 
 def _look(option: str | None) -> Iterator[Finding]:
-    """Raises ValueError for a wrong choice of GPUs."""
+    """Yield findings about this host's GPUs. Raise ValueError for a wrong choice of GPUs."""
     environment = {**worker_environment("cuda"), **os.environ}
     chosen = chosen_gpus(option, environment)
     yield from host_gpus.look()
@@ -190,7 +192,7 @@ def _described(report: GpuReport) -> Finding:
         fix = "install a torch that has NCCL; without it messages go through the host"
         return Finding(check="gpu", level="slow", what=what, fix=fix)
     if len(names) > 1:
-        fix = "workers on slower ones hold the others up: choose one kind with --gpus"
+        fix = "workers on slower GPUs delay the others: choose one kind with --gpus"
         return Finding(check="gpu", level="warn", what=what, fix=fix)
     return Finding(check="gpu", level="pass", what=what)
 
@@ -201,12 +203,12 @@ def checks(
     environment: Mapping[str, str],
     most_s: float = MOST_S,
 ) -> Iterator[Finding]:
-    """Run them in this order, each with its limit, and all of them within `most_s`."""
+    """Run the checks in this order, each with its limit, and all of them within `most_s`."""
     until = time.monotonic() + most_s
     for name, limit_s in limits.items():
         left_s = until - time.monotonic()
         if left_s <= 0:
-            what = f"not tried: those before it took {most_s:g} s"
+            what = f"not run: the checks before it took {most_s:g} s"
             by_hand = f"python -m oobleck.worker.doctor {name} {' '.join(devices)}"
             yield Finding(check=name, level="warn", what=what, fix=f"run '{by_hand}'")
             continue
@@ -217,8 +219,10 @@ def checks(
 def run_check(
     name: str, command: Sequence[str], limit_s: float, environment: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Run a check and yield its findings; one more on how it ended if it failed or found
-    nothing."""
+    """Run a check and yield its findings.
+
+    If it failed or found nothing, yield one more about its end.
+    """
     try:
         result = completed(command, limit_s, environment)
     except subprocess.TimeoutExpired:
@@ -232,7 +236,7 @@ def run_check(
         found, lines = [], result.stdout.decode(errors="replace").strip().splitlines()
     yield from found
     if result.returncode or not found:
-        last = lines[-1] if lines else "it says nothing"
+        last = lines[-1] if lines else "no output"
         what = f"ends with exit code {result.returncode}: {last}"
-        fix = "look at the driver (nvidia-smi, dmesg) and at torch's build for CUDA"
+        fix = "check the driver (nvidia-smi, dmesg) and torch's build for CUDA"
         yield Finding(check=name, level="fail", what=what, fix=fix)

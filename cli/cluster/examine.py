@@ -1,7 +1,6 @@
-"""Output of `oobleck doctor`: findings of the cluster as the master tells them, or of this host
-alone.
+"""Output of `oobleck doctor`: findings about the cluster from the master, or about this host.
 
-Owns how they are shown. Must not know how anything is looked at.
+Owns how they are shown. Must not know how anything is checked.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ class Question:
 
 
 def of_cluster(endpoint: Endpoint, question: Question) -> Iterator[Finding]:
-    """Raises CommandFailed."""
+    """Yield the findings about the cluster. Raise CommandFailed."""
     from oobleck.cli.client import MasterClient
     from oobleck.proto import control_pb2 as pb
 
@@ -45,7 +44,7 @@ def of_cluster(endpoint: Endpoint, question: Question) -> Iterator[Finding]:
         pairs=question.pairs,
     )
     with MasterClient(endpoint) as connection:
-        connection.nodes()  # whether there is one, which takes it no time
+        connection.nodes()  # fails at once if there is no master
         yield from connection.examine(request)
 
 
@@ -72,16 +71,18 @@ def of_host(question: Question) -> Iterator[Finding]:
             await doctor.close()
         if isinstance(answer, Looked):
             return answer.findings
-        what = getattr(answer, "reason", "the process that looks says something else")
-        fix = "look at what this host is busy with (top, dmesg)"
+        what = getattr(answer, "reason", "the checking process gave another answer")
+        fix = "check what occupies this host (top, dmesg)"
         return [Finding(check="doctor", level="fail", what=what, fix=fix)]
 
     yield from asyncio.run(look())
 
 
 def show(found: Iterator[Finding], form: "Form") -> int:
-    """Print findings as they come, and how many there are; the exit code. Raises CommandFailed, and
-    what `found` does."""
+    """Print findings as they arrive, and their number; return the exit code.
+
+    Raise CommandFailed, and what `found` raises.
+    """
     from oobleck.cli.output.form import document, is_data
 
     began = time.monotonic()
@@ -100,8 +101,10 @@ def show(found: Iterator[Finding], form: "Form") -> int:
 
 
 def is_told(finding: Finding) -> bool:
-    """Return whether a narrow listing has the finding: of a thousand nodes, a pass is in a wide
-    listing alone."""
+    """Return whether a narrow listing shows the finding.
+
+    Passed checks of nodes, of which there may be thousands, are only in a wide one.
+    """
     return finding.level != "pass" or not finding.node
 
 

@@ -22,9 +22,9 @@ from oobleck.host.security.credentials import make_private
 from oobleck.host.system.home import below_home
 from oobleck.host.system.process import end_signals
 
-#: More than this is a mistake on any machine; --oversubscribe says that it is none.
+#: Refuse more than this unless --oversubscribe is given.
 WORKERS_PER_CORE = 16
-#: What an agent with its warm process takes, and each worker on top, before any model.
+#: Memory of an agent with its warm process, and of each worker, before any model.
 NODE_BYTES = 350 << 20
 WORKER_BYTES = 150 << 20
 
@@ -32,8 +32,8 @@ SAME_SIGNAL_S = 0.5
 
 EVERYBODY = (
     "--insecure: every user of this host, and every container on its network, can submit jobs to "
-    "this cluster; they read and write files as you, and run code as you where --allow-code or "
-    "--accept-code lets them"
+    "this cluster; they read and write files as you, and run code as you if --allow-code or "
+    "--accept-code permits it"
 )
 
 EPILOG = """\b
@@ -45,13 +45,14 @@ Output, one fact per line:
   state /home/me/.oobleck/local/20260102-030405
   ready
 \b
-The cluster has an authority of its own, in STATE/pki, and takes nobody but you: 'oobleck' and
-agents that you start on this machine find your credentials by themselves.
+The cluster has its own authority, in STATE/pki, and accepts only you: 'oobleck' and agents that
+you start on this machine find your credentials by themselves.
 \b
-A daemon that dies is told in a line, and the cluster goes on, without its master too. An agent is
-started again after 2 s with its own flags, later each time where it keeps dying; one that was told
-to end is not, nor is the master. Each daemon's own output is in STATE/log. Exit codes: 0 ended by
-Ctrl-C or SIGTERM, 1 the cluster could not start or all its daemons died, 2 wrong usage."""
+A daemon that dies is reported in a line, and the cluster continues, even without its master. An
+agent that dies is restarted after 2 s with its own flags, and later each time if it keeps dying. An
+agent that was told to end is not restarted, nor is the master. Each daemon's own output is in
+STATE/log. Exit codes: 0 ended by Ctrl-C or SIGTERM, 1 the cluster could not start or all its
+daemons died, 2 wrong usage."""
 
 
 @click.command(epilog=EPILOG)
@@ -76,33 +77,33 @@ Ctrl-C or SIGTERM, 1 the cluster could not start or all its daemons died, 2 wron
     "--state-dir",
     type=click.Path(file_okay=False),
     metavar="DIR",
-    help="Journal, metrics and logs; a used one goes on from there.  "
+    help="Journal, metrics and logs; a used one is continued.  "
     "[default: a new folder in ~/.oobleck/local]",
 )
 @click.option(
     "--listen",
     metavar="HOST:PORT",
-    help=f"Where the master listens; port 0 is any free one.  [default: {DEFAULT_MASTER}, or a "
-    "free port if that is taken]",
+    help=f"Where the master listens; port 0: any free port.  [default: {DEFAULT_MASTER}, or a "
+    "free port if that is in use]",
 )
 @click.option(
     "--insecure",
     is_flag=True,
-    help="Ask nobody for credentials: every user of this host, and every container on its network, "
-    "can then command the cluster. Jobs load no code but what --allow-code names.",
+    help="Require no credentials: every user of this host, and every container on its network, "
+    "can then control the cluster. Jobs load only code that --allow-code names.",
 )
 @click.option(
     "--allow-code",
     multiple=True,
     metavar="PREFIX",
-    help="As of oobleck-agent: jobs may load functions of this package, or of modules below this "
-    "directory; * for any. May be given several times.  [default: any where the cluster is for you "
-    "alone, else none but installed plugins]",
+    help="As for oobleck-agent: jobs may load functions of this package, or of modules below this "
+    "directory; * for any. May be repeated.  [default: any if the cluster is for you "
+    "alone, else only installed plugins]",
 )
 @click.option(
     "--accept-code/--no-accept-code",
     default=None,
-    help="As of oobleck-agent: jobs may bring code of their own in a wheel.  [default: where the "
+    help="As for oobleck-agent: jobs may bring their own code in a wheel.  [default: if the "
     "cluster is for you alone]",
 )
 @click.option(
@@ -116,25 +117,21 @@ Ctrl-C or SIGTERM, 1 the cluster could not start or all its daemons died, 2 wron
     type=click.Choice(MODES),
     default="balanced",
     show_default=True,
-    help="How fast faults are found: sets all time-outs.",
+    help="How fast faults are detected: sets all time-outs.",
 )
 @click.option(
     "--keep-jobs",
     metavar="N",
-    help="Jobs that have ended and are known to 'oobleck jobs'.  [default: the master's]",
+    help="How many ended jobs 'oobleck jobs' lists.  [default: the master's]",
 )
 @click.option(
     "--forget-nodes-after",
     metavar="TIME",
-    help="A node that is lost for so long is no longer known.  [default: the master's]",
+    help="Forget a node that has been lost for this long.  [default: the master's]",
 )
-@click.option(
-    "--no-restart", is_flag=True, help="For drills: leave it to others to start what dies."
-)
+@click.option("--no-restart", is_flag=True, help="For drills: do not restart agents that die.")
 @click.option("--master-flag", "master_flags", multiple=True, hidden=True)
-@click.option(
-    "--oversubscribe", is_flag=True, help="Start more workers than this machine has room for."
-)
+@click.option("--oversubscribe", is_flag=True, help="Start more workers than fit on this machine.")
 def local(
     nodes: int,
     workers: int,
@@ -151,8 +148,11 @@ def local(
     master_flags: tuple[str, ...],
     oversubscribe: bool,
 ) -> int:
-    """Run a whole cluster on this machine, in the foreground: one oobleck-master and N
-    oobleck-agents, the same programs as on real hosts. Ctrl-C ends all of them."""
+    """Run a whole cluster on this machine, in the foreground.
+
+    It is one oobleck-master and N oobleck-agents, the same programs as on real hosts. Ctrl-C ends
+    all of them.
+    """
     memory = check_room(nodes, workers, oversubscribe)
     address = choose_address(listen)
     if insecure:
@@ -185,7 +185,7 @@ def local(
 
 
 def check_room(nodes: int, workers: int, oversubscribe: bool) -> int:
-    """The machine's memory, if the cluster fits or was forced."""
+    """Return the machine's memory, if the cluster fits or is forced."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -194,7 +194,7 @@ def check_room(nodes: int, workers: int, oversubscribe: bool) -> int:
     problem = None
     if total > WORKERS_PER_CORE * cores:
         problem = (
-            f"{total} workers are more than {WORKERS_PER_CORE} per core on the {cores} cores of "
+            f"{total} workers exceed {WORKERS_PER_CORE} per core on the {cores} cores of "
             f"this machine (limit: {WORKERS_PER_CORE * cores})"
         )
     elif needed > memory.available:
@@ -208,7 +208,7 @@ def check_room(nodes: int, workers: int, oversubscribe: bool) -> int:
 
 
 def choose_address(listen: str | None) -> str:
-    """An address that can be listened on; only the default one may give way to a free port."""
+    """Return an address to listen on; only the default may be replaced by a free port."""
     if listen is None:
         if _problem_with(DEFAULT_MASTER) is None:
             return DEFAULT_MASTER
@@ -219,7 +219,7 @@ def choose_address(listen: str | None) -> str:
         raise CommandFailed(f"--listen: {error}", USAGE) from error
     if (problem := _problem_with(listen)) is not None:
         raise CommandFailed(
-            f"--listen {listen}: {problem}; choose another one (port 0: any free one)", USAGE
+            f"--listen {listen}: {problem}; choose another one (port 0: any free port)", USAGE
         )
     return listen
 
@@ -237,7 +237,7 @@ def _problem_with(address: str) -> str | None:
 
 
 def warn_of_everybody(address: str) -> None:
-    """Raises CommandFailed where --insecure would let in more than this host."""
+    """Warn of --insecure. Raise CommandFailed if it would admit users beyond this host."""
     try:
         check_insecure("--insecure", address)
     except ValueError as error:
@@ -246,7 +246,7 @@ def warn_of_everybody(address: str) -> None:
 
 
 def fresh_state_dir() -> Path:
-    """A folder of its own for every start, so that an old cluster's jobs do not come back."""
+    """Make a new folder for every start, so that an old cluster's jobs do not return."""
     try:
         base = below_home("~/.oobleck/local")
     except ValueError as error:
@@ -268,9 +268,11 @@ def fresh_state_dir() -> Path:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[None]:
-    """SIGTERM and SIGHUP, unless that is ignored, act like Ctrl-C. A second one kills at once,
-    unless it comes so early that it is the same one, sent to the whole process group and passed on
-    as well."""
+    """Make SIGTERM, and SIGHUP unless ignored, act like Ctrl-C.
+
+    A second signal kills at once, unless it follows so soon that it is the same one: sent to the
+    whole process group and forwarded, too.
+    """
     first_at: float | None = None
 
     def interrupt(signum: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""The commands that change nodes: drain and undrain."""
+"""Commands that change nodes: drain and undrain."""
 
 import math
 import time
@@ -28,28 +28,29 @@ def node() -> None:
 @node.command()
 @node_argument
 @click.option("--reason", default="", metavar="TEXT", help="Shown by 'oobleck nodes'.")
-@click.option("--wait", is_flag=True, help="Return when nothing is on the node any more.")
+@click.option("--wait", is_flag=True, help="Return when the node has no more work.")
 @click.option(
     "--timeout",
     "timeout_s",
     type=Seconds(),
-    help="How long to wait, as in 10m; then it ends with exit code 1, and the drain goes on.  "
+    help="Longest wait, such as 10m; after it the exit code is 1, and the drain continues.  "
     "[default: for ever]",
 )
 @click.option(
     "--force",
     is_flag=True,
-    help="Also where a job cannot go on without the node: it waits for nodes then, and what the "
-    "node alone held is lost, but for the checkpoint that is taken first if the job takes any.",
+    help="Drain even if a job cannot continue without the node: the job then waits for nodes, and "
+    "state held only by the node is lost, except for a checkpoint that is taken first.",
 )
 @master_option
 def drain(
     name: str, reason: str, wait: bool, timeout_s: float | None, force: bool, master: Endpoint
 ) -> None:
-    """Move the work off NODE at the next step boundary, and give it none until it is undrained.
+    """Move the work off NODE at the next step boundary, and assign none until it is undrained.
 
-    No step is lost or done again. Where a job cannot go on without the node, it is kept until it
-    can, or the drain is forced; the answer says so, and why. Asked again, nothing changes.
+    No step is lost or repeated. If a job cannot continue without the node, the node is kept until
+    it can, or until the drain is forced; the answer says so, and why. Repeating the command changes
+    nothing.
 
     Exit codes: 0 the node is drained, or without --wait asked to be; 1 it is not within --timeout.
     """
@@ -59,9 +60,9 @@ def drain(
     if len(reason) > MOST_REASON:
         raise CommandFailed(f"--reason: is longer than {MOST_REASON} characters", USAGE)
     if not reason.isprintable():
-        raise CommandFailed("--reason: is one line, of characters that can be printed", USAGE)
+        raise CommandFailed("--reason: must be one line of printable characters", USAGE)
     if timeout_s is not None and not wait:
-        raise CommandFailed("--timeout: is of --wait; give that too, or leave both out", USAGE)
+        raise CommandFailed("--timeout: requires --wait; give both, or neither", USAGE)
     until = math.inf if timeout_s is None else time.monotonic() + timeout_s
     with MasterClient(master) as connection:
         told = _tell(connection.drain(name, reason, force=force))
@@ -90,8 +91,10 @@ def drain(
 @node_argument
 @master_option
 def undrain(name: str, master: Endpoint) -> None:
-    """Let NODE take part again: one that was drained, is in quarantine, or is left out of the
-    job."""
+    """Let NODE take part again.
+
+    It may have been drained, be in quarantine, or be left out of the job.
+    """
     from oobleck.cli.client import MasterClient
 
     with MasterClient(master) as connection:
@@ -101,12 +104,12 @@ def undrain(name: str, master: Endpoint) -> None:
 def _find(connection: "MasterClient", name: str) -> "pb.NodeInfo":
     found = next((info for info in connection.nodes() if info.node == name), None)
     if found is None:
-        raise CommandFailed(f"node {name} was lost, and is forgotten by now", NO_SUCH_THING)
+        raise CommandFailed(f"node {name} was lost, and the master has forgotten it", NO_SUCH_THING)
     return found
 
 
 def _tell(info: "pb.NodeInfo", told: str = "") -> str:
-    """Print how the node is, where that is news; the line."""
+    """Print the node's state if it is new; return the line."""
     line = f"{info.node} {info.state}" + (f": {inline(info.reason)}" if info.reason else "")
     if line != told:
         click.echo(line)

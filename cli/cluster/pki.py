@@ -1,4 +1,4 @@
-"""`oobleck pki`: the cluster's authority, join tokens, certificates given out and taken back."""
+"""`oobleck pki`: the cluster's authority, join tokens, and issued and revoked certificates."""
 
 import os
 from collections.abc import Callable
@@ -33,19 +33,20 @@ from oobleck.host.security.credentials import (
 from oobleck.host.system.home import below_home
 
 if TYPE_CHECKING:
+    from oobleck.cli.client import MasterClient
     from oobleck.cli.output.form import Form
     from oobleck.host.security.credentials import Role
     from oobleck.proto import control_pb2 as pb
 
 DEFAULT_DIR = Path("~/.oobleck/pki")
 DEFAULT_CREDENTIALS = Path("~/.oobleck/credentials")
-#: Whom a token may let in; workers talk to their agent alone.
+#: Roles that a token may have; workers only talk to their agent.
 _JOINING = [role for role in ROLES if role != "worker"]
 
 
 @click.group()
 def pki() -> None:
-    """Make and take back what proves who may speak to a master: certificates and join tokens."""
+    """Issue and revoke certificates and join tokens, which prove who may call a master."""
 
 
 def _dir_option(help_text: str) -> Callable[[F], F]:
@@ -61,13 +62,13 @@ def _dir_option(help_text: str) -> Callable[[F], F]:
 
 
 @pki.command()
-@_dir_option("Where to make the authority; a master looks for STATE-DIR/pki by itself.")
+@_dir_option("Where to make the authority; a master finds STATE-DIR/pki by itself.")
 @click.option(
     "--name",
     "names",
     multiple=True,
     metavar="NAME",
-    help="DNS name or IP address to put into the master's certificate, for tools that look at "
+    help="DNS name or IP address to put into the master's certificate, for tools that check "
     "it; agents and 'oobleck' do not need it. May be repeated.",
 )
 def init(folder: Path, names: tuple[str, ...]) -> None:
@@ -100,7 +101,7 @@ def init(folder: Path, names: tuple[str, ...]) -> None:
 def issue(name: str, role: "Role", folder: Path, out: Path) -> None:
     """Make credentials with the authority's own key, without a master or a token.
 
-    A key that is in DIR is kept, and so are credentials of any other role, name or cluster.
+    An existing key in DIR is kept, and so are credentials of any other role, name or cluster.
     """
     from oobleck.cli.cluster import authority
 
@@ -112,29 +113,31 @@ def issue(name: str, role: "Role", folder: Path, out: Path) -> None:
 @pki.command()
 @click.option("--role", type=click.Choice(_JOINING), default="agent", show_default=True)
 @click.option(
-    "--name", default="", metavar="NAME", help="The only name that may join by it.  [default: any]"
+    "--name",
+    default="",
+    metavar="NAME",
+    help="The only name that may join with it.  [default: any]",
 )
-@time_option("--ttl", "ttl_s", "10m", "How long it is good: 30s, 10m, 2h.")
+@time_option("--ttl", "ttl_s", "10m", "How long it is valid: 30s, 10m, 2h.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Put it into this file, for your eyes alone; a token that is there is replaced, and "
-    "nothing else.  [default: print it]",
+    help="Write it to this file, readable only by you; an existing token is replaced, but "
+    "no other file.  [default: print it]",
 )
 @master_option
 def token(role: "Role", name: str, ttl_s: float, out: Path | None, master: Endpoint) -> None:
-    """Make a join token: good for one certificate of that role, for a short time.
+    """Make a join token: valid for one certificate of that role, for a short time.
 
-    Hand it over in a file that nobody else can read, as --out makes one, or in OOBLECK_JOIN_TOKEN;
-    never as an argument, which other users of a host can read.
+    Pass it in a file that nobody else can read, as --out makes one, or in OOBLECK_JOIN_TOKEN; never
+    as an argument, which other users of a host can read.
     """
     if name:
         _check_name(name, role)
     if out is not None:
         _check_out(out)  # before there is a token
     from oobleck.cli.client import MasterClient
-    from oobleck.cli.cluster.token import make_token
 
     with MasterClient(master) as connection:
         made = make_token(connection, role=role, name=name, ttl_s=ttl_s)
@@ -156,13 +159,13 @@ def token(role: "Role", name: str, ttl_s: float, out: Path | None, master: Endpo
     required=True,
     show_envvar=True,
     metavar=MASTERS,
-    help="The master that the token is of; of several addresses the first that answers.",
+    help="The master that issued the token; of several addresses, the first that answers.",
 )
 @click.option(
     "--token-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help=f"The token, in a regular file, not a pipe.  [default: what {TOKEN_VARIABLE} holds]",
+    help=f"The token, in a regular file, not a pipe.  [default: the value of {TOKEN_VARIABLE}]",
 )
 @click.option(
     "--credentials",
@@ -173,10 +176,13 @@ def token(role: "Role", name: str, ttl_s: float, out: Path | None, master: Endpo
     envvar="OOBLECK_CREDENTIALS",
     show_envvar=True,
     metavar="DIR",
-    help="Where to put the credentials.",
+    help="Folder for the credentials.",
 )
 def join(name: str, master: str, token_file: Path | None, folder: Path) -> None:
-    """Get credentials for NAME, an operator or viewer, by a join token. Agents do it themselves."""
+    """Get credentials for NAME, an operator or viewer, with a join token.
+
+    Agents do it themselves.
+    """
     from oobleck.cli.client import MasterClient
     from oobleck.host.security import pki as certificates
     from oobleck.host.security.credential_folder import check_free, keep, own_key
@@ -188,13 +194,13 @@ def join(name: str, master: str, token_file: Path | None, folder: Path) -> None:
     except ValueError as error:
         raise CommandFailed(str(error), USAGE) from error
     if shown is None:
-        text = f"give a join token by --token-file FILE, or in {TOKEN_VARIABLE}"
+        text = f"give a join token with --token-file FILE, or in {TOKEN_VARIABLE}"
         raise CommandFailed(f"{text}; 'oobleck pki token' makes one", USAGE)
     role = certificates.identity_of(shown.certificate).role
     _check_name(name, role)
     try:
         check_free(folder, role, name, shown.authority)
-        # Kept before the token is used up: the same key may ask again.
+        # Saved before the token is used: a repeated request must have the same key.
         request = certificates.new_request(own_key(folder))
         with MasterClient(endpoint_at(master, shown)) as connection:
             reply = connection.join(request, name)
@@ -220,9 +226,9 @@ def join(name: str, master: str, token_file: Path | None, folder: Path) -> None:
 )
 @click.option("--master", envvar="OOBLECK_MASTER", required=True, show_envvar=True, metavar=MASTERS)
 def renew(folder: Path, master: str) -> None:
-    """Have your certificate replaced by one that lasts longer. Agents do it themselves.
+    """Replace your certificate by one that lasts longer. Agents do it themselves.
 
-    One of the last minute stays as it is.
+    A certificate that is less than a minute old is kept.
     """
     from oobleck.cli.client import MasterClient, NothingToRenew
     from oobleck.cli.output.text import moment
@@ -250,9 +256,9 @@ def renew(folder: Path, master: str) -> None:
 @master_option
 @form_options("One JSON object: {tokens, credentials}.")
 def list_(master: Endpoint, form: "Form") -> None:
-    """List tokens that can still be used, and who was given a certificate by the master.
+    """List usable tokens, and the holders of certificates from the master.
 
-    The last column says who made the token, or the one that the holder joined by.
+    The last column names the maker of the token, or of the one that the holder joined with.
     """
     from oobleck.cli.client import MasterClient
     from oobleck.cli.output.form import document, is_data
@@ -272,15 +278,14 @@ def list_(master: Endpoint, form: "Form") -> None:
 @click.option(
     "--role",
     type=click.Choice(_JOINING),
-    help="Of NAME.  [default: the one that 'oobleck pki list' has]",
+    help="The role of NAME.  [default: as in 'oobleck pki list']",
 )
 @click.option("--token", "token_id", metavar="ID", help="A token, by its id in 'oobleck pki list'.")
 @master_option
 def revoke(name: str | None, role: "Role | None", token_id: str | None, master: Endpoint) -> None:
-    """Take back all certificates that NAME was given so far, or a token. A node's session ends.
+    """Revoke all certificates that NAME was given so far, or a token. A node's session ends.
 
-    Tokens that NAME made and nobody has joined by end too. Who has joined by one stays, and is
-    named.
+    Unused tokens that NAME made end too. Holders that joined with one stay, and are listed.
     """
     if (name is None) == (token_id is None):
         raise CommandFailed("give a NAME, or --token ID", USAGE)
@@ -292,18 +297,36 @@ def revoke(name: str | None, role: "Role | None", token_id: str | None, master: 
             connection.revoke(pb.RevokeRequest(token_id=token_id))
             click.echo(f"revoked token {token_id}")
             return
-        known = connection.credentials()  # whoever revokes himself may not ask for them afterwards
+        known = connection.credentials()  # an operator who revokes himself cannot ask afterwards
         role = role or _role_of(name, known)
         _check_name(name, role)
         connection.revoke(pb.RevokeRequest(holder=pb.Holder(role=role, name=name)))
         click.echo(f"revoked {role} {name}")
     if let_in := _let_in((role, name), known):
         who = ", ".join(f"{role} {name}" for role, name in let_in)
-        click.echo(f"still let in, by {name}'s tokens or by theirs: {who}")
+        click.echo(f"still admitted, by tokens of {name} or of their holders: {who}")
+
+
+def make_token(master: "MasterClient", *, role: str, name: str, ttl_s: float) -> str:
+    """Make a join token. `name`: the only one that may use it; empty: any. Raise CommandFailed."""
+    from oobleck.host.security import pki as certificates
+    from oobleck.host.security.credentials import Credentials
+    from oobleck.host.security.join_token import format_token
+
+    key = certificates.new_key()
+    request = certificates.new_request(key)
+    reply = master.create_token(request, role=role, name=name, ttl_s=ttl_s)
+    return format_token(
+        Credentials(
+            authority=reply.authority.encode(),
+            certificate=reply.certificate.encode(),
+            key=certificates.key_pem(key),
+        )
+    )
 
 
 def credentials_table(found: "pb.ListCredentialsReply", width: int | None) -> str:
-    """A line for each token and each holder."""
+    """Return a table with a line for each token and each holder."""
     from oobleck.cli.output.table import table
     from oobleck.cli.output.text import moment
 
@@ -322,8 +345,7 @@ def _maker(entry: "pb.TokenInfo | pb.CredentialInfo") -> str:
 
 
 def _let_in(holder: tuple[str, str], known: "pb.ListCredentialsReply") -> list[tuple[str, str]]:
-    """Return the holders who joined by a token of `holder`, or of one who did, and are not
-    revoked."""
+    """Return the unrevoked holders who joined with a token of `holder`, or of one of these."""
     revoked = {(held.role, held.name) for held in known.credentials if held.revoked}
     found, more = {holder}, {holder}
     while more:
@@ -334,20 +356,22 @@ def _let_in(holder: tuple[str, str], known: "pb.ListCredentialsReply") -> list[t
 
 
 def _role_of(name: str, known: "pb.ListCredentialsReply") -> "Role":
-    """A name may be held in several roles: nobody else's certificate is taken back by a guess."""
+    """Return the role in which `name` is held. Raise CommandFailed if there is none, or several."""
     roles = sorted({held.role for held in known.credentials if held.name == name})
     match roles:
         case [role]:
             return cast("Role", role)
         case []:
             raise CommandFailed(
-                f"this master has given nobody of the name {name!r} a certificate; one that "
-                "'oobleck pki issue' made is taken back with --role ROLE",
+                f"this master has given no certificate to {name!r}; one that "
+                "'oobleck pki issue' made is revoked with --role ROLE",
                 NO_SUCH_THING,
             )
         case _:
             several = ", ".join(roles)
-            raise CommandFailed(f"{name} has several roles ({several}): name one by --role", USAGE)
+            raise CommandFailed(
+                f"{name} has several roles ({several}): choose one with --role", USAGE
+            )
 
 
 def _check_out(out: Path) -> None:
@@ -360,7 +384,7 @@ def _check_out(out: Path) -> None:
     except OSError as error:
         raise CommandFailed(f"--out {out}: {error.strerror}; name another file", FAILED) from error
     except ValueError as error:
-        text = f"--out {out}: is there, and is no join token; name another file"
+        text = f"--out {out}: exists, and is not a join token; name another file"
         raise CommandFailed(text, USAGE) from error
 
 
@@ -372,7 +396,7 @@ def _check_name(name: str, role: str) -> None:
 
 
 def _below_home(folder: Path) -> Path:
-    """Return `folder` with ~ expanded. Raises CommandFailed if this user has no home."""
+    """Return `folder` with ~ expanded. Raise CommandFailed if this user has no home."""
     try:
         return below_home(folder)
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""`oobleck dashboard`: pages of a cluster for browsers, by a client of the master."""
+"""`oobleck dashboard`: pages of a cluster for browsers, served by a client of the master."""

@@ -1,7 +1,6 @@
-"""Actions of operators: drain a node and take it back, cancel a job, have a checkpoint taken, have
-steps recorded.
+"""Actions of operators on nodes and jobs: drain, undrain, cancel, checkpoint, timeline.
 
-The session must be an operator's, and the master asks the same of the dashboard's certificate.
+The session must be an operator's, and the master demands the same of the dashboard's certificate.
 """
 
 import re
@@ -22,7 +21,7 @@ from oobleck.proto import control_pb2 as pb
 
 _MOST_REASON = 200
 _MOST_STEPS = 100
-#: Calls at a time that are answered at once, and that wait for steps.
+#: Concurrent calls that are answered at once, and that wait for steps.
 _QUICK = 8
 _LONG = 4
 
@@ -98,9 +97,7 @@ class Actions:
         await self._form(request, "have a checkpoint taken")
         job = request.path_params["job"]
         await self._quick.ask(request, lambda master: master.save_checkpoint(job))
-        told = (
-            "a checkpoint is taken as soon as a step ends; the job's events tell what comes of it"
-        )
+        told = "a checkpoint begins when the current step ends; the job's events report its result"
         return self._done(request, told, f"/jobs/{quote(job)}")
 
     async def _timeline_page(self, request: Request) -> Response:
@@ -133,7 +130,7 @@ class Actions:
     # ---- shared
 
     async def _question(self, request: Request, template: str, what: str) -> Response:
-        """A page that asks again before anything is done."""
+        """Return a page that asks for confirmation before the action."""
         session = self._web.reader(request)
         _check_operator(session, what)
         named: Mapping[str, str] = request.path_params
@@ -152,17 +149,17 @@ class Actions:
         return form
 
     def _done(self, request: Request, told: str, where: str) -> Response:
-        """Redirect to the page that shows the change, which says `told`."""
+        """Redirect to the page that shows the change, with the message `told`."""
         session = self._web.reader(request)
         session.told = told
         return redirect(where, session.id)
 
 
 def _check_operator(session: Session, what: str) -> None:
-    """Raises Problem."""
+    """Raise Problem unless the session is an operator's."""
     if session.role != "operator":
         told = (
-            f"a viewer may not {what}; log in with a token of "
+            f"a viewer may not {what}; log in with a token from "
             "'oobleck dashboard token --role operator'"
         )
         raise Problem(403, told, "Refused")

@@ -1,7 +1,7 @@
-"""The application: which address is which page.
+"""The application: the address of each page.
 
-A page is at its address, its stream of changes at the same address below /live. Of a session all of
-them are below its own path, /~ID, which `SessionPath` takes off.
+A page's stream of changes is at its address below /live. All addresses of a session are below its
+own path, /~ID, which `SessionPath` removes.
 """
 
 import asyncio
@@ -33,10 +33,10 @@ from oobleck.cli.dashboard.site import Page, Site
 from oobleck.cli.dashboard.web import SessionPath, Web
 
 _STATIC = Path(__file__).parent / "static"
-#: How long a page waits for what there is at first.
+#: Longest wait of a page for its first content.
 _PATIENCE_S = 1.5
 
-#: From what a request's path and query name.
+#: Maker of a page from the parameters in a request's path and query.
 Make = Callable[[Site, Session, Mapping[str, str]], Page]
 
 PAGES: Mapping[str, Make] = {

@@ -1,4 +1,4 @@
-"""Single calls of the master for a request of a browser, a few at a time, beside the event loop."""
+"""Single calls of the master for requests of browsers, a few at a time, in threads."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from oobleck.host.command import CommandFailed
 
 T = TypeVar("T")
 
-#: Of an exit code of the command line.
+#: HTTP status by the command line's exit code.
 _STATUS = {
     options.USAGE: 409,
     options.NO_SUCH_THING: 404,
     options.UNREACHABLE: 503,
     options.DENIED: 403,
 }
-#: Between two looks whether the browser is still there.
+#: Interval of checks that the browser is still connected.
 _LOOK_S = 1.0
 
 
@@ -32,7 +32,7 @@ class Calls:
         self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="call")
 
     async def ask(self, request: Request, what: Callable[[MasterClient], T]) -> T:
-        """Ends with the browser's connection: nobody else waits for the answer. Raises Problem."""
+        """Call the master; cancel when the browser disconnects. Raise Problem."""
         try:
             client = self._connect()
         except (CommandFailed, ValueError) as error:
@@ -42,7 +42,7 @@ class Calls:
             while not (await asyncio.wait({asked}, timeout=_LOOK_S))[0]:
                 if await request.is_disconnected():
                     asked.cancel()
-                    raise Problem(499, "the browser has gone")
+                    raise Problem(499, "the browser has disconnected")
             try:
                 return asked.result()
             except CommandFailed as failed:

@@ -1,11 +1,11 @@
-"""A line over a job's steps, as the coordinates of an SVG. Pure; must not know markup."""
+"""Line chart over a job's steps, as the coordinates of an SVG. Pure; must not know markup."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from oobleck.cli.output.colour import Tone
 from oobleck.cli.view.series import Point
-from oobleck.cli.view.tone import Tone
 
 WIDTH, HEIGHT = 640, 200
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 10, 24
@@ -14,11 +14,11 @@ _TICKS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Something that happened at a step."""
+    """Event at a step."""
 
     step: int
     title: str
-    #: Empty: it has no page.
+    #: Address of its page; empty: it has none.
     href: str
     tone: Tone
 
@@ -41,12 +41,12 @@ class Chart:
 
     #: Coordinates of each unbroken piece of the line.
     lines: tuple[str, ...]
-    #: Around it, from the lowest to the highest of what a point stands for.
+    #: Area around it, from the lowest to the highest value that each point summarises.
     bands: tuple[str, ...]
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     marks: tuple[PlacedMark, ...]
-    #: What the axes say at their ends: step, value.
+    #: Ranges of the axes: step, value.
     x_range: tuple[float, float]
     y_range: tuple[float, float]
     last: str
@@ -100,7 +100,7 @@ def chart(
 def _pieces(
     points: Sequence[Point], value: Callable[[Point], float | None]
 ) -> list[list[tuple[Point, float]]]:
-    """A loss that was not finite breaks the line, and so do steps without records."""
+    """Return the unbroken pieces of the line; missing or infinite losses break it."""
     found: list[list[tuple[Point, float]]] = [[]]
     for point in points:
         of = value(point)
@@ -114,7 +114,7 @@ def _pieces(
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Round numbers in between, a handful."""
+    """Return a handful of round numbers between `low` and `high`."""
     raw = (high - low) / _TICKS
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
@@ -123,7 +123,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
-    """Widen the range, so that a level line has a height."""
+    """Widen the range, so that a constant line has a height."""
     if high - low > 1e-9 * max(abs(low), abs(high)):
         return low, high + 0.04 * (high - low)
     room = max(abs(high) * 0.05, 1e-9)

@@ -17,8 +17,8 @@ _LISTEN = "127.0.0.1:4680"
 
 _EPILOG = """\b
 Examples:
-  oobleck dashboard                             on this host alone
-  oobleck dashboard token                       to log in with, as a viewer
+  oobleck dashboard                             on this host only
+  oobleck dashboard token                       to log in as a viewer
   oobleck dashboard token --role operator
   oobleck dashboard --listen 0.0.0.0:443 --certificate c.pem --key k.pem --host board.example"""
 
@@ -31,13 +31,13 @@ def dir_option(function: options.F) -> options.F:
         envvar="OOBLECK_DASHBOARD_DIR",
         show_envvar=True,
         metavar="DIR",
-        help="Where the secret lies that the dashboard and its tokens share.  "
+        help="Folder of the secret that the dashboard and its tokens share.  "
         "[default: ~/.local/state/oobleck/dashboard]",
     )(function)
 
 
 class _Dashboard(click.Group):
-    """Without a command it serves, since that is what it is for."""
+    """Group whose default command is `serve`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(
@@ -47,7 +47,7 @@ class _Dashboard(click.Group):
 
 @click.group(cls=_Dashboard)
 def dashboard() -> None:
-    """Pages that show the cluster and its jobs to browsers."""
+    """Show the cluster and its jobs to browsers."""
 
 
 @dashboard.command(epilog=_EPILOG)
@@ -56,14 +56,14 @@ def dashboard() -> None:
     default=_LISTEN,
     show_default=True,
     metavar="HOST:PORT",
-    help="Where browsers find it; port 0 takes a free one.",
+    help="Address to serve at; port 0: any free port.",
 )
 @click.option(
     "--host",
     "names",
     multiple=True,
     metavar="NAME",
-    help="A name that browsers call it by, beside localhost and this host's own. May be repeated.",
+    help="A name that browsers use for it, besides localhost and this host's own. May be repeated.",
 )
 @click.option(
     "--certificate",
@@ -81,7 +81,7 @@ def dashboard() -> None:
 @click.option(
     "--plain-http",
     is_flag=True,
-    help="Serve off this host without a certificate, for a proxy in front that has one.",
+    help="Serve other hosts without a certificate, behind a proxy that has one.",
 )
 @options.time_option("--session", "session_s", "12h", "How long a log-in lasts.")
 @dir_option
@@ -100,8 +100,8 @@ def serve(
 ) -> None:
     """Serve pages that show the cluster and its jobs, and plan, drain and cancel.
 
-    It asks the master with your certificate, a viewer's or an operator's. Browsers log in with a
-    token of 'oobleck dashboard token', and may do no more than both allow.
+    It calls the master with your certificate, a viewer's or an operator's. Browsers log in with a
+    token from 'oobleck dashboard token', and may do only what both allow.
     """
     try:
         import jinja2  # noqa: F401
@@ -149,12 +149,12 @@ def serve(
     type=click.Choice(["viewer", "operator"]),
     default="viewer",
     show_default=True,
-    help="What the holder may do; never more than the dashboard's own certificate may.",
+    help="Rights of the holder, limited by the dashboard's own certificate.",
 )
-@options.time_option("--ttl", "ttl_s", "15m", "How long the token is good for a log-in.")
+@options.time_option("--ttl", "ttl_s", "15m", "How long the token is valid for a log-in.")
 @dir_option
 def token(role: "Role", ttl_s: float, folder: Path | None) -> None:
-    """Print a token to log in with, once. Run it on the dashboard's host, as its user."""
+    """Print a token for one log-in. Run it on the dashboard's host, as its user."""
     from oobleck.cli.dashboard.security.tokens import default_folder, make, read_key
 
     try:
@@ -167,11 +167,11 @@ def token(role: "Role", ttl_s: float, folder: Path | None) -> None:
 def _tls(
     listen: str, certificate: Path | None, key_file: Path | None, *, plain: bool
 ) -> tuple[Path, Path] | None:
-    """Raises CommandFailed."""
+    """Return the certificate's and the key's file; None: no TLS. Raise CommandFailed."""
     from oobleck.host.address import is_loopback, split_address
 
     if (certificate is None) != (key_file is None):
-        raise CommandFailed("--certificate and --key go together", options.USAGE)
+        raise CommandFailed("--certificate and --key: give both, or neither", options.USAGE)
     if certificate is not None and key_file is not None:
         _check_pair(certificate, key_file)
         return certificate, key_file
@@ -181,20 +181,20 @@ def _tls(
         raise CommandFailed(f"--listen: {error}", options.USAGE) from error
     if not plain and not is_loopback(host):
         told = (
-            f"--listen {listen}: in the clear, anybody in the network would read tokens and pages; "
-            "give --certificate and --key, or --plain-http where a proxy in front has them"
+            f"--listen {listen}: without TLS, anybody on the network could read tokens and pages; "
+            "give --certificate and --key, or --plain-http behind a proxy that has them"
         )
         raise CommandFailed(told, options.USAGE)
     return None
 
 
 def _check_pair(certificate: Path, key_file: Path) -> None:
-    """Raises CommandFailed."""
+    """Raise CommandFailed unless the key belongs to the certificate."""
     import ssl
 
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key_file, password="")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, FileNotFoundError | PermissionError) else None
-        told = reason or "are damaged, or not of each other"
+        told = reason or "damaged, or the key is another certificate's"
         raise CommandFailed(f"--certificate {certificate}, --key {key_file}: {told}", 2) from error

@@ -1,5 +1,7 @@
-"""Feeds of a cluster, a job and its output: read from the master while somebody looks, once for all
-browsers, in bounded memory."""
+"""Feeds of a cluster, a job and its output for all browsers, in bounded memory.
+
+Each is read from the master once, while any browser shows it.
+"""
 
 import json
 import threading
@@ -17,17 +19,18 @@ from oobleck.cli.view.series import Point, Series
 from oobleck.host.command import CommandFailed
 from oobleck.proto import control_pb2 as pb
 
-#: The cluster is asked this often while somebody looks, and not more than a quarter of the time.
+#: Interval of asking the master, while a browser looks; the pause is three times the answer's
+#: duration or more.
 _EVERY_S = 1.0
 _REST = 3.0
-#: Nobody looks any more.
+#: Time after the last look at which a feed pauses.
 _IDLE_S = 5.0
-#: Of a job that has trained for longer, the lines begin later.
+#: Most steps of history; the curves of a longer job begin later.
 MOST_HISTORY = 50_000
 MOST_EVENTS = 200
 MOST_INCIDENTS = 200
 _MOST_CHANGES = 500
-#: Generations, and their last steps, whose pace is known.
+#: Most generations with a known pace, and most last steps of each.
 _MOST_GENERATIONS = 100
 _MOST_PACED = 50
 MOST_LINES = 2000
@@ -40,7 +43,7 @@ class Snapshot:
     at: float
     nodes: Sequence[pb.NodeInfo]
     jobs: Sequence[pb.JobStatus]
-    #: What ails the master itself; empty: nothing.
+    #: Problem of the master itself; empty: none.
     problem: str
 
     def job(self, job_id: str) -> pb.JobStatus | None:
@@ -48,13 +51,13 @@ class Snapshot:
 
 
 class ClusterFeed:
-    """Nodes and jobs. Asked for again and again while it is `touch`ed."""
+    """Nodes and jobs, asked for repeatedly while the feed is `touch`ed."""
 
     def __init__(self, connect: Connect) -> None:
         self._connect = connect
         self.snapshot: Snapshot | None = None
         self.trouble: Trouble | None = None
-        #: How often the master was asked.
+        #: Number of calls of the master.
         self.version = 0
         self._touched = float("-inf")
         self._wanted = threading.Event()
@@ -85,7 +88,7 @@ class ClusterFeed:
             except (CommandFailed, ValueError) as failure:
                 away = isinstance(failure, Unreachable)
                 self.trouble = trouble(failure, self.trouble, away=away)
-                if client is not None and not away:  # with credentials as they are then
+                if client is not None and not away:  # reconnect with the then current credentials
                     client.close()
                     client = None
             self.version += 1
@@ -102,28 +105,28 @@ class ClusterFeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobHistory:
-    """History of a job: all that is known of it beside its status."""
+    """History of a job: all that is known beside its status."""
 
     points: Sequence[Point]
     recent: Sequence[Point]
     goodput: float | None
-    #: The newest last.
+    #: Newest last.
     events: Sequence[Mapping[str, Any]]
-    #: Those that are over, by number.
+    #: Closed incidents by number.
     incidents: Mapping[int, Mapping[str, Any]]
     #: `reconfigured` records.
     changes: Sequence[Mapping[str, Any]]
-    #: By generation, the median time of its last steps.
+    #: Median time of the last steps, by generation.
     step_s: Mapping[int, float]
 
 
 class JobFeed:
-    """A job's steps and events."""
+    """Feed of a job's steps and events."""
 
     def __init__(self, connect: Connect, job_id: str, committed_step: int) -> None:
         self.job_id = job_id
         self.touched = time.monotonic()
-        #: Grows with all that comes.
+        #: Grows with every record.
         self.version = 0
         self._lock = threading.Lock()
         self._series = Series()
@@ -147,7 +150,7 @@ class JobFeed:
         return self.steps.ended and self.happenings.ended
 
     def has_caught_up(self, committed_step: int) -> bool:
-        """Return whether all that was known at the beginning is here."""
+        """Return whether all that was known at the start has arrived."""
         return self._series.last_step >= committed_step or self.steps.ended
 
     def history(self, now: float) -> JobHistory:
@@ -184,7 +187,7 @@ class JobFeed:
         for told in client.events(self.job_id, follow=True):
             self.happenings.heard()
             record = json.loads(told.json)
-            if record["id"] <= self._told:  # told before the master was away
+            if record["id"] <= self._told:  # repeated after the master's restart
                 continue
             with self._lock:
                 self._told = record["id"]
@@ -214,10 +217,10 @@ class Line:
 
 
 class LogFeed:
-    """The last lines of a job's workers, and new ones."""
+    """Feed of the last lines of a job's workers, and new ones."""
 
     def __init__(self, connect: Connect, job_id: str, since: str) -> None:
-        """`since`: in front of the first line, as the master writes it."""
+        """Start reading. `since`: time before the first line, in the master's format."""
         self.job_id = job_id
         self.touched = time.monotonic()
         self.version = 0

@@ -1,6 +1,6 @@
-"""A thread that reads one stream of the master, through restarts of the master and new credentials.
+"""Thread that reads one stream of the master, through restarts and new credentials.
 
-Owns the connection of that stream and what is wrong with it. Must not know what is read.
+Owns the stream's connection and its trouble. Must not know what is read.
 """
 
 import contextlib
@@ -13,37 +13,40 @@ from oobleck.cli.client import MasterClient, Unreachable
 from oobleck.cli.options import NO_SUCH_THING
 from oobleck.host.command import CommandFailed
 
-#: A connection with the credentials as they are now. Raises CommandFailed or ValueError.
+#: Connects with the current credentials. Raises CommandFailed or ValueError.
 Connect = Callable[[], MasterClient]
 
-#: Between two tries where the master is away, and where it refuses.
+#: Pauses between two attempts while the master is away, and while it refuses.
 _AGAIN_S = 0.5
 _REFUSED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """Why nothing comes from the master."""
+    """Reason why nothing arrives from the master."""
 
     line: str
     #: Unix time.
     since: float
-    #: It is not there; else it is, and refuses.
+    #: Whether the master is unreachable; otherwise it refuses.
     away: bool
 
 
 class Following:
     def __init__(self, connect: Connect, read: Callable[[MasterClient], None], name: str) -> None:
-        """`read`: reads the stream to its end, calls `heard` on the way, and goes on where it was
-        when it is called again."""
+        """Prepare the thread.
+
+        `read`: reads the stream to its end and calls `heard` meanwhile; called again, it continues
+        where it was.
+        """
         self._connect = connect
         self._read = read
         self._closed = threading.Event()
         self._client: MasterClient | None = None
         self._lock = threading.Lock()
-        #: None: all is well.
+        #: Current trouble; None: none.
         self.trouble: Trouble | None = None
-        #: The master has nothing more to say, or nothing at all of this.
+        #: Whether the stream has ended, or never existed.
         self.ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -51,11 +54,11 @@ class Following:
         self._thread.start()
 
     def heard(self) -> None:
-        """Something has come."""
+        """Note that something has arrived, so the trouble is over."""
         self.trouble = None
 
     def close(self) -> None:
-        """Drop the connection that is no longer read; the thread ends soon."""
+        """Drop the connection; the thread ends soon."""
         self._closed.set()
         self._drop()
 
@@ -82,7 +85,7 @@ class Following:
                 self._closed.wait(_REFUSED_S)
 
     def _open(self) -> MasterClient | None:
-        """Return the connection, made if there is none; None if this is closed."""
+        """Return the connection, opened if needed; None if this is closed."""
         with self._lock:
             if self._closed.is_set():
                 return None
@@ -91,11 +94,11 @@ class Following:
             return self._client
 
     def _drop(self) -> None:
-        """The channel ends all that goes through it, in any thread."""
+        """Close the connection, which ends its streams in any thread."""
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
-            with contextlib.suppress(ValueError):  # it is closed
+            with contextlib.suppress(ValueError):  # already closed
                 client.close()
 
     def _fail(self, failure: Exception, *, away: bool) -> None:
@@ -103,6 +106,6 @@ class Following:
 
 
 def trouble(failure: Exception, before: Trouble | None, *, away: bool) -> Trouble:
-    """`before`: what was the matter so far."""
+    """Return the trouble after `failure`. `before`: the trouble so far."""
     since = before.since if before is not None else time.time()
     return Trouble(line=str(failure).partition(";")[0], since=since, away=away)

@@ -1,4 +1,4 @@
-"""Registry of the feeds that run: those looked at lately, each once for all browsers."""
+"""Registry of the running feeds: those looked at recently, each once for all browsers."""
 
 import asyncio
 import time
@@ -11,13 +11,13 @@ from oobleck.cli.dashboard.following import Connect
 from oobleck.cli.output.text import ENDED
 from oobleck.proto import control_pb2 as pb
 
-#: A feed that nobody has looked at for so long is let go.
+#: Time after the last look at which a feed is closed.
 IDLE_S = 30.0
-#: Feeds of a kind at a time.
+#: Most feeds of one kind.
 MOST_FEEDS = 32
-#: Output that is older, by the job's last sign of life, is not shown.
+#: Age, by the job's last sign of life, from which output is not shown.
 _OUTPUT_S = 3600.0
-#: An answer that old is shown at once.
+#: Age up to which an answer is shown at once.
 _FRESH_S = 2.0
 _PATIENCE_S = 3.0
 _POLL_S = 0.02
@@ -26,11 +26,11 @@ F = TypeVar("F", JobFeed, LogFeed)
 
 
 class TooMany(Exception):
-    """Error where more than MOST_FEEDS jobs would be looked at."""
+    """Error of a request that exceeds MOST_FEEDS jobs."""
 
 
 async def until(condition: Callable[[], bool], patience_s: float) -> None:
-    """Wait until it holds or has not held for so long. What it depends on comes from threads."""
+    """Wait until `condition` holds, at most `patience_s`; other threads change it."""
     end = time.monotonic() + patience_s
     while time.monotonic() < end:
         if condition():
@@ -53,7 +53,7 @@ class Hub:
             output.close()
 
     async def look(self) -> Snapshot | None:
-        """The cluster as it is now, or was when the master last answered; None: it never has."""
+        """Return the master's current or last answer about the cluster; None: it never answered."""
         feed = self.cluster
         feed.touch()
         asked = feed.version
@@ -67,17 +67,17 @@ class Hub:
         return feed.snapshot
 
     def job(self, status: pb.JobStatus) -> JobFeed:
-        """Raises TooMany."""
+        """Return the job's feed. Raise TooMany."""
         name = status.job_id
         return _found(self._jobs, name, lambda: JobFeed(self._connect, name, status.committed_step))
 
     def logs(self, status: pb.JobStatus) -> LogFeed:
-        """Raises TooMany."""
+        """Return the feed of the job's output. Raise TooMany."""
         name = status.job_id
         return _found(self._logs, name, lambda: LogFeed(self._connect, name, _since(status)))
 
     async def reap(self) -> None:
-        """Never returns; ends by cancellation."""
+        """Close idle feeds, until cancelled."""
         while True:
             await asyncio.sleep(IDLE_S / 6)
             _let_go(self._jobs)
@@ -87,7 +87,7 @@ class Hub:
 def _found(feeds: dict[str, F], name: str, make: Callable[[], F]) -> F:
     if name not in feeds:
         if len(feeds) >= MOST_FEEDS:
-            raise TooMany(f"{MOST_FEEDS} jobs are looked at already; close some of their pages")
+            raise TooMany(f"pages of {MOST_FEEDS} jobs are open already; close some of them")
         feeds[name] = make()
     feeds[name].touched = time.monotonic()
     return feeds[name]
@@ -102,6 +102,6 @@ def _let_go(feeds: dict[str, F]) -> None:
 
 
 def _since(status: pb.JobStatus) -> str:
-    """Return the time from which a job's output is read: all of it may be much."""
+    """Return the time from which a job's output is read, because it may be long."""
     alive = status.finished_at if status.state in ENDED and status.finished_at else time.time()
     return datetime.fromtimestamp(alive - _OUTPUT_S, UTC).isoformat(timespec="microseconds")

@@ -1,7 +1,7 @@
-"""The stream of what changes on a page while it is open (server-sent events).
+"""Stream of the changes of a page while it is open (server-sent events).
 
-Nothing is queued: when a browser has taken all that came before, it is sent what differs from what
-it has. So a slow one gets less and costs no more.
+Nothing is queued: when a browser has received everything, it gets the differences from what it has.
+A slow browser gets fewer changes and costs no more.
 """
 
 import asyncio
@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Callable
 from oobleck.cli.dashboard.parts import Rendering, changes
 from oobleck.cli.dashboard.problem import Problem
 
-#: Between two looks, and at most between two signs of life.
+#: Interval of checks for changes, and longest silence of a stream.
 TICK_S = 0.5
 QUIET_S = 5.0
-#: Streams at a time.
+#: Most concurrent streams.
 MOST_STREAMS = 200
 
 
@@ -31,8 +31,11 @@ class Streams:
         seen: Rendering | None,
         look: Callable[[], Rendering],
     ) -> AsyncIterator[str]:
-        """`seen`: what the browser has. `look`: raises Problem where nothing more comes, as after
-        the end of the session."""
+        """Yield changes.
+
+        `seen`: rendering that the browser has. `look`: makes the current one, and raises Problem
+        when the stream must end, as at the end of the session.
+        """
         self.open += 1
         quiet_since = time.monotonic()
         try:

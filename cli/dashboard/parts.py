@@ -1,7 +1,7 @@
 """Parts of a live page, and the changes since a browser got it.
 
-A page is parts with names. Rows of a part are sent again only if they differ, so that one node of a
-thousand costs one line. Pure but for the templates.
+A page is a set of named parts. Rows of a part are sent again only if they differ, so a change of
+one node in a thousand costs one line. Pure but for the templates.
 """
 
 import hashlib
@@ -19,20 +19,20 @@ from oobleck.cli.output.incident import clock
 from oobleck.core.units import count, format_bytes
 from oobleck.host.display import inline
 
-#: Renderings that may still be what a browser has, and their characters: one of 1,000 nodes has
-#: half a million, and differs every second.
+#: Most renderings kept, which browsers may have, and most characters of them. One of 1,000 nodes
+#: has half a million, and changes every second.
 _MOST_KEPT = 200
 MOST_CHARACTERS = 32 << 20
-#: Where the rows of a part stand in it.
+#: Position of the rows in a part.
 _ROWS = "<!--rows-->"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    #: Of the element that has it, in the page.
+    #: Id of its element in the page.
     id: str
     html: str
-    #: By the id of its element; they stand in `html` at a mark.
+    #: Rows by the id of their element; a mark in `html` shows their place.
     rows: Mapping[str, str] = field(default_factory=dict)
 
     def whole(self) -> str:
@@ -41,10 +41,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
-    """A page at one moment."""
+    """Page at one moment."""
 
     parts: tuple[Part, ...]
-    #: Of all of it.
+    #: Digest of the whole page.
     digest: str
     characters: int
 
@@ -54,8 +54,7 @@ class Rendering:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change that a browser makes to the element `id`: `fill` it, `replace` it, `remove` it, or
-    `append` to it."""
+    """Change to the element `id`: `fill` it, `replace` it, `remove` it, or `append` to it."""
 
     do: Literal["fill", "replace", "remove", "append"]
     id: str
@@ -75,14 +74,13 @@ def rendering(parts: Sequence[Part]) -> Rendering:
 
 
 def changes(before: Rendering | None, after: Rendering) -> list[Change]:
-    """`before`: what the browser has; None: nobody knows."""
+    """Return the changes. `before`: rendering that the browser has; None: unknown."""
     known = {part.id: part for part in before.parts} if before is not None else {}
     return [change for part in after.parts for change in _of_part(known.get(part.id), part)]
 
 
 def _of_part(old: Part | None, new: Part) -> Iterator[Change]:
-    """Yield the changes of one part. Its first rows may be gone and some have come at the end, as
-    in a log."""
+    """Yield the changes of one part; as in a log, its first rows may go and new ones follow."""
     if old is None or old.html != new.html:
         yield Change("fill", new.id, new.whole())
         return
@@ -101,25 +99,26 @@ def _of_part(old: Part | None, new: Part) -> Iterator[Change]:
 
 
 def rows_of(part: str) -> str:
-    """The id of the element that has the rows."""
+    """Return the id of the element that has the rows."""
     return f"{part}-rows"
 
 
 class Renderings:
-    """The newest ones, so that browsers share them, and one that opens a stream gets what has
-    changed since its page was made."""
+    """Newest renderings.
+
+    Browsers share them. A browser that opens a stream gets the changes since its page was made.
+    """
 
     def __init__(self) -> None:
-        #: By page and role: what it was made of, and its digest.
+        #: Version and digest of the newest rendering, by page and role.
         self._newest: dict[Hashable, tuple[Hashable, str]] = {}
-        #: By digest, oldest first.
+        #: Renderings by digest, oldest first.
         self._kept: dict[str, Rendering] = {}
-        #: Of all that are kept.
+        #: Characters of all kept renderings.
         self._characters = 0
 
     def newest(self, page: Hashable, version: Hashable) -> Rendering | None:
-        """Return the page's newest rendering; None if it is not of `version`, or is no longer
-        kept."""
+        """Return the page's newest rendering; None if its version differs, or if it was dropped."""
         made_of, digest = self._newest.get(page, (None, ""))
         return self._kept.get(digest) if made_of == version else None
 
@@ -175,7 +174,7 @@ class Templates:
         return Part(id=id, html=self._environment.get_template(name).render(**values))
 
     def rows(self, id: str, name: str, row: str, rows: Mapping[str, Any], **values: Any) -> Part:
-        """`row`: the template of each, which knows it as `row` and its id as `id`."""
+        """Return a part with rows. `row`: their template, which gets `row` and its `id`."""
         one = self._environment.get_template(row)
         return Part(
             id=id,

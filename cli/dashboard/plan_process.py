@@ -1,4 +1,4 @@
-"""Process that asks the planner one question: an answer for many nodes takes a core for seconds.
+"""Process that asks the planner one question, which takes a core seconds for many nodes.
 
 Standard input: a line of JSON, `{"lost": [node, ...]}`, and a Planning as JSON text. Standard
 output: a line of JSON, what `WhatIf.data` gives or `{"refused": reason}`, and the bytes of the Plan
@@ -29,5 +29,5 @@ def answer(asked: bytes) -> bytes:
 
 
 def main() -> None:
-    os.nice(5)  # pages come first
+    os.nice(5)  # pages have priority
     sys.stdout.buffer.write(answer(sys.stdin.buffer.read()))

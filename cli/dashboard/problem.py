@@ -1,11 +1,11 @@
-"""Error of a page or an action, as a browser is told of it."""
+"""Error of a page or an action, as shown to a browser."""
 
 
 class Problem(Exception):
-    """The text says why, in a line."""
+    """Error with a text of one line that gives the reason."""
 
     def __init__(self, status: int, told: str, heading: str = "") -> None:
-        """`status`: of HTTP."""
+        """Make the error. `status`: HTTP status."""
         super().__init__(told)
         self.status = status
         self.heading = heading

@@ -1,28 +1,61 @@
-"""Runs the dashboard until it is told to end."""
+"""Run of the dashboard until it is told to end, and its connections.
+
+uvicorn waits without limit for an incomplete request. Here such a connection is closed: otherwise a
+few hundred silent ones would exclude all browsers.
+"""
 
 import asyncio
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from oobleck.cli.dashboard.app import make_app
 from oobleck.cli.dashboard.following import Connect
 from oobleck.cli.dashboard.hub import Hub
 from oobleck.cli.dashboard.live import Streams
-from oobleck.cli.dashboard.security.connection import Connection
 from oobleck.cli.dashboard.security.guard import Guard
 from oobleck.cli.dashboard.security.sessions import Sessions
 from oobleck.cli.dashboard.site import Site
 
-#: Connections at a time; with one more a browser is told to come again.
+#: Interval of checks; a client that completes no request between two of them is disconnected.
+REQUEST_S = 10.0
+
+
+class Connection(H11Protocol):
+    _looking: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._look_again()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+        super().connection_lost(exc)
+
+    def _look_again(self) -> None:
+        self._looking = self.loop.call_later(REQUEST_S, self._look, self.cycle)
+
+    def _look(self, before: object) -> None:
+        """Check the connection. `before`: newest request at the last check."""
+        is_waited_for = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if is_waited_for and self.cycle is before:
+            self.transport.abort()
+        else:
+            self._look_again()
+
+
+#: Most connections; a further browser is asked to retry.
 MOST_CONNECTIONS = 500
 _LONGEST_END_S = 3
 
 
 class _Server(uvicorn.Server):
-    """Ends the streams of open pages first, which would never end by themselves."""
+    """Server that first ends the streams of open pages, which are otherwise endless."""
 
     def __init__(self, config: uvicorn.Config, streams: Streams) -> None:
         super().__init__(config)
@@ -44,7 +77,7 @@ def run(
     names: Sequence[str],
     tls: tuple[Path, Path] | None,
 ) -> None:
-    """`folder`: of the secret; `tls`: files of the certificate and its key."""
+    """Serve until the end. `folder`: folder of the secret; `tls`: files of certificate and key."""
     host = listening.getsockname()[0]
 
     async def serving() -> None:

@@ -15,43 +15,43 @@ from oobleck.cli.dashboard.security.sessions import Session, Sessions
 
 
 class Page(Protocol):
-    """A page that stays up to date while it is open."""
+    """Page that stays up to date while it is open."""
 
-    #: Of everything that the page depends on and that does not change while it is open.
+    #: Identifies everything that the page depends on and that is fixed while it is open.
     key: Hashable
     title: str
     template: str
-    #: In the navigation.
+    #: Name of its entry in the navigation.
     active: str
 
     def version(self) -> Hashable:
-        """Differs when what is shown may."""
+        """Return a value that differs whenever the page may differ."""
 
     def parts(self) -> Sequence[Part]:
-        """Return the parts of which it consists now."""
+        """Return its current parts."""
 
     def touch(self) -> None:
-        """Somebody still looks."""
+        """Note that a browser still shows the page."""
 
     def is_ready(self) -> bool:
-        """Return True if nothing more will come at once."""
+        """Return whether the first content is complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    #: As people know it.
+    #: The master's address, for display.
     master: str
     connect: Connect
     hub: Hub
     sessions: Sessions
-    #: https.
+    #: Whether it serves https.
     is_tls: bool
     streams: Streams
     templates: Templates = field(default_factory=Templates)
     renderings: Renderings = field(default_factory=Renderings)
 
     def snapshot(self) -> Snapshot:
-        """Return the master's last answer. Raises Problem if it has never answered."""
+        """Return the master's last answer. Raise Problem if it has never answered."""
         found, trouble = self.hub.cluster.snapshot, self.hub.cluster.trouble
         if found is None:
             told = trouble.line if trouble is not None else "the master has not answered yet"
@@ -68,7 +68,7 @@ class Site:
         return found
 
     def _of_master(self) -> Part:
-        """Return the part of every page that tells what is wrong with the master."""
+        """Return the part of every page that reports trouble with the master."""
         feed = self.hub.cluster
         return self.templates.part(
             "master",
@@ -79,7 +79,7 @@ class Site:
 
 
 class ClusterBased:
-    """A page that depends on the cluster's state at least."""
+    """Page that depends at least on the cluster's state."""
 
     template = ""
     title = ""

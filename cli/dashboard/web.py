@@ -1,6 +1,6 @@
-"""Requests and answers: who asks, what a form holds, how a page and an error look.
+"""Requests and answers: sessions, forms, and the frame of pages and errors.
 
-Must not know what the pages are.
+Must not know the pages.
 """
 
 import re
@@ -18,18 +18,18 @@ from oobleck.cli.dashboard.security.sessions import Session
 from oobleck.cli.dashboard.security.tokens import BadToken
 from oobleck.cli.dashboard.site import Site
 
-#: After which a browser asks again for what is not there at the moment.
+#: Time after which a browser retries an unavailable page.
 _AGAIN_S = 5
 _EXPIRED = "this session has expired; log in again"
 
 
-#: In what a request is about: the id in its path.
+#: Key in a request's scope of the session id from its path.
 _ID = "session_id"
 _SESSION_PATH = re.compile(r"/~([\w-]{1,64})(/.*)", re.ASCII)
 
 
 class SessionPath:
-    """Takes the session's own path off the front of a request's; the rest is a page's address."""
+    """Middleware that removes the session's path prefix from a request's path."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -45,22 +45,24 @@ class Web:
     def __init__(self, site: Site) -> None:
         self.site = site
 
-    # ---- who asks
+    # ---- sessions of requests
 
     def session(self, request: Request) -> Session | None:
         """Return the request's session; None if nobody is logged in."""
         return self.site.sessions.find(_id(request), self._shown(request), time.time())
 
     def reader(self, request: Request) -> Session:
-        """Raises Problem where nobody is logged in."""
+        """Return the request's session. Raise Problem if nobody is logged in."""
         session = self.session(request)
         if session is None:
             raise Problem(401, _EXPIRED if self._shown(request) else "")
         return session
 
     async def form(self, request: Request) -> tuple[Session, Mapping[str, str]]:
-        """Return the form's sender and its fields. Raises Problem unless a page of the session sent
-        it."""
+        """Return the form's session and fields.
+
+        Raise Problem unless a page of the session sent it.
+        """
         session = self.reader(request)
         self._check_origin(request)
         form = await _read_form(request)
@@ -70,13 +72,13 @@ class Web:
         return session, form
 
     def _check_origin(self, request: Request) -> None:
-        """Raises Problem for a form of another site."""
+        """Raise Problem for a form of another site."""
         origin, host = request.headers.get("origin"), request.headers.get("host")
-        # To a proxy that has the certificate browsers speak https.
+        # Browsers use https towards a proxy that has the certificate.
         schemes = ("https",) if self.site.is_tls else ("http", "https")
         own = origin is None or origin in {f"{scheme}://{host}" for scheme in schemes}
         if not own or request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-            raise Problem(403, "this form is of another site", "Refused")
+            raise Problem(403, "this form is from another site", "Refused")
 
     def _shown(self, request: Request) -> str:
         return request.cookies.get(_cookie(_id(request), secure=self.site.is_tls), "")
@@ -106,8 +108,7 @@ class Web:
         return response
 
     async def logged_in(self, request: Request) -> Response:
-        """Send a browser on that comes with its new session; show the log-in again if it kept no
-        cookie."""
+        """Redirect a browser with its new session; show the log-in again if it kept no cookie."""
         after = inside(request.query_params.get("next"))
         session = self.session(request)
         if session is None:
@@ -120,7 +121,7 @@ class Web:
         id = _id(request)
         self.site.sessions.log_out(id, self._shown(request))
         response = self._login(request, 200, "", "/")
-        # Of a cookie that begins with __Secure- browsers heed nothing that is not secure.
+        # Browsers ignore insecure answers about a cookie named __Secure-.
         secure = self.site.is_tls
         response.delete_cookie(_cookie(id, secure=secure), path=_base(id), secure=secure)
         return response
@@ -154,7 +155,7 @@ class Web:
         return self.html(request, "login.html", status, session=None, **values)
 
     async def problem(self, request: Request, error: Exception) -> Response:
-        """The page of a Problem; where somebody has to log in first, that."""
+        """Return the page of a Problem; the log-in page if a log-in is needed."""
         assert isinstance(error, Problem)
         if request.url.path.startswith("/live"):
             return PlainTextResponse(f"{error or 'log in first'}\n", error.status)
@@ -183,7 +184,7 @@ class Web:
 
 
 async def _read_form(request: Request) -> dict[str, str]:
-    """Raises Problem."""
+    """Return the form's fields. Raise Problem."""
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -192,17 +193,17 @@ async def _read_form(request: Request) -> dict[str, str]:
     try:
         return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=100))
     except (UnicodeDecodeError, ValueError) as error:
-        raise Problem(400, "this is no form", "Refused") from error
+        raise Problem(400, "this is not a valid form", "Refused") from error
 
 
 def _id(request: Request) -> str:
-    """Return the id of the session in whose path the request is; empty: it is in none."""
+    """Return the id of the session in the request's path; empty: none."""
     found: str = request.scope.get(_ID, "")
     return found
 
 
 def _base(id: str) -> str:
-    """The path of a session's pages, and of its cookie; of the log-in if the id is empty."""
+    """Return the path of a session's pages and cookie; that of the log-in if `id` is empty."""
     return f"/~{id}/" if id else "/"
 
 
@@ -211,12 +212,12 @@ def _cookie(id: str, *, secure: bool) -> str:
 
 
 def redirect(where: str, id: str) -> Response:
-    """Redirect after a form, to a page of the session that may be loaded again."""
+    """Redirect after a form to a page of the session; reloading does not resend the form."""
     return Response(status_code=303, headers={"Location": _base(id) + where.removeprefix("/")})
 
 
 def inside(path: str | None) -> str:
-    """An address of this site to go to; where it is none, the first page."""
+    """Return `path` if it is an address of this site, otherwise the first page."""
     if not path or not path.startswith("/") or path.startswith(("//", "/\\", "/live", "/login")):
         return "/"
     return path if path.isascii() and path.isprintable() else "/"

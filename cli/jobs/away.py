@@ -1,7 +1,7 @@
-"""Commands that follow something go on after the master was away for a while, as in a restart. They
-ask again, leave nothing out and tell nothing twice.
+"""Retries of commands that follow a job, while the master is away, as in a restart.
 
-A command waits only for a master that has answered once. A wrong address is told at once.
+They ask again, and neither omit nor repeat anything. A command waits only for a master that has
+answered once; a wrong address is reported at once.
 """
 
 import json
@@ -14,9 +14,9 @@ import click
 from oobleck.cli.client import MasterClient, Unreachable
 from oobleck.proto import control_pb2 as pb
 
-#: How long a master may be away before what follows it ends.
+#: Longest absence of a master before its follower ends.
 AWAY_S = 60.0
-#: Between two tries.
+#: Pause between two attempts.
 _AGAIN_S = 0.5
 
 
@@ -25,7 +25,7 @@ def warn(line: str) -> None:
 
 
 class Away:
-    """Waits for one master, and says so once."""
+    """Waiting for one master, with one message."""
 
     def __init__(self, tell: Callable[[str], None] = warn, *, patience_s: float = AWAY_S) -> None:
         self._tell = tell
@@ -39,14 +39,16 @@ class Away:
         self._since, self._known = None, True
 
     def wait(self, unreachable: Unreachable) -> None:
-        """Sleep before the next try. Raises `unreachable` if the master has never answered, or was
-        away for too long."""
+        """Sleep before the next attempt.
+
+        Raise `unreachable` if the master has never answered, or was away for too long.
+        """
         now = time.monotonic()
         if not self._known or now - (self._since or now) >= self._patience_s:
             raise unreachable
         if self._since is None:
             self._since = now
-            self._tell("the master is away; what runs goes on without it")
+            self._tell("the master is away; running jobs continue without it")
         time.sleep(_AGAIN_S)
 
 
@@ -57,8 +59,10 @@ def follow_events(
     answered: bool = False,
     tell: Callable[[str], None] = warn,
 ) -> Iterator[pb.EventRecord]:
-    """Yield all records of the job until it ends. `answered`: this master was heard before. Raises
-    CommandFailed."""
+    """Yield all records of the job until it ends.
+
+    `answered`: this master has answered before. Raise CommandFailed.
+    """
     away, told = Away(tell), 0
     if answered:
         away.answered()
@@ -83,8 +87,10 @@ def follow_metrics(
     evaluations: bool = False,
     tell: Callable[[str], None] = warn,
 ) -> Iterator[str]:
-    """The lines of the job's steps, or of its evaluations, until it ends. The master was heard
-    before. Raises CommandFailed."""
+    """Yield the lines of the job's steps, or of its evaluations, until it ends.
+
+    The master has answered before. Raise CommandFailed.
+    """
     away, step = Away(tell), from_step
     away.answered()
     while True:
@@ -93,7 +99,7 @@ def follow_metrics(
                 job_id, follow=True, from_step=step, evaluations=evaluations
             ):
                 away.answered()
-                # A disk that lost its power may have lost what was told already.
+                # After a power loss the master may lack lines that were shown already.
                 if (found := int(json.loads(line)["step"])) >= step:
                     step = found + 1
                     yield line
@@ -104,9 +110,9 @@ def follow_metrics(
 
 @dataclass(slots=True)
 class LogPosition:
-    """Position in a job's output: the part up to it was told."""
+    """Position in a job's output, up to which it was shown."""
 
-    #: The time of the newest line, and how many of that time were told.
+    #: Time of the newest line, and the number of shown lines of that time.
     time: str = ""
     lines: int = 0
 
@@ -119,8 +125,10 @@ class LogPosition:
 def follow_logs(
     master: MasterClient, job_id: str, *, node: str | None, rank: int | None, behind: LogPosition
 ) -> Iterator[pb.LogLine]:
-    """Yield the lines that the job's workers printed `behind` a position, and print until the job
-    ends. The position moves along. Raises CommandFailed."""
+    """Yield the workers' lines after `behind`, and new ones until the job ends.
+
+    The position is updated. Raise CommandFailed.
+    """
     away = Away()
     away.answered()
     while True:

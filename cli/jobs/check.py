@@ -1,4 +1,4 @@
-"""`oobleck check`: whether a job would be taken, and what its model is made of."""
+"""`oobleck check`: whether a job would be accepted, and what its model consists of."""
 
 from dataclasses import replace
 from itertools import groupby
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from oobleck.core.job.spec import JobSpec
 
 EPILOG = """\b
-Exit codes: 0 nothing is wrong, 2 the job would be refused, with a line on standard error for each
+Exit codes: 0 no problem, 2 the job would be refused, with a line on standard error for each
 problem."""
 
 
@@ -26,9 +26,9 @@ problem."""
 @options.set_option
 @options.form_options("Layers and problems as one JSON object.")
 def check(job_file: Path, overrides: tuple[str, ...], form: "Form") -> int:
-    """Look for what is wrong with the job that JOB.yaml (- for standard input) describes.
+    """Check the job that JOB.yaml (- for standard input) describes for problems.
 
-    No master is asked: files are looked for on this machine. A model of your own is run for one
+    No master is asked; files are expected on this machine. A model of your own is run for one
     micro-batch, layer by layer, and shown as a table.
     """
     from oobleck.cli.output.form import document, is_data
@@ -82,8 +82,10 @@ def _range(first: int, last: int) -> str:
 
 
 def _layers(job: "JobSpec") -> list[dict[str, Any]]:
-    """Return a record for each run of alike layers of a user's model; empty for other models, and
-    where its layers are not known."""
+    """Return a record for each run of equal layers of a user's model.
+
+    Empty for other models, and if its layers are unknown.
+    """
     from oobleck.core.job.own import OwnModelSpec
 
     model = job.model

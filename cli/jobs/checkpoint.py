@@ -1,6 +1,6 @@
-"""`oobleck checkpoint`: have one taken, and look at those that there are.
+"""`oobleck checkpoint`: take a checkpoint, and list, verify or export existing ones.
 
-Listing and verifying read the files themselves, on this machine; only taking one asks the master.
+Listing and verifying read the files on this machine; only taking one asks the master.
 """
 
 import json
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _EPILOG = """\b
 Examples:
   oobleck checkpoint demo-1                     take one now
-  oobleck checkpoint list demo-1                those of a job
+  oobleck checkpoint list demo-1                list those of a job
   oobleck checkpoint verify /shared/checkpoints
   oobleck checkpoint export /shared/checkpoints -o model
 
@@ -45,9 +45,10 @@ Exit codes: see 'oobleck --help'."""
 
 
 class _JobFirst(click.Group):
-    """Group of commands where a first word that names no command is the job to take a checkpoint
-    of. A word like a misspelt command is refused, unless it ends with a digit, as a job's id
-    does."""
+    """Group of commands whose first word may be a job to take a checkpoint of.
+
+    A word that resembles a command is refused, unless it ends with a digit, as job ids do.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
@@ -62,8 +63,8 @@ class _JobFirst(click.Group):
 def checkpoint() -> None:
     """Take a checkpoint of JOB, or list, verify or export checkpoints.
 
-    With JOB: waits until the checkpoint of the step under way is published, and prints its step
-    and path. The job's file must say where checkpoints go (checkpoint.path).
+    With JOB: wait until the checkpoint of the current step is published, and print its step and
+    path. The job file must name a place for checkpoints (checkpoint.path).
     """
 
 
@@ -72,7 +73,7 @@ def checkpoint() -> None:
 @click.option("--no-wait", is_flag=True, help="Do not wait until it is published.")
 @master_option
 def save(job_id: str, no_wait: bool, master: Endpoint) -> None:
-    """Take a checkpoint of JOB as soon as a step ends; print its step and path."""
+    """Take a checkpoint of JOB when the current step ends; print its step and path."""
     from oobleck.cli.client import MasterClient
 
     with MasterClient(master) as connection:
@@ -85,7 +86,7 @@ def save(job_id: str, no_wait: bool, master: Endpoint) -> None:
 
 
 def take(connection: "MasterClient", job_id: str) -> dict[str, Any]:
-    """The record of a checkpoint that is taken now. Raises CommandFailed."""
+    """Take a checkpoint now and return its record. Raise CommandFailed."""
     record = _await_answer(connection, job_id, connection.save_checkpoint(job_id))
     if record["event"] == "checkpoint_failed":
         raise CommandFailed(f"{job_id} at step {record['step']}: {record['reason']}", FAILED)
@@ -112,8 +113,8 @@ def _await_answer(connection: "MasterClient", job_id: str, number: int) -> dict[
 def list_(target: str, master: Endpoint, form: "Form") -> None:
     """List the checkpoints in PATH, or of JOB.
 
-    PATH is a directory or URL. Newest first; also what is damaged, and what saves under way or
-    broken off have left. 'verify' looks into the files.
+    PATH is a directory or URL. The newest is first. Damaged checkpoints are listed too, and the
+    remains of running or interrupted saves. 'verify' checks the files.
     """
     from oobleck.cli.output.form import document, is_data
     from oobleck.cli.output.table import listing, terminal_width
@@ -145,9 +146,9 @@ def list_(target: str, master: Endpoint, form: "Form") -> None:
 def verify(path: str, as_json: bool) -> int:
     """Check the files against their SHA-256.
 
-    PATH is a checkpoint, or a place with several, which are all checked. Exit code 1 when a file
-    is damaged or lacks; its name is printed. A damaged checkpoint is set aside, so that no job
-    goes on from it and none counts it as kept; one that is whole again is taken back.
+    PATH is a checkpoint, or a place whose checkpoints are all checked. The exit code is 1 if a file
+    is damaged or missing; its name is printed. A damaged checkpoint is set aside: no job resumes
+    from it or counts it as kept. One that is whole again is restored.
     """
     from oobleck.cli.output import text
     from oobleck.core.checkpoint import MANIFEST, RECORDS
@@ -173,14 +174,14 @@ def verify(path: str, as_json: bool) -> int:
             for error in problems.values():
                 click.echo(inline(f"  {error}"))
             if lost:
-                click.echo(inline(f"  {lost}; a job goes on from its state without these records"))
+                click.echo(inline(f"  {lost}; a job resumes from its state without these records"))
     if as_json:
         click.echo(text.dump(bad))
     return FAILED if bad else 0
 
 
 def _records_problem(folder: "Folder", manifest: "Manifest") -> str:
-    """Return why the records beside a checkpoint cannot be used; empty: they can."""
+    """Return why the records beside a checkpoint are unusable; empty if they are usable."""
     from oobleck.core.checkpoint import InvalidCheckpoint
     from oobleck.host.storage.checkpoints import read_records
 
@@ -193,7 +194,7 @@ def _records_problem(folder: "Folder", manifest: "Manifest") -> str:
 
 
 def _mark(folder: "Folder", problems: "Mapping[str, InvalidCheckpoint]") -> str:
-    """Set the checkpoint in `folder` aside, or take that back, by what was found; what to say."""
+    """Set the checkpoint in `folder` aside or restore it, by `problems`; return a remark."""
     from oobleck.host.storage.checkpoints import Damaged, read_mark, set_aside, take_back
 
     lasting = {f: error.what for f, error in problems.items() if isinstance(error, Damaged)}
@@ -206,7 +207,7 @@ def _mark(folder: "Folder", problems: "Mapping[str, InvalidCheckpoint]") -> str:
             take_back(folder)
             return "; no longer set aside"
     except OSError as error:
-        return f"; cannot be {'set aside' if lasting else 'taken back'}: {error.strerror or error}"
+        return f"; cannot be {'set aside' if lasting else 'restored'}: {error.strerror or error}"
     return "; set aside" if marked else ""
 
 
@@ -221,13 +222,11 @@ def _mark(folder: "Folder", problems: "Mapping[str, InvalidCheckpoint]") -> str:
     help="A new directory for config.json and model.safetensors.",
 )
 def export(path: str, output: Path) -> None:
-    """Make a Hugging Face model of a checkpoint.
+    """Export a checkpoint as a Hugging Face model.
 
     transformers' from_pretrained loads it: config.json and safetensors. A model of your own, which
-    transformers does not know, becomes safetensors alone, as an nn.Sequential of its layers.
-
-    PATH is a checkpoint, or a place with several, of which the newest one counts. Every file is
-    checked against its SHA-256 on the way.
+    transformers does not know, becomes only safetensors, as an nn.Sequential of its layers. PATH is
+    a checkpoint, or a place whose newest one is used. Every file is checked against its SHA-256.
     """
     from tqdm import tqdm
 
@@ -254,7 +253,7 @@ def export(path: str, output: Path) -> None:
 
 
 def _path(target: str, master: Endpoint) -> str:
-    """The place that `target` names: a path, or the job that writes there."""
+    """Return the place that `target` names: a path, or that of a job."""
     if "/" in target or Path(target).exists():
         return target
     from oobleck.cli.client import MasterClient
@@ -265,8 +264,8 @@ def _path(target: str, master: Endpoint) -> str:
         raise CommandFailed(f"job {target} takes no checkpoints", NO_SUCH_THING)
     if HIDDEN in job.checkpoint_path:
         raise CommandFailed(
-            f"the checkpoints of {target} are in {job.checkpoint_path}, and the master does not "
-            "tell the secret in that URL; name the URL instead of the job",
+            f"the checkpoints of {target} are in {job.checkpoint_path}, and the master hides "
+            "the secret in that URL; name the URL instead of the job",
             NO_SUCH_THING,
         )
     return str(job.checkpoint_path)
@@ -286,10 +285,11 @@ def _open(path: str) -> "Folder":
 def _checkpoints(
     path: str, *, set_aside: bool = False
 ) -> "tuple[list[tuple[Folder, StoredCheckpoint]], dict[str, str]]":
-    """The one checkpoint that `path` is, or all that are in it, newest first, with their folders;
-    and by name what is wrong with the others. Ends the command where there is neither.
+    """Return the checkpoint at `path`, or all in it, newest first, with their folders.
 
-    `set_aside`: those too that were found damaged before."""
+    Also return the problems of the others, by name. Raise CommandFailed if there is neither.
+    `set_aside`: include checkpoints that were found damaged before.
+    """
     from oobleck.core.checkpoint import InvalidCheckpoint
     from oobleck.host.storage.checkpoints import list_checkpoints, read_checkpoint, read_mark
 
@@ -320,8 +320,10 @@ def _checkpoints(
 def _newest(
     path: str, output: Path
 ) -> "tuple[Folder, StoredCheckpoint, list[tuple[Folder, StoredCheckpoint]]]":
-    """And those before it. Ends the command where there is none, or where a damaged one may be
-    newer."""
+    """Return the newest checkpoint with its folder, and the older ones.
+
+    Raise CommandFailed if there is none, or if a damaged one may be newer.
+    """
     whole, damaged = _checkpoints(path)
     newest = whole[0][1].name if whole else ""
     if later := sorted(name for name in damaged if name > newest):
@@ -336,8 +338,8 @@ def _instead(candidates: "list[tuple[Folder, StoredCheckpoint]]", output: Path) 
     for folder, found in candidates:
         if not verify_files(folder, found.manifest):
             command = shlex.join(["oobleck", "checkpoint", "export", folder.url, "-o", str(output)])
-            return f"; the newest whole one is of step {found.manifest.step}: {command}"
-    return "; no other one there is whole" if candidates else ""
+            return f"; the newest undamaged one is of step {found.manifest.step}: {command}"
+    return "; all others there are damaged" if candidates else ""
 
 
 def _unreadable(path: str, error: OSError) -> CommandFailed:

@@ -1,5 +1,7 @@
-"""`oobleck config`: the form of job files. No master is asked, and no file that a job names is
-looked at, but for the config of a model that gives its size."""
+"""`oobleck config`: the form of job files.
+
+No master is asked. No file that a job names is read, except for a config that gives a model's size.
+"""
 
 import json
 from pathlib import Path
@@ -41,8 +43,9 @@ def schema() -> None:
     "-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True
 )
 def show(job_file: Path, overrides: tuple[str, ...], output: str) -> None:
-    """Print JOB.yaml (- for standard input) with every key written out: defaults, and all numbers
-    of a model that is named by a preset or a config. It is a job file again, for the same job."""
+    """Print JOB.yaml (- for standard input) with every key: defaults, and all sizes of a model that
+    a preset or config names. The result is a job file for the same job.
+    """
     from oobleck.cli.output.form import document
     from oobleck.core.job.file import format_job
 
@@ -51,15 +54,15 @@ def show(job_file: Path, overrides: tuple[str, ...], output: str) -> None:
 
 
 @config.command(
-    epilog="Exit codes: 0 every file has the form of a job, 2 one has not, with a line for each on "
+    epilog="Exit codes: 0 every file is a valid job file, 2 some are not, with a line for each on "
     "standard error."
 )
 @click.argument("job_files", metavar="JOB.yaml...", nargs=-1, required=True, type=_PATH)
 @options.set_option
 def validate(job_files: tuple[Path, ...], overrides: tuple[str, ...]) -> int:
-    """Check that each JOB.yaml (- for standard input) is a job file: its keys, and what they hold.
+    """Check that each JOB.yaml (- for standard input) is a job file: its keys and values.
 
-    Data, weights and code are not looked for; 'oobleck check' does that.
+    Data, weights and code are not checked; 'oobleck check' does that.
     """
     code = 0
     for path in job_files:
@@ -74,8 +77,10 @@ def validate(job_files: tuple[Path, ...], overrides: tuple[str, ...]) -> int:
 
 
 def _readable(tree: Any) -> Any:
-    """Arguments as the mapping that their text stands for; without what only a look at the user's
-    code fills in."""
+    """Return the job's tree with arguments as mappings.
+
+    It omits keys that only a check of the user's code fills in.
+    """
     if not isinstance(tree, dict):
         return tree
     return {

@@ -1,4 +1,4 @@
-"""`oobleck data`: make token files out of text, and show what is in one."""
+"""`oobleck data`: make token files from text, and show their content."""
 
 import glob
 import os
@@ -24,7 +24,7 @@ _SHOWN_TOKENS = 16
 
 @click.group()
 def data() -> None:
-    """Make and inspect files of training tokens."""
+    """Make and inspect token files for training."""
 
 
 @data.command()
@@ -40,21 +40,21 @@ def data() -> None:
 @click.option(
     "--dtype",
     type=click.Choice(["uint8", "uint16", "uint32"]),
-    help="Type of the ids; by default the smallest that holds the tokenizer's vocabulary.",
+    help="Type of the ids; by default the smallest that fits the tokenizer's vocabulary.",
 )
 @click.option(
     "--document-separator",
     "separator",
     metavar="TOKEN",
-    help="What stands after every document, '' for nothing. By default the tokenizer's usual "
-    "token, such as <|endoftext|>; for bytes nothing.",
+    help="Token after every document, '' for none. By default the tokenizer's usual "
+    "token, such as <|endoftext|>; for bytes none.",
 )
 @click.option(
     "--field",
     default="text",
     show_default=True,
     metavar="NAME",
-    help="Where the text stands in .jsonl files.",
+    help="Key of the text in .jsonl files.",
 )
 @click.option("--force", is_flag=True, help="Replace FILE where it exists.")
 def prepare(
@@ -66,11 +66,11 @@ def prepare(
     field: str,
     force: bool,
 ) -> None:
-    """Turn text into a token file, and FILE.json beside it, which says what FILE is.
+    """Convert text to a token file, and FILE.json beside it, which describes FILE.
 
-    INPUT is a file, or a pattern in quotes such as 'texts/**/*.txt'. A text file is one document;
-    a .jsonl file has one per line; .gz after either is unpacked. A job reads the result with
-    `data: {tokens: FILE}`. FILE appears when it is whole.
+    INPUT is a file, or a pattern in quotes such as 'texts/**/*.txt'. A text file is one document; a
+    .jsonl file has one per line; .gz files of either are unpacked. A job reads the result with
+    `data: {tokens: FILE}`. FILE appears when it is complete.
     """
     from oobleck.host.data.token_file import CannotWrite, DataError, TokenWriter, narrowest, sweep
     from oobleck.host.data.tokenise import tokenise
@@ -78,7 +78,8 @@ def prepare(
 
     if output.exists() and not force:
         raise CommandFailed(
-            f"{output} is there already; --force replaces it, or name another FILE", options.USAGE
+            f"{output} exists already; use --force to replace it, or name another FILE",
+            options.USAGE,
         )
     files = _expand(inputs, output)
     sweep(output)
@@ -103,11 +104,11 @@ def prepare(
 @click.option(
     "--dtype",
     type=click.Choice(["uint8", "uint16", "uint32"]),
-    help="Type of the ids where no FILE.json says it, as a job's data.dtype.",
+    help="Type of the ids if there is no FILE.json, as a job's data.dtype.",
 )
-@options.json_option("Print what is known of FILE as JSON.")
+@options.json_option("Print all facts about FILE as JSON.")
 def inspect(file: Path, dtype: "Dtype | None", as_json: bool) -> None:
-    """Show what a token file holds, and warn if it looks like ids of another type."""
+    """Show the content of a token file, and warn if it looks like ids of another type."""
     import msgspec
 
     from oobleck.cli.jobs.own_model import tell
@@ -121,13 +122,13 @@ def inspect(file: Path, dtype: "Dtype | None", as_json: bool) -> None:
     )
 
     if not file.is_file():
-        raise CommandFailed(f"{file} is not there; give a token file", options.NO_SUCH_THING)
+        raise CommandFailed(f"{file} does not exist; give a token file", options.NO_SUCH_THING)
     try:
         info = read_info(file)
         if info is None and dtype is None:
             raise DataError(
-                f"{file}.json is not there, so nothing says what {file} holds; make both with "
-                "'oobleck data prepare', or say its type with --dtype, and in the job: "
+                f"{file}.json does not exist, so the content of {file} is unknown; make both with "
+                "'oobleck data prepare', or give its type with --dtype, and in the job: "
                 f"data: {{tokens: {file}, dtype: uint16}}"
             )
         kind = type_of(file, info, dtype)
@@ -182,19 +183,19 @@ def _check_dtype(dtype: "Dtype", tokenizer: "Tokenizer") -> None:
     needed = narrowest(tokenizer.vocabulary)
     if int(dtype[4:]) < int(needed[4:]):
         raise DataError(
-            f"--dtype {dtype} does not hold the {tokenizer.vocabulary} tokens of "
+            f"--dtype {dtype} is too small for the {tokenizer.vocabulary} tokens of "
             f"{tokenizer.name}; leave it out, or choose {needed}"
         )
 
 
 def _expand(inputs: Sequence[str], output: Path) -> list[str]:
-    """The files, in the order given; those of a pattern sorted."""
+    """Return the files, in the order given; those of a pattern are sorted."""
     found: dict[str, None] = {}
     for given in inputs:
         matches = [given] if os.path.exists(given) else sorted(glob.glob(given, recursive=True))
         files = [path for path in matches if os.path.isfile(path)]
         if not files:
-            what = f"{matches[0]} is not a regular file" if matches else f"no file is {given}"
+            what = f"{matches[0]} is not a regular file" if matches else f"no file matches {given}"
             raise CommandFailed(
                 f"{what}; give text files, or patterns in quotes that match some", options.USAGE
             )
@@ -209,7 +210,7 @@ def _expand(inputs: Sequence[str], output: Path) -> list[str]:
 
 @contextmanager
 def _bar(total: int) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar over the bytes of the input, on a terminal only."""
+    """Show a progress bar over the input's bytes, on a terminal only; yield its update."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda read, written: None
         return
@@ -226,7 +227,7 @@ def _bar(total: int) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """A SIGTERM unwinds as Ctrl-C does, so that nothing half is left."""
+    """Make SIGTERM unwind as Ctrl-C does, so that no half-written file stays."""
 
     def interrupt(*_: object) -> NoReturn:
         raise KeyboardInterrupt

@@ -1,7 +1,7 @@
 """Watching one job until it ends: a live line of progress, with events above it.
 
-Two streams of the master (status and events) are read by threads and drawn by one. If the master
-goes away the training goes on, so this waits for it to come back for a while.
+Threads read two streams of the master (status and events), and one thread draws. Training continues
+if the master goes away, so this waits a while for its return.
 """
 
 import json
@@ -24,9 +24,9 @@ from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
 from oobleck.proto import control_pb2 as pb
 
-#: Between two lines where the output is not a terminal.
+#: Interval of lines if the output is not a terminal.
 LINE_EVERY_S = 1.0
-#: Of a part of the line that is never left out.
+#: Rank of a part that is never left out.
 _MUST = 0
 
 
@@ -46,7 +46,7 @@ class _Closed:
 
 
 class LiveLine:
-    """Draws: rewrites one line on a terminal, else prints a line per second or change of state."""
+    """Writer of progress: one live line on a terminal, else a line per second or change."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -57,8 +57,10 @@ class LiveLine:
 
     @property
     def width(self) -> int | None:
-        """Width of a line: a column less than the terminal, which may scroll after its last. None:
-        any width."""
+        """Width of a line, one column less than the terminal, which may scroll after its last.
+
+        None: unlimited.
+        """
         return shutil.get_terminal_size().columns - 1 if self._live else None
 
     def status(self, status: pb.JobStatus, now: float) -> None:
@@ -75,7 +77,7 @@ class LiveLine:
         self._state = state
 
     def above(self, line: str) -> None:
-        """A line that stays."""
+        """Print a permanent line above the live line."""
         if not self._live:
             self._print(line)
             return
@@ -99,8 +101,10 @@ class LiveLine:
 
 
 def progress_line(status: pb.JobStatus, width: int | None = None) -> str:
-    """Return a line on how far the job is. If it is longer than `width`, leave out the parts that
-    matter least, and cut what is longer still."""
+    """Return a line about the job's progress.
+
+    If it exceeds `width`, leave out the least important parts, then cut it.
+    """
     parts = list(_parts(status))
     while width is not None and len(_line(parts)) > width and max(parts)[0] > _MUST:
         parts.remove(max(parts))
@@ -109,7 +113,7 @@ def progress_line(status: pb.JobStatus, width: int | None = None) -> str:
 
 
 def _parts(status: pb.JobStatus) -> Iterator[tuple[int, str]]:
-    """Parts in the order of the line, each with how soon it is left out: the highest goes first."""
+    """Yield parts in the line's order, each with a rank: the highest rank is left out first."""
     yield _MUST, inline(status.state)
     yield _MUST, f"step {status.committed_step}/{status.steps}"
     if again := text.redoing(status):
@@ -140,7 +144,7 @@ def _line(parts: Iterable[tuple[int, str]]) -> str:
 
 
 def follow(master: MasterClient, job_id: str, out: TextIO = sys.stdout) -> pb.JobStatus:
-    """Draw until the job has ended; its last status."""
+    """Show progress until the job has ended; return its last status."""
     progress = LiveLine(out)
     away, shown = Away(progress.above), 0
     away.answered()
@@ -167,7 +171,7 @@ def follow(master: MasterClient, job_id: str, out: TextIO = sys.stdout) -> pb.Jo
                     case _Closed():
                         pass
             if last is not None and last.state in text.ENDED:
-                # Drawn below all events, though these may come after it.
+                # The final state is drawn below all events, which may arrive after it.
                 progress.status(last, time.monotonic())
                 return last
             if lost is not None:
@@ -177,7 +181,7 @@ def follow(master: MasterClient, job_id: str, out: TextIO = sys.stdout) -> pb.Jo
 
 
 def _both_streams(master: MasterClient, job_id: str) -> Iterator[_Status | _Event | _Closed]:
-    """Yield what comes on both streams, until both have closed."""
+    """Yield the items of both streams until both have closed."""
     items: queue.Queue[_Status | _Event | _Closed] = queue.Queue(maxsize=1000)
     watch = master.watch(job_id)
     events = master.events(job_id, follow=True)

@@ -1,6 +1,6 @@
-"""`oobleck init`: a job file to begin with, and the module that it names.
+"""`oobleck init`: a job file to start from, and the module that it names.
 
-What it writes lies in cli/templates, as a user gets it.
+The files are in cli/templates as users get them.
 """
 
 import shlex
@@ -16,10 +16,10 @@ from oobleck.host.command import CommandFailed
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """Files to write, each a file of cli/templates, by name in the user's folder."""
+    """Files to write: a file of cli/templates for each name in the user's folder."""
 
     files: dict[str, str]
-    #: What the user has to do before the job can be submitted; {folder}: where the files are.
+    #: What the user must do before submitting the job; {folder}: where the files are.
     before: tuple[str, ...] = ()
 
 
@@ -46,9 +46,9 @@ TEMPLATES = {
     "folder", metavar="[DIR]", default=".", type=click.Path(file_okay=False, path_type=Path)
 )
 def init(template: str, folder: Path) -> None:
-    """Write a job file to begin with into DIR (here, by default), and the module that it names.
+    """Write a job file to start from into DIR (default: here), and the module that it names.
 
-    Nothing that is there is written over.
+    Existing files are not overwritten.
     """
     chosen = TEMPLATES[template]
     sources = resources.files("oobleck.cli") / "templates"
@@ -56,7 +56,7 @@ def init(template: str, folder: Path) -> None:
     for path in texts:
         if path.exists() or path.is_symlink():
             raise CommandFailed(
-                f"{path} is there already; move it, or name another DIR", options.USAGE
+                f"{path} exists already; move it, or name another DIR", options.USAGE
             )
     path = folder
     try:

@@ -1,4 +1,4 @@
-"""A job file before it is sent: its paths made absolute, its data and its profile looked at."""
+"""Job files before submission: absolute paths, and checks of data and profile."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from oobleck.core.job.model import AnyModel
     from oobleck.core.job.spec import DataSpec, JobSpec
 
-#: Tokens of text that no tokenizer cuts, and how much of it is looked at before a submit.
+#: Tokens of text without a tokenizer, and bytes of text to check before a submission.
 _BYTES = 256
 _LOOKED_AT_BYTES = 1 << 24
 
@@ -26,10 +26,10 @@ _LOOKED_AT_BYTES = 1 << 24
 def read_job(
     path: Path, overrides: Sequence[str], shown_as: Mapping[str, str] | None = None
 ) -> "JobSpec":
-    """The job with all paths made absolute, and a model of the user's looked at; errors name the
-    file and the line, or the override.
+    """Return the job with absolute paths and a checked model.
 
-    `shown_as`: how the user wrote an override, where it is not `--set OVERRIDE`.
+    Errors name the file and line, or the override. `shown_as`: how the user wrote an override, if
+    not as `--set OVERRIDE`.
     """
     return with_description(read_only(path, overrides, shown_as))
 
@@ -37,28 +37,29 @@ def read_job(
 def read_only(
     path: Path, overrides: Sequence[str], shown_as: Mapping[str, str] | None = None
 ) -> "JobSpec":
-    """The same, without a look at the model."""
+    """Return the job as `read_job` does, without a check of the model."""
     source, base = _place(path)
     return _parsed(read_text(path, JOB_FILE), overrides, source, base, shown_as or {})
 
 
 def read_form(path: Path, overrides: Sequence[str]) -> "JobSpec":
-    """The same, with paths as they stand: nothing that the job names is looked for."""
+    """Return the job with paths as they are written; no file that it names is read."""
     source, base = _place(path)
     return _formed(read_text(path, JOB_FILE), overrides, source, base, {})
 
 
 def _place(path: Path) -> tuple[str, Path]:
-    """Return the name of the file in messages, and the folder that relative paths in it start
-    from."""
+    """Return the file's name in messages, and the folder that its relative paths start from."""
     if str(path) == "-":
         return "standard input", Path.cwd()
     return str(path), path.absolute().parent
 
 
 def job_of_text(text: str, overrides: Sequence[str], *, source: str, base: Path) -> "JobSpec":
-    """Read a job as `read_job` does, from the text of a job file; `base`: what relative paths in it
-    are relative to; `source`: what messages call it."""
+    """Return a job as `read_job` does, from the text of a job file.
+
+    `base`: folder that relative paths in it start from. `source`: its name in messages.
+    """
     return with_description(_parsed(text, overrides, source, base, {}))
 
 
@@ -87,7 +88,7 @@ def _formed(
             message = message.replace(f"--set {override}:", f"{flag}:")
         if message.startswith(f"{source}:") and overrides:
             with contextlib.suppress(InvalidJob):
-                # The file alone is right, so the line is not to blame.
+                # The file alone is valid, so the line is not at fault.
                 parse_job(text, source=source, read=read)
                 what = message.removeprefix(source).partition(": ")[2]
                 message = f"{', '.join(shown.values())}: {what}"
@@ -96,7 +97,7 @@ def _formed(
 
 
 def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
-    """Workers run elsewhere, so relative paths would mean something else there."""
+    """Return the job with absolute paths, because workers run in other folders."""
     from oobleck.core.job.model import ModelSpec
     from oobleck.core.job.own import OwnModelSpec
 
@@ -145,13 +146,13 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
             profile=absolute(job.profile_path) or job.profile,
             code=code,
         )
-    except ValueError as error:  # only the folder was not looked at yet
+    except ValueError as error:  # only the folder was not checked yet
         text = f"{error} (its folder is {str(base)!a}: move the job file and what it names)"
         raise CommandFailed(text, options.USAGE) from error
 
 
 def read_profile(job: "JobSpec") -> str:
-    """The text of the profile file that the job names, checked; empty where it names none."""
+    """Return the text of the profile file that the job names, checked; empty if it names none."""
     from oobleck.core.profile_file import parse_profile
     from oobleck.planner.profile.measurement import check_fits
 
@@ -166,8 +167,10 @@ def read_profile(job: "JobSpec") -> str:
 
 
 def check_checkpoints(job: "JobSpec") -> None:
-    """Check, for a cluster on this machine, that the job may begin with the checkpoints it names.
-    Raises CommandFailed."""
+    """Check, for a cluster on this machine, that the job may begin with its checkpoints.
+
+    Raise CommandFailed.
+    """
     from oobleck.core.checkpoint import why_not_begin
     from oobleck.host.storage.checkpoints import list_checkpoints
     from oobleck.host.storage.folder import open_folder
@@ -189,11 +192,10 @@ def check_checkpoints(job: "JobSpec") -> None:
 
 
 def check_inputs(job: "JobSpec") -> list[Problem]:
-    """Check the inputs of a job for a cluster on this machine. Returns warnings; raises
-    CommandFailed.
+    """Check a job's data and initial weights for a cluster on this machine.
 
-    Data and initial weights must be complete, and the data must suffice and fit the model. Text
-    that is not yet tokenised gets only quick checks.
+    They must be complete; the data must suffice and fit the model. Text that is not tokenised yet
+    gets only quick checks. Return warnings; raise CommandFailed.
     """
     doubts = _check("data", job.data, job)
     if job.evaluation is not None and job.evaluation.data is not None:
@@ -226,7 +228,7 @@ def _check(key: str, data: "DataSpec", job: "JobSpec") -> list[Problem]:
 
 
 def check_weights(job: "JobSpec") -> None:
-    """Check that the initial weights are on this machine, and whole files. Raises CommandFailed."""
+    """Check that the initial weights on this machine are complete. Raise CommandFailed."""
     from oobleck.host.storage.weight_files import WeightsError, open_weights
 
     if job.model.initial is None:
@@ -238,7 +240,7 @@ def check_weights(job: "JobSpec") -> None:
 
 
 def _count_tokens(data: "DataSpec", files: set[str], vocabulary: int) -> int | None:
-    """Tokens in `files`; None: they are not known yet. Raises DataError."""
+    """Return the number of tokens in `files`; None: unknown yet. Raise DataError."""
     from oobleck.host.data.documents import is_plain
     from oobleck.host.data.token_file import read_info, type_of
     from oobleck.host.data.tokenizer import load_tokenizer
@@ -262,7 +264,7 @@ def _count_tokens(data: "DataSpec", files: set[str], vocabulary: int) -> int | N
 
 
 def _check_bytes(files: Sequence[str], vocabulary: int) -> None:
-    """Raises DataError where the beginning of the text has a byte that the model does not take."""
+    """Raise DataError if the start of the text has a byte that exceeds the vocabulary."""
     from oobleck.host.data.token_file import DataError
 
     left = _LOOKED_AT_BYTES if vocabulary < _BYTES else 0
@@ -274,7 +276,7 @@ def _check_bytes(files: Sequence[str], vocabulary: int) -> None:
         left -= len(begin)
         if begin and (highest := max(begin)) >= vocabulary:
             raise DataError(
-                f"{path} has byte {highest}, and every byte is a token: it is not below "
+                f"{path} has byte {highest}, and every byte is a token: it must be below "
                 f"model.vocabulary ({vocabulary}); set model.vocabulary to {_BYTES}"
             )
 
@@ -304,6 +306,6 @@ def _check_is_file(key: str, path: str) -> None:
         raise CommandFailed(f"{key}: {path} does not exist", options.USAGE)
     if not os.path.isfile(path):
         raise CommandFailed(
-            f"{key}: {path} is not a regular file; give files that hold the training data",
+            f"{key}: {path} is not a regular file; give files of training data",
             options.USAGE,
         )

@@ -1,4 +1,4 @@
-"""`oobleck metrics`: what each committed step of a job, or each evaluation, gave."""
+"""`oobleck metrics`: results of each committed step of a job, or of each evaluation."""
 
 import json
 import shutil
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from oobleck.cli.output.form import Form
     from oobleck.proto import control_pb2 as pb
 
-#: Rows of a table where no step is named that it begins with.
+#: Rows of a table without --from.
 _ROWS = 20
-#: Characters of a plot where there is no terminal.
+#: Columns of a plot without a terminal.
 _WIDTH = 80
 
 _EPILOG = """\b
@@ -33,7 +33,7 @@ Examples:
 
 @click.command(epilog=_EPILOG)
 @job_argument()
-@options.follow_option("Go on with new steps until the job ends.")
+@options.follow_option("Continue with new steps until the job ends.")
 @click.option(
     "--from",
     "from_step",
@@ -43,7 +43,7 @@ Examples:
 )
 @click.option("--evaluations", is_flag=True, help="The evaluations on held-out data instead.")
 @click.option("--csv", "as_csv", is_flag=True, help="Comma-separated values below a header.")
-@click.option("--plot", "plotted", is_flag=True, help="Plot the loss where there is no terminal.")
+@click.option("--plot", "plotted", is_flag=True, help="Plot the loss even without a terminal.")
 @master_option
 @options.form_options("One JSON object per line, as in the job's metrics.jsonl.")
 def metrics(
@@ -56,8 +56,10 @@ def metrics(
     master: Endpoint,
     form: "Form",
 ) -> None:
-    """Show what each committed step of a job gave, in order and exactly once: loss, norm of the
-    gradient, tokens, seconds."""
+    """Show the results of each committed step of a job, in order and exactly once.
+
+    They are the loss, the norm of the gradient, tokens and seconds.
+    """
     from oobleck.cli.client import MasterClient
     from oobleck.cli.jobs.away import follow_metrics
     from oobleck.cli.output.form import is_data
@@ -65,7 +67,7 @@ def metrics(
     if as_csv and is_data(form):
         raise click.UsageError(f"--csv and --{form} exclude each other; leave one out")
     if plotted and (as_csv or is_data(form) or follow):
-        raise click.UsageError("--plot goes with the table alone, without --csv, --json and -f")
+        raise click.UsageError("--plot requires the table; leave out --csv, --json and -f")
     plotted = plotted or (sys.stdout.isatty() and not follow)
     with MasterClient(master) as connection:
         done = connection.job(job_id).committed_step
@@ -97,8 +99,10 @@ def metrics(
 def _with_lost(
     records: Iterable[dict[str, Any]], job: Callable[[], "pb.JobStatus"], first: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records, and what is lost of them at its place: `lost`, its first and last step,
-    and `why`. `job` asks the master for the job."""
+    """Yield the records, with lost ones at their place: `lost` (first and last step) and `why`.
+
+    `job` asks the master for the job.
+    """
     following = first
     for record in records:
         if record["step"] > following:
@@ -146,7 +150,7 @@ def _tell_table(
     wide: bool,
     plotted: bool,
 ) -> bool:
-    """`most`: so many rows at the end; None: all, each as it comes."""
+    """Print the last `most` rows; None: all, as they arrive. Return whether there were any."""
     from oobleck.cli.output.metrics import head, row
     from oobleck.cli.output.plot import plot
 

@@ -1,5 +1,7 @@
-"""Preparation of a user's model or optimizer before a job is sent: finds its code, and has it
-described by a process that has torch."""
+"""Checks of a user's model or optimizer before a job is sent.
+
+Owns finding its code, and the process with torch that describes it.
+"""
 
 import dataclasses
 import json
@@ -25,18 +27,20 @@ if TYPE_CHECKING:
     from oobleck.core.job.spec import JobSpec
 
 _MODULE = "oobleck.worker.describe"
-#: The module that imports the user's modules.
+#: Module that imports the user's modules.
 _LOADER = "oobleck.worker.runtime.code"
-#: What of a job may be the user's, and is described.
+#: Parts of a job that may be the user's and are described.
 _OWN = ("model", "optimizer")
 
 
 def code_folder(
     python: str | None, path: str | None, base: Path, carried: Collection[str]
 ) -> str | None:
-    """Return the folder that the module of `python` lies in: `path`, or the job file's folder,
-    `base`, where it is beside the job file. Return None where it is installed, or one of those that
-    the job's wheel has, `carried`."""
+    """Return the folder of the module of `python`.
+
+    That is `path`, or the job file's folder `base` if the module is there. None: it is installed,
+    or it is in the job's wheel (`carried`).
+    """
     from oobleck.core.job.wheel import is_carried
 
     if python is None or is_carried(python, path, carried):
@@ -54,7 +58,7 @@ class Problem:
 
     where: str
     sentence: str
-    #: The job may be run as it is.
+    #: Whether the job may still run.
     warning: bool
 
     def __str__(self) -> str:
@@ -63,12 +67,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Findings of a look at a model."""
+    """Findings about a model."""
 
-    #: With its layers known, where they could be.
+    #: Job with a description of its layers, if there is one.
     job: "JobSpec"
     problems: Sequence[Problem]
-    #: Whether it was run for real.
+    #: Whether the model was run for real.
     run: bool
 
     @property
@@ -77,7 +81,7 @@ class Found:
 
 
 def look_at(job: "JobSpec", *, always: bool = False) -> Found:
-    """`always`: run the model for real, however large it is."""
+    """Check the user's code of a job. `always`: run the model for real, however large it is."""
     from oobleck.core.job.file import format_job
     from oobleck.core.job.own import OwnModelSpec
 
@@ -86,7 +90,7 @@ def look_at(job: "JobSpec", *, always: bool = False) -> Found:
         return Found(job=job, problems=[], run=False)
     if any(frame.f_globals.get("__name__") == _LOADER for frame, _ in traceback.walk_stack(None)):
         text = (
-            "the module that a job names submits a job when it is imported, and every worker "
+            "the module that the job names submits a job when it is imported, and every worker "
             'imports it; move the call that submits below if __name__ == "__main__"'
         )
         raise CommandFailed(text, options.USAGE)
@@ -109,7 +113,7 @@ def look_at(job: "JobSpec", *, always: bool = False) -> Found:
     if ended.returncode or not ended.stdout:
         # The cause is unknown; the last line of stderr usually names it.
         last = lines[-1] if lines else "it printed nothing"
-        text = f"model: its code ended the process that looked at it ({last})"
+        text = f"model: its code ended the process that checked it ({last})"
         raise CommandFailed(text, options.USAGE)
     found = json.loads(ended.stdout)
     problems = [Problem(**fields) for fields in found["problems"]]
@@ -121,8 +125,10 @@ def look_at(job: "JobSpec", *, always: bool = False) -> Found:
 
 
 def with_description(job: "JobSpec") -> "JobSpec":
-    """The job with its model's layers known, and what its optimizer keeps. What is wrong with it is
-    told; the last line of that is raised."""
+    """Return the job with its layers and its optimizer's state described.
+
+    Print problems; raise CommandFailed with the last one.
+    """
     from oobleck.core.job.own import OwnModelSpec
 
     found = look_at(job)
@@ -140,7 +146,7 @@ def tell(line: str) -> None:
 
 
 def refuse(problems: Sequence[Problem]) -> None:
-    """End the command with a line for each; without any nothing happens."""
+    """Raise CommandFailed with the last problem, after printing the others; do nothing for none."""
     if problems:
         *others, last = problems
         for problem in others:
@@ -149,7 +155,7 @@ def refuse(problems: Sequence[Problem]) -> None:
 
 
 def _given(job: "JobSpec", descriptions: Mapping[str, str]) -> "JobSpec":
-    """The job with these descriptions of what is the user's in it. Raises ValueError."""
+    """Return the job with these descriptions of the user's parts. Raise ValueError."""
     from oobleck.core.job.code import Json
     from oobleck.core.job.own import OwnModelSpec
 

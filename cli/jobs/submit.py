@@ -1,4 +1,4 @@
-"""The commands that change jobs: submit and cancel."""
+"""Commands that change jobs: submit, cancel and adopt."""
 
 import secrets
 import sys
@@ -22,23 +22,20 @@ if TYPE_CHECKING:
     from oobleck.core.job.spec import JobSpec
     from oobleck.proto import control_pb2 as pb
 
-#: States of a job whose workers take steps, and checkpoints between them.
+#: States of a job in which its workers can take a checkpoint between steps.
 _TRAINS = ("running", "reconfiguring")
 
 
 @click.command(epilog="Exit codes: see 'oobleck --help'.")
 @click.argument("job_file", metavar="JOB.yaml", type=click.Path(dir_okay=False, path_type=Path))
 @set_option
-@click.option(
-    "--follow", "following", is_flag=True, help="Stay and show progress until the job has ended."
-)
+@click.option("--follow", "following", is_flag=True, help="Show progress until the job has ended.")
 @master_option
 def submit(job_file: Path, overrides: tuple[str, ...], following: bool, master: Endpoint) -> int:
     """Queue the job that JOB.yaml (- for standard input) describes and print its id.
 
-    Relative paths in it are relative to its folder; its data need only be on the nodes. With
-    --follow the exit code is 1 when the job fails or is cancelled; Ctrl-C stops following, not the
-    job.
+    Relative paths in it start from its folder; its data is needed only on the nodes. With --follow
+    the exit code is 1 if the job fails or is cancelled; Ctrl-C stops following, not the job.
     """
     from oobleck.cli.client import MasterClient
 
@@ -53,7 +50,7 @@ def submit(job_file: Path, overrides: tuple[str, ...], following: bool, master: 
 
 
 def send(connection: "MasterClient", job: "JobSpec", profile: str) -> "pb.SubmitReply":
-    """Submit a job; `profile`: text of the profile file that it names. Raises CommandFailed."""
+    """Submit a job; `profile`: text of the profile file that it names. Raise CommandFailed."""
     from oobleck.cli.here import all_here
 
     if all_here(connection.nodes()):
@@ -64,8 +61,7 @@ def send(connection: "MasterClient", job: "JobSpec", profile: str) -> "pb.Submit
 
 
 def _tell_id(job_id: str) -> None:
-    """Print the job's id, or raise CommandFailed that says it: without it, the job would be
-    submitted again."""
+    """Print the job's id, or raise CommandFailed with it: otherwise users would submit again."""
     try:
         click.echo(job_id)
     except OutputFailed as error:
@@ -81,7 +77,7 @@ def _follow(connection: object, job_id: str) -> int:
         last = follow.follow(connection, job_id, sys.stdout)
     except KeyboardInterrupt:
         click.echo(
-            f"oobleck: {job_id} goes on; watch it with 'oobleck status {job_id} --watch', end it "
+            f"oobleck: {job_id} continues; watch it with 'oobleck status {job_id} --watch', end it "
             f"with 'oobleck cancel {job_id}'",
             err=True,
         )
@@ -99,13 +95,15 @@ def _follow(connection: object, job_id: str) -> int:
     "--checkpoint", "save_first", is_flag=True, help="Take a checkpoint first, and wait for it."
 )
 @click.option(
-    "--unknown", is_flag=True, help="End the workers of a job that nodes train and the master lost."
+    "--unknown",
+    is_flag=True,
+    help="End the workers of a job that nodes train and the master does not know.",
 )
 @master_option
 def cancel(job_id: str, save_first: bool, unknown: bool, master: Endpoint) -> None:
-    """End a job, and tell its newest checkpoint. A job that has ended stays as it is.
+    """End a job, and show its newest checkpoint. A job that has ended is not changed.
 
-    With --checkpoint a job that cannot take one now goes on.
+    With --checkpoint, a job that cannot take one now continues.
     """
     from oobleck.cli.client import MasterClient
 
@@ -130,16 +128,17 @@ def cancel(job_id: str, save_first: bool, unknown: bool, master: Endpoint) -> No
 @job_argument()
 @master_option
 def adopt(job_id: str, master: Endpoint) -> None:
-    """Take over a job that nodes train and the master does not know, as after the loss of its
-    state directory. Training goes on meanwhile.
+    """Take over a job that nodes train and the master does not know.
 
-    Refused where the job's nodes disagree, or are not all there. 'oobleck jobs' names such jobs.
+    This is needed after the loss of the master's state directory. Training continues meanwhile. It
+    is refused if the job's nodes disagree, or are not all connected. 'oobleck jobs' lists such
+    jobs.
     """
     from oobleck.cli.client import MasterClient
 
     with MasterClient(master) as connection:
         lost = connection.adopt(job_id)
-    click.echo(f"{job_id} is this master's now, and trains on; lost are:")
+    click.echo(f"{job_id} is this master's now, and training continues; lost:")
     for line in lost:
         click.echo(inline(f"  {line}"))
 
@@ -150,8 +149,10 @@ def _save(connection: "MasterClient", job_id: str) -> None:
     state = connection.job(job_id).state
     try:
         if state not in _TRAINS:
-            raise CommandFailed(f"{job_id} is {state} and can take none", options.FAILED)
+            raise CommandFailed(f"{job_id} is {state} and cannot take one", options.FAILED)
         take(connection, job_id)
     except CommandFailed as error:
         text = f"no checkpoint: {error.format_message()}; {job_id} is not cancelled; leave"
-        raise CommandFailed(f"{text} --checkpoint out to do without", error.exit_code) from error
+        raise CommandFailed(
+            f"{text} out --checkpoint to cancel it without one", error.exit_code
+        ) from error

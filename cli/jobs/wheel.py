@@ -1,4 +1,4 @@
-"""The wheel that a job file names as its `code`: read, unpacked for a look at the model, sent."""
+"""The wheel that a job file names as its `code`: read, unpacked for checks, and sent."""
 
 import dataclasses
 import tempfile
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def read_wheel(path: str) -> "Wheel":
-    """Raises CommandFailed with the fix."""
+    """Read a wheel. Raise CommandFailed with the fix."""
     from oobleck.core.job.wheel import MOST_WHEEL_BYTES
     from oobleck.host.system.files import read_regular
     from oobleck.host.wheel import Wheel
@@ -33,7 +33,7 @@ def read_wheel(path: str) -> "Wheel":
 
 @contextmanager
 def unpacked(job: "JobSpec") -> Iterator["JobSpec"]:
-    """The job as it is on this machine, with its wheel unpacked for as long."""
+    """Yield the job for this machine, with its wheel unpacked during the block."""
     from oobleck.core.job.wheel import unpacked_in
 
     if job.code is None:
@@ -53,7 +53,7 @@ def unpacked(job: "JobSpec") -> Iterator["JobSpec"]:
 
 
 def sent_text(connection: "MasterClient", job: "JobSpec") -> str:
-    """The job's text for the master, which has the job's wheel then. Raises CommandFailed."""
+    """Return the job's text for the master, after sending its wheel. Raise CommandFailed."""
     from oobleck.core.job.file import format_job
     from oobleck.core.job.wheel import stored_as
 
@@ -61,4 +61,4 @@ def sent_text(connection: "MasterClient", job: "JobSpec") -> str:
         wheel = read_wheel(job.code)
         connection.put_code(wheel.content)
         job = dataclasses.replace(job, code=stored_as(wheel.digest))
-    return format_job(job, defaults=False)  # a master of before may not know all keys
+    return format_job(job, defaults=False)  # a master of an earlier release may not know all keys

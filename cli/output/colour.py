@@ -1,9 +1,12 @@
-"""Colours on a terminal: of states alone, so that what needs a look stands out. Pure, but for
-what asks whether there is one."""
+"""Colours of states on a terminal, and tones of states for pages: exceptional ones stand out.
+
+Pure, except for the checks of the terminal.
+"""
 
 import os
 import re
 import sys
+from typing import Literal
 
 import click
 
@@ -15,9 +18,9 @@ _COLOURS = {
     ),
     "red": ("failed", "cancelled", "lost", "held"),
 }
-#: By the state of a job or a node; one that needs no look has none.
+#: Colour of a state of a job or a node; ordinary states have none.
 COLOUR_OF = {state: colour for colour, states in _COLOURS.items() for state in states}
-#: A state stands second: behind the name in a listing, behind `state` of one job.
+#: A state is the second word: after the name in a listing, or after `state` of one job.
 _STATE = re.compile(
     rf"^(\S+ +)({'|'.join(sorted(COLOUR_OF, key=len, reverse=True))})(?=:|\s|$)", re.MULTILINE
 )
@@ -29,11 +32,33 @@ def is_terminal() -> bool:
 
 
 def is_wanted() -> bool:
-    """Return whether standard output shows colours. NO_COLOR counts if it is not empty, as
-    https://no-color.org has it."""
+    """Return whether standard output shows colours; a non-empty NO_COLOR disables them.
+
+    See https://no-color.org.
+    """
     return is_terminal() and not os.environ.get("NO_COLOR")
 
 
 def states(text: str) -> str:
-    """`text` with the states of jobs and nodes in it coloured."""
+    """Return `text` with the states of jobs and nodes coloured."""
     return _STATE.sub(lambda found: found[1] + click.style(found[2], COLOUR_OF[found[2]]), text)
+
+
+#: - `good`: as wanted
+#: - `warn`: worth a look
+#: - `bad`: failed
+#: - `quiet`: neutral
+Tone = Literal["good", "warn", "bad", "quiet"]
+
+_OF_COLOUR: dict[str, Tone] = {"green": "good", "yellow": "warn", "red": "bad"}
+#: Worst first.
+ORDER: tuple[Tone, ...] = ("bad", "warn", "quiet", "good")
+
+
+def tone(state: str) -> Tone:
+    """Return the tone of a job's or a node's state."""
+    return _OF_COLOUR.get(COLOUR_OF.get(state, ""), "quiet")
+
+
+def worst(*tones: Tone) -> Tone:
+    return min(tones, key=ORDER.index, default="quiet")

@@ -1,4 +1,4 @@
-"""The records of events.jsonl as sentences. Pure."""
+"""Sentences about the records of events.jsonl. Pure."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from oobleck.proto import control_pb2 as pb
 
 
 def event_line(record: dict[str, Any], width: int | None = None) -> str:
-    """Format a record of events.jsonl as one readable line, folded where `width` is too little."""
+    """Format a record of events.jsonl as one readable line, folded at `width`."""
     at = clock(float(record.get("time", 0.0)))
     return folded(f"{at}  {inline(sentence(record))}", width, indent=len(at) + 2)
 
@@ -41,7 +41,7 @@ def sentence(record: dict[str, Any]) -> str:
             how = "; the job must go on without it" if abrupt else ""
             return f"node {node} is drained{how}"
         case {"event": "node_quarantined", "node": node, "reason": reason, "seconds": span_s}:
-            return f"node {node} is put aside for {seconds(span_s)}: {reason}"
+            return f"node {node} is quarantined for {seconds(span_s)}: {reason}"
         case {"event": "node_released", "node": node, "reason": reason}:
             return f"node {node} may take part again: {reason}"
         case {"event": "node_undrained", "node": node}:
@@ -49,15 +49,15 @@ def sentence(record: dict[str, Any]) -> str:
         case {"event": "node_lost", "node": node, "cause": "left", "reason": reason}:
             return f"node {node} left: {reason}"
         case {"event": "node_reset", "node": node, "reason": reason}:
-            return f"workers of {node} are ended and started anew: {reason}"
+            return f"workers of {node} are restarted: {reason}"
         case {"event": "node_lost", "node": node, "reason": reason, "detect_s": detect_s}:
             return f"node {node} lost: {reason} (known after {seconds(detect_s)})"
         case {"event": "worker_lost", "node": node, "slot": slot, "reason": reason}:
             return f"worker {node}/{slot} lost: {reason}"
         case {"event": "worker_late", "node": node, "slot": slot, "reason": reason}:
-            return f"worker {node}/{slot} is done without: {reason}"
+            return f"worker {node}/{slot} is left out: {reason}"
         case {"event": "put_back", "instead": instead}:
-            return f"{instead} has the turn meanwhile"
+            return f"{instead} runs meanwhile"
         case {"event": "waiting", "reason": reason}:
             return f"waiting for nodes: {reason}"
         case {"event": "reconfigured"}:
@@ -74,9 +74,9 @@ def sentence(record: dict[str, Any]) -> str:
             size, span = format_bytes(record["bytes"]), seconds(record["seconds"])
             return f"checkpoint of step {step}: {path} ({size} in {span})"
         case {"event": "checkpoint_failed", "step": step, "reason": reason}:
-            return f"no checkpoint of step {step}: {reason}; training goes on"
+            return f"no checkpoint of step {step}: {reason}; training continues"
         case {"event": "output_failed", "reason": reason}:
-            return f"the result is kept and tried again to be written: {reason}"
+            return f"the result is kept, and writing it is retried: {reason}"
         case {"event": "resumed" | "restored"}:
             return _restored(record)
         case {"event": "records_lost", "first": first, "last": last, "why": why}:
@@ -99,7 +99,7 @@ def _restored(record: dict[str, Any]) -> str:
         parts = [f"resumed after step {record['step']} from {record['path']}"]
     elif not record["path"]:
         again = count(record["lost_steps"], "step")
-        parts = [f"all begin anew at step 1 ({again} again): the state was lost"]
+        parts = [f"all restart at step 1 ({again} again): the state was lost"]
     else:
         again = count(record["lost_steps"], "step")
         parts = [f"all went back to step {record['step']} ({again} again): {record['path']}"]
@@ -109,7 +109,7 @@ def _restored(record: dict[str, Any]) -> str:
 
 def _pace(record: dict[str, Any]) -> str:
     if not record["steps"] and not record.get("alone"):
-        return "is another process, and its pace is not known yet"
+        return "is a new process; its pace is not known yet"
     if record["rate"] == 1:
         return "computes at the others' pace again"
     per_step = f"{seconds(record['step_s'])} a step instead of {seconds(record['usual_s'])}"
@@ -144,5 +144,5 @@ def _reconfigured(record: dict[str, Any]) -> str:
     if record.get("stall_s") is not None:
         parts.append(f"training stood still for {seconds(record['stall_s'])}")
     if record.get("superseded_by") is not None:
-        parts.append(f"overtaken by generation {record['superseded_by']}")
+        parts.append(f"superseded by generation {record['superseded_by']}")
     return ", ".join(parts)

@@ -1,5 +1,4 @@
-"""Text of an incident for a terminal: what failed or was slow, who saw it, what was done about it,
-and what it cost. Pure."""
+"""Text of an incident for a terminal: cause, witnesses, answer and cost. Pure."""
 
 import time
 from collections.abc import Iterator
@@ -9,13 +8,13 @@ from oobleck.cli.output.table import folded, grouped, longest_word, wrapped
 from oobleck.core.units import count, format_bytes
 from oobleck.host.display import inline
 
-#: Longest list of witnesses, of slow workers or of plans around them; the others are counted.
+#: Longest list of witnesses, slow workers or plans; the others are counted.
 _MOST_LISTED = 8
-#: Phases that most incidents have no time in.
+#: Phases in which most incidents spend no time.
 _RARE = ("waiting", "redo")
 _INDENT = " " * 14
 _LABEL = 14
-#: Columns before a value that stands beside its label, and below it.
+#: Columns before a value beside its label, and below it.
 _VALUES = len(_INDENT) + _LABEL
 _BELOW = 4
 _BOLD, _RED, _GREEN, _YELLOW, _PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[32m", "\x1b[33m", "\x1b[0m"
@@ -29,7 +28,7 @@ _COLOURS = {
 
 
 def block(record: dict[str, Any], *, colour: bool = False, width: int | None = None) -> str:
-    """The `incident` record as a headline and lines of label and value below it."""
+    """Format the `incident` record as a headline and indented lines of label and value."""
     room = None if width is None else max(30, width - _VALUES)
     lines = [_headline(record, colour, width)]
     for label, value in _rows(record, room):
@@ -38,7 +37,7 @@ def block(record: dict[str, Any], *, colour: bool = False, width: int | None = N
 
 
 def _labelled(label: str, value: str, room: int | None) -> Iterator[str]:
-    """The value beside its label; below it where there is no room for one of its words."""
+    """Yield the value beside its label, or below it if one of its words does not fit."""
     head, indent = f"{_INDENT}{label}", _VALUES
     if room is None or len(value) <= room:
         texts = [value]
@@ -69,7 +68,7 @@ def _headline(record: dict[str, Any], colour: bool, width: int | None) -> str:
 def how_it_ended(record: dict[str, Any], ended: str) -> str:
     if "slow" in record:
         after = f"after {record['closed_at'] - record['opened_at']:.1f} s"
-        return f"{'well again' if ended == 'recovered' else ended} {after}"
+        return f"{'recovered' if ended == 'recovered' else ended} {after}"
     total = f"{record['total_s']:.3f} s"
     return f"recovered in {total}" if ended == "recovered" else f"{ended} after {total}"
 
@@ -86,7 +85,7 @@ def _rows(record: dict[str, Any], room: int | None) -> Iterator[tuple[str, str]]
 
 
 def facts(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Label and value of all but phases and last words; an empty label is the one before."""
+    """Yield label and value of all but phases and last words; an empty label repeats the last."""
     yield from _seen(record)
     yield from _outcome(record)
 
@@ -121,17 +120,17 @@ def _outcome(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _slow(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each slow worker, its pace and for how long, and the newest plans that answered."""
+    """Yield each slow worker with its pace and duration, and the newest plans in answer."""
     began, slow, answers = record["opened_at"], record["slow"], record["attempts"]
     for number, one in enumerate(slow[:_MOST_LISTED]):
         per_step = f"{one['step_s']:.3f} s a step instead of {one['usual_s']:.3f} s"
         told = f"{one['worker']} at {one['rate']:.2f} of the others' pace, {per_step}"
-        told += f", for {one['until'] - one['since']:.1f} s" + ", then well" * one["well"]
+        told += f", for {one['until'] - one['since']:.1f} s" + ", then normal" * one["well"]
         yield ("slow" if number == 0 else ""), f"{_after(one['since'] - began)} {told}"
     if len(slow) > _MOST_LISTED:
         yield "", f"and {len(slow) - _MOST_LISTED} more"
     if not answers:
-        yield "answered", "by no plan"
+        yield "answered", "with no plan"
     for number, answer in enumerate(answers[-_MOST_LISTED:]):
         told = f"generation {answer['generation']}, {answer['policy']}: {answer['reason']}"
         yield ("answered" if number == 0 else ""), told
@@ -146,7 +145,7 @@ def _witness(seen: dict[str, Any]) -> str:
         "worker": f"worker {seen['observer']} itself",
         "stream": "master",
         "lease": "master, by the lease",
-        "progress": "master, by want of progress",
+        "progress": "master, by lack of progress",
     }.get(seen["by"], f"{seen['by']} {seen['observer']}")
     about = f"{seen['about']}: " if seen["by"] == "stream" else ""
     return f"{who}: {about}{_one_line(seen['saw'])}"
@@ -162,8 +161,10 @@ def _after(span_s: float) -> str:
 
 
 def _phases(record: dict[str, Any], room: int | None) -> Iterator[tuple[str, str]]:
-    """A row of names over rows of seconds: the sums, and before them each generation's where
-    there were several. Names that there is no room for come below, with seconds of their own."""
+    """Yield a line of phase names over lines of seconds: each generation's, then the sums.
+
+    A single generation has only the sums.
+    """
     phases: dict[str, float] = {
         name: s for name, s in record["phases"].items() if s or name not in _RARE
     }

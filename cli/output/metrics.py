@@ -11,7 +11,7 @@ from oobleck.core.messages import StepRecord
 from oobleck.host.display import inline
 from oobleck.proto import control_pb2 as pb
 
-#: Key, head and width of each column. Fixed, so that a table can grow while it is shown.
+#: Key, head and width of each column; fixed, because the table grows while it is shown.
 _STEPS = (
     ("step", "STEP", 8),
     ("loss", "LOSS", 10),
@@ -28,7 +28,7 @@ _EVALUATIONS = (
     ("seconds", "SECONDS", 8),
     ("generation", "GENERATION", 10),
 )
-#: What a line leaves out where it is as usual.
+#: Default values, which a line omits.
 _USUAL: Mapping[str, object] = dict(
     zip(
         StepRecord.__struct_fields__[-len(StepRecord.__struct_defaults__) :],
@@ -44,8 +44,10 @@ def head(*, evaluations: bool, wide: bool = False) -> str:
 
 
 def row(record: Mapping[str, Any], *, evaluations: bool, wide: bool = False) -> str:
-    """Format a record, or what is lost of them, as a line below `head`. A wide line has when it
-    was, and the digest of its samples."""
+    """Format a record, or a range of lost ones, as a line below `head`.
+
+    A wide line adds its time and the digest of its samples.
+    """
     if "lost" in record:
         first, last = record["lost"]
         lost = pb.LostRecords(first_step=first, last_step=last)
@@ -73,7 +75,7 @@ def _cell(value: object) -> str:
 
 
 def csv_keys(record: Mapping[str, Any], *, evaluations: bool) -> list[str]:
-    """The columns of a file whose first record this is."""
+    """Return the columns of a CSV file with this first record."""
     return list(record) if evaluations else list(StepRecord.__struct_fields__)
 
 
@@ -84,7 +86,7 @@ def csv_line(cells: Sequence[str]) -> str:
 
 
 def csv_cells(record: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """Numbers and words as in JSON; what has no value is empty."""
+    """Return cells with numbers and words as in JSON; a missing value is empty."""
     values = (record.get(key, _USUAL.get(key)) for key in keys)
     return [
         "" if value is None else value if isinstance(value, str) else json.dumps(value)

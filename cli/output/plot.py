@@ -1,17 +1,19 @@
-"""A line plot in characters, for terminals. Pure."""
+"""Line plot in characters, for terminals. Pure."""
 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-#: Dots of one character: two columns of four, and the bit of each in a character of braille.
+#: Dots of one braille character: two columns of four, and the bit of each.
 _BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 _BLANK = 0x2800
 
 
 def plot(points: Sequence[tuple[int, float]], *, width: int, height: int = 12) -> str:
-    """`points`: by x, at least one. The line goes through the mean of what falls into each column
-    of dots."""
+    """Plot `points`, sorted by x, at least one.
+
+    The line passes through the mean of the points in each column of dots.
+    """
     # Both labels are numbers of at most eleven characters.
     columns = max(2, width - 14)
     line = _line(points, 2 * columns)
@@ -20,7 +22,7 @@ def plot(points: Sequence[tuple[int, float]], *, width: int, height: int = 12) -
     dots = [round((high - y) * scale) for y in line]
     rows = [[_BLANK] * columns for _ in range(height)]
     for x, (before, dot) in enumerate(pairwise([dots[0], *dots])):
-        # All of a steep line, but for the dot that the column before has.
+        # Fill steep parts, except for the dot in the previous column.
         steep = range(before + 1, dot) if before < dot else range(dot + 1, before)
         for y in (dot, *steep):
             rows[y // 4][x // 2] |= _BITS[x % 2][y % 4]
@@ -34,7 +36,7 @@ def plot(points: Sequence[tuple[int, float]], *, width: int, height: int = 12) -
 
 
 def _line(points: Sequence[tuple[int, float]], columns: int) -> list[float]:
-    """A height for each column of dots; where no point falls into one, between its neighbours."""
+    """Return a height for each column of dots; columns without points are interpolated."""
     first, span = points[0][0], max(1, points[-1][0] - points[0][0])
     found: dict[int, list[float]] = {}
     for x, y in points:

@@ -1,5 +1,7 @@
-"""Tables on a terminal: columns that fit its width, without those that say nothing. Pure, but for
-`terminal_width`."""
+"""Tables on a terminal: columns that fit its width, without empty ones.
+
+Pure, except for `terminal_width`.
+"""
 
 import re
 import shutil
@@ -11,36 +13,38 @@ from typing import Any
 
 from oobleck.host.display import inline
 
-#: A column of text narrower than this is not readable.
+#: Narrowest readable column of text.
 _NARROWEST = 24
-#: Spaces before what stands below its row.
+#: Indent of text below its row.
 _BELOW = 4
-#: What a cell without a value holds.
+#: Content of a cell without a value.
 _NOTHING = frozenset({"", "-"})
 
 
 def terminal_width() -> int | None:
-    """Return the width that a table may have; None: a pipe or a file takes any width."""
+    """Return the width that a table may have; None: unlimited, for a pipe or a file."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Column of a listing, made of each thing that is listed."""
+    """Column of a listing, with a cell for each listed thing."""
 
     head: str
     cell: Callable[[Any], object]
-    #: Only a wide listing has it.
+    #: Whether only a wide listing has it.
     wide: bool = False
-    #: Left out where rows would be wider than the terminal.
+    #: Whether it is left out if rows would exceed the terminal.
     spare: bool = False
 
 
 def listing(
     columns: Sequence[Column], found: Sequence[Any], *, width: int | None, wide: bool
 ) -> str:
-    """A line for each of `found`; empty without any. A column that says nothing of any of them is
-    left out; a wide listing has every column, whatever its width."""
+    """Format a line for each of `found`; empty without any.
+
+    Columns without any value are left out; a wide listing has every column, whatever its width.
+    """
     if not found:
         return ""
     chosen = [column for column in columns if wide or not column.wide]
@@ -62,11 +66,11 @@ def _row_width(made: Mapping[Column, Sequence[str]]) -> int:
 def table(
     heads: Sequence[str], rows: Iterable[Sequence[object]], *, width: int | None = None
 ) -> str:
-    """Columns as wide as their widest cell; a column of numbers is aligned to the right.
+    """Format columns as wide as their widest cell; columns of numbers are right-aligned.
 
-    Where that is wider than `width`, a last column of prose is wrapped: under its head if there is
-    room, else below its row. If the others are still too wide, a row goes on below. Nothing is cut:
-    a name is there to be given to the next command.
+    If the table exceeds `width`, a last column of prose is wrapped: under its head if there is
+    room, otherwise below its row. If the others are still too wide, a row continues below. Nothing
+    is cut, because names are needed for the next command.
     """
     cells = [[inline(str(cell)) for cell in row] for row in rows]
     lines = _lines(heads, cells)
@@ -95,7 +99,7 @@ def table(
 
 
 def _stacked(heads: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[list[str]]:
-    """The lines of the heads and of each row: as many columns as fit, then the next ones below."""
+    """Return the lines of the heads and of each row: columns that fit, then the others below."""
     widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
     blocks = []
     for columns in grouped(widths, width, width - _BELOW):
@@ -108,8 +112,10 @@ def _stacked(heads: Sequence[str], cells: Sequence[Sequence[str]], width: int) -
 
 
 def grouped(widths: Sequence[int], room: int, room_below: int) -> list[list[int]]:
-    """Columns of such widths side by side, two spaces apart: as many as there is room for, then
-    below them the next ones."""
+    """Group columns of these widths: as many as fit side by side, then the next ones.
+
+    They are two spaces apart.
+    """
     groups: list[list[int]] = [[]]
     used = 0
     for index, wide in enumerate(widths):
@@ -126,20 +132,19 @@ def longest_word(text: str) -> int:
 
 
 def cut(line: str, most: int) -> str:
-    """`line`, or its beginning with `…` where it is longer than `most` characters."""
+    """Return `line`, or its beginning and `…` if it is longer than `most` characters."""
     return line if len(line) <= most else line[: max(0, most - 1)] + "…"
 
 
 def folded(line: str, width: int | None, *, indent: int = 0) -> str:
-    """`line`, where it is longer than `width` continued below, behind `indent` spaces."""
+    """Return `line`; if it is longer than `width`, continued below with `indent` spaces."""
     if width is None or len(line) <= width:
         return line
     return "\n".join(wrapped(line, max(width, indent + _NARROWEST), indent))
 
 
 def wrapped(text: str, width: int, indent: int = 0) -> list[str]:
-    """Lines of at most `width`, all but the first behind `indent` spaces; names with hyphens stay
-    whole."""
+    """Return lines of at most `width`, all but the first indented; hyphenated names stay whole."""
     return textwrap.wrap(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 

@@ -13,15 +13,14 @@ from oobleck.host.display import inline
 from oobleck.host.versions import Versions, described, differences
 from oobleck.proto import control_pb2 as pb
 
-#: States that a job stays in.
+#: Final states of a job.
 ENDED = ("succeeded", "failed", "cancelled")
-#: The only character of ASCII that JSON leaves as it is and that is not printable.
+#: The only ASCII character that JSON leaves unescaped although it is not printable.
 _DELETE = "\x7f"
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message as JSON values: every field, its own name, whole numbers as numbers, null where an
-    optional field is absent."""
+    """Return a message as JSON values: all fields by name, integers as numbers, null if absent."""
     return {
         field.name: None
         if field.has_presence and not message.HasField(field.name)
@@ -39,17 +38,17 @@ def _plain_value(value: Any) -> Any:
 
 
 def dump(value: object) -> str:
-    """JSON of ASCII alone: it holds nothing that a terminal obeys."""
+    """Format JSON in ASCII, without characters that a terminal obeys."""
     return json.dumps(value, indent=2).replace(_DELETE, r"\u007f")
 
 
 def dump_line(value: object) -> str:
-    """Likewise, on one line."""
+    """Format JSON likewise, on one line."""
     return json.dumps(value, separators=(",", ":")).replace(_DELETE, r"\u007f")
 
 
 def seconds(span_s: float) -> str:
-    """`0.412 s`, `12.3 s`, `4 min 10 s`, `2 h 05 min`."""
+    """Format a duration: `0.412 s`, `12.3 s`, `4 min 10 s`, `2 h 05 min`."""
     if round(span_s, 3) < 10:
         return f"{span_s:.3f} s"
     if round(span_s, 1) < 60:
@@ -58,12 +57,12 @@ def seconds(span_s: float) -> str:
 
 
 def about(span_s: float) -> str:
-    """A forecast, in whole seconds."""
+    """Format a forecast, in whole seconds."""
     return f"{span_s:.0f} s" if round(span_s) < 60 else _minutes(span_s)
 
 
 def _minutes(span_s: float) -> str:
-    """Rounded before it is cut into parts, so that no part is 60."""
+    """Format minutes or hours; rounded before it is split, so that no part is 60."""
     minutes, left_s = divmod(round(span_s), 60)
     if minutes < 60:
         return f"{minutes} min {left_s:02d} s"
@@ -76,13 +75,12 @@ def moment(unix: float) -> str:
 
 
 def ago(unix: float) -> str:
-    """Format how long ago a moment was; 0 if the clock of the one who noted it goes ahead of this
-    one."""
+    """Format the age of a moment; 0 if the other clock is ahead of this one."""
     return f"{about(max(0.0, time.time() - unix))} ago"
 
 
 def minute(unix: float) -> str:
-    """A moment of this year, for tables."""
+    """Format a moment of this year, for tables."""
     return time.strftime("%m-%d %H:%M", time.localtime(unix)) if unix else "-"
 
 
@@ -90,13 +88,12 @@ def minute(unix: float) -> str:
 
 
 def done(job: pb.JobStatus) -> str:
-    """The part of the job's steps that is committed. Rounded down: 100% is all of them."""
+    """Format the committed share of the job's steps; rounded down, so that 100% means all."""
     return f"{100 * job.committed_step // job.steps if job.steps else 0}%"
 
 
 def redoing(job: pb.JobStatus) -> str:
-    """Return which steps are done again from a checkpoint, and at which of them the job is. Empty:
-    none are."""
+    """Return which steps are repeated from a checkpoint, and the current one; empty: none."""
     if not job.HasField("redo"):
         return ""
     at = min(job.redo.committed_step + 1, job.redo.last_step)
@@ -104,12 +101,12 @@ def redoing(job: pb.JobStatus) -> str:
 
 
 def why_so(job: pb.JobStatus) -> str:
-    """Return the remarks that belong beside the job's state."""
+    """Return the remarks beside the job's state."""
     return "; ".join(part for part in (redoing(job), job.reason, _exposed(job)) if part)
 
 
 def _exposed(job: pb.JobStatus) -> str:
-    """Return a warning if others may read and change what workers send each other, else empty."""
+    """Return a warning if the workers' messages are not encrypted, else an empty string."""
     return "DATA PLANE IN THE CLEAR" if job.data_plane == "clear" and job.state not in ENDED else ""
 
 
@@ -118,8 +115,7 @@ def heard(node: pb.NodeInfo) -> str:
 
 
 def pace(node: pb.NodeInfo) -> str:
-    """Return the rates of slow workers, as a part of the others' pace, and why they are slow; '-':
-    none is."""
+    """Return the rates of slow workers, relative to the others, and the reasons; '-': none."""
     slow = [w for w in node.workers if 0 < w.rate < 1]
     alone = len(node.workers) == 1
     told = [
@@ -131,8 +127,7 @@ def pace(node: pb.NodeInfo) -> str:
 
 
 def _versions(node: pb.NodeInfo) -> str:
-    """Return the versions of Oobleck, of what computes, and of the GPUs' libraries where there are
-    some."""
+    """Return the versions of Oobleck, of torch, and of the GPUs' libraries if there are any."""
     versions = node.versions
     numbers = {"protocol": node.protocol, "engine": versions.engine}
     spoken = ", ".join(f"{name} {number}" for name, number in numbers.items() if number)
@@ -179,7 +174,7 @@ _NODE_COLUMNS = (
 )
 
 
-#: Columns of the labels in front of what is told of one node.
+#: Width of the labels of one node's facts.
 _NODE_LABEL = 16
 
 
@@ -198,7 +193,7 @@ def nodes_table(
 
 
 def node_text(node: pb.NodeInfo, width: int | None = None) -> str:
-    """Format all about one node."""
+    """Format all facts of one node."""
     lines = (
         f"{column.head.lower():<{_NODE_LABEL}}{inline(str(column.cell(node))) or '-'}"
         for column in _NODE_COLUMNS
@@ -207,7 +202,7 @@ def node_text(node: pb.NodeInfo, width: int | None = None) -> str:
 
 
 def versions_note(nodes: Iterable[pb.NodeInfo]) -> str:
-    """Return how versions differ between nodes that are there; empty if they do not."""
+    """Return how versions differ between connected nodes; empty if they do not."""
     there = (node for node in nodes if node.state != "lost")
     found = differences((node.node, Versions(**plain(node.versions))) for node in there)
     return f"versions differ: {inline(described(found))}" if found else ""
@@ -216,12 +211,12 @@ def versions_note(nodes: Iterable[pb.NodeInfo]) -> str:
 # ---- one job
 
 
-#: Columns of the labels in front of what is told of one job.
+#: Width of the labels of one job's facts.
 _LABEL = 12
 
 
 def last_step(job: pb.JobStatus, before: str = "") -> str:
-    """Return the age of the last step, after `before`, if the job does not get on; else empty."""
+    """Return the age of the last step, after `before`, if the job does not progress; else empty."""
     if job.tokens_per_s or not job.HasField("last_step_age_s"):
         return ""
     age_s = job.last_step_age_s
@@ -229,7 +224,7 @@ def last_step(job: pb.JobStatus, before: str = "") -> str:
 
 
 def job_text(job: pb.JobStatus, width: int | None = None) -> str:
-    """Format all about one job, plan included."""
+    """Format all facts of one job, plan included."""
     tables = [draw(job.plan, width)] if job.HasField("plan") else []
     if job.memory:
         tables.append(memory_table(job.memory, width))
@@ -239,7 +234,7 @@ def job_text(job: pb.JobStatus, width: int | None = None) -> str:
 
 
 def job_facts(job: pb.JobStatus) -> Iterator[tuple[str, str]]:
-    """Label and value of all that is to be said of one job beside its plan."""
+    """Yield label and value of all facts of one job, except its plan."""
     yield "job", job.job_id
     yield "state", job.state + (f": {inline(why)}" if (why := why_so(job)) else "")
     last = last_step(job, ", the last ")
@@ -247,7 +242,7 @@ def job_facts(job: pb.JobStatus) -> Iterator[tuple[str, str]]:
     if job.HasField("loss"):
         yield "loss", f"{job.loss:.6f}"
     if job.skipped_steps:
-        yield "skipped", f"{count(job.skipped_steps, 'step')} whose gradients were not finite"
+        yield "skipped", f"{count(job.skipped_steps, 'step')} with non-finite gradients"
     for lost in job.lost_records:
         yield "lost", f"{lost_records(lost)}: {lost.why}"
     if job.HasField("evaluation"):
@@ -264,7 +259,7 @@ def job_facts(job: pb.JobStatus) -> Iterator[tuple[str, str]]:
         yield "incident", f"{job.incidents}, {at}: {inline(first)}"
     if job.journal_cut_at:
         when = moment(job.journal_cut_at)
-        yield "journal", f"{when}: the master found it without its end; see the events"
+        yield "journal", f"{when}: its end was missing when the master read it; see the events"
     if job.HasField("plan"):
         yield (
             "generation",
@@ -286,7 +281,7 @@ def lost_records(lost: pb.LostRecords) -> str:
 
 
 def can_lose(job: pb.JobStatus) -> str:
-    """Return what a job with a plan that goes on can still lose."""
+    """Return how many nodes a running job can still lose."""
     return f"{count(job.can_lose, 'more node')}, whichever, without losing a layer"
 
 
@@ -311,13 +306,13 @@ def _files(job: pb.JobStatus) -> Iterator[tuple[str, str]]:
     if job.data_plane == "clear":
         yield (
             "data plane",
-            "IN THE CLEAR, as the job file asks: whoever is on the network reads and changes what "
-            "workers send; without 'data_plane: clear' it is sealed",
+            "IN THE CLEAR, as the job file asks: anybody on the network can read and change what "
+            "workers send; without 'data_plane: clear' it is encrypted",
         )
     elif job.data_plane == "nccl":
         yield (
             "data plane",
-            "sealed, but for what GPUs send by NCCL, which can seal nothing: give it a network of "
+            "encrypted, except for NCCL messages of GPUs, which cannot be: give it a network of "
             "its own (docs/security.md)",
         )
     elif job.data_plane:
@@ -327,7 +322,7 @@ def _files(job: pb.JobStatus) -> Iterator[tuple[str, str]]:
 
 
 def memory_table(memory: Iterable[pb.WorkerMemory], width: int | None = None) -> str:
-    """The most memory that training has taken of each worker, and what the plan counts on."""
+    """Format each worker's peak memory in training, and the plan's prediction."""
     rows = [
         (
             f"{found.worker.node}/{found.worker.slot}",
@@ -340,14 +335,17 @@ def memory_table(memory: Iterable[pb.WorkerMemory], width: int | None = None) ->
 
 
 def evaluation(found: pb.Evaluation) -> str:
-    """The loss on samples that are not trained on, and when it was that."""
+    """Format the held-out loss, and the step that it was measured at."""
     loss = f"{found.loss:.4f}" if found.HasField("loss") else "not finite"
     return f"{loss} (step {found.step})"
 
 
 def draw(plan: pb.Plan, width: int | None = None) -> str:
-    """A line per pipeline, or per route where the plan is not made of pipelines: its share of the
-    batch, then each stage's node and layers; and what is held and not run."""
+    """Format a line per pipeline, or per route if the plan has routes.
+
+    A line has its share of the batch, then each stage's node and layers. Shadows, which are held
+    but not run, follow.
+    """
     head = ("MICRO-BATCHES", "NODES [LAYERS]")
     if plan.routes:
         routes = [

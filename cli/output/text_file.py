@@ -1,7 +1,7 @@
 """Text files that the user names: read whole, within limits of size and time.
 
-Owns what may be read (a regular file, a pipe, standard input) and how much. Must not know what is
-in it.
+Owns what may be read (a regular file, a pipe, standard input) and how much. Must not know the
+contents.
 """
 
 import os
@@ -16,18 +16,18 @@ from oobleck.cli import options
 from oobleck.host.command import CommandFailed
 from oobleck.host.system.files import open_at_once
 
-#: How long the writer of a pipe may be silent; one that nobody writes to would be waited for.
+#: Longest silence of a pipe's writer; a pipe without one would block for ever.
 PIPE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextFile:
-    """Text file that a command is to read."""
+    """Text file that a command reads."""
 
-    #: For messages, after "give".
+    #: Description for messages, after "give".
     what: str
     most_mib: int
-    #: In front of messages, before the path.
+    #: Prefix of messages, before the path.
     field: str = ""
 
 
@@ -48,11 +48,11 @@ CONFIG_OF_MODEL = TextFile(
 
 
 def read_text(path: Path, wanted: TextFile) -> str:
-    """The text of a regular file, a pipe, or standard input for `-`. Raises CommandFailed."""
+    """Return the text of a regular file, a pipe, or standard input for `-`. Raise CommandFailed."""
     most = wanted.most_mib << 20
     try:
         if str(path) == "-":
-            if sys.stdin is None:  # closed by whoever started this process
+            if sys.stdin is None:  # closed by the process that started this one
                 raise _refused(path, wanted, "standard input is closed")
             raw = sys.stdin.buffer.read(most + 1)
         else:
@@ -91,7 +91,7 @@ def _read_file(path: Path, wanted: TextFile, most: int) -> bytes:
 
 
 def _read_all(read: Callable[[int], bytes | None], most: int) -> bytes:
-    """Read to the end, or to the first byte that is too many."""
+    """Read to the end, or one byte beyond the limit."""
     raw = b""
     while len(raw) <= most and (piece := read(most + 1 - len(raw))):
         raw += piece

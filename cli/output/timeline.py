@@ -1,4 +1,4 @@
-"""A timeline of a job's steps as a table: what each worker does in a step. Pure."""
+"""Timeline of a job's steps as a table: each worker's activities in a step. Pure."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from oobleck.cli.output.table import table
 from oobleck.host.timeline import DEVICE_THREADS
 
-#: Columns, and the instructions that count for each.
+#: Columns, and the instructions that each counts.
 _COLUMNS: Mapping[str, Sequence[str]] = {
     "LOAD": ("load",),
     "COMPUTE": ("forward", "backward", "backward input", "backward weight", "optimizer"),
@@ -22,9 +22,11 @@ Worker = tuple[int, int]
 
 
 def steps_table(trace: Mapping[str, Any], width: int | None = None) -> str:
-    """Milliseconds of a step, by what they go to, of each worker in a Chrome trace as
-    `oobleck.host.timeline` makes it; of several steps the mean. `GPU`: how long a device computed
-    of what the host had queued there, for which the other columns have the host's time."""
+    """Format the milliseconds of a step by activity, for each worker in a Chrome trace.
+
+    `oobleck.host.timeline` makes the trace. Several steps are averaged. `GPU`: time in which a
+    device computed queued work; the other columns have the host's time.
+    """
     events: list[dict[str, Any]] = trace["traceEvents"]
     nodes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     titles = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -58,8 +60,10 @@ def steps_table(trace: Mapping[str, Any], width: int | None = None) -> str:
 
 
 def _nested(spans: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str, float]]:
-    """Depth (a step has 0), name without its number, and duration of one worker's spans, which lie
-    side by side or one inside the other."""
+    """Yield depth (0: a step), name without number, and duration of one worker's spans.
+
+    The spans are adjacent or nested.
+    """
     ends: list[float] = []
     for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
         while ends and ends[-1] <= span["ts"]:

@@ -1,4 +1,4 @@
-"""`oobleck plan`: what the planner would do, without a cluster."""
+"""`oobleck plan`: the planner's answer, without a cluster."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    epilog="Exit codes: 0 there is a plan, 2 wrong usage or nothing fits (the line says why)."
+    epilog="Exit codes: 0 there is a plan, 2 wrong usage or no plan fits (the line says why)."
 )
 @click.argument("job_file", metavar="[JOB.yaml]", required=False, type=click.Path(path_type=Path))
 @click.option(
@@ -63,14 +63,14 @@ if TYPE_CHECKING:
 @click.option(
     "--memory-per-worker",
     metavar="SIZE",
-    help="Of one GPU or worker; a margin stays free. A job's own limit comes first.  "
+    help="Memory of one GPU or worker; a margin stays free. A job's own limit takes precedence.  "
     "[default: the profile's limit, or that of --gpu, or this machine's RAM / G]",
 )
 @click.option(
     "--gpu",
     type=click.Choice(sorted(GPUS), case_sensitive=False),
-    help="Estimate a job without a measured profile for nodes of 8 (or G) such GPUs, with NVLink "
-    "and a network adapter for each: published figures, as docs/planning.md says.",
+    help="Estimate a job without a measured profile for nodes with 8 (or G) such GPUs, with NVLink "
+    "and a network adapter for each, from published figures (docs/planning.md).",
 )
 @click.option(
     "--schedule",
@@ -82,14 +82,14 @@ if TYPE_CHECKING:
     type=click.IntRange(min=0),
     default=0,
     metavar="k",
-    help="Show also what is done about the loss of k nodes, one after the other, not at once: each "
-    "hits the plan that answers the loss before it, ahead of what follows that plan.",
+    help="Show also the answers to the loss of k nodes, one after the other, not at once: each "
+    "hits the plan that answers the previous loss, before any follow-up of that plan.",
 )
 @click.option(
     "--policy",
     type=click.Choice(["auto", "templates", "reroute", "uneven"]),
-    help="What losses are answered by, as recovery.policy in a job file: templates, for which "
-    "state moves; reroute, which sends the micro-batches of lost workers to others that hold the "
+    help="Answer to losses, as recovery.policy in a job file: templates, which "
+    "moves state; reroute, which sends the micro-batches of lost workers to other holders of the "
     "layers; uneven, which answers losses as templates does; or auto.  [default: the job's, or "
     "templates with --profile]",
 )
@@ -97,14 +97,14 @@ if TYPE_CHECKING:
     "--slow",
     multiple=True,
     metavar="NODE[/SLOT]=RATE",
-    help="Show also what can be done where these workers have a share of their profiled speed, as "
-    "n1=0.5 or n2/0=0.25; may be given more than once.",
+    help="Show also the answers if these workers have a share of their profiled speed, such as "
+    "n1=0.5 or n2/0=0.25; may be repeated.",
 )
 @click.option(
     "--shadows/--no-shadows",
     default=None,
-    help="Where too few nodes hold a layer, others may hold it that do not run it, so that fewer "
-    "nodes survive as many losses.  [default: as the job says; not with --profile]",
+    help="If too few nodes hold a layer, other nodes may hold it without running it, so that fewer "
+    "nodes survive as many losses.  [default: as in the job; not with --profile]",
 )
 @form_options("One JSON object: templates, plan, after_losses with --lost, and slow with --slow.")
 def plan(
@@ -156,7 +156,7 @@ def _question(
     try:
         if profile_file is not None and job_file is None:
             if overrides:
-                raise click.UsageError("--set replaces values of a job file, and there is none")
+                raise click.UsageError("--set: replaces values of a job file; give one")
             return from_profile(profile_file, flags)
         if job_file is not None and profile_file is None:
             return from_job(job_file, overrides, flags)
@@ -192,7 +192,7 @@ def _report(
 
 
 def report_text(report: dict[str, Any], drawing: str, width: int | None = None) -> str:
-    """The drawing between the templates that it is made of and what follows losses."""
+    """Return the templates, the drawing of the plan, and the answers to losses."""
     from oobleck.cli.output.table import folded, table
     from oobleck.planner.report.speed import speed_line
 
@@ -222,8 +222,7 @@ def report_text(report: dict[str, Any], drawing: str, width: int | None = None) 
 
 
 def _loss(loss: dict[str, Any], width: int | None) -> Iterator[str]:
-    """Yield what is done about a loss; what each policy would do, side by side; and what comes
-    behind."""
+    """Yield the answer to a loss, each policy's answer as a table, and the follow-ups."""
     from oobleck.cli.output.table import table
 
     policies, follow_ups = loss["policies"], loss["follow_ups"]
@@ -268,7 +267,7 @@ def _loss(loss: dict[str, Any], width: int | None) -> Iterator[str]:
 
 
 def _slow(slow: dict[str, Any], width: int | None) -> Iterator[str]:
-    """Yield what is done about slow workers, and what could be, side by side."""
+    """Yield the answer to slow workers, and the candidates as a table."""
     from oobleck.cli.output.table import table
 
     rates = ", ".join(f"{worker} at {rate:g}" for worker, rate in slow["rates"].items())

@@ -1,8 +1,7 @@
-"""`oobleck profile`: measure a job's model on the real devices, and write the profile file; or
-record a timeline of a running job.
+"""`oobleck profile`: measure a job's model on real devices, or record a timeline of a job.
 
-Owns where it is measured (by the agents of a master, or by a cluster on this machine that lives
-as long as the command) and what is shown. What is measured is the workers' to know.
+Owns where it is measured (by a master's agents, or by a cluster on this machine that ends with the
+command) and what is shown. Workers know what is measured.
 """
 
 import contextlib
@@ -21,7 +20,6 @@ import click
 from oobleck.cli.cluster.cluster import Cluster
 from oobleck.cli.cluster.local import check_room, interrupts
 from oobleck.cli.jobs.job_file import check_inputs, read_job
-from oobleck.cli.jobs.timeline import check_usage, record, summary, write
 from oobleck.cli.jobs.wheel import sent_text
 from oobleck.cli.options import (
     DEFAULT_MASTER,
@@ -32,6 +30,7 @@ from oobleck.cli.options import (
     json_option,
     set_option,
 )
+from oobleck.cli.reading.timeline import record, summary, write
 from oobleck.core.units import count, format_bytes
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline, printable
@@ -44,14 +43,14 @@ if TYPE_CHECKING:
 
 #: Two, so that there is a link to measure.
 _LOCAL_NODES = 2
-#: Of a timeline: more make a file that no viewer likes.
+#: Most steps of a timeline; viewers cannot show larger files.
 _MOST_STEPS = 100
 
 EPILOG = """\b
 Progress goes to standard error; standard output has a table, or the profile with --json.
 \b
-Exit codes: 0 done, 1 it could not be measured or written, 2 wrong usage or a job that is refused,
-4 the master cannot be reached, 130 Ctrl-C (the measurement is called off)."""
+Exit codes: 0 done, 1 it could not be measured or written, 2 wrong usage or a refused job,
+4 the master is unreachable, 130 Ctrl-C (the measurement is cancelled)."""
 
 
 @click.command(epilog=EPILOG)
@@ -66,7 +65,7 @@ Exit codes: 0 done, 1 it could not be measured or written, 2 wrong usage or a jo
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="P.json",
-    help="Write the profile file there, fit for 'oobleck plan --profile' and a job's profile.",
+    help="Write the profile to this file, for 'oobleck plan --profile' and a job's profile.",
 )
 @click.option(
     "--master",
@@ -74,17 +73,20 @@ Exit codes: 0 done, 1 it could not be measured or written, 2 wrong usage or a jo
     show_envvar=True,
     metavar="HOST:PORT",
     callback=endpoint,
-    help="Let the agents of this master measure.  [default: --local]",
+    help="Measure with the agents of this master.  [default: --local]",
 )
 @credential_options
 @click.option(
-    "--local", "here", is_flag=True, help="Measure on this machine, with two workers, no master."
+    "--local",
+    "here",
+    is_flag=True,
+    help="Measure on this machine, with two workers, without a master.",
 )
 @click.option(
     "--timeline",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="OUT.json",
-    help="Measure nothing, but record where the time of a running job's next steps goes: a Chrome "
+    help="Measure nothing, but record how a running job's next steps spend their time: a Chrome "
     "trace with one track per worker, for ui.perfetto.dev or chrome://tracing.",
 )
 @click.option("--job", "job_id", metavar="ID", help="The running job of the timeline.")
@@ -108,12 +110,11 @@ def profile(
 ) -> int:
     """Measure seconds and bytes per layer of the model of JOB.yaml, and the links.
 
-    With a master all its free nodes measure, once the jobs before are done, and it keeps the
-    profile for jobs of that model. Without one two workers on this machine measure.
-
-    With --timeline and --job: record steps of a running job instead.
+    With a master, all its free nodes measure, once earlier jobs are done, and it keeps the profile
+    for jobs with that model. Without one, two workers on this machine measure. With --timeline and
+    --job: record steps of a running job instead.
     """
-    check_usage(job_file, job_id, timeline, steps)
+    _check_usage(job_file, job_id, timeline, steps)
     if timeline is not None and job_id is not None:
         _check_output("--timeline", timeline)
         if master is None:
@@ -134,7 +135,7 @@ def profile(
     if master is None:
         check_inputs(job)
     with interrupts(), _measuring_master(master) as found:
-        # gRPC comes after the daemons have been started: a fork beside its threads is not safe.
+        # gRPC starts after the daemons: a fork beside its threads is unsafe.
         from oobleck.cli.client import MasterClient
         from oobleck.cli.here import all_here
         from oobleck.cli.jobs.away import AWAY_S
@@ -142,7 +143,7 @@ def profile(
         with MasterClient(found) as connection:
             if master is not None and all_here(connection.nodes()):
                 check_inputs(job)
-            # One that this command has started does not come back.
+            # A master started by this command does not return.
             text = _measure(connection, job, patience_s=0.0 if master is None else AWAY_S)
     if missing := json.loads(text).get("measured", {}).get("missing"):
         _say(f"warning: the measurement is incomplete: {'; '.join(missing)}")
@@ -152,9 +153,23 @@ def profile(
     return 0
 
 
+def _check_usage(
+    job_file: Path | None, job_id: str | None, timeline: Path | None, steps: int | None
+) -> None:
+    """Raise UsageError unless the arguments are those of a measurement or of a timeline."""
+    if timeline is None and (job_id is not None or steps is not None):
+        raise click.UsageError("--job and --steps require --timeline OUT.json")
+    if timeline is not None and (job_id is None or job_file is not None):
+        raise click.UsageError(
+            "a timeline needs a running job: oobleck profile --timeline OUT.json --job ID"
+        )
+    if timeline is None and job_file is None:
+        raise click.UsageError("Missing argument 'JOB.yaml'.")
+
+
 @contextlib.contextmanager
 def _measuring_master(master: Endpoint | None) -> Iterator[Endpoint]:
-    """`master`, or that of a cluster that ends with this context."""
+    """Yield `master`, or that of a cluster that ends with this context."""
     if master is not None:
         yield master
         return
@@ -171,9 +186,9 @@ def _measuring_master(master: Endpoint | None) -> Iterator[Endpoint]:
 
 
 def _check_output(option: str, output: Path) -> None:
-    """Check before anything is measured that the file can be written. Raises CommandFailed."""
+    """Check before the measurement that the file can be written. Raise CommandFailed."""
     if not output.absolute().parent.is_dir():
-        raise CommandFailed(f"{option} {output}: there is no such folder; make it first", USAGE)
+        raise CommandFailed(f"{option} {output}: its folder does not exist; make it first", USAGE)
     there = os.path.lexists(output)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -198,7 +213,7 @@ def _write(output: Path, text: str) -> None:
 
 
 def _measure(connection: "MasterClient", job: "JobSpec", *, patience_s: float) -> str:
-    """The profile's text. Whatever ends this before the measurement has ended calls it off."""
+    """Return the profile's text. If this ends earlier, the measurement is cancelled."""
     text = sent_text(connection, job)
     job_id = connection.submit(text, secrets.token_hex(16), profile_only=True).job_id
     done = False
@@ -213,7 +228,10 @@ def _measure(connection: "MasterClient", job: "JobSpec", *, patience_s: float) -
 
 
 def _await_profile(connection: "MasterClient", job_id: str, patience_s: float) -> str:
-    """Tell what becomes of the job until it has ended. A master that is away is waited for."""
+    """Print the job's states until it has ended; return the profile.
+
+    An absent master is waited for.
+    """
     from oobleck.cli.client import Unreachable
     from oobleck.cli.jobs.away import Away
     from oobleck.cli.output.text import ENDED
@@ -242,7 +260,7 @@ def _say(line: str) -> None:
 
 
 def _table(text: str) -> str:
-    """Each kind of layer once, a column for each; then the links."""
+    """Format a column for each kind of layer, then the links."""
     from oobleck.cli.output.table import table
     from oobleck.core.profile_file import parse_profile
 
@@ -254,7 +272,7 @@ def _table(text: str) -> str:
     return "\n".join([table(heads, rows), "", *_machines(found, notes)])
 
 
-#: Of what `_cells` gives.
+#: Labels of the values from `_cells`.
 _LABELS = (
     *("forward", "backward", "of that, its input", "update"),
     *("parameters", "state", "activations", "output"),
@@ -262,7 +280,7 @@ _LABELS = (
 
 
 def _cells(layer: "LayerProfile") -> list[str]:
-    """Times, then sizes."""
+    """Return times, then sizes."""
     times = (layer.forward_s, layer.backward_s, layer.backward_input_s, layer.update_s)
     sizes = (
         layer.parameter_bytes,
@@ -277,7 +295,7 @@ def _cells(layer: "LayerProfile") -> list[str]:
 
 
 def _machines(found: "Profile", notes: dict[str, Any]) -> list[str]:
-    """Links, memory, and what was measured on."""
+    """Format links, memory, and the measured devices."""
     links = found.links
     return [
         f"inside a node   {links.intra_node_bytes_per_s / 1e9:.2f} GB/s "

@@ -1,6 +1,6 @@
-"""Question that `oobleck plan` asks: a profile and the training, from a job file or a profile file.
+"""Question of `oobleck plan`: profile and training parameters, from a job or profile file.
 
-Owns which of the file, the flags and this machine says what. Must not know what is planned.
+Owns which values come from the file, the flags or this machine. Must not know how plans are made.
 """
 
 import dataclasses
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from oobleck.planner.report.speed import Speed
 
 _NOMINAL_TIMES = (
-    "times are of one nominal CPU core per worker: only their proportions mean something; --gpu "
+    "times are for one nominal CPU core per worker: only their proportions are meaningful; --gpu "
     "NAME, or a measured profile, gives real ones"
 )
 _NO_SPEED = (
-    "no tokens/s and MFU are said: a model of your own does not say how many tokens a sample has"
+    "tokens/s and MFU are omitted: the number of tokens per sample of your own model is unknown"
 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Flags:
-    """Values of the command line that replace those of the files; None: the files say it."""
+    """Values of the command line that override those of the files; None: not given."""
 
     gpus_per_node: int | None
     fault_tolerance: int | None
     global_batch: int | None
     microbatch: int | None
     memory_per_worker: str | None
-    #: Of a table of GPUs: what estimates are of.
+    #: GPU whose published figures the estimates use.
     gpu: str | None = None
 
 
@@ -50,21 +50,23 @@ class Question:
     min_nodes: int = 1
     #: None: the best one.
     schedule: "Schedule | None" = None
-    #: The head shares the embedding's weight.
+    #: Whether the head shares the embedding's weight.
     tied: Ties = False
-    #: Nodes may hold layers that they do not run.
+    #: Whether nodes may hold layers that they do not run.
     shadows: bool = False
-    #: What losses are answered by.
+    #: Answer to losses.
     policy: "RecoveryPolicy" = "templates"
-    #: What of the profile or the machines is not used, and why, and what times are of.
+    #: Notes on unused parts of the profile or the machines, and on the basis of times.
     notes: tuple[str, ...] = ()
-    #: FLOPs of a step per token, tokens per sample, and FLOP/s of a worker at most; None: nothing
-    #: is known of them.
+    #: FLOPs of a step per token, tokens per sample, and peak FLOP/s of a worker; None: unknown.
     speed: "Speed | None" = None
 
 
 def from_profile(path: Path, flags: Flags) -> Question:
-    """Any stages that the profile allows. Raises ValueError or CommandFailed."""
+    """Return the question for any stages that the profile allows.
+
+    Raise ValueError or CommandFailed.
+    """
     from oobleck.cli.output.text_file import PROFILE_FILE, read_text
     from oobleck.core.profile_file import parse_profile
 
@@ -79,11 +81,9 @@ def from_profile(path: Path, flags: Flags) -> Question:
             "times do not scale with it; profile again or leave the flag out"
         )
     if flags.gpu is not None:
-        raise ValueError(
-            f"--gpu {flags.gpu}: {path} says what its workers do; leave one of them out"
-        )
+        raise ValueError(f"--gpu {flags.gpu}: {path} has measured times; leave one of them out")
     if flags.global_batch is None:
-        raise ValueError("--global-batch is missing; a profile does not say it")
+        raise ValueError("--global-batch is missing; a profile does not have it")
     return Question(
         profile=_on_machines(profile, flags, limit=None),
         fault_tolerance=1 if flags.fault_tolerance is None else flags.fault_tolerance,
@@ -92,8 +92,10 @@ def from_profile(path: Path, flags: Flags) -> Question:
 
 
 def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
-    """Return the question for a job, with `overrides`, as it would be trained. Raises ValueError or
-    CommandFailed."""
+    """Return the question for a job, with `overrides`, as it would be trained.
+
+    Raise ValueError or CommandFailed.
+    """
     from oobleck.cli.jobs.job_file import read_job, read_profile
     from oobleck.core.profile_file import parse_profile
     from oobleck.planner.search.specification import on_usable_gpus
@@ -161,8 +163,7 @@ def _machine(flags: Flags) -> "Machine":
 
 
 def _speed(job: "JobSpec", flags: Flags) -> "Speed | None":
-    """Return the speed of an estimate for a GPU; None for other machines, and for a model of the
-    user's."""
+    """Return the speed of an estimate for a GPU; None for other machines and users' models."""
     from oobleck.core.job.model import ModelSpec
     from oobleck.planner.profile.estimate import flops_per_token
     from oobleck.planner.report.speed import Speed
@@ -178,15 +179,17 @@ def _speed(job: "JobSpec", flags: Flags) -> "Speed | None":
 
 
 def notes_of_times(flags: Flags, speed: "Speed | None", *, measured: bool) -> tuple[str, ...]:
-    """Return what the times are of, and why no speed follows from them. Empty where they are
-    measured or a speed is known."""
+    """Return notes on the basis of times and a missing speed.
+
+    Empty if times are measured or a speed is known.
+    """
     if measured or speed is not None:
         return ()
     return (_NOMINAL_TIMES,) if flags.gpu is None else (_NO_SPEED,)
 
 
 def _on_machines(profile: "Profile", flags: Flags, *, limit: int | None) -> "Profile":
-    """`profile` with the job's `limit` or what the flags say of the machines."""
+    """Return `profile` with the job's `limit`, or with the machines that the flags describe."""
     from oobleck.planner.profile.memory import usable_bytes
 
     memory = _memory(flags)
@@ -203,19 +206,19 @@ def _memory(flags: Flags) -> int | None:
         memory = parse_bytes(flags.memory_per_worker)
     except ValueError as error:
         raise ValueError(f"--memory-per-worker: {error}") from error
-    if memory < 2:  # half of so little is the margin
+    if memory < 2:  # half of it would be the margin
         raise ValueError(f"--memory-per-worker {flags.memory_per_worker}: give a size like 16GiB")
     return memory
 
 
 def _unused(profile: "Profile", used: "Profile") -> tuple[str, ...]:
-    """Return notes of the parts of `profile` that are not in `used`."""
+    """Return notes on the parts of `profile` that are not in `used`."""
     notes = []
     idle = profile.gpus_per_node - used.gpus_per_node
     if idle > 0:
         notes.append(
             f"{idle} of {count(profile.gpus_per_node, 'worker')} per node stay idle: the model's "
-            f"{count(len(profile.layers), 'layer')} make no pipeline that uses more than "
+            f"{count(len(profile.layers), 'layer')} cannot form a pipeline that uses more than "
             f"{used.gpus_per_node}"
         )
     return tuple(notes)

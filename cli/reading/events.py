@@ -1,4 +1,4 @@
-"""`oobleck events`: what happened to a job."""
+"""`oobleck events`: the events of a job."""
 
 import json
 from typing import TYPE_CHECKING
@@ -15,16 +15,18 @@ if TYPE_CHECKING:
 
 @click.command()
 @job_argument()
-@options.follow_option("Go on with new events until the job ends.")
+@options.follow_option("Continue with new events until the job ends.")
 @click.option(
-    "--incidents", is_flag=True, help="Only failures and slow workers, with all that came of it."
+    "--incidents", is_flag=True, help="Only failures and slow workers, with their consequences."
 )
 @options.master_option
 @options.form_options("One JSON object per line, as in the job's events.jsonl.")
 def events(job_id: str, follow: bool, incidents: bool, master: Endpoint, form: "Form") -> None:
-    """Show what happened to a job, oldest first: losses, reconfigurations, the end. A failure that
-    is over is told in full: root cause, who saw it first, seconds per phase, what it cost; and so
-    are slow workers, once none is: who was how slow, and what was done about it."""
+    """Show the events of a job, oldest first: losses, reconfigurations, the end.
+
+    A closed failure is shown in full: root cause, first witness, seconds per phase, cost. Slow
+    workers are shown once none is slow any more: their pace, and the answers.
+    """
     from oobleck.cli.client import MasterClient
     from oobleck.cli.jobs.away import follow_events
     from oobleck.cli.output import colour, incident
@@ -54,6 +56,6 @@ def events(job_id: str, follow: bool, incidents: bool, master: Endpoint, form: "
                 click.echo(event_line(event, width))
     if incidents and told == 0:
         click.echo(
-            f"no incident of {job_id} is over; 'oobleck status {job_id}' names one that is not",
+            f"no incident of {job_id} is closed; 'oobleck status {job_id}' names an open one",
             err=True,
         )

@@ -1,4 +1,4 @@
-"""`oobleck logs`: what a job's workers print."""
+"""`oobleck logs`: the output of a job's workers."""
 
 import json
 import re
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from oobleck.cli.output.form import Form
     from oobleck.proto import control_pb2 as pb
 
-#: What the protocol's field holds.
+#: Maximum of the protocol's field.
 MOST_RANK = 2**32 - 1
-#: Lines that are kept until it is known that they are the last ones.
+#: Most lines kept until the last ones are known.
 _MOST_TAIL = 100_000
-#: The last such time of the day is given without a date.
+#: A time of day without a date means its last occurrence.
 _CLOCK = re.compile(r"(\d\d?):(\d\d(?::\d\d)?)")
 
 _EPILOG = """\b
@@ -38,8 +38,8 @@ Examples:
   oobleck logs demo-1 --since '2026-03-01 04:00' --node n3"""
 
 
-class _Moment(click.ParamType):  # type: ignore[type-arg]  # not at run time of older ones
-    """A time ago or a moment, as the master writes it in front of a line: ISO 8601 in UTC."""
+class _Moment(click.ParamType):  # type: ignore[type-arg]  # older releases are not generic at run time
+    """Type of an option for an age or a moment, as the master's time stamp: ISO 8601 in UTC."""
 
     name = "time"
 
@@ -47,19 +47,21 @@ class _Moment(click.ParamType):  # type: ignore[type-arg]  # not at run time of 
         try:
             return _stamp(time.time() - parse_seconds(value))
         except (ValueError, OverflowError, OSError):
-            pass  # it is no time ago
+            pass  # not an age
         try:
             if clock := _CLOCK.fullmatch(value.strip()):
                 return _stamp(_latest(f"{clock[1]:0>2}:{clock[2]}", datetime.now()).timestamp())
             return _stamp(datetime.fromisoformat(value.strip()).timestamp())
         except (ValueError, OverflowError, OSError):
-            text = f"{value!r} is no time; write 10m (ago), 14:30, or '2026-03-01 14:30'"
+            text = f"{value!r} is not a time; write 10m (ago), 14:30, or '2026-03-01 14:30'"
             self.fail(text, param, ctx)
 
 
 def _latest(clock: str, now: datetime) -> datetime:
-    """Return when it was that time of the day last, by local time: yesterday, where it is to come
-    today. Raises ValueError."""
+    """Return when it was last that time of day, in local time: today or yesterday.
+
+    Raise ValueError.
+    """
     today = datetime.combine(now.date(), time_of_day.fromisoformat(clock))
     return today if today <= now else today - timedelta(days=1)
 
@@ -78,29 +80,27 @@ class _Pattern(click.ParamType):  # type: ignore[type-arg]  # as above
             return re.compile(value)
         except re.error as error:
             at = "" if error.pos is None else f", at character {error.pos + 1}"
-            self.fail(f"{value!r} is no regular expression: {error.msg}{at}", param, ctx)
+            self.fail(f"{value!r} is not a regular expression: {error.msg}{at}", param, ctx)
         except (RecursionError, OverflowError):
             self.fail("is nested too deeply, or repeats too often; write a simpler one", param, ctx)
 
 
 @click.command(epilog=_EPILOG)
 @job_argument()
-@options.follow_option("Go on with new lines until the job ends.")
+@options.follow_option("Continue with new lines until the job ends.")
 @click.option(
     "--tail",
     type=click.IntRange(min=0, max=_MOST_TAIL),
     metavar="N",
-    help="Of the lines so far only the last N.",
+    help="Only the last N of the existing lines.",
 )
 @click.option(
     "--since",
     type=_Moment(),
     metavar="TIME",
-    help="Only lines from then on: 10m (ago), the last 14:30, or '2026-03-01 14:30'.",
+    help="Only lines since then: 10m (ago), the last 14:30, or '2026-03-01 14:30'.",
 )
-@click.option(
-    "--grep", type=_Pattern(), metavar="REGEX", help="Only lines that have a match of REGEX."
-)
+@click.option("--grep", type=_Pattern(), metavar="REGEX", help="Only lines that match REGEX.")
 @click.option(
     "--node", metavar="NAME", shell_complete=node_names, help="Only the workers of this node."
 )
@@ -110,9 +110,7 @@ class _Pattern(click.ParamType):  # type: ignore[type-arg]  # as above
     metavar="N",
     help="Only rank N of the current plan.",
 )
-@click.option(
-    "--raw", is_flag=True, help="Escapes and control characters as the workers wrote them."
-)
+@click.option("--raw", is_flag=True, help="Keep escapes and control characters of the workers.")
 @options.master_option
 @options.form_options("One JSON object {node, slot, line, time} per line.")
 def logs(
@@ -127,9 +125,9 @@ def logs(
     master: Endpoint,
     form: "Form",
 ) -> None:
-    """Show what a job's workers print, behind the name of the worker; --wide has when, too.
+    """Show the output of a job's workers, after the name of the worker; --wide adds the time.
 
-    What a terminal would obey, such as an escape, is shown as text.
+    Control characters that a terminal would obey, such as escapes, are shown as text.
     """
     from oobleck.cli.client import MasterClient
     from oobleck.cli.jobs.away import LogPosition, follow_logs
@@ -169,7 +167,7 @@ def _noted(lines: "Iterable[pb.LogLine]", told: "LogPosition") -> "Iterator[pb.L
 
 
 def _last(lines: "Iterator[pb.LogLine]", tail: int | None) -> "Iterable[pb.LogLine]":
-    """Return all lines, each as it comes, or the last `tail`, with no more of them in memory."""
+    """Return all lines, as they arrive, or the last `tail`, with only these in memory."""
     return lines if tail is None else deque(lines, maxlen=tail)
 
 
@@ -185,5 +183,5 @@ def _nodes_of(master: "MasterClient", job_id: str) -> list[str]:
             case {"event": "node_joined" | "node_lost", "node": str(node)}:
                 found.add(node)
             case _:
-                pass  # about no node in particular, or about one that is in the others
+                pass  # about no node, or about one of the others
     return sorted(found)

@@ -1,4 +1,4 @@
-"""The commands that show the cluster as it is: status, nodes, jobs."""
+"""Commands that show the cluster's state: status, nodes, jobs."""
 
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 @options.form_options("One JSON object: the job's status, or {nodes, jobs, head} of the cluster.")
 def status(job_id: str | None, master: Endpoint, watch_s: float | None, form: "Form") -> None:
     """Show one job in full (state and reason, step, loss, pipelines, how many nodes it can still
-    lose), or without JOB all nodes and jobs."""
+    lose), or without JOB all nodes and jobs.
+    """
     from oobleck.cli.output import text
     from oobleck.cli.output.table import terminal_width
     from oobleck.cli.reading.watch import Answer, show

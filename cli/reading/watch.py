@@ -1,13 +1,16 @@
-"""Showing what the master says: once, or again and again with `--watch`.
+"""Display of the master's answers: once, or repeatedly with `--watch`.
 
-Owns when it is asked and how the answers follow one another. Must not know what they are.
+Owns when the master is asked, and how answers replace each other on a terminal. Must not know their
+content.
 """
 
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TextIO
 
 import click
 
@@ -15,10 +18,55 @@ from oobleck.cli.client import MasterClient, Unreachable
 from oobleck.cli.jobs.away import Away, warn
 from oobleck.cli.output import colour
 from oobleck.cli.output.form import Form, document, entry, is_data
-from oobleck.cli.output.screen import Screen
+from oobleck.cli.output.table import cut
 from oobleck.cli.output.text import moment
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
+
+_CLEAR_LINE_END = "\x1b[K"
+_CLEAR_BELOW = "\x1b[J"
+_CLEAR_ALL = "\x1b[H\x1b[2J"
+
+
+class Screen:
+    def __init__(self, out: TextIO, paint: Callable[[str], str] = str) -> None:
+        """Prepare an empty screen. `paint`: adds colours to a block, and no characters."""
+        self._out = out
+        self._paint = paint
+        self._lines = 0
+        self._size: tuple[int, int] | None = None
+
+    def draw(self, block: str) -> None:
+        """Draw the block, cut to the terminal's size; the last line reports hidden lines."""
+        size = shutil.get_terminal_size()
+        lines = block.split("\n")
+        room = max(1, size.lines - 1)  # the cursor is in the line below
+        if len(lines) > room:
+            hidden = len(lines) - (room - 1)
+            lines = [*lines[: room - 1], f"… {hidden} more lines; make the terminal higher"]
+        lines = [cut(line, size.columns) for line in lines]
+        painted = self._paint("\n".join(lines)).split("\n")
+        # A line that fills the width has nothing to clear behind it, and clearing would erase its
+        # end.
+        ends = ["" if len(line) == size.columns else _CLEAR_LINE_END for line in lines]
+        drawn = "".join(f"{line}{end}\n" for line, end in zip(painted, ends, strict=True))
+        self._out.write(f"{self._start(size)}{drawn}{_CLEAR_BELOW}")
+        self._out.flush()
+        self._lines, self._size = len(lines), size
+
+    def finish(self) -> None:
+        """Keep the last block, and clear input echoed meanwhile, such as ^C."""
+        if self._lines:
+            self._out.write(f"\r{_CLEAR_BELOW}")
+            self._out.flush()
+
+    def _start(self, size: tuple[int, int]) -> str:
+        """Return the escape that moves the cursor to the start of the last block."""
+        if not self._lines:
+            return ""
+        if size != self._size:  # lines may have been folded, so the start is unknown
+            return _CLEAR_ALL
+        return f"\r\x1b[{self._lines}A"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,17 +74,19 @@ class Answer:
     """Answer of the master, for programs and for people."""
 
     data: object
-    #: Made when it is shown: it depends on the terminal's width.
+    #: Computed when it is shown, because it depends on the terminal's width.
     text: Callable[[], str]
-    #: There will never be another answer than this.
+    #: Whether no other answer can follow.
     last: bool = False
 
 
 def show(
     endpoint: Endpoint, ask: Callable[[MasterClient], Answer], form: Form, watch_s: float | None
 ) -> None:
-    """Print the answer; with `watch_s` ask again after so many seconds, until the last answer.
-    Raises CommandFailed."""
+    """Print the answer; with `watch_s`, ask again after so many seconds, until the last one.
+
+    Raise CommandFailed.
+    """
     with MasterClient(endpoint) as connection:
         if watch_s is None:
             answer = ask(connection)
@@ -69,7 +119,7 @@ def _redraw(
 def _append(
     connection: MasterClient, ask: Callable[[MasterClient], Answer], form: Form, watch_s: float
 ) -> None:
-    """Each answer below the one before."""
+    """Print each answer below the previous one."""
     problem = ""
     for answer in _answers(connection, ask, watch_s, warn):
         if connection.problem != problem:
@@ -88,7 +138,10 @@ def _answers(
     watch_s: float,
     tell: Callable[[str], None],
 ) -> Iterator[Answer]:
-    """The first one is there, or Unreachable is raised; later ones are waited for without end."""
+    """Yield answers.
+
+    Raise Unreachable if the first call fails; wait without limit for later ones.
+    """
     away = Away(tell, patience_s=math.inf)
     while True:
         due = time.monotonic() + watch_s
@@ -109,6 +162,6 @@ def _painted(text: str) -> str:
 
 
 def _warn(problem: str) -> None:
-    """Print what ails the master itself, beside the answer, which programs may read."""
+    """Print the master's own problem to standard error, because programs may read the answer."""
     if problem:
         click.echo(f"warning: {inline(problem)}", err=True)

@@ -1,7 +1,7 @@
-"""A connection to a host by ssh: requests to `remote` there, and files that are copied there.
+"""Connection to a host by ssh: requests to `remote` there, and copied files.
 
-Host keys are checked against known_hosts, always. Nobody is asked for a password, and the
-operator's ssh-agent stays here. Every failure is a HostFailed of one line with the fix.
+Host keys are always checked against known_hosts. Nobody is asked for a password, and the operator's
+ssh-agent is not forwarded. Every failure is a HostFailed of one line with the fix.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from oobleck.host.display import one_line
 
 CONNECT_S = 10.0
 LOGIN_S = 20.0
-#: Of a request; an installation may fetch gigabytes.
+#: Deadline of a request; an installation may download gigabytes.
 MOST_S = 3600.0
 _KNOWN_HOSTS = (Path("~/.ssh/known_hosts"), Path("/etc/ssh/ssh_known_hosts"))
 _TOO_OLD = "too old: "
-#: The text of `remote` comes over standard input, with what it is asked; nobody else sees that.
+#: The text of `remote` is sent over standard input with the request, so other users cannot see it.
 _BOOTSTRAP = (
     f'import sys; print("{_TOO_OLD}%d.%d" % sys.version_info[:2]) '
     "if sys.version_info < (3, 11) else exec(sys.stdin.read())"
@@ -35,26 +35,26 @@ _REMOTE = ("oobleck.cli.ssh", "remote.py")
 _NOT_THERE = 127
 _NOT_RUN = 126
 
-# What it logs of a connection that fails, the command says in one line.
+# The command reports a failed connection in one line; the library's log would repeat it.
 logging.getLogger("asyncssh").setLevel(logging.CRITICAL)
 
 
 class HostFailed(Exception):
-    """Failure of a request on one host; the text says why, and the fix."""
+    """Failure of a request on one host; the text gives the reason and the fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Access to hosts: how they are reached, and what of Oobleck is where there."""
+    """Access to hosts: how to reach them, and where Oobleck is on them."""
 
-    #: Private key; None: the operator's usual ones, and those in the ssh-agent.
+    #: Private key; None: the operator's default ones, and those in the ssh-agent.
     identity: Path | None
     #: None: the operator's and the system's.
     known_hosts: Path | None
     python: str
-    #: Empty: the usual one, which differs for root.
+    #: Empty: the default, which differs for root.
     directory: str = ""
-    #: As whom agents run where root logs in; empty: as `oobleck`.
+    #: User that runs agents if root logs in; empty: `oobleck`.
     run_as: str = ""
 
     @property
@@ -64,7 +64,7 @@ class Access:
 
 
 class _Client(asyncssh.SSHClient):
-    """Refuses host keys that are not known, and remembers them."""
+    """Client that refuses unknown host keys, and remembers them."""
 
     key = ""
 
@@ -83,8 +83,10 @@ class Connection:
     async def call(
         self, action: str, *, script: tuple[str, str] = _REMOTE, **arguments: object
     ) -> dict[str, Any]:
-        """Run an action of a script, a file of a package (`remote`, if no other is named), and
-        return its answer. Raises HostFailed."""
+        """Run an action of a script in a package (default: `remote`); return its answer.
+
+        Raise HostFailed.
+        """
         access = self._access
         request = {"action": action, "directory": access.directory, **arguments}
         if access.run_as:
@@ -96,18 +98,18 @@ class Connection:
         try:
             done = await self._ssh.run(command, input=asked, timeout=MOST_S, check=False)
         except (asyncssh.Error, OSError) as error:
-            raise HostFailed(f"the connection ended while it was at '{action}': {error}") from error
+            raise HostFailed(f"the connection ended during '{action}': {error}") from error
         output, errors = str(done.stdout or ""), str(done.stderr or "")
         if done.exit_status in (_NOT_THERE, _NOT_RUN):
             raise HostFailed(
-                f"there is no {self._access.python!r} that can be run; install Python 3.11 or "
+                f"{self._access.python!r} cannot be run; install Python 3.11 or "
                 "newer there, or name it with --python"
             )
-        last = (output.strip() or errors.strip() or "no word").splitlines()[-1]
+        last = (output.strip() or errors.strip() or "no output").splitlines()[-1]
         if last.startswith(_TOO_OLD):
             raise HostFailed(
-                f"{self._access.python} is {last.removeprefix(_TOO_OLD)}, and 3.11 is the oldest "
-                "that will do; name another with --python"
+                f"{self._access.python} is {last.removeprefix(_TOO_OLD)}; at least 3.11 is "
+                "needed: name another with --python"
             )
         try:
             reply: dict[str, Any] = json.loads(last)
@@ -120,7 +122,7 @@ class Connection:
         return found
 
     async def put(self, source: Path, target: str) -> None:
-        """Copy a file; it is there whole, or not at all. Raises HostFailed."""
+        """Copy a file atomically. Raise HostFailed."""
         folder = target.rpartition("/")[0]
         part = f"{target}.{secrets.token_hex(4)}.part"
         try:
@@ -143,7 +145,7 @@ class Connection:
 
 @contextlib.asynccontextmanager
 async def connected(host: Host, access: Access) -> AsyncIterator[Connection]:
-    """Raises HostFailed."""
+    """Connect to a host. Raise HostFailed."""
     client = _Client()
     known = access.key_files
     options: dict[str, Any] = {"client_keys": [str(access.identity)]} if access.identity else {}
@@ -189,9 +191,9 @@ def _why(error: Exception, host: Host, key: str, known: list[str], access: Acces
             text = f"--identity {access.identity}: {one_line(str(error))}"
             return f"{text}; put it into the ssh-agent with ssh-add, and leave --identity out"
         case ConnectionRefusedError():
-            return "nobody listens at its ssh port; start sshd there, or give the port as host:port"
+            return "its ssh port is closed; start sshd there, or give the port as host:port"
         case TimeoutError():
-            return "no answer to ssh in time; is it up, and its name or address right?"
+            return "no answer to ssh in time; check that it is up, and its name or address"
         case OSError():
             return f"cannot be reached by ssh: {error.strerror or error}"
         case _:
@@ -212,12 +214,12 @@ def _about_key(host: Host, key: str, known: list[str], access: Access) -> str:
     scan = f"ssh-keyscan {port}{host.address} >> {file}"
     if not _keys(host, known):
         return (
-            f"its host key ({key}) is not known; compare it with the host's own (ssh-keygen -lf "
+            f"its host key ({key}) is unknown; compare it with the host's own (ssh-keygen -lf "
             f"/etc/ssh/ssh_host_*_key.pub there), then '{scan}'"
         )
     name = host.address if host.port in (None, 22) else f"[{host.address}]:{host.port}"
     return (
-        f"its host key HAS CHANGED ({key or 'to one of another kind'}): somebody may stand "
-        "between. Only if the host was made anew: "
+        f"its host key HAS CHANGED ({key or 'to one of another kind'}): the connection may "
+        "be intercepted. Only if the host was reinstalled: "
         f"'ssh-keygen -f {file} -R {shlex.quote(name)}', then '{scan}'"
     )

@@ -1,4 +1,4 @@
-"""`oobleck down`: no agents on the hosts of a file any more, by ssh."""
+"""`oobleck down`: end the agents on the hosts of a file, by ssh."""
 
 import asyncio
 from dataclasses import dataclass
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     "says why), 2 wrong usage."
 )
 @hosts_argument
-@click.option("--now", is_flag=True, help="End agents at once; their work does not move off first.")
+@click.option(
+    "--now", is_flag=True, help="End agents at once, without moving their work off first."
+)
 @click.option(
     "--purge",
     is_flag=True,
-    help="Also remove all that 'oobleck up' has put there, the node's certificate too.",
+    help="Also remove all files of 'oobleck up', including the node's certificate.",
 )
 @ssh_options
 def down(
@@ -38,7 +40,8 @@ def down(
     as_json: bool,
 ) -> int:
     """End the agents on the hosts of HOSTS.txt that 'oobleck up' has started. Each drains its node
-    first, as with SIGTERM; where too few nodes are left, jobs wait for nodes. Needs no master."""
+    first, as with SIGTERM; if too few nodes are left, jobs wait for nodes. Needs no master.
+    """
     hosts = read_hosts(file)
     from oobleck.cli.ssh.connection import Access
     from oobleck.cli.ssh.report import exit_code, on_each
@@ -55,8 +58,10 @@ class _Ending:
     purge: bool
 
     async def down(self, host: Host) -> list[str]:
-        """Stop the host's agent, purge its folder if asked, and return what was done. Raises
-        HostFailed."""
+        """Stop the host's agent and, if asked, remove its folder; return what was done.
+
+        Raise HostFailed.
+        """
         from oobleck.cli.ssh.connection import connected
 
         async with connected(host, self.access) as there:

@@ -1,6 +1,8 @@
-"""HOSTS.txt: the machines of a cluster, one a line. Pure but for reading the file; knows no ssh.
+"""HOSTS.txt: the machines of a cluster, one per line.
 
-[user@]host[:port] [name=NAME] [workers=G] [device=cpu|cuda] [gpus=GPU,...]
+Pure, except for reading the file; knows no ssh.
+
+    [user@]host[:port] [name=NAME] [workers=G] [device=cpu|cuda] [gpus=GPU,...]
 """
 
 import re
@@ -26,15 +28,15 @@ _MOST_WORKERS = 1024
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     line: int
-    #: Empty: as ssh's configuration says, or the operator's own name.
+    #: Empty: as in ssh's configuration, or the operator's own name.
     user: str
     #: Without brackets.
     address: str
-    #: None: as ssh's configuration says, or 22.
+    #: None: as in ssh's configuration, or 22.
     port: int | None
-    #: Of the node.
+    #: Name of the node.
     name: str
-    #: What its agent is told beyond the master, its name and its credentials.
+    #: Options of its agent besides the master, its name and its credentials.
     agent_options: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -44,7 +46,7 @@ class Host:
 
 
 def read_hosts(path: Path) -> list[Host]:
-    """Raises CommandFailed with the line and the fix."""
+    """Read a file of hosts. Raise CommandFailed with the line and the fix."""
     try:
         text = read_regular(path, _MOST_BYTES).decode()
     except OSError as error:
@@ -58,7 +60,7 @@ def read_hosts(path: Path) -> list[Host]:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Raises ValueError with the line and the fix."""
+    """Parse the text of a file of hosts. Raise ValueError with the line and the fix."""
     found: list[Host] = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -72,21 +74,21 @@ def parse_hosts(text: str) -> list[Host]:
             raise ValueError(f"line {number}: {error}") from error
         found.append(host)
     if not found:
-        raise ValueError(f"names no host; {_FORM}, one a line")
+        raise ValueError(f"names no host; {_FORM}, one per line")
     return found
 
 
 def _parse(number: int, words: list[str]) -> Host:
     match = _TARGET.fullmatch(words[0])
     if match is None or not 0 < int(match["port"] or 22) < 65536:
-        raise ValueError(f"{words[0]!r} is no host; {_FORM}")
+        raise ValueError(f"{words[0]!r} is not a host; {_FORM}")
     given: dict[str, str] = {}
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if not (equals and value and key in _KEYS):
             near = nearest(key, _KEYS)
-            hint = f"did you mean {near}=?" if near else f"there are {', '.join(_KEYS)}"
-            raise ValueError(f"{word!r} is no KEY=VALUE that is known; {hint}")
+            hint = f"did you mean {near}=?" if near else f"known keys are {', '.join(_KEYS)}"
+            raise ValueError(f"{word!r} is not a known KEY=VALUE; {hint}")
         if key in given:
             raise ValueError(f"{key} is given twice")
         given[key] = value
@@ -103,18 +105,18 @@ def _parse(number: int, words: list[str]) -> Host:
 
 
 def _agent_options(given: dict[str, str]) -> Iterator[str]:
-    """Raises ValueError."""
+    """Yield the agent's options from KEY=VALUE pairs. Raise ValueError."""
     if (workers := given.get("workers")) is not None:
         if not workers.isascii() or not workers.isdigit():
-            raise ValueError(f"workers={workers}: is no number")
+            raise ValueError(f"workers={workers}: is not a number; give 1 to {_MOST_WORKERS}")
         if not 1 <= int(workers) <= _MOST_WORKERS:
             raise ValueError(f"workers={workers}: a node has 1 to {_MOST_WORKERS}")
         yield from ("--workers", workers)
     device = given.get("device", "cpu")
     if device not in ("cpu", "cuda"):
-        raise ValueError(f"device={device}: is cpu or cuda")
+        raise ValueError(f"device={device}: give cpu or cuda")
     if "gpus" in given and device != "cuda":
-        raise ValueError(f"gpus={given['gpus']}: is for workers on GPUs; give device=cuda too")
+        raise ValueError(f"gpus={given['gpus']}: requires workers on GPUs; give device=cuda too")
     if "device" in given:
         yield from ("--device", device)
     if "gpus" in given:

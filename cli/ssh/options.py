@@ -1,4 +1,4 @@
-"""Options of the commands that go to hosts by ssh. Loads nothing of ssh."""
+"""Options of the commands that reach hosts by ssh. Loads nothing of ssh."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ def hosts_argument(function: F) -> F:
 
 
 def login_options(function: F) -> F:
-    """`identity`, `known_hosts`, `python`."""
+    """Add the options `identity`, `known_hosts` and `python`."""
     key_file = click.Path(exists=True, dir_okay=False, path_type=Path)
     options: list[Callable[[Any], Any]] = [
         click.option(
@@ -52,7 +52,7 @@ def ssh_options(function: F) -> F:
             "--directory",
             default="",
             metavar="DIR",
-            help="Where everything is put on a host.  [default: ~/.oobleck/up; where root logs "
+            help="Folder for all files on a host.  [default: ~/.oobleck/up; if root logs "
             "in, /opt/oobleck-up]",
         ),
         click.option(
@@ -61,7 +61,7 @@ def ssh_options(function: F) -> F:
             default=32,
             show_default=True,
             metavar="N",
-            help="Hosts at a time.",
+            help="How many hosts at a time.",
         ),
         json_option("One JSON object: hosts, each with what was done or the problem; and seconds."),
     ]

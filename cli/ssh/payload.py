@@ -1,5 +1,7 @@
-"""Files that are copied to every host: Oobleck's wheel, and wheels of what it needs where the
-operator has them. Knows no ssh."""
+"""Files for every host: Oobleck's wheel, and wheels of its dependencies if the operator has them.
+
+Knows no ssh.
+"""
 
 import base64
 import hashlib
@@ -15,14 +17,14 @@ from oobleck.host.command import CommandFailed
 
 _NAME = "oobleck-cluster"
 _PREFIX = "oobleck_cluster-"
-#: Files that are beside this module: the unit of deploy/, and the release's pins.
+#: Files beside this module: the unit of deploy/, and the release's pins.
 UNIT = "oobleck-agent.service"
 _REQUIREMENTS = "requirements.txt"
 _CONSTRAINTS = "constraints.txt"
-#: What is in a wheel's folder of metadata only once it is installed.
+#: Files of a wheel's metadata folder that exist only after installation.
 _OF_INSTALLING = {"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"}
 _MOST_CONSTRAINT_BYTES = 1 << 20
-#: A zip file's earliest time, so that the same files make the same wheel.
+#: A zip file's earliest time, so that equal files make equal wheels.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _DIGITS = 16
 
@@ -36,25 +38,25 @@ class Wheel:
 
     @property
     def place(self) -> str:
-        """Below the folder of wheels on a host."""
+        """Path below the folder of wheels on a host."""
         return f"{self.digest[:_DIGITS]}/{self.path.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    #: Oobleck's own is the first.
+    #: The first one is Oobleck's own.
     wheels: tuple[Wheel, ...]
-    #: Text of a file of pip's with hashes, of what is installed first; may be empty.
+    #: Requirements file for pip with hashes, installed first; may be empty.
     requirements: str
-    #: Text of a constraints file of pip, for all else; may be empty.
+    #: Constraints file for pip for all other packages; may be empty.
     constraint: str
-    #: Nothing but these wheels may be installed.
+    #: Whether only these wheels may be installed.
     alone: bool
     python: str
 
     @property
     def key(self) -> str:
-        """Differs wherever another installation would come of it."""
+        """Digest that differs for every different installation."""
         parts = [*(wheel.place for wheel in self.wheels), self.constraint, self.python]
         parts.append(self.requirements)
         return hashlib.sha256(json.dumps([*parts, self.alone]).encode()).hexdigest()[:_DIGITS]
@@ -63,9 +65,12 @@ class Payload:
 def make_payload(
     own: Path | None, others: Path | None, constraint: Path | None, python: str, scratch: Path
 ) -> Payload:
-    """`own`: Oobleck's wheel; None: made in the folder `scratch` of what is installed here.
-    `others`: a folder of wheels. Where neither these nor a constraint say which packages hosts get,
-    the release's own pins do. Raises CommandFailed."""
+    """Return the files to install.
+
+    `own`: Oobleck's wheel; None: packed from the installation, in the folder `scratch`. `others`: a
+    folder of wheels. Without these and without a constraint, the release's own pins decide the
+    packages' versions. Raise CommandFailed.
+    """
     try:
         paths = [own if own is not None else installed_wheel(distribution(_NAME), scratch)]
         if others is not None:
@@ -103,25 +108,25 @@ def shipped(name: str) -> str:
 
 
 def _read(path: Path) -> Wheel:
-    """Raises CommandFailed, OSError."""
+    """Return the wheel at `path`. Raise CommandFailed or OSError."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     try:
         with zipfile.ZipFile(path) as archive:
             unpacked_bytes = sum(info.file_size for info in archive.infolist())
     except zipfile.BadZipFile as error:
-        raise CommandFailed(f"{path}: is no wheel; build or copy it anew", USAGE) from error
+        raise CommandFailed(f"{path}: is not a wheel; build or copy it again", USAGE) from error
     return Wheel(path=path, digest=digest, bytes=path.stat().st_size, unpacked_bytes=unpacked_bytes)
 
 
 def installed_wheel(installed: Distribution, folder: Path) -> Path:
-    """Pack what is installed into a wheel again. Raises CommandFailed, OSError."""
+    """Pack the installed package into a wheel again. Raise CommandFailed or OSError."""
     origin = json.loads(installed.read_text("direct_url.json") or "{}")
-    # The metadata that a build leaves beside the sources are no installation's.
+    # Metadata that a build leaves beside the sources does not mean an installation.
     if origin.get("dir_info", {}).get("editable") or not installed.read_text("METADATA"):
         source = str(origin.get("url", ".")).removeprefix("file://")
         raise CommandFailed(
-            "this Oobleck runs from its sources, of which there is no wheel; make one with 'pip "
+            "this Oobleck runs from its sources, which have no wheel; make one with 'pip "
             f"wheel --no-deps --wheel-dir dist {source}' and name it with --wheel",
             USAGE,
         )
@@ -137,7 +142,7 @@ def installed_wheel(installed: Distribution, folder: Path) -> Path:
 
         for file in sorted(installed.files or ()):
             of_installing = ".dist-info" in file.parts[0] and file.name in _OF_INSTALLING
-            # Programs are outside of the packages, and pip makes them anew.
+            # Programs are outside the packages, and pip makes them again.
             if ".." in file.parts or "__pycache__" in file.parts or of_installing:
                 continue
             if ".dist-info" in file.parts[0]:

@@ -1,17 +1,16 @@
-"""Script of `oobleck up` and `down` on a host. Its text is sent over ssh and run by the Python
-there.
+"""Script of `oobleck up` and `down` on a host, sent over ssh and run by the Python there.
 
-It needs nothing but Python's own library: Oobleck is not there yet. `main` reads one request and
-prints one reply, as JSON. All that it makes is in one folder, but for a unit of systemd:
+It needs only Python's own library, because Oobleck is not installed yet. `main` reads one request
+and prints one reply, as JSON. All its files are in one folder, except a unit of systemd:
 
-    wheels/DIGEST/NAME.whl   what was copied there
-    venvs/KEY/               the programs; the file `whole` says that all of it is there
-    agent.json, agent.log    the agent as it was started last, and what it says
+    wheels/DIGEST/NAME.whl   copied wheels
+    venvs/KEY/               the programs; the file `whole` marks a complete one
+    agent.json, agent.log    the last started agent, and its output
     credentials/             the node's certificate
 
-An agent does not run as root unless that is asked for. Where root logs in, the folder is root's,
-and `state/` in it is the agent's user's: its certificate, and what jobs write. Jobs run code as
-that user, so root follows no link there, and runs and writes nothing there but as that user.
+An agent runs as root only on request. If root logs in, the folder is root's, and `state/` in it
+belongs to the agent's user: its certificate, and files of jobs. Jobs run code as that user, so root
+follows no link there, and runs and writes nothing there except as that user.
 """
 
 import contextlib
@@ -33,23 +32,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: The agent's own grace for a drain, and its end.
+#: The agent's own grace period for a drain, and that for its end.
 DRAIN_S = 135.0
 _END_S = 5.0
 _UNIT = "oobleck-up.service"
 _TAIL_BYTES = 4096
 _MOST_TEXT_BYTES = 1 << 20
 _PARTS = ("wheels", "venvs", "credentials", "state", "agent.json", "agent.log", "lock")
-#: Where all is put if the request names no folder: for root, and for others.
+#: Default folder, for root and for others.
 _OF_ROOT = "/opt/oobleck-up"
 _OF_OTHERS = "~/.oobleck/up"
-#: As whom agents run where root logs in and asks for nobody else.
+#: User that runs agents if root logs in and names none.
 _USER = "oobleck"
-#: Of the unit in deploy/, what `up` says in its own way.
+#: Keys of the unit in deploy/ that `up` replaces.
 _REPLACED = frozenset(
     {"User", "Environment", "EnvironmentFile", "ExecStart", "StateDirectory", "StateDirectoryMode"}
 )
-#: Of the same, what a user's own systemd can do: the rest takes mounts, capabilities or users.
+#: Keys of that unit that a user's own systemd supports: the others need mounts, capabilities or
+#: users.
 _IN_USERS_UNITS = frozenset(
     {
         *("Restart", "RestartSec", "KillMode", "TimeoutStopSec", "OOMPolicy", "LimitMEMLOCK"),
@@ -61,22 +61,22 @@ _IN_USERS_UNITS = frozenset(
 
 
 class Refused(Exception):
-    """The text is for the operator: what is wrong, and the fix."""
+    """Refusal, whose text tells the operator the problem and the fix."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Names where all is on this host, and whose it is."""
+    """Paths of all files on this host, and their owner."""
 
-    #: Of whoever logs in.
+    #: Owned by the user who logs in.
     folder: Path
-    #: Of the user that the agent runs as: for others than root the same folder.
+    #: Owned by the user that runs the agent; the same folder unless root logs in.
     state: Path
     user: str
 
     @property
     def is_demoted(self) -> bool:
-        """Root logs in, and the agent runs as somebody else."""
+        """Whether root logs in and the agent runs as another user."""
         return os.geteuid() == 0 and self.user != "root"
 
     @property
@@ -84,17 +84,17 @@ class Place:
         return self.state / "credentials"
 
     def account(self) -> pwd.struct_passwd:
-        """Raises Refused if there is no such user."""
+        """Return the agent's user. Raise Refused if there is no such user."""
         try:
             found = pwd.getpwnam(self.user)
         except KeyError:
-            raise Refused(f"there is no user {self.user}; call 'oobleck up' again") from None
+            raise Refused(f"there is no user {self.user}; run 'oobleck up' again") from None
         if found.pw_uid == 0 and self.user != "root":
             raise Refused(f"{self.user} is root by another name; ask for root with --run-as root")
         return found
 
     def demotion(self) -> dict[str, Any]:
-        """Return what has subprocess run a program as the agent's user, in its folder."""
+        """Return subprocess's arguments to run a program as the agent's user, in its folder."""
         if not self.is_demoted:
             return {"cwd": self.state}
         account = self.account()
@@ -113,8 +113,10 @@ class Place:
 
 
 def place(directory: str, run_as: str) -> Place:
-    """Return the place that a request means. Empty: the usual folder, the usual user. Raises
-    Refused."""
+    """Return the place that a request names. Empty: the default folder, the default user.
+
+    Raise Refused.
+    """
     if os.geteuid() == 0:
         folder = Path(directory or _OF_ROOT).expanduser().absolute()
         return Place(folder, folder / "state", run_as or _USER)
@@ -126,7 +128,7 @@ def place(directory: str, run_as: str) -> Place:
 
 
 def main(request: dict[str, Any]) -> None:
-    # What root puts there has no secret, and is read by the agent's user.
+    # Files that root puts there have no secret, and the agent's user reads them.
     os.umask(0o022 if os.geteuid() == 0 else 0o077)
     asked = (request.pop("directory"), request.pop("run_as", ""))
     actions: dict[str, Callable[..., dict[str, Any]]] = {
@@ -154,7 +156,10 @@ def main(request: dict[str, Any]) -> None:
 
 
 def look(at: Place, key: str, agent: dict[str, Any]) -> dict[str, Any]:
-    """Return what is there. `key`: of the installation that is wanted; `agent`: as for `start`."""
+    """Return the state of the host.
+
+    `key`: key of the wanted installation; `agent`: as for `start`.
+    """
     if importlib.util.find_spec("ensurepip") is None:
         raise Refused(
             f"{sys.executable} ({platform.python_version()}) cannot make a virtual environment; "
@@ -180,7 +185,7 @@ def look(at: Place, key: str, agent: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_reach(at: Place, there: Path) -> None:
-    """Raises Refused where the agent's user gets neither to the programs nor to Python."""
+    """Raise Refused if the agent's user has no access to the programs or to Python."""
     if not at.is_demoted:
         return
     for path, option in ((there, "--directory"), (Path(sys.executable).resolve(), "--python")):
@@ -200,13 +205,13 @@ def _name(uid: int) -> str:
 
 
 def state(at: Place) -> dict[str, Any]:
-    """The agent: `pid` (0: none runs), `last` line it said, and in which `log`."""
+    """Return the agent's `pid` (0: not running), its `last` line of output, and its `log`."""
     log = at.folder / "agent.log"
     return {"pid": _pid(_recorded(at)), "last": _last_line(log), "log": str(log)}
 
 
 def _text(path: Path) -> str:
-    """Empty: there is no such file. Others may have put something else there."""
+    """Return the file's text; empty if it is missing, or replaced by something else."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -226,14 +231,14 @@ def _last_line(path: Path) -> str:
 
 
 def _recorded(at: Place) -> dict[str, Any]:
-    """The agent that was started last."""
+    """Return the record of the last started agent."""
     text = _text(at.folder / "agent.json")
     found: dict[str, Any] = json.loads(text) if text else {}
     return found
 
 
 def _pid(agent: dict[str, Any]) -> int:
-    """0: it does not run."""
+    """Return the running agent's process id; 0: not running."""
     if "unit" in agent:
         shown = _systemctl(agent["unit"], "show", "--property=MainPID", "--value", _UNIT)
         return int(shown.strip() or 0)
@@ -242,7 +247,7 @@ def _pid(agent: dict[str, Any]) -> int:
 
 
 def _began(pid: int) -> str:
-    """Return the boot, and the ticks since then, at which a process began. Empty: it has ended."""
+    """Return the boot, and the ticks since then, at which a process began; empty: it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -264,7 +269,7 @@ def _locked(at: Place) -> Iterator[None]:
 
 
 def make(at: Place) -> dict[str, Any]:
-    """Make the folder, before files are copied there: an ssh server may close what it makes."""
+    """Make the folder before files are copied there: an ssh server may make it inaccessible."""
     at.folder.mkdir(parents=True, exist_ok=True)
     return {}
 
@@ -272,10 +277,12 @@ def make(at: Place) -> dict[str, Any]:
 def install(
     at: Place, key: str, wheels: list[str], requirements: str, constraint: str, alone: bool
 ) -> dict[str, Any]:
-    """Make venvs/KEY. `wheels`: below wheels/, the first one is Oobleck's. `requirements`: text of
-    a file for pip with the hashes of what is installed first; may be empty. `constraint`: of a
-    constraints file for all else; may be empty. `alone`: these wheels are all that may be
-    installed."""
+    """Make venvs/KEY.
+
+    `wheels`: paths below wheels/, Oobleck's first. `requirements`: requirements file for pip with
+    hashes, installed first; may be empty. `constraint`: constraints file for all others; may be
+    empty. `alone`: only these wheels may be installed.
+    """
     target = at.folder / "venvs" / key
     paths = [at.folder / "wheels" / wheel for wheel in wheels]
     with _locked(at):
@@ -301,8 +308,10 @@ def install(
 
 @contextlib.contextmanager
 def _file(at: Place, text: str, *, for_agent: bool = False) -> Iterator[str]:
-    """Yield the path of a file with the text. Whoever logs in may read it, or with `for_agent` the
-    agent's user; nobody else may."""
+    """Yield the path of a file with the text.
+
+    Only the user who logs in may read it or, with `for_agent`, the agent's user.
+    """
     with tempfile.NamedTemporaryFile("w", dir=at.folder, suffix=".txt") as file:
         if for_agent and at.is_demoted:
             os.fchown(file.fileno(), at.account().pw_uid, -1)
@@ -312,7 +321,7 @@ def _file(at: Place, text: str, *, for_agent: bool = False) -> Iterator[str]:
 
 
 def join(at: Place, key: str, master: str, name: str, token: str) -> dict[str, Any]:
-    """Get the node's certificate by the token, which no other user of the host sees."""
+    """Get the node's certificate with the token, which no other user of the host sees."""
     command = [str(at.folder / "venvs" / key / "bin" / "oobleck"), "pki", "join", name]
     command += ["--master", master, "--credentials", str(at.credentials)]
     with _locked(at):
@@ -323,13 +332,13 @@ def join(at: Place, key: str, master: str, name: str, token: str) -> dict[str, A
 
 
 def _make_state(at: Place) -> None:
-    """Make the agent's own folder, and its user, unless they are there. Raises Refused."""
+    """Make the agent's own folder and its user if missing. Raise Refused."""
     if at.is_demoted:
         _make_user(at.user)
     owner = _name(at.state.stat().st_uid) if at.state.exists() else at.user
     if at.state != at.folder and owner != at.user:
         raise Refused(
-            f"{at.state} belongs to {owner}, and may hold what jobs wrote: say --run-as {owner}, "
+            f"{at.state} belongs to {owner}, and may contain files of jobs: give --run-as {owner}, "
             "or remove it first with `oobleck down --purge`"
         )
     at.state.mkdir(mode=0o700, exist_ok=True)
@@ -338,7 +347,7 @@ def _make_state(at: Place) -> None:
 
 
 def _make_user(name: str) -> None:
-    """Raises Refused."""
+    """Make the user if missing. Raise Refused."""
     with contextlib.suppress(KeyError):
         pwd.getpwnam(name)
         return
@@ -353,20 +362,20 @@ def _make_user(name: str) -> None:
     program = shutil.which(command[0], path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
     if program is None:
         raise Refused(
-            f"there is no user {name}, and no useradd; make that user, name another with --run-as, "
+            f"there is no user {name}, and no useradd; create it, name another with --run-as, "
             "or ask for root with --run-as root"
         )
     _run("useradd", [program, *command[1:], "--shell", "/usr/sbin/nologin", name])
 
 
 def _run(what: str, command: list[str], **how: Any) -> None:
-    """Raises Refused with the last line that it says of an error."""
+    """Run a program. Raise Refused with its last error line."""
     given: dict[str, str] = how.pop("env", dict(os.environ))
     plain = {name: value for name, value in given.items() if not name.startswith("OOBLECK_")}
     done = subprocess.run(command, capture_output=True, text=True, env=plain, check=False, **how)
     if done.returncode:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("ERROR: ")] or lines or ["no word"]
+        errors = [line for line in lines if line.startswith("ERROR: ")] or lines or ["no output"]
         raise Refused(f"{what} ends with exit code {done.returncode}: {errors[-1].strip()}")
 
 
@@ -374,8 +383,10 @@ def _run(what: str, command: list[str], **how: Any) -> None:
 
 
 def start(at: Place, key: str, agent: dict[str, Any]) -> dict[str, Any]:
-    """Have the agent of venvs/KEY run as asked, and no other one; return its state. `agent`: its
-    `options`, the text of deploy's `unit`, and what else is `writable` for jobs."""
+    """Run the agent of venvs/KEY as asked, and no other one; return its state.
+
+    `agent`: its `options`, the text of deploy's `unit`, and folders that are `writable` for jobs.
+    """
     wanted = _wanted(at, key, agent)
     with _locked(at):
         recorded = _recorded(at)
@@ -391,7 +402,7 @@ def start(at: Place, key: str, agent: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wanted(at: Place, key: str, agent: dict[str, Any]) -> dict[str, Any]:
-    """Return what agent.json says of an agent that was started so. Raises Refused."""
+    """Return the record in agent.json of an agent started this way. Raise Refused."""
     command = [str(at.folder / "venvs" / key / "bin" / "oobleck-agent"), *agent["options"]]
     command += ["--credentials", str(at.credentials)]
     wanted: dict[str, Any] = {"command": command, "user": at.user}
@@ -435,8 +446,10 @@ def _record(at: Place, agent: dict[str, Any]) -> None:
 
 
 def stop(at: Place, now: bool, purge: bool) -> dict[str, Any]:
-    """End the agent, and all below it. `now`: its work does not move off first. `purge`: remove
-    all that `up` has made."""
+    """End the agent and its descendants.
+
+    `now`: without moving its work off first. `purge`: remove all files of `up`.
+    """
     done = {"stopped": False, "purged": False}
     if not (at.folder / "lock").exists():
         return done
@@ -449,15 +462,17 @@ def stop(at: Place, now: bool, purge: bool) -> dict[str, Any]:
                     shutil.rmtree(path)
                 else:
                     path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # somebody else's files stay
+            with contextlib.suppress(OSError):  # other files stay
                 at.folder.rmdir()
             done["purged"] = True
     return done
 
 
 def _stop(at: Place, *, now: bool) -> bool:
-    """Stop the agent, after its drain unless `now`, and return whether anything ran. Raises
-    Refused."""
+    """Stop the agent, after its drain unless `now`; return whether it was running.
+
+    Raise Refused.
+    """
     agent = _recorded(at)
     pid = _pid(agent)
     below = _below(pid) if pid else {}
@@ -475,12 +490,12 @@ def _stop(at: Place, *, now: bool) -> bool:
         if _began(pid) == agent["began"]:
             _signal(pid, signal.SIGINT)
             _until_ended({pid: agent["began"]}, _END_S)
-    # They end with the agent; one that the kernel cannot end at once is waited for.
+    # Descendants end with the agent; wait for those that the kernel cannot end at once.
     left = _until_ended({**below, **({pid: agent["began"]} if "began" in agent else {})}, _END_S)
     for one in left:
         _signal(one, signal.SIGKILL)
     if _until_ended(left, _END_S):
-        raise Refused(f"pid {', '.join(map(str, left))} does not end; look at the host")
+        raise Refused(f"pid {', '.join(map(str, left))} does not end; check the host")
     (at.folder / "agent.json").unlink(missing_ok=True)
     return bool(pid)
 
@@ -506,7 +521,7 @@ def _below(pid: int) -> dict[int, str]:
 
 
 def _until_ended(processes: dict[int, str], most_s: float) -> dict[int, str]:
-    """Wait until the processes end, at most `most_s`; return those that are left."""
+    """Wait until the processes end, at most `most_s`; return the remaining ones."""
     deadline = time.monotonic() + most_s
     while True:
         processes = {pid: began for pid, began in processes.items() if _began(pid) == began}
@@ -519,10 +534,10 @@ def _until_ended(processes: dict[int, str], most_s: float) -> dict[int, str]:
 
 
 def _scope() -> str | None:
-    """Return which systemd shall keep the agent up, `system` or `user`; None: none at all."""
+    """Return which systemd keeps the agent running, `system` or `user`; None: none."""
     if os.geteuid() == 0:
         return "system" if Path("/run/systemd/system").is_dir() else None
-    # A user's systemd ends with the last login, unless it lingers.
+    # A user's systemd ends with the last login, unless lingering is enabled.
     user = Path("/var/lib/systemd/linger", os.environ.get("USER", "-")).exists()
     runtime = os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.geteuid()}")
     return "user" if user and Path(runtime, "systemd", "private").exists() else None
@@ -535,22 +550,24 @@ def _unit_folder(scope: str) -> Path:
 
 
 def _systemctl(scope: str, *arguments: str) -> str:
-    """Run systemctl and return its output. Raises Refused."""
+    """Run systemctl and return its output. Raise Refused."""
     runtime = {"XDG_RUNTIME_DIR": f"/run/user/{os.geteuid()}"} if scope == "user" else {}
     command = ["systemctl", f"--{scope}", *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**runtime, **os.environ}, check=False
     )
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no word"]
+        lines = done.stderr.strip().splitlines() or ["no output"]
         raise Refused(f"{' '.join(command)} ends with exit code {done.returncode}: {lines[-1]}")
     return done.stdout
 
 
 def unit(text: str, at: Place, command: Sequence[str], scope: str, writable: Sequence[str]) -> str:
-    """Return deploy's unit with what differs on this host. `scope`: of root's or a user's systemd;
-    in a user's only what it can do is kept. `writable`: folders that jobs may write in. Raises
-    Refused."""
+    """Return deploy's unit with this host's values.
+
+    `scope`: root's or a user's systemd; a user's gets only keys that it supports. `writable`:
+    folders that jobs may write to. Raise Refused.
+    """
     lines = ["# Written by 'oobleck up', which replaces it; 'oobleck down' removes it."]
     section = ""
     for line in text.replace("\\\n", " ").splitlines():
@@ -570,22 +587,24 @@ def unit(text: str, at: Place, command: Sequence[str], scope: str, writable: Seq
 
 
 def _own(at: Place, command: Sequence[str], scope: str, writable: Sequence[str]) -> list[str]:
-    """Return what the section Service has in place of deploy's lines. Raises Refused."""
+    """Return the lines that replace deploy's in the section Service. Raise Refused."""
     lines = [
         f"ExecStart={' '.join(map(_quoted, command))}",
         f"WorkingDirectory={_plain(at.state)}",
         f"StandardOutput=append:{_plain(at.folder / 'agent.log')}",
         "StandardError=inherit",
-        # What the master refuses for good is not tried again.
+        # A final refusal by the master is not retried.
         "RestartPreventExitStatus=2",
     ]
     if scope == "user":
         return lines
     for path in writable:
         if not Path(path).is_absolute() or not Path(path).is_dir():
-            raise Refused(f"--writable {path}: there is no such folder; make it there, or mount it")
+            raise Refused(
+                f"--writable {path}: the folder does not exist; make it there, or mount it"
+            )
     paths = " ".join(_quoted(str(path)) for path in (at.state, *writable))
-    home = _quoted(f"HOME={at.state}").replace("$$", "$")  # nothing is put in for $ there
+    home = _quoted(f"HOME={at.state}").replace("$$", "$")  # $ is not expanded there
     return [f"User={at.user}", f"Environment={home}", f"ReadWritePaths={paths}", *lines]
 
 

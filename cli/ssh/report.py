@@ -1,4 +1,4 @@
-"""The same work on many hosts at once, and a line for each as it ends. Must not know what it is."""
+"""Concurrent work on many hosts, and a line for each result. Must not know the work."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from oobleck.cli.ssh.hosts import Host
 from oobleck.core.units import count
 from oobleck.host.display import inline
 
-#: What was done on the host, in words; empty: nothing was to be done. Raises HostFailed.
+#: Returns the changes in words; empty: the host was up to date. Raises HostFailed.
 Work = Callable[[Host], Awaitable[Sequence[str]]]
 
 
@@ -22,7 +22,7 @@ Work = Callable[[Host], Awaitable[Sequence[str]]]
 class Outcome:
     host: Host
     done: Sequence[str]
-    #: Empty: all is well.
+    #: Empty: no problem.
     problem: str
     seconds: float
 
@@ -36,8 +36,10 @@ class Outcome:
 async def on_each(
     hosts: Sequence[Host], work: Work, *, parallel: int, as_json: bool
 ) -> list[Outcome]:
-    """Do the work on each host, and return the outcomes in the hosts' order. Without `as_json` each
-    is told as it ends."""
+    """Do the work on each host; return the outcomes in the hosts' order.
+
+    Without `as_json`, print each as it ends.
+    """
     began = time.monotonic()
     turns = asyncio.Semaphore(parallel)
     width = max(len(host.name) for host in hosts)

@@ -1,4 +1,7 @@
-"""`oobleck up`: agents on all hosts of a file, by ssh. What is so already is left as it is."""
+"""`oobleck up`: agents on all hosts of a file, by ssh.
+
+Hosts that are up to date are not changed.
+"""
 
 import asyncio
 import tempfile
@@ -25,14 +28,14 @@ if TYPE_CHECKING:
     from oobleck.cli.ssh.payload import Payload
     from oobleck.proto import control_pb2 as pb
 
-#: Of a join token, which is used at once.
+#: Lifetime of a join token, which is used at once.
 _TOKEN_S = 600.0
-#: For an agent that has started to be known to the master.
+#: Longest wait until the master knows a started agent.
 _KNOWN_S = 60.0
 _POLL_S = 0.3
-#: How often a host is asked meanwhile whether its agent still runs.
+#: Interval of asking the host whether its agent still runs.
 _LOOK_S = 2.0
-#: Of agents' options, those that are `up`'s to give.
+#: Options of agents that only `up` may give.
 _OURS = ("--master", "--name", "--credentials", "--token-file", "--insecure")
 
 
@@ -46,7 +49,7 @@ _OURS = ("--master", "--name", "--credentials", "--token-file", "--insecure")
     "--wheel",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Oobleck's wheel.  [default: made of what is installed here]",
+    help="Oobleck's wheel.  [default: packed from this installation]",
 )
 @click.option(
     "--with-dependencies",
@@ -64,17 +67,17 @@ _OURS = ("--master", "--name", "--credentials", "--token-file", "--insecure")
     "--run-as",
     default="",
     metavar="USER",
-    help="As whom agents run on hosts where you log in as root; a user that is not there is made. "
-    "'root' is taken at its word.  [default: oobleck]",
+    help="User that runs agents on hosts where you log in as root; created if missing. "
+    "'root' is allowed.  [default: oobleck]",
 )
 @click.option(
     "--writable",
     multiple=True,
     metavar="DIR",
-    help="Where jobs keep checkpoints and outputs on the hosts: root's systemd lets them write "
-    "nowhere else. May be repeated.",
+    help="Folder of jobs' checkpoints and outputs on the hosts: root's systemd lets them write "
+    "only there. May be repeated.",
 )
-@click.option("--dry-run", is_flag=True, help="Only show what would be done.")
+@click.option("--dry-run", is_flag=True, help="Only show the steps.")
 @ssh_options
 @master_option
 def up(
@@ -94,18 +97,18 @@ def up(
     as_json: bool,
     master: Endpoint,
 ) -> int:
-    """Have an agent run on each host of HOSTS.txt: copy Oobleck there by ssh, install it, let the
-    node join, start its agent and wait until the master knows it.
+    """Run an agent on each host of HOSTS.txt: copy Oobleck there by ssh, install it, let the node
+    join, start its agent and wait until the master knows it.
 
     A line of HOSTS.txt is [user@]host[:port] [name=NAME] [workers=G] [device=cpu|cuda]
-    [gpus=GPU,...]. Called again, only what has changed is done. The master has to run, and to be
-    asked with an operator's credentials; options behind -- go to every agent.
+    [gpus=GPU,...]. A repeated call makes only the missing changes. The master must be running, and
+    needs an operator's credentials; options after -- are passed to every agent.
     """
     hosts = read_hosts(file)
     check_master(master, hosts)
     for option in agent_options:
         if option.partition("=")[0] in _OURS:
-            raise click.UsageError(f"{option}: is not for agents here; 'oobleck up' gives it")
+            raise click.UsageError(f"{option}: leave it out; 'oobleck up' sets it")
     from oobleck.cli.client import MasterClient
     from oobleck.cli.ssh.connection import Access
     from oobleck.cli.ssh.payload import make_payload
@@ -119,7 +122,7 @@ def up(
         run_as=run_as,
     )
     with tempfile.TemporaryDirectory() as scratch, MasterClient(master) as connection:
-        connection.nodes()  # before anything is done, whether it answers
+        connection.nodes()  # fails at once if the master does not answer
         payload = make_payload(wheel, with_dependencies, constraint, python, Path(scratch))
         bringing = _Bringing(
             access=access,
@@ -136,25 +139,25 @@ def up(
 
 
 def check_master(master: Endpoint, hosts: Sequence[Host]) -> None:
-    """Raises CommandFailed unless agents on the hosts may reach it, and be let in."""
+    """Raise CommandFailed unless agents on the hosts may reach it and be admitted."""
     away = next((host for host in hosts if not is_loopback(host.address)), None)
     loops = (one for one in master.addresses if is_loopback(split_address(one)[0]))
     if away is not None and (address := next(loops, None)) is not None:
         raise CommandFailed(
-            f"--master {address}: {away.address} cannot reach that; give the address by "
+            f"--master {address}: {away.address} cannot reach it; give the address by "
             "which hosts reach the master, as in --master 10.0.0.1:7070",
             USAGE,
         )
     if master.credentials is None:
         raise CommandFailed(
-            f"--master {master}: to let nodes in takes an operator's credentials; give "
+            f"--master {master}: admitting nodes requires an operator's credentials; give "
             "--credentials DIR, or OOBLECK_CREDENTIALS ('oobleck pki init' makes the first)",
             USAGE,
         )
 
 
 class _Roll:
-    """The nodes as the master tells them, asked once for all who want to know."""
+    """Nodes as the master lists them, asked once for all tasks."""
 
     def __init__(self, master: "MasterClient") -> None:
         self.master = master
@@ -163,8 +166,10 @@ class _Roll:
         self._nodes: dict[str, pb.NodeInfo] = {}
 
     async def pid_of(self, name: str) -> tuple[int, str]:
-        """Process and host of the agent that has a session as this node; 0: none has. Raises
-        CommandFailed."""
+        """Return process and host of the agent with a session as this node; 0: there is none.
+
+        Raise CommandFailed.
+        """
         async with self._lock:
             if time.monotonic() - self._asked_at > _POLL_S:
                 found = await asyncio.to_thread(self.master.nodes)
@@ -187,13 +192,13 @@ class _Bringing:
     dry_run: bool
 
     async def up(self, host: Host) -> list[str]:
-        """Bring the host's agent up, and return what was done. Raises HostFailed."""
+        """Bring the host's agent up; return what was done. Raise HostFailed."""
         from oobleck.cli.ssh.connection import HostFailed, connected
 
         try:
             async with connected(host, self.access) as there:
                 return await self._steps(host, there)
-        except CommandFailed as failed:  # of the master
+        except CommandFailed as failed:  # from the master
             raise HostFailed(failed.format_message()) from failed
 
     async def _steps(self, host: Host, there: "Connection") -> list[str]:
@@ -229,7 +234,7 @@ class _Bringing:
         return done
 
     def _check_room(self, found: dict[str, Any]) -> None:
-        """Raises HostFailed."""
+        """Raise HostFailed unless there is enough space."""
         from oobleck.cli.ssh.connection import HostFailed
 
         needed = sum(wheel.unpacked_bytes for wheel in self.payload.wheels)
@@ -257,7 +262,7 @@ class _Bringing:
         )
 
     def _has_joined(self, host: Host, found: dict[str, Any]) -> bool:
-        """Return whether the certificate there is the node's, of this cluster, and not expired."""
+        """Return whether the host has a valid certificate of this node and cluster."""
         from oobleck.host.security import pki
 
         try:
@@ -271,7 +276,7 @@ class _Bringing:
         return holder == ("agent", host.name, ours) and identity.expires_at > time.time()
 
     async def _check_name(self, host: Host, found: dict[str, Any]) -> None:
-        """A token takes the name from whoever has it. Raises HostFailed."""
+        """Raise HostFailed if another agent has the name; a token would take it away."""
         from oobleck.cli.ssh.connection import HostFailed
 
         pid, hostname = await self.roll.pid_of(host.name)
@@ -282,7 +287,7 @@ class _Bringing:
             )
 
     async def _join(self, host: Host, there: "Connection") -> None:
-        from oobleck.cli.cluster.token import make_token
+        from oobleck.cli.cluster.pki import make_token
 
         token = await asyncio.to_thread(
             make_token, self.roll.master, role="agent", name=host.name, ttl_s=_TOKEN_S
@@ -296,7 +301,7 @@ class _Bringing:
         )
 
     async def _await_known(self, host: Host, there: "Connection", agent: dict[str, Any]) -> None:
-        """Raises HostFailed."""
+        """Wait until the master knows the agent. Raise HostFailed."""
         from oobleck.cli.ssh.connection import HostFailed
 
         deadline = time.monotonic() + _KNOWN_S

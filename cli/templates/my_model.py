@@ -1,6 +1,6 @@
-"""A model, its data and its loss: put yours in their places.
+"""A model, its data and its loss: replace them by yours.
 
-Here points lie on two spirals, and the model says on which one each is.
+This example has points on two spirals, and the model predicts the spiral of each.
 """
 
 from functools import partial
@@ -14,7 +14,7 @@ from oobleck.model import Model
 
 
 class Spirals(Dataset[tuple[Tensor, Tensor]]):
-    """`size` points, and the spiral of each. Anything with __len__ and __getitem__ will do."""
+    """`size` points, and the spiral of each. Any class with __len__ and __getitem__ works."""
 
     def __init__(self, size: int = 4096, seed: int = 0) -> None:
         draws = torch.Generator().manual_seed(seed)
@@ -32,8 +32,10 @@ class Spirals(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Block(nn.Module):
-    """A layer: it takes what the layer before gives. Rows must not look at each other, so there is
-    no batch norm."""
+    """Layer whose input is the output of the layer before.
+
+    Rows must be independent, so there is no batch norm.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,13 +54,15 @@ def loss(scores: Tensor, spiral: Tensor) -> Tensor:
 
 
 def metrics(scores: Tensor, spiral: Tensor) -> dict[str, Tensor]:
-    """Told with every evaluation: one number per row each, too."""
+    """Return one number per row for each metric; every evaluation reports their means."""
     return {"accuracy": (scores.argmax(dim=1) == spiral).float()}
 
 
 def model(width: int = 32, blocks: int = 4) -> Model:
-    """Return the model. Oobleck puts its layers on workers; each builds only those that it
-    holds."""
+    """Return the model.
+
+    Oobleck puts its layers on workers; each builds only those that it holds.
+    """
     return Model(
         layers=[
             partial(nn.Linear, 2, width),

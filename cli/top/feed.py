@@ -1,14 +1,15 @@
-"""Feed of `oobleck top`: what the master tells, read by threads and kept for the page to look at.
+"""Feed of `oobleck top`: answers of the master, read by threads and kept for the page.
 
-One thread asks for nodes and jobs, three follow the job that is shown. None of them waits for the
-page, and the page waits for none of them. While the master is away all go on trying; when it is
-back nothing is left out, and nothing told twice.
+One thread asks for nodes and jobs, three follow the shown job. The threads and the page do not wait
+for each other. While the master is away, all keep trying; after its return nothing is missing or
+repeated. The story of a job is bounded to a page's content, so memory stays bounded.
 """
 
 import contextlib
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,50 +17,105 @@ from typing import Any
 
 from oobleck.cli.client import MasterClient
 from oobleck.cli.jobs.away import LogPosition
+from oobleck.cli.output.events import event_line
 from oobleck.cli.output.text import ENDED
-from oobleck.cli.top.story import Story, Told
+from oobleck.cli.view.series import Point, Series
 from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.proto import control_pb2 as pb
 
-#: Between two looks at nodes and jobs.
+MOST_EVENTS = 500
+MOST_INCIDENTS = 100
+MOST_LINES = 1000
+#: Longest line of output; longer ones are cut.
+MOST_CHARACTERS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Story at one moment; newest last."""
+
+    #: All steps that were read, merged if they are many; and the newest.
+    whole: Sequence[Point] = ()
+    recent: Sequence[Point] = ()
+    #: Goodput since the first of these steps; None: there is none.
+    goodput: float | None = None
+    #: One line each.
+    events: Sequence[str] = ()
+    #: Records of closed incidents.
+    incidents: Sequence[dict[str, Any]] = ()
+    logs: Sequence[pb.LogLine] = ()
+
+
+@dataclass(slots=True)
+class Story:
+    steps: Series = field(default_factory=Series)
+    events: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
+    incidents: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_INCIDENTS))
+    logs: deque[pb.LogLine] = field(default_factory=lambda: deque(maxlen=MOST_LINES))
+
+    def happened(self, record: dict[str, Any]) -> None:
+        """Keep a record of events.jsonl."""
+        self.events.append(event_line(record))
+        if record["event"] == "incident":
+            self.incidents.append(record)
+
+    def printed(self, line: pb.LogLine) -> None:
+        text = line.line[:MOST_CHARACTERS]
+        self.logs.append(pb.LogLine(node=line.node, slot=line.slot, line=text, time=line.time))
+
+    def told(self, until: float) -> Told:
+        """Return the story now. `until`: Unix time up to which goodput counts."""
+        return Told(
+            whole=self.steps.whole(),
+            recent=self.steps.recent(),
+            goodput=self.steps.goodput(until),
+            events=tuple(self.events),
+            incidents=tuple(self.incidents),
+            logs=tuple(self.logs),
+        )
+
+
+#: Interval of asking for nodes and jobs.
 EVERY_S = 1.0
-#: Between two tries to follow the job, where the master is away or refuses.
+#: Pause between attempts to follow the job, while the master is away or refuses.
 _AGAIN_S = 0.5
-#: Of the job's past: steps, and seconds of its output.
+#: Part of the job's past that is shown: steps, and seconds of its output.
 _STEPS = 2000
 _OUTPUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """View of everything that a page shows."""
+    """Everything that a page shows."""
 
     nodes: Sequence[pb.NodeInfo] = ()
     jobs: Sequence[pb.JobStatus] = ()
-    #: The one that is shown; None: there is none.
+    #: The shown job; None: there is none.
     job: pb.JobStatus | None = None
     told: Told = field(default_factory=Told)
-    #: What ails the master itself; empty: nothing.
+    #: Problem of the master itself; empty: none.
     problem: str = ""
-    #: Why it gives no answer, and for how many seconds; None: it does.
+    #: Why it does not answer, and for how many seconds; None: it does.
     failure: CommandFailed | None = None
     failing_s: float = 0.0
 
 
 class Feed:
-    """Use it as a context."""
+    """Feed for the page; a context manager."""
 
     def __init__(
         self, endpoint: Endpoint, job_id: str | None = None, *, every_s: float = EVERY_S
     ) -> None:
-        """`job_id`: the job to show; None: whichever trains. Raises CommandFailed where no master
-        answers, or where it knows no such job."""
+        """Start. `job_id`: the job to show; None: the one that trains.
+
+        Raise CommandFailed if no master answers, or if it does not know the job.
+        """
         self._endpoint = endpoint
         self._every_s = every_s
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        #: Whoever changes something may use it too.
+        #: May also be used to change something.
         self.master = MasterClient(endpoint)
         self._wanted = job_id
         self._nodes: Sequence[pb.NodeInfo] = ()
@@ -104,8 +160,10 @@ class Feed:
             )
 
     def turn(self, by: int) -> None:
-        """Show the job that was submitted so many after the one that is shown; before it, where
-        `by` is negative. The first and the last have no neighbour there."""
+        """Show the job submitted `by` jobs after the shown one; negative: before it.
+
+        The first and the last have no neighbour there.
+        """
         with self._lock:
             names = [job.job_id for job in self._jobs]
             if self._follower is None or self._follower.job_id not in names:
@@ -115,7 +173,7 @@ class Feed:
         self._choose()
 
     def _ask(self) -> None:
-        """Raises CommandFailed."""
+        """Ask for nodes and jobs. Raise CommandFailed."""
         nodes, jobs = self.master.nodes(), self.master.jobs()
         with self._lock:
             self._nodes, self._jobs = nodes, jobs
@@ -137,7 +195,7 @@ class Feed:
                 self._choose()
 
     def _choose(self) -> None:
-        """Follow the job that is to be shown."""
+        """Follow the job that should be shown."""
         with self._lock:
             job, before = shown(self._jobs, self._wanted), self._follower
             if job is None or (before is not None and before.job_id == job.job_id):
@@ -148,7 +206,7 @@ class Feed:
 
 
 class _Follower:
-    """Follows one job by a connection of its own, whose end is the end of all its streams."""
+    """Follower of one job; its own connection ends all its streams."""
 
     def __init__(self, endpoint: Endpoint, job: pb.JobStatus) -> None:
         self.job_id = job.job_id
@@ -156,7 +214,7 @@ class _Follower:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._story = Story()
-        #: How far the story goes: events, steps, output.
+        #: Position in events, steps and output.
         self._event = 0
         self._step = max(0, job.committed_step - _STEPS)
         self._output = LogPosition(time=_stamp((job.finished_at or time.time()) - _OUTPUT_S))
@@ -172,8 +230,10 @@ class _Follower:
         self._master.close()
 
     def _follow(self, stream: Callable[[], Iterator[None]]) -> None:
-        """Read the stream until the job ends. The thread that asks for nodes and jobs tells of a
-        master that is away, or refuses."""
+        """Read the stream until the job ends.
+
+        The thread that asks for nodes and jobs reports if the master is away or refuses.
+        """
         while not self._stop.is_set():
             with contextlib.suppress(CommandFailed):
                 try:
@@ -215,8 +275,10 @@ class _Follower:
 
 
 def shown(jobs: Sequence[pb.JobStatus], wanted: str | None) -> pb.JobStatus | None:
-    """The job that a page shows: the one that is wanted, else the one that trains, else the first
-    that waits, else the newest; None: there is none."""
+    """Return the job to show; None: there is none.
+
+    That is the wanted one, else one that trains, else the first queued one, else the newest.
+    """
     if (found := _named(jobs, wanted)) is not None:
         return found
     going = [job for job in jobs if job.state not in ENDED]
@@ -229,5 +291,5 @@ def _named(jobs: Sequence[pb.JobStatus], job_id: str | None) -> pb.JobStatus | N
 
 
 def _stamp(unix: float) -> str:
-    """Format a time as the master writes it in front of a line."""
+    """Format a time as in the master's log lines."""
     return datetime.fromtimestamp(max(0.0, unix), UTC).isoformat(timespec="microseconds")

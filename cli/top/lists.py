@@ -1,4 +1,4 @@
-"""A list of rows that scrolls, one of which may be chosen: the panes of the page."""
+"""Scrolling lists of rows, some with a selected row: the panes of the page."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -15,7 +15,7 @@ from oobleck.cli.top.rows import Row
 
 
 class Rows(ScrollView, can_focus=True):
-    """Draws the rows in sight alone, however many there are."""
+    """List that draws only the visible rows, however many there are."""
 
     DEFAULT_CSS = """
     Rows { scrollbar-size-vertical: 1; overflow-x: hidden; border-top: solid $primary; }
@@ -23,8 +23,10 @@ class Rows(ScrollView, can_focus=True):
     """
 
     def __init__(self, *, id: str, title: str, follows: bool = False) -> None:
-        """`follows`: it shows the newest rows, which are the last ones, as long as nobody has
-        scrolled away from them."""
+        """Make an empty list.
+
+        `follows`: show the newest rows, which are the last ones, unless the user has scrolled away.
+        """
         super().__init__(id=id)
         self._rows: Sequence[Row] = ()
         self._follows = follows
@@ -54,12 +56,12 @@ class Rows(ScrollView, can_focus=True):
         return Strip(parts).crop_extend(0, width, base)
 
     def _mark(self, number: int) -> Style:
-        """Return the style in which the row stands out."""
+        """Return the style that highlights the row."""
         return Style.null()
 
 
 class Choices(Rows):
-    """Rows with names, one of which is chosen, and stays so wherever its row goes."""
+    """Rows with names; the selected one stays selected when its row moves."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up", "move(-1)", show=False),
@@ -72,7 +74,7 @@ class Choices(Rows):
     ]
 
     class Opened(Message):
-        """Enter was pressed on the row of that name."""
+        """Message that Enter was pressed on the row of that name."""
 
         def __init__(self, choices: "Choices", name: str) -> None:
             super().__init__()
@@ -87,7 +89,7 @@ class Choices(Rows):
         super().__init__(id=id, title=title)
         self._names: Sequence[str] = ()
         self._at = 0
-        #: Whether somebody has chosen; else it is always the first row.
+        #: Whether the user has selected a row; otherwise the first row is selected.
         self._moved = False
 
     @property

@@ -1,7 +1,6 @@
-"""The page of `oobleck top`: its panes, its keys, and what these have the master do.
+"""Page of `oobleck top`: its panes, its keys, and the changes that they request.
 
-Looks at the feed again and again. Must not ask the master anything itself, but for what a key
-wants, and that in a thread.
+It reads the feed periodically. It must not call the master, except for a key, in a thread.
 """
 
 import asyncio
@@ -15,7 +14,8 @@ from rich.text import Text
 from textual import events, on
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.screen import ModalScreen
 from textual.widgets import Footer, Static
 
 from oobleck.cli.output import incident, text
@@ -23,17 +23,65 @@ from oobleck.cli.output.text import ENDED
 from oobleck.cli.top import rows
 from oobleck.cli.top.feed import Feed, View
 from oobleck.cli.top.lists import Choices, Rows
-from oobleck.cli.top.questions import Details, Question
 from oobleck.cli.view.cluster import Cluster, cluster
 from oobleck.core.units import count
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
 
-#: Between two looks at the feed.
+
+class Question(ModalScreen[bool]):
+    """Question that only the key y confirms; every other way out means no."""
+
+    DEFAULT_CSS = """
+    Question { align: center middle; }
+    Question Vertical { width: 90%; max-width: 76; height: auto; padding: 0 1; }
+    Question Vertical { border: heavy $warning; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "dismiss(True)"),
+        *(Binding(key, "dismiss(False)") for key in ("n", "escape", "enter", "q", "ctrl+c")),
+    ]
+
+    def __init__(self, question: str, consequence: str) -> None:
+        super().__init__()
+        self._question = question
+        self._consequence = consequence
+
+    def compose(self) -> ComposeResult:
+        with Vertical():
+            yield Static(self._question, id="question", markup=False)
+            yield Static(self._consequence, markup=False)
+            yield Static("y yes   n no", id="answers", markup=False)
+
+
+class Details(ModalScreen[None]):
+    """Text that may be longer than the page."""
+
+    DEFAULT_CSS = """
+    Details { align: center middle; }
+    Details VerticalScroll { width: 100%; height: 100%; border: heavy $primary; padding: 0 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(key, "dismiss") for key in ("escape", "enter", "q", "ctrl+c")
+    ]
+
+    def __init__(self, title: str, text: str) -> None:
+        super().__init__()
+        self._title = title
+        self._text = text
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll() as scroll:
+            scroll.border_title = self._title
+            scroll.border_subtitle = "q back"
+            yield Static(self._text, markup=False)
+
+
+#: Interval of reading the feed.
 _LOOK_S = 0.25
-#: For how long a line says what came of a key.
+#: Time for which the result of a key is shown.
 _SAID_S = 15.0
-#: Columns that two lists beside each other need, and lines that all panes do.
+#: Columns for two lists side by side, and lines for all panes.
 _WIDE = 130
 _HIGH = 18
 _LOWER = ("incidents", "events", "logs")
@@ -81,7 +129,7 @@ class Page(App[int]):
         self._said_at = float("-inf")
         names = ("head", "job", "prospects", "losses", "said")
         self._lines = {name: Static(id=name, markup=False) for name in names}
-        #: What stands in each of them.
+        #: Current text of each.
         self._shown: dict[str, Text] = {}
         self.nodes = Choices(id="nodes", title="nodes")
         self.incidents = Choices(id="incidents", title="incidents")
@@ -121,7 +169,7 @@ class Page(App[int]):
         self.call_after_refresh(self._draw)
 
     def _arrange(self) -> None:
-        """Show the panes that there is room for."""
+        """Show the panes that fit."""
         self._lines["losses"].display = self.size.height >= _HIGH
         wide = self.size.width >= _WIDE
         for name in _LOWER:
@@ -168,7 +216,7 @@ class Page(App[int]):
             self._lines[name].update(shown)
 
     def _say(self, told: str, style: str = "") -> None:
-        """Show in one line what came of a key."""
+        """Show the result of a key in one line."""
         self._said_at = time.monotonic()
         self._write("said", rows.fitted(((inline(told), style),), self.size.width))
 
@@ -198,7 +246,7 @@ class Page(App[int]):
         if (name := self._chosen_node()) is None:
             return
         job = self._view.job
-        consequence = "Its work moves off it at a step boundary, and it gets none until undrained."
+        consequence = "Its work moves off at a step boundary, and it gets none until undrained."
         if job is not None and job.state not in ENDED:
             left = f"Job {job.job_id} can lose {count(job.can_lose, 'more node')} now."
             consequence = f"{consequence} {left}"
@@ -211,7 +259,7 @@ class Page(App[int]):
     async def action_cancel(self) -> None:
         job = self._view.job
         if job is None or job.state in ENDED:
-            self._say("there is no job to cancel here" if job is None else f"it has {job.state}")
+            self._say("no job to cancel" if job is None else f"it has {job.state}")
             return
         saved = f"its checkpoint of step {job.checkpoint_step}" if job.checkpoint else ""
         consequence = f"It has {job.committed_step} of {job.steps} steps, and ends for good" + (
@@ -221,7 +269,7 @@ class Page(App[int]):
 
     def _chosen_node(self) -> str | None:
         if self.nodes.chosen is None:
-            self._say("there is no node")
+            self._say("no node is selected")
         return self.nodes.chosen
 
     @on(Choices.Opened, "#nodes")
@@ -237,23 +285,22 @@ class Page(App[int]):
                 block = incident.block(record, width=max(40, self.size.width - 6))
                 await self.push_screen(Details(f"incident {opened.name}", block))
                 return
-        self._say("it is told in full once it is over")
+        self._say("its details are shown once it is closed")
 
-    # ---- what changes something
+    # ---- changes
 
     async def _ask(self, question: str, consequence: str, then: Callable[[], str]) -> None:
         def answered(yes: bool | None) -> None:
             if yes:
                 self._do(then)
             else:
-                self._say("nothing is done")
+                self._say("nothing was changed")
 
         await self.push_screen(Question(question, consequence), answered)
 
     def _do(self, change: Callable[[], str]) -> None:
-        """Make the change in a thread, as the master may take seconds to answer, and say what came
-        of it."""
-        self._say("the master is asked ...", "dim")
+        """Make the change in a thread, because the master may take seconds, and show its result."""
+        self._say("asking the master ...", "dim")
 
         def run() -> None:
             try:

@@ -1,7 +1,7 @@
 """Text of the panes of `oobleck top`, as rows of styled text. Pure.
 
-A style is a word or two of Rich: `bold`, `dim`, or one of the terminal's own colours. Without
-colours everything is still there as text.
+A style is a word or two of Rich: `bold`, `dim`, or one of the terminal's own colours. The text is
+complete without colours.
 """
 
 import time
@@ -11,6 +11,7 @@ from typing import Any
 from oobleck.cli.client import Unreachable
 from oobleck.cli.jobs.follow import progress_line
 from oobleck.cli.output import incident
+from oobleck.cli.output.colour import Tone, tone
 from oobleck.cli.output.plot import plot
 from oobleck.cli.output.table import cut
 from oobleck.cli.output.text import about
@@ -19,7 +20,6 @@ from oobleck.cli.view import places
 from oobleck.cli.view.cluster import Cluster, NodeRow
 from oobleck.cli.view.job import open_incident, progress
 from oobleck.cli.view.series import Point
-from oobleck.cli.view.tone import Tone, tone
 from oobleck.core.units import count
 from oobleck.host.display import inline
 
@@ -30,7 +30,7 @@ Row = tuple[Part, ...]
 _STYLES: Mapping[Tone, str] = {"good": "green", "warn": "yellow", "bad": "bold red", "quiet": ""}
 _OUTCOMES = {"recovered": "green", "succeeded": "green", "failed": "bold red"}
 _LONGEST_NAME = 20
-#: Of the clock in front of an event.
+#: Width of the clock in front of an event.
 _CLOCK = 12
 #: Lowest plot: a line of dots, and one of steps.
 _LOWEST = 2
@@ -41,7 +41,7 @@ def width_of(row: Row) -> int:
 
 
 def fitted(row: Iterable[Part], width: int) -> Row:
-    """`row`, or its beginning with `…` where it is longer than `width`."""
+    """Return `row`, or its beginning and `…` if it is longer than `width`."""
     found: list[Part] = []
     parts = list(row)
     for number, (text, style) in enumerate(parts):
@@ -68,7 +68,7 @@ def head(view: View, cluster: Cluster, address: str, width: int, now: float) -> 
 def _state(view: View, cluster: Cluster) -> Iterator[Part]:
     match view.failure:
         case Unreachable():
-            yield f"the master is away for {about(view.failing_s)}; jobs go on", "bold red"
+            yield f"the master is away for {about(view.failing_s)}; jobs continue", "bold red"
         case None if view.problem:
             yield inline(view.problem), "bold yellow"
         case None:
@@ -81,7 +81,7 @@ def _state(view: View, cluster: Cluster) -> Iterator[Part]:
 
 
 def job(view: View, width: int) -> tuple[Row, Row]:
-    """Return two rows: how far the job is, and what it can still take."""
+    """Return two rows: the job's progress, and how many losses it can survive."""
     found = view.job
     if found is None:
         return (("no jobs; queue one with 'oobleck submit JOB.yaml'", "dim"),), ()
@@ -115,7 +115,7 @@ def _prospects(view: View) -> Iterator[Part]:
 
 
 def nodes(found: Sequence[NodeRow], width: int) -> list[tuple[str, Row]]:
-    """The name and the row of each."""
+    """Return name and row of each node."""
     wide = min(_LONGEST_NAME, max((len(node.name) for node in found), default=0))
     states = max((len(node.state) for node in found), default=0)
     return [(node.name, fitted(_node(node, wide, states), width)) for node in found]
@@ -134,8 +134,10 @@ def _node(node: NodeRow, wide: int, states: int) -> Iterator[Part]:
 
 
 def pipelines(view: View, width: int) -> list[Row]:
-    """A row for each pipeline (or route), a cell for each stage: with its layers, where there is
-    no room for these its workers alone, and where there is none for them a mark."""
+    """Return a row for each pipeline or route, with a cell for each stage.
+
+    A cell has the workers and layers, or only the workers, or only a mark, as the width permits.
+    """
     if view.job is None or not view.job.HasField("plan"):
         return []
     found = places.rows(view.job.plan, view.nodes)
@@ -165,7 +167,7 @@ def pipelines(view: View, width: int) -> list[Row]:
 
 
 def _head_of(row: places.Row) -> str:
-    """`0  16 mb` of a pipeline: its number, and micro-batches of a step."""
+    """Return `0  16 mb` for a pipeline: its number, and its micro-batches per step."""
     kind, _, number = row.name.partition(" ")
     share = row.share.partition(" ")[0]
     if not number:
@@ -192,17 +194,17 @@ def losses(points: Sequence[Point], width: int, height: int) -> list[str]:
     return plot(found, width=width, height=height - 1).split("\n")
 
 
-# ---- what has happened
+# ---- events
 
 
 def incidents(view: View, width: int) -> list[tuple[str, Row]]:
-    """Number and row of each, the newest first; before all the one that is not over."""
+    """Return number and row of each incident, newest first; an open one before all others."""
     rows = [
         (str(record["incident"]), fitted(_incident(record), width))
         for record in reversed(view.told.incidents)
     ]
     if view.job is not None and (now := open_incident(view.job)):
-        row = ("not over  ", "bold red"), (inline(now), "bold")
+        row = ("open  ", "bold red"), (inline(now), "bold")
         rows.insert(0, ("", fitted(row, width)))
     return rows
 

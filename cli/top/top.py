@@ -1,4 +1,4 @@
-"""`oobleck top`: a page on the terminal. Owns what has to be so before there is one."""
+"""`oobleck top`: a page on the terminal. Owns the checks before the page is shown."""
 
 import os
 import sys
@@ -13,12 +13,12 @@ from oobleck.host.ipc.endpoint import Endpoint
 
 _EPILOG = """\b
 Keys:
-  arrows, Tab   move in a list, and from list to list; n is that of nodes
-  Enter         all about the node or the incident
+  arrows, Tab   move in a list, and from list to list; n: the list of nodes
+  Enter         details of the node or the incident
   d, u          drain the node, or let it take part again
   c             cancel the job
-  [ and ]       the job that was submitted before, or after
-  i, e, l       incidents, events, or what workers print
+  [ and ]       the job submitted before, or after
+  i, e, l       incidents, events, or output of workers
   z             losses of all steps, or of the newest
   q             end
 
@@ -29,7 +29,7 @@ Exit codes: 0 after q, 3 no such job, 4 no master answers at the start, 5 denied
 @job_argument(required=False)
 @options.master_option
 def top(job_id: str | None, master: Endpoint) -> int:
-    """Watch nodes, the job JOB (without JOB whichever trains) and what happens to it on one page.
+    """Watch nodes, the job JOB (default: the one that trains) and its events on one page.
 
     Needs a terminal, and the package textual: pip install 'oobleck-cluster[top]'.
     """
@@ -39,7 +39,7 @@ def top(job_id: str | None, master: Endpoint) -> int:
             "this page needs the package textual: pip install 'oobleck-cluster[top]'",
             options.FAILED,
         )
-    if not os.environ.get("NO_COLOR"):  # one that is empty asks for nothing
+    if not os.environ.get("NO_COLOR"):  # an empty one has no effect
         os.environ.pop("NO_COLOR", None)
     from oobleck.cli.top.feed import Feed
     from oobleck.cli.top.page import Page
@@ -49,14 +49,12 @@ def top(job_id: str | None, master: Endpoint) -> int:
 
 
 def _check_terminal() -> None:
-    """Raises CommandFailed."""
+    """Raise CommandFailed unless there is a terminal."""
     instead = "'oobleck status --watch' needs none"
     if os.environ.get("TERM", "dumb") == "dumb":
-        raise CommandFailed(
-            f"TERM names no terminal that can show a page; {instead}", options.USAGE
-        )
+        raise CommandFailed(f"this TERM cannot show a page; {instead}", options.USAGE)
     # The page is drawn on standard error and reads keys from standard input.
     if not all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise CommandFailed(
-            f"standard input, output and error have to be a terminal; {instead}", options.USAGE
+            f"standard input, output and error must be a terminal; {instead}", options.USAGE
         )

@@ -1,5 +1,4 @@
-"""Stream of all that is known of a job: its steps, evaluations and events, each in order and
-exactly once, until the job ends."""
+"""Stream of a job's steps, evaluations and events, in order and exactly once, until it ends."""
 
 import json
 import queue
@@ -15,9 +14,9 @@ from oobleck.cli.jobs.away import follow_events, follow_metrics
 from oobleck.host.command import CommandFailed
 
 Kind = Literal["step", "evaluation", "event"]
-#: So many are read ahead of who writes them.
+#: Most items read ahead of the writer.
 _AHEAD = 1000
-#: Steps among which the one before an event is looked for.
+#: Number of steps that are searched for the one before an event.
 _RECENT = 10_000
 
 
@@ -37,7 +36,7 @@ class Item:
 
     kind: Kind
     record: dict[str, Any]
-    #: That it is of; of an event: the last one before it.
+    #: Step that it belongs to; for an event, the last one before it.
     step: int
 
 
@@ -50,10 +49,12 @@ class _End:
 def feed(
     master: MasterClient, job_id: str, since: Written, tell: Callable[[str], None]
 ) -> Iterator[Item | None]:
-    """Yield the items that are not written yet; None where nothing more is there at the moment.
-    `tell`: is told that the master is away, and back. Raises CommandFailed."""
+    """Yield the items that are not written yet; None when no more are available now.
+
+    `tell`: reports that the master is away, or back. Raise CommandFailed.
+    """
     due = master.job(job_id).committed_step
-    # Known before any step, so that steps of long ago do not overtake them.
+    # Read before any step, so that old steps do not overtake them.
     early = [json.loads(event.json) for event in master.events(job_id, follow=False)]
     known = early[-1]["id"] if early else 0
     early = [record for record in early if record["id"] > since.event]
@@ -76,7 +77,7 @@ def feed(
 
     while going:
         if items.empty():
-            # Steps of before come as fast as they are read, and events are put between them.
+            # Old steps arrive as fast as they are read, and events are inserted between them.
             if recent[-1][1] >= due or "step" not in going:
                 yield from map(event_item, early)
                 early = []
@@ -100,7 +101,7 @@ def feed(
 
 
 def _nobody(line: str) -> None:
-    """Ignore the line: the stream of steps tells it already."""
+    """Ignore the line, because the stream of steps reports it already."""
 
 
 def _pump(

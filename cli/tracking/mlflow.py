@@ -1,12 +1,12 @@
-"""A job for MLflow: one run in its file store (`mlruns`), which is only appended to.
+"""Copy of a job for MLflow: one run in its file store (`mlruns`), which only grows.
 
-The layout of that store has not changed since MLflow 1 and takes no changes any more, so it is
-written without the package mlflow; MLflow's own calls look at the whole run for each number.
+The layout of that store has been stable since MLflow 1 and is frozen, so it is written without the
+package mlflow; MLflow's own calls scan the whole run for each number.
 
-First the files get their lines, then `oobleck.json` in the run's folder says how long each of them
-is. Whatever ended the process that wrote them, the next one cuts every file to that length and goes
-on behind it. If a file is shorter, as after a power cut, the run is written from the beginning: the
-master has all that is in it.
+The files get their lines first, then `oobleck.json` in the run's folder records the length of each.
+However the writing process ended, the next one truncates every file to that length and continues.
+If a file is shorter, as after a power loss, the run is written from the beginning: the master has
+all records.
 """
 
 import hashlib
@@ -27,19 +27,19 @@ from oobleck.cli.tracking.folder import open_locked
 #: The store, in the directory that all jobs share.
 STORE = "mlflow"
 _EVENTS = "artifacts/events.txt"
-#: What is written to take another file's place.
+#: Name of a file that will replace another.
 _NEW = ".new"
-#: Events that a run's description has; all of them are in the file.
+#: Number of the last events in a run's description; the file has all of them.
 _TOLD = 20
-#: Lines that wait to be written together.
+#: Most lines that wait to be written together.
 _MOST_WAITING = 10_000
-#: How MLflow numbers what became of a run.
+#: MLflow's numbers for the states of a run.
 _RUNNING = 1
 _ENDS = {"succeeded": 3, "failed": 4, "cancelled": 5}
-#: What MLflow takes no name of a metric with.
+#: Characters that MLflow forbids in names of metrics.
 _UNNAMED = re.compile(r"[^\w.\- ]")
 _LONGEST_NAME = 60
-#: Of a name's hash, where its file cannot be called so.
+#: Digits of a name's hash, if its file needs another name.
 _DIGITS = 8
 
 
@@ -50,7 +50,7 @@ class _Progress(msgspec.Struct, kw_only=True):
     evaluation: int = 0
     event: int = 0
     status: int = _RUNNING
-    #: In milliseconds; 0: not known yet.
+    #: In milliseconds; 0: unknown yet.
     start: int = 0
     end: int = 0
     #: Length of each file.
@@ -59,10 +59,10 @@ class _Progress(msgspec.Struct, kw_only=True):
 
 class MLflow:
     def __init__(self, folder: Path, job_id: str) -> None:
-        """Raises CommandFailed, OSError."""
+        """Open or make the run. Raise CommandFailed or OSError."""
         self._lock = open_locked(folder / job_id / "mlflow.lock")
         self._name = job_id
-        # As for a run of MLflow's own; its ids take no full stops, which jobs may have.
+        # Hashed, because MLflow's ids allow no full stops, and jobs' ids do.
         self._id = hashlib.sha256(job_id.encode()).hexdigest()[:32]
         self._experiment = _make_experiment(folder / STORE, job_id.rpartition("-")[0])
         self._run = self._experiment / self._id
@@ -132,7 +132,7 @@ class MLflow:
         self._count += 1
 
     def _describe(self) -> None:
-        """Write what MLflow shows of the run beside its numbers."""
+        """Write the description that MLflow shows beside the numbers."""
         progress = self._progress
         self._replace("tags/mlflow.runName", self._name.encode())
         note = "".join(f"    {line}\n" for line in self._last)
@@ -161,13 +161,15 @@ class MLflow:
         )
 
     def _replace(self, name: str, content: bytes) -> None:
-        # MLflow takes whatever lies beside a tag for one, also what a killed process has left.
+        # MLflow takes every file beside a tag for a tag, including one left by a killed process.
         _replace(self._run / name, content, self._run / _NEW)
 
 
 def _make_experiment(store: Path, name: str) -> Path:
-    """Make the experiment's folder, one for all jobs of a name, and return it. Others may make the
-    same one meanwhile."""
+    """Make the experiment's folder, one for all jobs of a name, and return it.
+
+    Other processes may make the same one meanwhile.
+    """
     number = str(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]))
     folder = store / number
     folder.mkdir(parents=True, exist_ok=True)
@@ -185,8 +187,10 @@ def _make_experiment(store: Path, name: str) -> Path:
 
 
 def _recover(run: Path) -> _Progress:
-    """Cut each file to its recorded length, and return how far the files go. Where one is shorter,
-    or the record is missing or damaged, delete the run and return the beginning."""
+    """Truncate each file to its recorded length, and return the recorded position.
+
+    If one is shorter, or the record is missing or damaged, delete the run and return the beginning.
+    """
     try:
         progress = msgspec.json.decode((run / "oobleck.json").read_bytes(), type=_Progress)
         if all((run / name).stat().st_size >= size for name, size in progress.sizes.items()):
@@ -201,9 +205,10 @@ def _recover(run: Path) -> _Progress:
 
 
 def _file_name(metric: str) -> str:
-    """Return the name of a metric's file, which stays in the folder whatever a user calls the
-    metric. A name that cannot be kept gets a part of its hash behind it, so that no two have one
-    file."""
+    """Return the name of a metric's file, which is always inside the folder.
+
+    A name that must be changed gets a part of its hash, so that no two metrics share a file.
+    """
     parts = (_UNNAMED.sub("_", part).strip(". ") for part in metric.split("/", 2))
     name = "/".join(part[:_LONGEST_NAME] or "_" for part in parts)
     if name == metric:
@@ -220,7 +225,9 @@ def _yaml(content: dict[str, Any]) -> bytes:
 
 
 def _replace(path: Path, content: bytes, new: Path) -> None:
-    """Replace the file at once, by way of the file `new`: whoever reads it meanwhile finds the old
-    or the new content."""
+    """Replace the file atomically, by way of the file `new`.
+
+    A concurrent reader finds the old or the new content.
+    """
     new.write_bytes(content)
     new.replace(path)

@@ -1,9 +1,9 @@
-"""A job for TensorBoard: one event file, which is only appended to.
+"""Copy of a job for TensorBoard: one event file, which only grows.
 
-The file itself tells how far it goes, so nothing can disagree with it: whatever ended the process
-that wrote it, the next one cuts off an end that is no whole record and goes on behind it. The
-process has the file locked, since two that write would write everything twice. Needs the package
-tensorboard, and neither TensorFlow nor torch.
+The file itself shows its position, so nothing can disagree with it: however the writing process
+ended, the next one cuts off an incomplete last record and continues. The process locks the file,
+because two writers would duplicate everything. Needs the package tensorboard, and neither
+TensorFlow nor torch.
 """
 
 import os
@@ -20,16 +20,16 @@ from oobleck.cli.tracking import values
 from oobleck.cli.tracking.feed import Item, Written
 from oobleck.cli.tracking.folder import open_locked
 
-#: TensorBoard takes a file for its own by what begins so.
+#: TensorBoard recognises its files by this prefix.
 FILE = "events.out.tfevents.0.oobleck"
 _EVENTS = "events"
-#: Of a record: the number of bytes in it, and its checksum; behind the bytes, theirs.
+#: Head of a record: the number of bytes and its checksum. The bytes' checksum follows them.
 _HEAD, _FOOT_BYTES = struct.Struct("<QI"), 4
 
 
 class TensorBoard:
     def __init__(self, folder: Path, job_id: str) -> None:
-        """Raises CommandFailed, OSError."""
+        """Open or make the file. Raise CommandFailed or OSError."""
         self._file = open_locked(folder / job_id / FILE)
         self.written = _recover(self._file)
         self._writer = RecordWriter(self._file)
@@ -82,7 +82,7 @@ class TensorBoard:
 
 
 def _recover(file: BinaryIO) -> Written:
-    """Cut off the file's end where it is no whole record, and return how far the file goes."""
+    """Cut off an incomplete last record, and return the file's position."""
     last = {"step": 0, "evaluation": 0, "event": 0}
     whole = 0
     for event, end in _events(file):
@@ -100,7 +100,7 @@ def _recover(file: BinaryIO) -> Written:
 
 
 def _events(file: BinaryIO) -> Iterator[tuple[event_pb2.Event, int]]:
-    """The whole ones, and where each ends."""
+    """Yield the complete events, and where each ends."""
     file.seek(0)
     end = 0
     while len(head := file.read(_HEAD.size)) == _HEAD.size:

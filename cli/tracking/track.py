@@ -1,4 +1,4 @@
-"""`oobleck track`: a job's metrics and events for TensorBoard and others, as they come."""
+"""`oobleck track`: a job's metrics and events for TensorBoard and others, as they arrive."""
 
 import importlib
 from pathlib import Path
@@ -14,7 +14,7 @@ from oobleck.host.ipc.endpoint import Endpoint
 if TYPE_CHECKING:
     from oobleck.cli.tracking.feed import Item, Written
 
-#: Module and class of each.
+#: Module and class of each tracker.
 TRACKERS = {
     "tensorboard": "oobleck.cli.tracking.tensorboard:TensorBoard",
     "wandb": "oobleck.cli.tracking.wandb:WandB",
@@ -34,10 +34,10 @@ Exit codes: see 'oobleck --help'."""
 
 
 class Tracker(Protocol):
-    """Writes one job for one program. What it has written tells it how far it is."""
+    """Writer of one job for one program, which finds its position in its own files."""
 
     def __init__(self, folder: Path, job_id: str) -> None:
-        """Raises CommandFailed, OSError; so do the others."""
+        """Open or make the files. Raise CommandFailed or OSError; so do the other methods."""
 
     @property
     def written(self) -> "Written": ...
@@ -45,7 +45,7 @@ class Tracker(Protocol):
     def write(self, item: "Item") -> None: ...
 
     def flush(self) -> None:
-        """Have all that was written where the program looks."""
+        """Write everything to the files that the program reads."""
 
     def close(self) -> None: ...
 
@@ -57,21 +57,21 @@ class Tracker(Protocol):
     "name",
     required=True,
     type=click.Choice(list(TRACKERS)),
-    help="The program that it is for.",
+    help="The program to write for.",
 )
 @click.option(
     "--directory",
     required=True,
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Where its files go, in a folder with the job's id for a name.",
+    help="Folder of the files, which are in a folder named by the job's id.",
 )
 @master_option
 def track(job_id: str, name: str, directory: Path, master: Endpoint) -> None:
-    """Write what JOB's steps and evaluations gave, and what happened to it, for another program.
+    """Write the results of JOB's steps and evaluations, and its events, for another program.
 
-    Goes on until the job ends. However this command ends, it may be started again with the same
-    directory: it goes on behind what is written, and writes each step exactly once.
+    It runs until the job ends. However it ends, it may be restarted with the same directory: it
+    continues after the last record, and writes each step exactly once.
     """
     from oobleck.cli.client import MasterClient
     from oobleck.cli.tracking.feed import feed
@@ -79,7 +79,7 @@ def track(job_id: str, name: str, directory: Path, master: Endpoint) -> None:
 
     made = _load(name)
     with MasterClient(master) as connection:
-        job = connection.job(job_id)  # before anything is made for one that there is not
+        job = connection.job(job_id)  # before any file is made for an unknown job
         try:
             claim(directory / job_id, job.submitted_at)
             tracker = made(directory, job_id)
@@ -93,7 +93,9 @@ def track(job_id: str, name: str, directory: Path, master: Endpoint) -> None:
             finally:
                 tracker.close()
         except OSError as error:
-            text = f"--directory {directory}: {error.strerror or error}; name one that takes files"
+            text = (
+                f"--directory {directory}: {error.strerror or error}; name one that can be written"
+            )
             raise CommandFailed(text, FAILED) from error
 
 

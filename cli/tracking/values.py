@@ -6,12 +6,12 @@ from typing import Any
 
 from oobleck.cli.output.events import sentence
 
-#: What says which evaluation it is, and is no result of it.
+#: Keys that identify an evaluation; they are not results.
 _OF_NO_INTEREST = ("step", "time", "generation", "samples", "seconds")
 
 
 def of_step(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the step's numbers by name; those that are not finite are left out."""
+    """Return the step's numbers by name, without those that are not finite."""
     found = {
         "train/loss": record["loss"],
         "train/grad_norm": record["grad_norm"],
@@ -36,7 +36,7 @@ def _numbers(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, floa
             case int() | float() if math.isfinite(value):
                 yield f"{prefix}/{key}", float(value)
             case _:
-                pass  # no number, so nothing to draw
+                pass  # not a number, so nothing to draw
 
 
 def of_event(record: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""A job for Weights & Biases: one run in its offline format, for `wandb sync` once the job is over.
+"""Copy of a job for Weights & Biases: one run in its offline format, for `wandb sync` afterwards.
 
-An offline run cannot be gone on with, so each start writes it from the beginning, in place of what
-an earlier one has left: the master has all that is in it. Needs the package wandb.
+An offline run cannot be continued, so each start writes it from the beginning and replaces an
+earlier one: the master has all records. Needs the package wandb.
 """
 
 import shutil
@@ -18,12 +18,12 @@ from oobleck.host.command import CommandFailed
 
 class WandB:
     def __init__(self, folder: Path, job_id: str) -> None:
-        """Raises CommandFailed, OSError."""
+        """Begin the run. Raise CommandFailed or OSError."""
         folder = folder / job_id
         self._lock = open_locked(folder / "wandb.lock")
         shutil.rmtree(folder / "wandb", ignore_errors=True)
         self.written = Written()
-        # What it looks at of its own process says nothing of the job.
+        # Statistics of this process say nothing about the job.
         settings = wandb.Settings(
             silent=True,
             console="off",
@@ -39,12 +39,12 @@ class WandB:
         except wandb.Error as error:
             raise CommandFailed(f"wandb: {error}", FAILED) from error
         self._run.define_metric("evaluation/*", step_metric="evaluation/step")
-        #: The row that is not closed yet, and the events in it.
+        #: The row that is still open, and the events in it.
         self._step = 0
         self._events: list[str] = []
 
     def write(self, item: Item) -> None:
-        """Rows have rising steps, so what is of no step of its own is put into the last one."""
+        """Add an item; rows need rising steps, so items between steps go to the last one."""
         record = item.record
         match item.kind:
             case "step":
@@ -59,8 +59,10 @@ class WandB:
                 self._run.log({"events": "\n".join(self._events)}, step=self._step)
 
     def flush(self) -> None:
-        """Do nothing: wandb's own process writes as it likes, and the next start writes the
-        rest."""
+        """Do nothing: wandb's own process decides when to write.
+
+        The next start writes the run again.
+        """
 
     def close(self) -> None:
         self._run.finish()

@@ -1,4 +1,4 @@
-"""Views of a cluster and its jobs for pages, as plain data that follows from what the master says.
+"""Views of a cluster and its jobs for pages: plain data computed from the master's answers.
 
-Shared by `oobleck top` and `oobleck dashboard`. Pure; must not know terminals nor HTML.
+Shared by `oobleck top` and `oobleck dashboard`. Pure; must not know terminals or HTML.
 """

@@ -1,4 +1,4 @@
-"""The nodes and jobs of a cluster: what stands out first, and what can still be lost. Pure."""
+"""Nodes and jobs of a cluster: exceptional ones first, and how many may be lost. Pure."""
 
 import re
 from collections import Counter
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck.cli.output import text
+from oobleck.cli.output.colour import ORDER, Tone, tone, worst
 from oobleck.cli.view.job import Progress, open_incident, progress
-from oobleck.cli.view.tone import ORDER, Tone, tone, worst
 from oobleck.core.units import count
 from oobleck.proto import control_pb2 as pb
 
-#: A node that was not heard of for longer says so.
+#: Silence after which a node's row shows it.
 _SILENT_S = 3.0
 
 
@@ -27,12 +27,12 @@ class NodeRow:
     memory_bytes: int
     address: str
     job_id: str
-    #: Of workers that compute slowly; empty: none does.
+    #: Pace of slow workers; empty: none is slow.
     pace: str
-    #: How long ago it was heard of; empty: just now.
+    #: Time since it was last heard; empty: recently.
     silent: str
     failures: int
-    #: It takes no part, or is on the way out, by an operator's wish: it can be taken back.
+    #: Whether it is out or on its way out, and can be undrained.
     is_out: bool
 
 
@@ -41,11 +41,11 @@ class JobRow:
     id: str
     name: str
     state: str
-    #: Beside the state.
+    #: Remarks beside the state.
     why: str
     tone: Tone
     progress: Progress
-    #: In its plan.
+    #: Number of nodes in its plan.
     nodes: int
     pipelines: int
     incident: str
@@ -53,7 +53,7 @@ class JobRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Prospect of a job: what it can still lose, or what comes of the next loss."""
+    """Prospect of a job: how many nodes it may lose, or what the next loss causes."""
 
     job_id: str
     text: str
@@ -62,17 +62,17 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    #: By state, most frequent first.
+    #: Number of nodes by state, most frequent first.
     states: Mapping[str, int]
     workers: int
     ready: int
     tokens_per_s: float
-    #: Live and in no job's plan.
+    #: Number of live nodes in no job's plan.
     spare: int
-    #: For each job that goes on.
+    #: Prospect of each running job.
     losses: tuple[Loss, ...]
     jobs: tuple[JobRow, ...]
-    #: Those that stand out first.
+    #: Exceptional ones first.
     nodes: tuple[NodeRow, ...]
     versions: str
 
@@ -95,7 +95,7 @@ def cluster(nodes: Sequence[pb.NodeInfo], jobs: Sequence[pb.JobStatus]) -> Clust
 
 
 def members(plan: pb.Plan) -> list[str]:
-    """The names of a plan's nodes, each once, in order."""
+    """Return the names of a plan's nodes, each once, in order."""
     return list(dict.fromkeys(node for pipeline in plan.pipelines for node in pipeline.nodes))
 
 
@@ -137,7 +137,7 @@ def _ready(node: pb.NodeInfo) -> int:
 
 
 def loss(job: pb.JobStatus) -> Loss:
-    """Return the prospect of a job with a plan that goes on."""
+    """Return the prospect of a running job with a plan."""
     if job.can_lose:
         return Loss(job_id=job.job_id, text=f"can lose {text.can_lose(job)}", tone="good")
     if not job.checkpoint:
@@ -153,7 +153,7 @@ def loss(job: pb.JobStatus) -> Loss:
 
 
 def _newest_first(jobs: Iterable[pb.JobStatus]) -> list[pb.JobStatus]:
-    """Sort jobs: those that go on before those that have ended, the newest first."""
+    """Sort jobs: running before ended ones, newest first."""
     return sorted(jobs, key=lambda job: (job.state in text.ENDED, -job.submitted_at))
 
 

@@ -1,5 +1,7 @@
-"""An incident as its parts: how long each phase took, and what was expected of the plans that
-answered. Pure: records of events.jsonl in."""
+"""Incident as its parts: duration of each phase, and expectations of the plans in answer.
+
+Pure: records of events.jsonl in.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,14 +12,14 @@ from typing import Any
 class Phase:
     name: str
     seconds: float
-    #: Part of the whole bar, and where it begins, 0 to 1.
+    #: Share of the whole bar, and where it begins, 0 to 1.
     share: float
     begin: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """The phases of a generation that answered, or of all of them."""
+    """Phases of one generation in answer, or of all of them."""
 
     name: str
     total_s: float
@@ -34,7 +36,7 @@ class Held:
 
 
 def bars(record: Mapping[str, Any]) -> tuple[Bar, ...]:
-    """Return a bar for the whole incident, then one for each generation if several answered."""
+    """Return a bar for the whole incident, then one for each generation if there are several."""
     answers = [one for one in record["attempts"] if one.get("phases")]
     found = [_bar("in all", record["phases"], float(record["total_s"]))]
     if len(answers) > 1:
@@ -57,8 +59,11 @@ def _bar(name: str, phases: Mapping[str, float], total_s: float) -> Bar:
 
 
 def held(changes: Sequence[Mapping[str, Any]], step_s: Mapping[int, float]) -> tuple[Held, ...]:
-    """`changes`: the incident's `reconfigured` records; `step_s`: by generation, the median time of
-    its steps. What the master has said no expectation of is measured alone."""
+    """Return expected and measured values.
+
+    `changes`: the incident's `reconfigured` records. `step_s`: median time of steps, by generation.
+    Values without an expectation are only measured.
+    """
     found = []
     for change in changes:
         generation = int(change["to_generation"])
@@ -71,11 +76,11 @@ def held(changes: Sequence[Mapping[str, Any]], step_s: Mapping[int, float]) -> t
 
 
 def _held(what: str, expected_s: float | None, measured_s: float | None) -> Held:
-    told = "not told" if expected_s is None else f"{expected_s:.3f} s"
+    told = "unknown" if expected_s is None else f"{expected_s:.3f} s"
     return Held(
         what=what,
         expected=told,
-        measured="not known" if measured_s is None else f"{measured_s:.3f} s",
+        measured="unknown" if measured_s is None else f"{measured_s:.3f} s",
     )
 
 

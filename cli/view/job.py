@@ -1,25 +1,25 @@
-"""Progress of a job, in words and as a part of the whole. Pure."""
+"""Progress of a job, in words and as a share of the whole. Pure."""
 
 from dataclasses import dataclass
 
 from oobleck.cli.output import text
-from oobleck.cli.view.tone import Tone, tone
+from oobleck.cli.output.colour import Tone, tone
 from oobleck.proto import control_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    #: Part of the job's steps that is committed, 0 to 1, and that as text.
+    #: Committed share of the job's steps, 0 to 1, and as text.
     done: float
     percent: str
     step: int
     steps: int
-    #: Empty where it is not known, here and below.
+    #: Empty if unknown, here and below.
     loss: str
-    #: Tokens per second, or how long ago the last step was where the job does not get on.
+    #: Tokens per second; or the age of the last step if the job does not progress.
     speed: str
     eta: str
-    #: Age and step of the newest checkpoint, or that there is none; empty: the job takes none.
+    #: Age and step of the newest checkpoint, or a remark that there is none; empty: none are taken.
     checkpoint: str
     #: How many more nodes it can lose.
     can_lose: str
@@ -45,7 +45,7 @@ def progress(job: pb.JobStatus) -> Progress:
 
 
 def open_incident(job: pb.JobStatus) -> str:
-    """The first line of a failure or slowdown that is not over; empty: there is none."""
+    """Return the first line of an open failure or slowdown; empty: there is none."""
     if not job.last_incident or job.last_incident_at:
         return ""
     return job.last_incident.partition("\n")[0]

@@ -1,25 +1,25 @@
-"""The map of a plan: a row for each pipeline or route, a place for each stage. Pure."""
+"""Map of a plan: a row for each pipeline or route, a place for each stage. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from oobleck.cli.view.tone import Tone, tone, worst
+from oobleck.cli.output.colour import Tone, tone, worst
 from oobleck.proto import control_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A stage, on workers of one node."""
+    """Stage on workers of one node."""
 
     node: str
-    #: Of the node.
+    #: Slots of its workers on the node.
     slots: tuple[int, ...]
     first_layer: int
     last_layer: int
-    #: The part of the model's layers that it has, 0 to 1.
+    #: Its share of the model's layers, 0 to 1.
     share: float
     state: str
-    #: The slowest worker's rate: 1 is as fast as the others.
+    #: Rate of the slowest worker, relative to the others.
     rate: float
     tone: Tone
 
@@ -31,7 +31,7 @@ class Place:
 
     @property
     def workers(self) -> str:
-        """`n1`, or `n1/0,1` where the node has other workers than the first."""
+        """`n1`, or `n1/0,1` if it has other workers than the first."""
         slots = ",".join(map(str, self.slots))
         return self.node if slots == "0" else f"{self.node}/{slots}"
 
@@ -39,15 +39,15 @@ class Place:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     name: str
-    #: Micro-batches of a step, or what else it is for.
+    #: Micro-batches of a step, or another remark.
     share: str
     places: tuple[Place, ...]
-    #: The places follow one another, from the first layer to the last.
+    #: Whether the places lead from the first layer to the last.
     is_through: bool = True
 
 
 def rows(plan: pb.Plan, nodes: Iterable[pb.NodeInfo]) -> tuple[Row, ...]:
-    """Pipelines in order, or routes where the plan is not made of pipelines; then shadows."""
+    """Return pipelines in order, or routes if the plan has these; then shadows."""
     known = {node.node: node for node in nodes}
     through: Sequence[pb.Pipeline | pb.Route] = plan.routes or plan.pipelines
     layers = max((stage.last_layer + 1 for one in through for stage in _stages(one)), default=1)

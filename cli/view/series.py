@@ -1,7 +1,7 @@
-"""A job's steps as lines to draw, in bounded memory however long it trains.
+"""Curves of a job's steps, in bounded memory however long it trains.
 
-The whole is kept in buckets of equal numbers of steps, which are merged in pairs when there are too
-many; the last steps are kept as they are. Pure.
+The whole is kept in buckets of equal numbers of steps, which are merged in pairs when they become
+too many. The last steps are kept individually. Pure.
 """
 
 from collections import deque
@@ -9,23 +9,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: Buckets of the whole. Fewer than half of them are there only at the beginning.
+#: Most buckets of the whole. There are fewer than half only at the beginning.
 MOST_BUCKETS = 400
-#: Steps that are kept as they are.
+#: Most steps kept individually.
 MOST_RECENT = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Point of a curve, for some steps in a row: one, or a bucket."""
+    """Point of a curve, for consecutive steps: one, or a bucket."""
 
     first: int
     last: int
-    #: Mean, lowest and highest of those that have one; None: no loss was finite.
+    #: Mean, lowest and highest finite loss; None: no loss was finite.
     loss: float | None
     low: float | None
     high: float | None
-    #: Over the time since the commit before, so that standstills are in it.
+    #: Over the time since the previous commit, so that standstills count.
     tokens_per_s: float
     #: Unix time of the last commit.
     time: float
@@ -48,7 +48,7 @@ class _Bucket:
     )
 
     def __init__(self, record: Mapping[str, Any], before: float | None) -> None:
-        """`before`: Unix time of the commit before; None: it is not known."""
+        """Make a bucket of one step. `before`: Unix time of the previous commit; None: unknown."""
         self.first = self.last = int(record["step"])
         loss = record.get("loss")
         self.finite = int(loss is not None)
@@ -71,7 +71,7 @@ class _Bucket:
 
     def point(self) -> Point:
         known = self.finite > 0
-        # A calendar may be put back.
+        # The clock may have been set back.
         span_s = self.time - self.began if self.time > self.began else self.s
         return Point(
             first=self.first,
@@ -86,12 +86,12 @@ class _Bucket:
 
 
 class Series:
-    """Fed with lines of metrics.jsonl in order."""
+    """Series of steps, fed with lines of metrics.jsonl in order."""
 
     def __init__(self) -> None:
         self._buckets: list[_Bucket] = []
         self._recent: deque[_Bucket] = deque(maxlen=MOST_RECENT)
-        #: Steps of a bucket.
+        #: Steps per bucket.
         self._stride = 1
         #: Seconds of all steps, and when the first of them began.
         self._trained_s = 0.0
@@ -102,7 +102,7 @@ class Series:
         return self._recent[-1].last if self._recent else 0
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """The next step; one that is told again counts once."""
+        """Add the next step; a repeated one counts once."""
         before = self._recent[-1].time if self._recent else None
         step = _Bucket(record, before)
         if step.last <= self.last_step:
@@ -126,8 +126,10 @@ class Series:
         return [step.point() for step in self._recent]
 
     def goodput(self, until: float) -> float | None:
-        """Share of the time from the first step to the Unix time `until` that went into steps that
-        were kept, as the master's metric of that name; None: there is no step."""
+        """Return the share of time until `until` (Unix time) spent in steps that were kept.
+
+        It equals the master's metric of that name. None: there is no step.
+        """
         if self._since is None or until <= self._since:
             return None
         return min(1.0, self._trained_s / (until - self._since))

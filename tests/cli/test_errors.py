@@ -133,7 +133,7 @@ def test_a_master_of_an_earlier_release_that_lacks_a_call() -> None:
     try:
         with MasterClient(f"127.0.0.1:{port}") as client:
             assert client.jobs() == []
-            with pytest.raises(CommandFailed, match=r"is of an earlier release.*: upgrade Oobleck"):
+            with pytest.raises(CommandFailed, match=r"runs an earlier release.*: upgrade Oobleck"):
                 client.nodes()
     finally:
         server.stop(None).wait()

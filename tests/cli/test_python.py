@@ -226,5 +226,5 @@ def test_a_module_that_submits_the_job_that_imports_it_is_refused(tmp_path: Path
         timeout=60,
     )
     last = done.stderr.splitlines()[-1]
-    assert "the module that a job names submits a job when it is imported" in last
+    assert "the module that the job names submits a job when it is imported" in last
     assert 'move the call that submits below if __name__ == "__main__"' in last

@@ -74,4 +74,4 @@ def test_taken_on_demand_gone_back_to_when_all_is_lost_and_resumed(
     assert refused.returncode == 2
     assert "is cancelled: it trains no more" in refused.stderr
     refused = cluster.oobleck("cancel", job_id, "--checkpoint", check=False)
-    assert f"no checkpoint: {job_id} is cancelled and can take none" in refused.stderr
+    assert f"no checkpoint: {job_id} is cancelled and cannot take one" in refused.stderr

@@ -12,10 +12,10 @@ from oobleck.core.job.own import OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.worker.models import own
 from oobleck.worker.models.checks.describe import describe as describe_model
-from oobleck.worker.process import describe
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, of_the_device, whose_fault
 from oobleck.worker.runtime.random import RowKeys
+from oobleck.worker.session import describe
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.stage import StageRunner
 from support import bad_models

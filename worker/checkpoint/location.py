@@ -1,36 +1,97 @@
-"""The place of a job's checkpoints: whether all workers of a generation can use it, what is in it.
+"""Place of a job's checkpoints: whether all workers can use it, and which checkpoints it has.
 
-The first worker that sees any checkpoint says which ones there are. Where some cannot use the
-place, their nodes or the job are at fault (`findings`). Must not know what a checkpoint holds.
+The first worker that sees checkpoints decides the list of candidates. If some workers cannot use
+the place, their findings blame nodes or the job. Must not know what a checkpoint holds.
 """
 
 import contextlib
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from oobleck.core.checkpoint import misfit, step_of, why_not_begin
-from oobleck.core.ids import NodeName
+from oobleck.core.ids import NodeName, WorkerId
 from oobleck.core.job.spec import CheckpointSpec
 from oobleck.core.messages import Assign
+from oobleck.core.units import comma_separated
 from oobleck.host.display import inline
 from oobleck.host.storage.checkpoints import StoredCheckpoint, list_checkpoints
 from oobleck.host.storage.folder import Folder, open_folder
-from oobleck.worker.checkpoint.findings import Finding, at_fault, distinct_reasons
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime.errors import JobError, NodeError, TransportError
 from oobleck.worker.transport.tell_all import tell_all
 from oobleck.worker.transport.transport import Transport
 
+#: - unseen: files that another worker sees do not appear here.
+#: - unreadable: this node cannot read or write the place.
+#: - damaged: a layer's file differs from what was written.
+#: - unfit: no node can use it.
+Kind = Literal["fine", "unseen", "unreadable", "damaged", "unfit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Finding of one worker."""
+
+    worker: WorkerId
+    kind: Kind = "fine"
+    reason: str = ""
+    #: Layer whose file is damaged.
+    layer: int | None = None
+
+
+def distinct_reasons(found: Iterable[Finding]) -> list[str]:
+    """Return each reason with the nodes that reported it."""
+    nodes: dict[str, set[NodeName]] = {}
+    for finding in found:
+        if finding.kind != "fine":
+            nodes.setdefault(finding.reason, set()).add(finding.worker.node)
+    return [f"{reason} (on {comma_separated(names)})" for reason, names in nodes.items()]
+
+
+def at_fault(found: Sequence[Finding]) -> frozenset[NodeName]:
+    """Return the nodes that the others should go on without.
+
+    Empty if they are the majority. Also empty if two nodes see different things: nobody knows which
+    of the two is right.
+    """
+    kinds = {finding.kind for finding in found}
+    nodes = {finding.worker.node for finding in found}
+    fault = {finding.worker.node for finding in found if finding.kind != "fine"}
+    if not kinds <= {"fine", "unseen", "unreadable"} or 2 * len(fault) > len(nodes):
+        return frozenset()
+    if "unseen" in kinds and len(nodes) < 3:
+        return frozenset()
+    return frozenset(fault)
+
+
+def second_readers(found: Sequence[Finding]) -> dict[int, WorkerId]:
+    """Return, for each layer with a damaged file, the first worker on another node than its finder.
+
+    That worker reads the file too, because the finder's node may be at fault.
+    """
+    finders: dict[int, NodeName] = {}
+    for finding in found:
+        if finding.layer is not None:
+            finders.setdefault(finding.layer, finding.worker.node)
+    workers = [finding.worker for finding in found]
+    return {
+        layer: others[0]
+        for layer, node in finders.items()
+        if (others := [worker for worker in workers if worker.node != node])
+    }
+
+
 log = logging.getLogger(__name__)
 
-#: Checkpoints that are tried, newest first; and characters of a reason.
+#: Most checkpoints to try, newest first.
 _MOST_TRIED = 16
 _MOST_REASON = 200
 _PROBE_BYTES = 65_536
-#: How often checkpoints that cannot be listed are looked for, and how long between two looks: less
-#: than what is taken for a hang.
+#: Attempts to list the checkpoints, and the pause between two. The pause is shorter than the time
+#: that counts as a hang.
 _PATIENCE = 5
 _RETRY_S = 5.0
 
@@ -40,16 +101,15 @@ Candidates = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """View that one worker has of the place."""
+    """Checkpoints that one worker sees at the place."""
 
     candidates: Candidates
-    #: Whether there are damaged ones.
+    #: Whether damaged checkpoints exist.
     damaged: bool
 
 
 def check_place(spec: CheckpointSpec) -> None:
-    """Raises JobError where nobody can be told of the place, and NodeError where
-    this node cannot speak to it at all."""
+    """Raise JobError if the place may not be reported, NodeError if this node cannot reach it."""
     if why := spec.why_untold():
         raise JobError(f"checkpoint.path: {why}; name another place")
     try:
@@ -59,15 +119,15 @@ def check_place(spec: CheckpointSpec) -> None:
 
 
 class CheckpointLocation:
-    """View that the workers of one generation have of the job's `checkpoint.path`."""
+    """Place of a job's checkpoints, as the workers of one generation see it."""
 
     def __init__(
         self, context: WorkerContext, spec: CheckpointSpec, assign: Assign, transport: Transport
     ) -> None:
         self.folder: Folder = open_folder(spec.path)
-        #: The checkpoints that this worker sees, by identity.
+        #: Checkpoints that this worker sees, by identity.
         self.known: dict[int, StoredCheckpoint] = {}
-        #: Folders of checkpoints that are damaged, each with the reason.
+        #: Reason for each damaged checkpoint, by its folder's name.
         self._damaged: dict[str, str] = {}
         self._job = context.job
         self._spec = spec
@@ -79,11 +139,11 @@ class CheckpointLocation:
         self._transport = transport
 
     def candidates_to_begin(self) -> Candidates:
-        """Return what a job that has not trained yet may begin with, by its `checkpoint.resume`.
-        Check that all workers can write, rather than fail at the first checkpoint.
+        """Return the checkpoints that an untrained job may begin with, by its `checkpoint.resume`.
 
-        Raises JobError where the job must not begin so, and where nodes cannot use the place as
-        `error_for` says.
+        Also check that all workers can write, rather than fail at the first checkpoint. Raise
+        JobError if the job must not begin this way; if nodes cannot use the place, raise what
+        `error_for` returns.
         """
         attempt = hashlib.sha256(self._prefix.encode()).hexdigest()[:8]
         probes = [f".shared.{attempt}.{rank}" for rank in range(self._transport.size)]
@@ -99,50 +159,55 @@ class CheckpointLocation:
                     )
                 found = self._usable_to_begin()
             candidates, _ = self._agree_on_candidates(found)
-            if self._worker != first:  # what is refused is not written to by many
+            if self._worker != first:  # do not let all workers write to a refused place
                 own = self._check_shared(probes[0], probes[self._transport.rank])
             self._require_all(own)
         finally:
-            with contextlib.suppress(OSError):  # what stays is no checkpoint
+            with contextlib.suppress(OSError):  # a file left behind is no checkpoint
                 self.folder.remove(probes[self._transport.rank])
         return candidates
 
     def candidates_to_go_on(self, *, needed: bool) -> Candidates:
-        """Return what a job that has trained may go on from. Raises JobError where there are only
-        damaged ones, or none though one is `needed`, and what `error_for` makes."""
+        """Return the checkpoints from which a trained job may resume.
+
+        Raise JobError if all are damaged, or if one is `needed` and none exists. If nodes cannot
+        use the place, raise what `error_for` returns.
+        """
         self._require_all(self._list_patiently())
         candidates, damaged = self._agree_on_candidates(self._usable())
         if not candidates and (needed or damaged):
             what = "; ".join(self._damaged.values())
             raise JobError(
                 f"checkpoint.path: no checkpoint in {self.folder.url} can be used: "
-                f"{what or 'none of this training is there'}; see that its "
+                f"{what or 'none belongs to this training'}; check that its "
                 "file system is mounted on all nodes, and submit the job again"
             )
         return candidates
 
     def newer_damaged(self, step: int) -> list[str]:
-        """Return why each damaged checkpoint newer than that of `step` cannot be used."""
+        """Return the reason for each damaged checkpoint that is newer than `step`."""
         return [why for name, why in self._damaged.items() if (step_of(name) or 0) > step]
 
     def share_findings(self, own: Finding) -> list[Finding]:
-        """Share `own` with all workers; return the findings of all, in rank order."""
+        """Exchange findings with all workers; return them in rank order."""
         some = replace(own, reason=inline(own.reason)[:_MOST_REASON])
         return tell_all(self._transport, some, Finding)
 
     def error_for(
         self, fault: frozenset[NodeName], what: str, fix: str
     ) -> JobError | NodeError | TransportError:
-        """Return the error that this worker raises. `fault`: the nodes that the next generation
-        does without; NodeError on these, TransportError on the others. Empty: the job is at fault;
-        JobError."""
+        """Return the error that this worker raises.
+
+        `fault`: nodes that the next generation excludes: NodeError on these, TransportError on the
+        others. If it is empty, the job is at fault: JobError.
+        """
         if not fault:
             return JobError(f"checkpoint.path: {what}; {fix}")
         if self._worker.node not in fault:
             return TransportError(f"checkpoint.path: {what}")
         return NodeError(
-            f"checkpoint.path: {what}; on other nodes it is right: mount the same there, make "
-            "room, and make it writable"
+            f"checkpoint.path: {what}; other nodes have no problem: mount the same place here, "
+            "make room, and make it writable"
         )
 
     def _require_all(self, own: Finding) -> None:
@@ -153,8 +218,10 @@ class CheckpointLocation:
             raise self.error_for(at_fault(found), "; ".join(reasons), fix)
 
     def _why_unusable(self, probe: str) -> str:
-        """Why this node cannot use the place; empty: it can, has left a file there, and knows which
-        checkpoints there are."""
+        """Return why this node cannot use the place; empty if it can.
+
+        If it can, the file `probe` is there and the checkpoints are listed.
+        """
         what = "write to"
         try:
             self.folder.write(probe, [b"\0" * _PROBE_BYTES])  # an empty file fits on a full disk
@@ -165,8 +232,7 @@ class CheckpointLocation:
         return ""
 
     def _check_shared(self, theirs: str, own: str) -> Finding:
-        """Check that the file `theirs` of the first worker appears here, and that this node can
-        write `own`."""
+        """Check that the first worker's file `theirs` appears here, and write the file `own`."""
         url = self.folder.url
         try:
             seen = self.folder.exists(theirs)
@@ -175,7 +241,7 @@ class CheckpointLocation:
         if problem := self._why_unusable(own):
             return self._unreadable(problem)
         if not seen:
-            reason = f"what {self._plan.workers[0].node} writes to {url} does not appear"
+            reason = f"files of {self._plan.workers[0].node} in {url} do not appear"
             return Finding(worker=self._worker, kind="unseen", reason=reason)
         return Finding(worker=self._worker)
 
@@ -183,8 +249,10 @@ class CheckpointLocation:
         return Finding(worker=self._worker, kind="unreadable", reason=reason)
 
     def _list_patiently(self) -> Finding:
-        """List the checkpoints, in several attempts, because a storage that fails for a moment must
-        not end a training."""
+        """List the checkpoints, in several attempts.
+
+        A brief failure of storage must not end a training.
+        """
         reason = ""
         for attempt in range(_PATIENCE):
             if attempt:
@@ -209,8 +277,7 @@ class CheckpointLocation:
         return [item for item in known if not misfit(item.manifest, job, data, base)]
 
     def _usable_to_begin(self) -> list[StoredCheckpoint]:
-        """Return the checkpoints that the job may begin with; raises JobError where it may not
-        begin."""
+        """Return the checkpoints that the job may begin with. Raise JobError if it may not."""
         newest = next(((found.name, found.manifest) for found in self.known.values()), None)
         damaged = tuple(self._damaged.values())
         refusal = why_not_begin(
@@ -221,8 +288,7 @@ class CheckpointLocation:
         return self._usable()
 
     def _agree_on_candidates(self, own: Sequence[StoredCheckpoint]) -> tuple[Candidates, bool]:
-        """Return the candidates of the first worker that has any; and whether any worker knows of
-        damaged ones."""
+        """Return the candidates of the first worker that has any, and whether any sees damage."""
         some = [(item.manifest.step, item.identity) for item in own[:_MOST_TRIED]]
         seen = _Seen(some, bool(self._damaged))
         told = tell_all(self._transport, seen, _Seen)

@@ -1,8 +1,8 @@
 """Final weights on disk: one safetensors file per layer, and a manifest that names them.
 
-One holder of each layer writes it. The manifest follows, so it proves a complete set. A failed
-write is retried for a minute, since the result may exist nowhere else. `read_output` is for users
-and tests.
+One holder of each layer writes it. The manifest is written last, so it proves that the set is
+complete. A failed write is retried for a minute, because the result may exist nowhere else.
+`read_output` is for users and tests.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _PROBE_BYTES = 65_536
 _MOST_MANIFEST_BYTES = 1 << 20
-#: Pause between two attempts to write, and the time after which no attempt follows.
+#: Pause between two attempts to write, and the time after which attempts stop.
 _RETRY_S, _LONGEST_S = 5.0, 60.0
 
 
@@ -60,7 +60,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_writable(directory: str | Path) -> None:
-    """Fail before the training rather than after it. Raises JobError."""
+    """Raise JobError if `directory` cannot be written, before the training rather than after it."""
     probe = f".writable.{os.getpid()}"
     _write(directory, probe, b"\0" * _PROBE_BYTES)  # an empty file fits on a full disk
     with contextlib.suppress(OSError):
@@ -70,7 +70,7 @@ def check_writable(directory: str | Path) -> None:
 def _unwritable(directory: str | Path, error: OSError) -> JobError:
     if Path(directory).is_symlink() and not Path(directory).exists():
         return JobError(
-            f"output: {directory} is a link to {os.readlink(directory)}, which is not there on "
+            f"output: {directory} is a link to {os.readlink(directory)}, which does not exist on "
             "this node; make that directory, or name another one"
         )
     return JobError(
@@ -80,7 +80,7 @@ def _unwritable(directory: str | Path, error: OSError) -> JobError:
 
 
 def write_layers(directory: str | Path, state: ModelState, layers: Iterable[int]) -> None:
-    """Write the weights of `layers`, which `state` holds, under the names of their parameters."""
+    """Write the weights of `layers`, under the names of their parameters."""
     for layer in layers:
         tensors = {name: weight.cpu().numpy() for name, weight in state.weights(layer)}
         metadata = {"layer": str(layer), "step": str(state.layers[layer].version)}
@@ -100,7 +100,7 @@ def write_manifest(
     step: int,
     records: RecordsFile | None = None,
 ) -> None:
-    """Name the files of a complete output; to be written after all layers."""
+    """Write the manifest of a complete output, after all layers."""
     files = tuple(layer_file(layer) for layer in range(job.model.layer_count))
     manifest = Manifest(job=job_id, step=step, model=job.model, files=files, records=records)
     _write(directory, MANIFEST, msgspec.json.format(encode(manifest), indent=2) + b"\n")
@@ -109,10 +109,12 @@ def write_manifest(
 def write_result(
     context: WorkerContext, output: str, plan: Plan, transport: Transport, *, saved: bool
 ) -> None:
-    """Write the committed state to the directory `output`: each layer by its first owner, then the
-    manifest. Every worker of `plan` calls it. `saved`: a checkpoint has that state.
+    """Write the committed state to the directory `output`, then the manifest.
 
-    Raises JobError when it cannot be written, TransportError when a worker is lost, Superseded when
+    Each layer is written by its first owner. Every worker of `plan` calls it. `saved`: a checkpoint
+    has that state.
+
+    Raise JobError when it cannot be written, TransportError when a worker is lost, Superseded when
     a newer generation is wanted.
     """
     job, worker, step = context.job, context.worker, context.progress.committed
@@ -127,7 +129,7 @@ def write_result(
             state = ModelState(job, torch.device("cpu"))
             state.load(layer, whole, version=step)
             insist(partial(write_layers, output, state, [layer]))
-    transport.all_gather(torch.zeros(1))  # the manifest vouches for all layers
+    transport.all_gather(torch.zeros(1))  # the manifest must not precede any layer
     if plan.workers[context.progress.recorder] == worker:
         lines = context.records.lines(step, timeout_s=0.0)
 
@@ -141,7 +143,7 @@ def write_result(
 def _insist(
     control: Control, generation: Generation, step: int, lost: str, write: Callable[[], None]
 ) -> None:
-    """Retry `write` for `_LONGEST_S`. Then raises JobError, which says what is `lost`."""
+    """Retry `write` for `_LONGEST_S`; then raise JobError with `lost` in its message."""
     until = time.monotonic() + _LONGEST_S
     while True:
         try:
@@ -158,23 +160,27 @@ def _insist(
 def read_manifest(directory: str | Path) -> Manifest:
     path = Path(directory) / MANIFEST
     if not path.is_file():
-        raise JobError(f"{path} is not there: the job has not finished, or wrote elsewhere")
+        raise JobError(
+            f"{path} does not exist: the job has not finished, or it wrote to another directory"
+        )
     return decode(Manifest, read_regular(path, _MOST_MANIFEST_BYTES))
 
 
 def read_output(directory: str | Path) -> dict[str, NDArray[np.floating]]:
-    """Read all weights of an output, by `<layer>.<parameter>`, such as `3.qkv.weight`."""
+    """Return all weights of an output, by `<layer>.<parameter>`, such as `3.qkv.weight`."""
     weights: dict[str, NDArray[np.floating]] = {}
     for layer, name in enumerate(read_manifest(directory).files):
         path = Path(directory) / name
         if not path.is_file():
-            raise JobError(f"{path} is not there, though the manifest names it")
+            raise JobError(
+                f"{path} does not exist, but the manifest names it; copy the whole output again"
+            )
         weights.update({f"{layer}.{key}": value for key, value in load_file(path).items()})
     return weights
 
 
 def _write(directory: str | Path, name: str, content: bytes) -> None:
-    """Replace the file at once, on the disk."""
+    """Replace a file atomically and durably."""
     try:
         LocalFolder(directory).write(name, [content])
     except OSError as error:

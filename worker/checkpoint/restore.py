@@ -1,7 +1,7 @@
-"""Going on from a checkpoint: which one all workers can read, and loading this worker's layers.
+"""Resuming from a checkpoint: the newest one that all workers can read, and its layers.
 
-Newest first, every worker loads and checks the layers that it needs; the first checkpoint that is
-whole for all is taken. Must not know when one is wanted.
+Every worker loads and checks the layers that it needs, newest checkpoint first. The first one that
+is whole for all workers is used. Must not know when a restore is wanted.
 """
 
 import logging
@@ -24,14 +24,14 @@ from oobleck.host.storage.checkpoints import (
     verify_layer,
 )
 from oobleck.host.storage.folder import Folder
-from oobleck.worker.checkpoint.findings import (
+from oobleck.worker.checkpoint.location import (
+    CheckpointLocation,
     Finding,
     Kind,
     at_fault,
     distinct_reasons,
     second_readers,
 )
-from oobleck.worker.checkpoint.location import CheckpointLocation
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime.records import Records, read_lines
 from oobleck.worker.state.layer_file import unpack
@@ -42,7 +42,7 @@ from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
 
-#: Characters of a problem that the master is told.
+#: Longest problem that is reported to the master, in characters.
 _MOST_PROBLEM = 200
 
 
@@ -57,12 +57,12 @@ def restore(
 ) -> tuple[Restored | None, Missed, Records | None]:
     """Load the plan's layers from the newest checkpoint that is complete for all workers.
 
-    Return that checkpoint (None: there is none), its `missed` counts, and the records beside it
-    (None: none that can be used). `resume`: the job has not
-    trained yet, and `checkpoint.resume` decides. `needed`: there must be one.
+    Return that checkpoint (None: there is none), its `missed` counts, and its records (None: none
+    are usable). `resume`: the job is untrained, and `checkpoint.resume` decides. `needed`: one must
+    exist.
 
-    Raises JobError if none can be used, and Superseded. If the others go on without this node, it
-    raises NodeError here and TransportError there.
+    Raise JobError if none is usable, Superseded if a newer generation is wanted. If the others
+    resume without this node, raise NodeError here and TransportError there.
     """
     location = CheckpointLocation(context, spec, assign, transport)
     candidates = (
@@ -94,15 +94,17 @@ def restore(
     if not passed_over:
         return None, {}, None
     what = f"no checkpoint in {location.folder.url} can be read: {' | '.join(passed_over)}"
-    fix = "see that all nodes share it; or remove them to begin anew, or name another path"
+    fix = "check that all nodes share it; to begin anew, remove them or name another path"
     raise location.error_for(fault, what, fix)
 
 
 def _records(
     context: WorkerContext, folder: Folder, manifest: Manifest
 ) -> tuple[Records | None, str]:
-    """Return the records beside a checkpoint of this job, and why they cannot be used. Without them
-    the state is as good: they are lost then, which the master tells."""
+    """Return the records of a checkpoint of this job, and why they cannot be used.
+
+    Unusable records do not invalidate the state; the master reports that they are lost.
+    """
     if manifest.records is None or manifest.job != context.job_id:
         return None, ""
     try:
@@ -120,7 +122,7 @@ def _try(
     identity: int,
     shards: Iterable[Shard],
 ) -> list[Finding]:
-    """Load the layers from one checkpoint; what all workers find of it."""
+    """Try to load the layers from one checkpoint; return the findings of all workers."""
     mine = location.known.get(identity)
     found = location.share_findings(_load(context, location.folder, mine, step, shards))
     if distinct_reasons(found):
@@ -138,10 +140,10 @@ def _load(
     step: int,
     shards: Iterable[Shard],
 ) -> Finding:
-    """Load this worker's layers; what it finds of the checkpoint."""
+    """Load this worker's layers from one checkpoint; return the finding."""
     worker = context.worker
     if found is None:
-        return Finding(worker=worker, kind="unseen", reason=f"step {step}: is not seen")
+        return Finding(worker=worker, kind="unseen", reason=f"step {step}: it does not appear here")
     context.state.keep_only(())
     try:
         for shard in shards:
@@ -158,7 +160,7 @@ def _load(
 def _load_layer(
     context: WorkerContext, folder: Folder, manifest: Manifest, step: int, shard: Shard
 ) -> None:
-    """Raises InvalidCheckpoint."""
+    """Load one shard of a layer. Raise InvalidCheckpoint."""
     training = context.job.training
     moments, dtype = training.optimizer.state, state_dtype(training.precision)
     layer = shard.layer
@@ -168,10 +170,10 @@ def _load_layer(
     )
     most = (1 + len(moments)) * flat.size * dtype.itemsize + MOST_LAYER_HEADER_BYTES + 8
     if file.bytes > most:
-        raise InvalidCheckpoint(f"{file.name}: {file.bytes} bytes are more than a layer's")
+        raise InvalidCheckpoint(f"{file.name}: {file.bytes} bytes exceed the size of a layer")
     try:
         content = read_layer(folder, file)
-    except Damaged:  # what was cut short on its way is whole the second time
+    except Damaged:  # a truncated transfer may succeed the second time
         content = read_layer(folder, file)
     try:
         snapshot = unpack(content, flat, moments, dtype)
@@ -181,8 +183,10 @@ def _load_layer(
 
 
 def _confirm_damage(folder: Folder, found: StoredCheckpoint, layer: int) -> None:
-    """Set aside what another node finds damaged and this one too, so that it does not count as
-    one that is kept, and is not tried again."""
+    """Set a checkpoint aside if this node, too, finds the layer's file damaged.
+
+    Then it does not count as kept, and it is not tried again.
+    """
     here, file = folder.below(found.name), found.manifest.files[layer]
     problem = verify_layer(here, file)
     if not isinstance(problem, Damaged):

@@ -1,11 +1,12 @@
-"""Timing of checkpoints: when one is taken, and by whom, as the workers agree in their steps'
-votes.
+"""Timing of checkpoints: when to take one, and which worker writes which layer.
 
-One is due every so many steps, when the plan holds too few copies of a layer, and when an operator
-wishes it. All begin it after the same step, and none before the last one has ended everywhere.
-Training goes on while this worker's layers are copied (`snapshots`) and written (`writer`); the
-update of the next step waits for the copies, and so does this step for those of layers that several
-workers share.
+Workers agree in the votes of their steps. A checkpoint is due every so many steps, when the plan
+holds too few copies of a layer, and when an operator asks for one. All workers begin it after the
+same step, and only after the last one has ended everywhere.
+
+Training goes on while this worker's layers are copied (`snapshots`) and written (`writer`). The
+next step's update waits for the copies. Layers that several workers share are copied before the
+current step returns.
 """
 
 import logging
@@ -34,7 +35,7 @@ from oobleck.worker.transport.transport import Transport
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-#: Pause between two attempts at the last checkpoint, which must not be lost, and their number.
+#: Pause between attempts at the last checkpoint, which must not be lost; and their number.
 _RETRY_S, _ATTEMPTS = 10.0, 7
 
 
@@ -44,7 +45,7 @@ def _wait(snapshots: Snapshots) -> None:
 
 
 class Saver:
-    """Share of one worker in the checkpoints of its job."""
+    """One worker's part in the checkpoints of its job."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -55,21 +56,24 @@ class Saver:
         self._sizes = layer_sizes(context.job.model, context.job.training.optimizer.no_decay)
         self._assign: Assign | None = None
         self._transport: Transport | None = None
-        #: The last one that was begun; and whether its end has not been agreed yet.
+        #: The newest checkpoint that was begun, and whether its end is still to be agreed on.
         self._last: CheckpointWriter | None = None
         self._open = False
-        #: One is due since an earlier step.
+        #: Whether a checkpoint has been due since an earlier step.
         self._overdue = False
         self._at_risk = False
-        #: Made with the first checkpoint: pinned memory is taken once.
+        #: Created with the first checkpoint, because it takes pinned memory.
         self._ring: Ring | None = None
-        #: Newest wish that was answered, and newest saved step that this worker knows of.
+        #: Newest request that was answered, and newest saved step that this worker knows of.
         self._served = 0
         self.saved_step = 0
 
     def enter(self, assign: Assign, transport: Transport) -> None:
-        """Training goes on in another generation. Without a loss a save goes on as well; with one
-        its writers may be gone, so it is given up, and the next step's is taken instead."""
+        """Continue in another generation.
+
+        A save continues if no worker was lost. After a loss its writers may be gone, so it is given
+        up, and the next step is saved instead.
+        """
         if self._spec is None:
             return
         if self._open and self._last is not None and not self._goes_on(self._last, assign):
@@ -78,7 +82,7 @@ class Saver:
             self._open, self._overdue = False, True
         self._assign, self._transport = assign, transport
         progress = self._context.progress
-        if progress.lineage == assign.plan.generation:  # the checkpoint that it begins with
+        if progress.lineage == assign.plan.generation:  # the checkpoint that the job resumed from
             self.saved_step = progress.committed
         at_risk = can_lose(assign.plan) < self._job.fault_tolerance
         self._overdue = self._overdue or (at_risk and not self._at_risk)
@@ -86,7 +90,7 @@ class Saver:
 
     @staticmethod
     def _goes_on(saving: CheckpointWriter, assign: Assign) -> bool:
-        """Return whether all writers of `saving` are there to its end."""
+        """Return whether all writers of `saving` stay until its end."""
         writers = {worker for worker, _ in saving.order.writers}
         return assign.boundary and writers <= set(assign.plan.workers)
 
@@ -103,16 +107,15 @@ class Saver:
         )
 
     def _vote(self) -> vote.SaveVote:
-        """Return the state of the last checkpoint: whether it is still being written, and whether
-        it failed."""
+        """Return whether the last checkpoint is still being written, and whether it failed."""
         last = self._last
         if last is None:
             return vote.SaveVote()
-        busy = last.busy  # asked first: a thread that has ended has said whether it failed
+        busy = last.busy  # read first: a thread that has ended has set its failure
         return vote.SaveVote(busy=busy, failed=self._open and last.failed)
 
     def committed(self, step: int, verdict: vote.SaveVerdict) -> None:
-        """`step` is applied, and this is what its vote said."""
+        """React to the vote on `step`, which was applied."""
         if self._spec is None:
             return
         if self._open:
@@ -126,7 +129,7 @@ class Saver:
 
     def _follow(self, verdict: vote.SaveVerdict) -> None:
         last = self._last
-        assert last is not None, "what is open has begun"
+        assert last is not None, "an open checkpoint has begun"
         if verdict.failed:
             last.abandon(disturbed=False)
         if verdict.busy <= 1:
@@ -160,7 +163,7 @@ class Saver:
             with pulse.FILES:
                 snapshots = self._snapshots(chosen)
         except TransportError as error:
-            # The step is committed all the same; the next one finds the loss.
+            # The step is committed nevertheless; the next step detects the loss.
             log.warning("checkpoint given up", extra={"step": step, "reason": str(error)})
             self._overdue = True
             return
@@ -179,7 +182,7 @@ class Saver:
         self._open, self._overdue = True, False
 
     def _snapshots(self, chosen: Mapping[WorkerId, tuple[int, ...]]) -> Snapshots:
-        """Return snapshots of the layers that this worker writes. Raises TransportError."""
+        """Return snapshots of the layers that this worker writes. Raise TransportError."""
         assert self._assign is not None, "steps are run in a generation"
         assert self._transport is not None, "it comes with the assignment"
         state, plan, transport = self._context.state, self._assign.plan, self._transport
@@ -200,9 +203,9 @@ class Saver:
     def finish(self, transport: Transport, step: int, *, needed: bool) -> None:
         """Finish the save under way and save the state after the last step.
 
-        If that is `needed`, there are `_ATTEMPTS` attempts. Gathers replace the votes,
-        since there are no more steps. Raises JobError if this worker could not write its part in
-        the last attempt, TransportError, Superseded.
+        If that is `needed`, make up to `_ATTEMPTS` attempts. No steps follow, so gathers replace
+        the votes. Raise JobError if this worker failed to write its part in the last attempt,
+        TransportError or Superseded.
         """
         if self._spec is None:
             return
@@ -217,7 +220,7 @@ class Saver:
             if self._newest_saved(transport) >= step:
                 return
             attempts += 1
-            # A worker without a problem goes on, until it learns that another one has failed.
+            # A worker without a problem continues, until it learns that another one has failed.
             if attempts >= _ATTEMPTS and self._last is not None and self._last.problem:
                 raise JobError(
                     f"checkpoint: {self._last.problem}; make room there or make it writable, and "
@@ -226,18 +229,20 @@ class Saver:
             self._control.pause(self._assign.plan.generation, _RETRY_S)
 
     def _rest(self) -> str:
-        """Return the end of an error sentence: which state is saved."""
+        """Return the end of an error message: which state is saved."""
         return f"that of step {self.saved_step} is" if self.saved_step else "nor is an earlier one"
 
     def _newest_saved(self, transport: Transport) -> int:
-        """Learn from all workers which step is saved: one that joined late knows of no earlier
-        save."""
+        """Agree on the newest saved step.
+
+        A worker that joined late knows of no earlier save.
+        """
         told = transport.all_gather(torch.tensor([self.saved_step]))
         self.saved_step = max(int(row[0]) for row in told)
         return self.saved_step
 
     def _conclude(self, transport: Transport) -> None:
-        """Wait until the last save has come to its end on all workers."""
+        """Wait until the last save has ended on all workers."""
         assert self._assign is not None, "steps are run in a generation"
         while True:
             own = self._vote()

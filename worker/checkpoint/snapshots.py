@@ -1,10 +1,9 @@
 """Copies of layers in host memory, made by a thread while training goes on.
 
-What is on a GPU passes through a ring of a few pinned buffers, on a stream of its own: such copies
-run beside the kernels of the next step, and however large the state is, no more host memory than
-the ring is pinned. What is in host memory is copied as it is. Until all is read an update waits
-(`ModelState.read_until`); forward and backward change no weights. Must not know what becomes of the
-copies.
+Data on a GPU passes through a ring of a few pinned buffers, on a stream of its own. The copies run
+beside the kernels of the next step, and only the ring is pinned, however large the state is. Data
+in host memory is copied directly. An update waits until all is read (`ModelState.read_until`);
+forward and backward change no weights. Must not know who uses the copies.
 """
 
 import threading
@@ -15,13 +14,13 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-#: Of a ring: a GPU's link fills one buffer while the host empties another.
+#: Buffers of a ring: the GPU fills one while the host empties another.
 SLOTS = 4
 SLOT_BYTES = 16 << 20
 
 
 class Ring:
-    """Buffers through which tensors of a device get to host memory."""
+    """Ring of buffers through which tensors move from a device to host memory."""
 
     def __init__(
         self,
@@ -31,8 +30,10 @@ class Ring:
         slots: int = SLOTS,
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
-        """`everything`: host tensors pass through it as well, so that a host without a device runs
-        the same path."""
+        """Allocate the buffers.
+
+        `everything`: host tensors use the ring too, so that the same path runs without a device.
+        """
         self._device = device
         self._cuda = device.type == "cuda"
         self._slots: list[Tensor] = []
@@ -42,16 +43,16 @@ class Ring:
                 for _ in range(slots)
             ]
         self._stream = torch.cuda.Stream(device) if self._cuda else None  # type: ignore[no-untyped-call]  # torch's
-        #: A checkpoint that was given up may still be copied when the next one is begun.
+        #: Held because an abandoned checkpoint may still be copied when the next one begins.
         self._lock = threading.Lock()
 
     @property
     def slots(self) -> int:
-        """Buffers; without any, tensors are copied as they are."""
+        """Number of buffers; 0: tensors are copied directly."""
         return len(self._slots)
 
     def mark(self) -> torch.cuda.Event | None:
-        """Return an event behind all that is queued on the device by now; None without CUDA."""
+        """Return an event after all work queued on the device so far; None without CUDA."""
         if not self._cuda:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
@@ -59,8 +60,10 @@ class Ring:
         return event
 
     def copy(self, source: Tensor, into: Tensor, after: torch.cuda.Event | None = None) -> None:
-        """Have `source` (r, n) in `into`, in host memory, when this returns; rows are contiguous.
-        `after`: what is queued by then comes before; None: what is queued by now."""
+        """Copy `source` (r, n) to `into`, in host memory, and wait for it; rows are contiguous.
+
+        The copy waits for `after`; None: for all work queued so far.
+        """
         if not self._slots:
             into.copy_(source)
             return
@@ -71,7 +74,7 @@ class Ring:
 
     @contextmanager
     def _beside(self, after: torch.cuda.Event | None) -> Iterator[None]:
-        """Queue the block's work on the ring's own stream, behind `after`."""
+        """Queue the block's work on the ring's own stream, after `after`."""
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self._stream is not None and after is not None:
                 self._stream.wait_event(after)
@@ -79,7 +82,7 @@ class Ring:
 
     def _copy_row(self, row: Tensor, into: Tensor) -> None:
         width = self._slots[0].nbytes // row.itemsize
-        #: On their way into a buffer, and where each goes from there.
+        #: Copies in flight: buffer, destination, and the event of the copy's end.
         coming: deque[tuple[Tensor, Tensor, torch.cuda.Event | None]] = deque()
         pieces = zip(torch.split(row, width), torch.split(into, width), strict=True)
         for number, (piece, place) in enumerate(pieces):
@@ -99,7 +102,7 @@ def _take(slot: Tensor, place: Tensor, come: torch.cuda.Event | None) -> None:
 
 
 class Snapshots:
-    """Snapshots of the layers that a worker writes, as they are when they are added."""
+    """Snapshots of the layers that a worker writes, as they were when they were added."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
@@ -109,16 +112,18 @@ class Snapshots:
         self._read = threading.Event()
 
     def add(self, layer: int, state: Tensor) -> None:
-        """Add `state`, (1 + moments, n), to be copied by `make`; nobody changes it until it was
-        read."""
+        """Add `state`, (1 + moments, n), for `make` to copy.
+
+        It must not change until `wait` returns.
+        """
         self._sources[layer] = state
 
     def add_copy(self, layer: int, copy: Tensor) -> None:
-        """Made already."""
+        """Add a finished copy."""
         self._made[layer] = copy
 
     def make(self) -> None:
-        """Copy all that was added. Whatever it raises, nothing is read any more after it."""
+        """Copy all that was added; afterwards, even on an error, nothing is read any more."""
         try:
             for layer, state in sorted(self._sources.items()):
                 copy = torch.empty(state.shape, dtype=state.dtype, device="cpu")
@@ -133,7 +138,7 @@ class Snapshots:
         self._read.wait()
 
     def take(self, layer: int) -> Tensor:
-        """The copy of `layer`, which is not kept here any more."""
+        """Return the copy of `layer` and drop it here."""
         return self._made.pop(layer)
 
     def clear(self) -> None:

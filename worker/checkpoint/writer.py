@@ -1,8 +1,8 @@
-"""Makes one checkpoint in a thread: this worker's layers and, on one worker, the manifest.
+"""Thread that writes one checkpoint: this worker's layers and, on one worker, the manifest.
 
-Each writer leaves its layers' files and then a list of them with their hashes; the publisher waits
-for all lists and writes the manifest, which alone makes a checkpoint. So workers need only the
-folder to agree that it is complete, and a folder that they do not share is found out.
+Each writer writes its layers' files, then a list of them with their hashes. The publisher waits for
+all lists and writes the manifest, which completes the checkpoint. So workers agree by the folder
+alone, and an unshared folder is detected.
 """
 
 import hashlib
@@ -43,43 +43,43 @@ from oobleck.worker.state.usage import Missed
 
 log = logging.getLogger(__name__)
 
-#: Between two looks for the other writers' lists.
+#: Pauses between two looks for the other writers' lists.
 _FIRST_POLL_S = 0.01
 _LONGEST_POLL_S = 0.5
-#: How much later than its writer another worker may come to see a file.
+#: Longest delay until another node sees a new file.
 SEEN_AFTER_S = 10.0
-#: How long the record of the checkpoint's own step is waited for: it comes right after the step.
+#: Longest wait for the record of the checkpoint's own step, which follows the step at once.
 _RECORD_WITHIN_S = 10.0
-#: How long a checkpoint that came to nothing stays for writers that still work in it.
+#: Time that a failed checkpoint stays for writers that still work in it.
 _LINGER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Order to save: the same on all workers of a generation, but for `rank`."""
+    """Order to save; only `rank` differs between the workers of a generation."""
 
     job: JobSpec
     job_id: str
     step: int
     #: Name of the checkpoint's folder.
     name: str
-    #: Fingerprints of the data, and of initial weights that the state rests on; hexadecimal.
+    #: Fingerprints, in hexadecimal, of the data and of initial weights that the state needs.
     data: str
     base: str
     #: As `Manifest.missed`.
     missed: Missed = field(default_factory=dict)
-    #: Wish that this answers; 0: none.
+    #: Request that this answers; 0: none.
     wish: int
-    #: The layers that each worker writes, in rank order.
+    #: Layers that each worker writes, in rank order.
     writers: tuple[tuple[WorkerId, tuple[int, ...]], ...]
-    #: Of this worker.
+    #: Rank of this worker.
     rank: int
     #: Rank of the worker that writes the records.
     recorder: int = 0
 
     @property
     def publishes(self) -> bool:
-        """True for the worker that writes the manifest."""
+        """Whether this worker writes the manifest."""
         return self.rank == 0
 
     @property
@@ -91,18 +91,18 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Files that one writer has written."""
+    """List of the files that one writer has written."""
 
     files: tuple[LayerFile, ...]
     records: RecordsFile | None = None
 
 
 class _Abandoned(Exception):
-    """Abandonment of this checkpoint, whose reason was reported already."""
+    """Abandonment of this checkpoint; its reason was reported already."""
 
 
 class CheckpointWriter:
-    """The thread, and what others may tell it."""
+    """Writer of one checkpoint: a thread, and what other threads report to it."""
 
     def __init__(
         self,
@@ -115,11 +115,15 @@ class CheckpointWriter:
         reached: Callable[[], None],
         seen_after_s: float = SEEN_AFTER_S,
     ) -> None:
-        """`folder`: of all checkpoints; `snapshots`: of the layers that this worker writes, made
-        here and freed as they are written; `records`: of this worker; `reached`: called before each
-        layer is written."""
+        """Start the thread.
+
+        `folder`: folder of all checkpoints. `snapshots`: layers that this worker writes; they are
+        made here and freed once written. `records`: records of this worker. `reached`: called
+        before each layer is written.
+        """
         self.order = order
-        #: The write failed or was abandoned; and the reason, if the disk or service refused it.
+        #: Whether the write failed or was abandoned; and the reason, if the disk or service refused
+        #: it.
         self.failed = False
         self.problem = ""
         self._folder = folder
@@ -138,18 +142,20 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """True while the thread still has something to do."""
+        """Whether the thread is still running."""
         return self._thread.is_alive()
 
     def others_are_done(self) -> None:
-        """Note that all other workers have written their part, or have given up."""
+        """Note that all other workers have written their part or have given up."""
         if self._others_done_at is None:
             self._others_done_at = time.monotonic()
             self._changed.set()
 
     def abandon(self, *, disturbed: bool) -> None:
-        """Stop at the next file; what is there may still make the checkpoint complete. `disturbed`:
-        since workers are lost, not since one could not write."""
+        """Stop before the next file; the files may still complete the checkpoint.
+
+        `disturbed`: workers are lost; otherwise, one could not write.
+        """
         self._abandoned = True
         self._disturbed = self._disturbed or disturbed
         self._changed.set()
@@ -166,7 +172,7 @@ class CheckpointWriter:
         except _Abandoned:
             self.failed = True
         except Exception as error:
-            # The boundary of this thread: whatever the disk or service does, training goes on.
+            # Thread boundary: training goes on whatever the disk or service does.
             log.exception("checkpoint failed")
             self._fail(_describe(error))
         finally:
@@ -196,7 +202,7 @@ class CheckpointWriter:
             other = sweep(self._folder, under_way=order.name, is_own=self._is_own)
             if other:
                 log.warning(
-                    "another training saves to this checkpoint.path; each goes back to its own, "
+                    "another training saves to this checkpoint.path; each resumes from its own, "
                     "and a new job with this path is refused: give every job its own",
                     extra={"path": self._folder.url, "checkpoint": other},
                 )
@@ -263,7 +269,7 @@ class CheckpointWriter:
         )
 
     def _all_parts(self) -> tuple[list[LayerFile], RecordsFile | None]:
-        """Return what all writers have written, once they have."""
+        """Wait for all writers' lists; return their files and the records."""
         wanted = {part_file(rank): worker for rank, worker in self.order.parts.items()}
         here = self._folder.below(self.order.name)
         files: list[LayerFile] = []
@@ -288,30 +294,32 @@ class CheckpointWriter:
             poll_s = min(_LONGEST_POLL_S, 2 * poll_s)
 
     def _check_there(self, files: list[LayerFile], names: list[str]) -> None:
-        """A manifest must not name what another job that saves here has swept away."""
+        """Fail if files are missing: another job may have removed them."""
         lacking = sorted({file.name for file in files} - set(names))
         if lacking:
             self._fail(
-                f"{', '.join(lacking)} went away meanwhile, as when another job saves there too; "
+                f"{', '.join(lacking)} disappeared meanwhile; another job may save there too: "
                 "give every job that trains at the same time its own path"
             )
             raise _Abandoned
 
     def _is_late(self) -> bool:
-        """Return whether what all have written should have become visible here by now."""
+        """Return whether all files should have become visible here by now."""
         done_at = self._others_done_at
         return done_at is not None and time.monotonic() > done_at + self._seen_after_s
 
     def _report_unseen(self, missing: str) -> None:
         here = self.order.writers[self.order.rank][0].node
         self._fail(
-            f"what {missing} wrote there does not appear on {here}; checkpoint.path must be the "
+            f"files of {missing} do not appear on {here}; checkpoint.path must be the "
             "same place on all nodes"
         )
 
     def _give_up(self) -> None:
-        """Remove what is there, once nobody writes to it any more. After a loss nobody tells when
-        that is: the next save sweeps the folder away."""
+        """Remove the folder once nobody writes to it any more.
+
+        After a loss that time is unknown; then the next save removes the folder.
+        """
         until = time.monotonic() + _LINGER_S
         while self._others_done_at is None and time.monotonic() < until and not self._disturbed:
             self._changed.wait(_LONGEST_POLL_S)
@@ -321,7 +329,7 @@ class CheckpointWriter:
         try:
             self._folder.remove(self.order.name)
         except OSError:
-            log.exception("what is left of a checkpoint could not be removed")
+            log.exception("an incomplete checkpoint could not be removed")
 
     def _is_own(self, manifest: Manifest) -> bool:
         return not misfit(manifest, self.order.job, self.order.data, self.order.base)
@@ -360,8 +368,7 @@ def _describe(error: Exception) -> str:
 
 
 def _told(model: AnyModel) -> AnyModel:
-    """Return `model` as a manifest may state it: without the secrets in the address of its
-    weights."""
+    """Return `model` as a manifest may state it: without secrets in the address of its weights."""
     if isinstance(model, ModelSpec | OwnModelSpec) and model.weights is not None:
         return replace(model, weights=redact(model.weights))
     return model

@@ -1,6 +1,6 @@
-"""Checks that a user's data set gives the same samples in any order, with plausible targets.
+"""Checks that a user's data set returns the same samples in any order, with plausible targets.
 
-`oobleck.worker.data.samples` checks at every read that each sample is valid and all are alike.
+`oobleck.worker.data.samples` checks at every read that the sample is valid and like the others.
 """
 
 from collections.abc import Iterable
@@ -15,15 +15,18 @@ from oobleck.worker.data.samples import digest
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.problem import Problem, as_problem
 
-#: Samples that are read twice: a flip of a coin for each must show.
+#: Samples to read twice: enough to detect a random choice per sample.
 _READ_TWICE = 16
 
 
 def check_data(
     dataset: OwnDataset, key: str = "data", *, next_tokens: bool = False
 ) -> list[Problem]:
-    """Return problems of the data set. `key`: its key in the job file; `next_tokens`: targets are
-    the tokens that follow inputs. Raises DataError."""
+    """Return problems of the data set.
+
+    `key`: its key in the job file. `next_tokens`: targets are the tokens that follow the inputs.
+    Raise DataError.
+    """
     size = dataset.order.samples
     count = min(size, _READ_TWICE)
     numbers = sorted({i * (size - 1) // max(1, count - 1) for i in range(count)})
@@ -31,7 +34,7 @@ def check_data(
     try:
         samples = [dataset.sample(number) for number in numbers]
         first = dict(zip(numbers, map(digest, samples), strict=True))
-        # Backwards: samples may depend on those before.
+        # Backwards, because a sample may depend on the ones read before it.
         changed = [n for n in reversed(numbers) if digest(dataset.sample(n)) != first[n]]
     except JobError as error:
         return [as_problem(error)]
@@ -44,14 +47,14 @@ def check_data(
     if not changed:
         return [Problem(where=key, sentence=_COPIES)] if next_tokens and _copy(samples) else []
     sentence = (
-        f"sample {changed[-1]} is another one when it is read again; data[i] must depend on i "
-        "alone: draw what is random from torch.Generator().manual_seed(i)"
+        f"sample {changed[-1]} differs when it is read again; data[i] must depend on i "
+        "alone: draw random numbers from torch.Generator().manual_seed(i)"
     )
     return [Problem(where=key, sentence=sentence)]
 
 
 _COPIES = (
-    "targets are the inputs themselves, so that the model would learn to repeat the token that it "
+    "targets equal the inputs, so the model would learn to repeat the token that it "
     "is given; targets[t] must be the token after inputs[t]: give plugin huggingface or arrays "
     "`labels: NAME` in place of `targets`, which shifts as transformers does, and in a data set of "
     "your own oobleck.data.shifted(labels)"
@@ -59,8 +62,10 @@ _COPIES = (
 
 
 def _copy(samples: Iterable[tuple[Any, Any]]) -> bool:
-    """Return whether all learned targets repeat the input at their place. If each one is the next
-    token too, as in a row of one repeated token, the answer is no."""
+    """Return whether every learned target repeats the input at its position.
+
+    The answer is no if each target is also the next token, as in a row of one repeated token.
+    """
     unlike = False
     for inputs, targets in samples:
         if not (isinstance(inputs, Tensor) and isinstance(targets, Tensor)):

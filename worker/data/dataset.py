@@ -1,36 +1,238 @@
-"""Training data: which token rows a step uses, and reading them.
+"""Training data of tokens: a corpus of files on this node, and the rows of it that a step uses.
 
-A row is `sequence_length` + 1 tokens: inputs and, moved by one, targets. The corpus is cut into
-such windows, one token overlapping. Which of them a step uses is `order`'s.
-Documents are packed: attention goes over all that a window holds, as is usual for GPT.
+The corpus is the files as one sequence of token ids. Text is tokenised once per node, into the
+cache (`token_cache`); bytes are read from the text itself. Ids are read on demand: a corpus may
+exceed memory, and a file that shrinks meanwhile causes an error rather than SIGBUS.
+
+A row is `sequence_length` + 1 tokens: inputs and, shifted by one, targets. The corpus is cut into
+such windows, which overlap by one token. `order` decides which of them a step uses. Documents are
+packed: attention spans the whole window, as is usual for GPT.
 """
 
+import glob
 import hashlib
-from collections.abc import Iterable, Sequence
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.core.job.spec import DataSpec
-from oobleck.host.data.token_file import DataError
-from oobleck.worker.data.corpus import Corpus
+from oobleck.host.data.documents import is_plain
+from oobleck.host.data.token_file import (
+    DataError,
+    TokenFileInfo,
+    beyond_vocabulary,
+    read_info,
+    type_of,
+)
+from oobleck.host.data.tokenizer import load_tokenizer
+from oobleck.host.display import inline
+from oobleck.host.system.files import open_regular
 from oobleck.worker.data.order import Order
+from oobleck.worker.data.token_cache import cached_tokens
+
+Ids = NDArray[np.unsignedinteger]
+
+#: A file's digest covers this many blocks, evenly spaced; all of a file of up to 256 KiB.
+_DIGEST_BLOCKS = 64
+_BLOCK_BYTES = 4096
+#: Largest corpus that is scanned at the start for ids beyond the vocabulary; this takes a fraction
+#: of a second. Larger ones are checked as they are read.
+_SCAN_BYTES = 1 << 28
+_SCAN_TOKENS = 1 << 21
+
+
+class Corpus:
+    """Tokens of a job, as every worker sees them."""
+
+    def __init__(self, spec: DataSpec, vocabulary: int, key: str = "data") -> None:
+        """Open the files of `spec`. `key`: its key in the job file. Raise DataError."""
+        self._vocabulary = vocabulary
+        self._key = key
+        with _about(key):
+            info = self._open_text(spec) if spec.tokens is None else self._open_tokens(spec)
+            sizes = [_size(path) for path in self._paths]
+            #: Byte offset in the corpus at which each file ends.
+            self._ends = list(accumulate(sizes))
+            if self._ends[-1] % self._dtype.itemsize:
+                raise DataError(
+                    f"{spec.tokens} has {self._ends[-1]} bytes, not a whole number of "
+                    f"{self._dtype.name} tokens; set {key}.dtype to the type in the file"
+                )
+        self.tokens = self._ends[-1] // self._dtype.itemsize
+        #: SHA-256 over the files' names, sizes and content; equal on nodes with equal data.
+        self.fingerprint = self._digest(sizes, named="" if info is None else info.sha256)
+        #: Information file beside the tokens; its highest id may be too low.
+        self._info = info
+        if self._ends[-1] <= _SCAN_BYTES:
+            self._scan()
+
+    def _open_tokens(self, spec: DataSpec) -> TokenFileInfo | None:
+        assert spec.tokens is not None, "only called for a token file"
+        self._paths = [spec.tokens]
+        _size(spec.tokens)
+        info = read_info(spec.tokens)
+        width = np.dtype(type_of(spec.tokens, info, spec.dtype)).itemsize
+        if info is not None:
+            info.check_vocabulary(self._vocabulary, spec.tokens)
+        self._dtype = np.dtype(f"<u{width}")
+        return info
+
+    def _open_text(self, spec: DataSpec) -> TokenFileInfo | None:
+        self._paths = expand(spec.text)
+        self._dtype = np.dtype(np.uint8)
+        if spec.tokenizer is None and not spec.separator and all(map(is_plain, self._paths)):
+            return None
+        tokenizer = load_tokenizer(spec.tokenizer)
+        tokenizer.check_vocabulary(self._vocabulary)
+        sizes = [_size(path) for path in self._paths]
+        path, info = cached_tokens(spec, self._paths, self._digest(sizes), tokenizer)
+        self._paths = [path]
+        self._dtype = np.dtype(f"<u{info.width}")
+        return info
+
+    def read(self, start: int, count: int) -> Ids:
+        """Return tokens `start` to `start` + `count` - 1. Raise DataError if one is too high."""
+        width = self._dtype.itemsize
+        with _about(self._key):
+            raw = self._read(start * width, count * width)
+            tokens = np.frombuffer(raw, dtype=self._dtype)
+            highest = int(tokens.max(initial=0))
+            if self._info is not None and highest > self._info.highest:
+                self._info.check_token(highest, self._place(start + int(tokens.argmax())))
+            if highest >= self._vocabulary:
+                where = self._place(start + int(tokens.argmax()))
+                raise beyond_vocabulary(where, tokens, self._vocabulary, f"{self._key}.dtype")
+        return tokens
+
+    def _read(self, start: int, count: int) -> bytes:
+        """Read `count` bytes of the corpus from `start`, across file boundaries."""
+        parts = []
+        index = int(np.searchsorted(self._ends, start, side="right"))
+        while count:
+            begin = self._ends[index - 1] if index else 0
+            take = min(count, self._ends[index] - start)
+            if take:
+                parts.append(_read_file(self._paths[index], start - begin, take))
+            start, count, index = start + take, count - take, index + 1
+        return b"".join(parts)
+
+    def _place(self, token: int) -> str:
+        offset = token * self._dtype.itemsize
+        index = int(np.searchsorted(self._ends, offset, side="right"))
+        begin = self._ends[index - 1] if index else 0
+        return f"position {(offset - begin) // self._dtype.itemsize} of {self._paths[index]}"
+
+    def _scan(self) -> None:
+        if self._info is None and self._vocabulary > np.iinfo(self._dtype).max:
+            return
+        for start in range(0, self.tokens, _SCAN_TOKENS):
+            self.read(start, min(_SCAN_TOKENS, self.tokens - start))
+
+    def _digest(self, sizes: Sequence[int], named: str = "") -> bytes:
+        """Return SHA-256 over names (`named` instead, if given), sizes and part of the content."""
+        digest = hashlib.sha256()
+        for path, size in zip(self._paths, sizes, strict=True):
+            # A name may be bytes that are not valid text.
+            digest.update(os.fsencode(f"{named or os.path.basename(path)}\0{size}\0"))
+            for offset, count in _digest_extents(size):
+                digest.update(_read_file(path, offset, count))
+        return digest.digest()
+
+
+@contextmanager
+def _about(key: str) -> Iterator[None]:
+    """Add the job file's `key` to errors, and make their file names printable."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(inline(f"{key}: {error}")) from error
+
+
+def expand(patterns: Sequence[str]) -> list[str]:
+    """Return the files that match any of `patterns`, sorted by path, each once.
+
+    Raise DataError for a pattern without a file.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        matches = glob.glob(os.path.expanduser(pattern), recursive=True)
+        files = [path for path in matches if os.path.isfile(path)]
+        if not files:
+            where = "" if os.path.isabs(pattern) else f" from {os.getcwd()}"
+            what = f"no file matches {pattern!r}{where} on this node"
+            if others := sorted(path for path in matches if not os.path.isdir(path)):
+                what = f"{others[0]} is not a regular file"
+            elif matches:
+                what = f"only directories match {pattern!r}{where} on this node"
+            raise DataError(
+                f"{what}; correct the pattern in text (as in /texts/**/*.txt) or put the files "
+                "there, the same on all nodes"
+            )
+        found.update(files)
+    return sorted(found)
+
+
+def _size(path: str) -> int:
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise DataError(f"{path} is not a regular file; put a file there, the same on all nodes")
+    return found.st_size
+
+
+def _unreadable(path: str, error: OSError) -> DataError:
+    return DataError(
+        f"cannot read {path}: {error.strerror}; put the file there, readable, the same on all nodes"
+    )
+
+
+def _read_file(path: str, offset: int, count: int) -> bytes:
+    try:
+        with open_regular(path, buffering=0) as file:
+            file.seek(offset)
+            raw = file.read(count)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if len(raw) != count:
+        raise DataError(
+            f"{path} has become shorter since the job began; training data must not change"
+        )
+    return raw
+
+
+def _digest_extents(size: int) -> Iterable[tuple[int, int]]:
+    """Return offset and length of the parts of a `size`-byte file that its digest covers."""
+    blocks = -(-size // _BLOCK_BYTES)
+    if blocks <= _DIGEST_BLOCKS:
+        return [(0, size)] if size else []
+    spaced = (
+        i * (blocks - 1) // (_DIGEST_BLOCKS - 1) * _BLOCK_BYTES for i in range(_DIGEST_BLOCKS)
+    )
+    return ((offset, min(_BLOCK_BYTES, size - offset)) for offset in spaced)
+
 
 Tokens = NDArray[np.int64]
 
 
 def row_digest(row: Tokens) -> bytes:
-    """SHA-256 of a row's tokens as little-endian 32-bit integers."""
+    """Return SHA-256 of a row's tokens as little-endian 32-bit integers."""
     return hashlib.sha256(row.astype("<i4").tobytes()).digest()
 
 
 def samples_digest(row_digests: Iterable[bytes]) -> str:
-    """A step's digest: SHA-256 (hex) over its rows' digests in global sample order."""
+    """Return a step's digest: SHA-256 (hex) over its rows' digests in global sample order."""
     return hashlib.sha256(b"".join(row_digests)).hexdigest()
 
 
 class Dataset:
-    """The corpus of a job in windows, as every worker sees it."""
+    """Windows of a job's corpus, as every worker sees them."""
 
     def __init__(
         self,
@@ -41,8 +243,11 @@ class Dataset:
         held_out: float = 0.0,
         key: str = "data",
     ) -> None:
-        """`held_out`: share of the windows, one at least, that are not for training; `key`: what
-        the job file calls `spec`. Raises DataError."""
+        """Open the corpus of `spec`.
+
+        `held_out`: share of the windows, at least one, that are not for training. `key`: key of
+        `spec` in the job file. Raise DataError.
+        """
         self._length = sequence_length
         self._corpus = Corpus(spec, vocabulary, key)
         tokens = self._corpus.tokens
@@ -59,18 +264,18 @@ class Dataset:
                 f"hold out a share of {held_out} and train on the others; give more text or lower "
                 "model.sequence_length"
             )
-        #: 32 bytes, equal on nodes with equal data, of which they train on the same windows.
+        #: 32 bytes; nodes with equal ones train on the same windows of equal data.
         self.fingerprint = self._corpus.fingerprint
         if self.order.held_out:
             split = self.fingerprint + self.order.held_out.to_bytes(8, "little")
             self.fingerprint = hashlib.sha256(split).digest()
 
     def rows(self, seed: int, step: int, positions: Sequence[int], global_batch: int) -> Tokens:
-        """The rows (n, sequence_length + 1) of step `step` (from 1) at `positions` of its batch."""
+        """Return rows (n, sequence_length + 1) of `step` (from 1) at `positions` of its batch."""
         return self._windows(self.order.of_step(seed, step, positions, global_batch))
 
     def held_out_rows(self, positions: Sequence[int]) -> Tokens:
-        """The rows (n, sequence_length + 1) at `positions` of those held out."""
+        """Return the held-out rows (n, sequence_length + 1) at `positions` among those held out."""
         return self._windows(self.order.of_held_out(positions))
 
     def _windows(self, windows: NDArray[np.uint64]) -> Tokens:

@@ -1,11 +1,10 @@
-"""Processes that read samples of a data set of the user's, where one thread is too slow.
+"""Processes that read samples of the user's data set, for when one thread is too slow.
 
-They are forked, those of all data sets before the worker has threads of its own, torch's or the
-user's, and end with it however it ends. Each calls the job's function for itself: a file that was
-opened before the fork would have one position for all of them, and give the wrong bytes. One that
-dies is not replaced, since by then there are threads that a fork would cut off.
-
-Owns the processes, and the way of samples between them. Which ones are read is its owner's.
+All of them are forked before the worker has threads of its own, from torch or the user, and they
+end with the worker. Each calls the job's function itself: processes that share a file opened before
+the fork also share its position, and would read wrong bytes. A process that dies is not replaced:
+by then the worker has threads, which a fork would cut off. Owns the processes, and the transfer of
+samples between them; the caller decides which samples are read.
 """
 
 import os
@@ -35,13 +34,13 @@ from oobleck.worker.models.tree import flatten, structure, unflatten
 from oobleck.worker.runtime.code import Ended, mark_in
 from oobleck.worker.runtime.errors import HelperLost, JobError
 
-#: Between two looks at whether all processes live, while a result is waited for.
+#: Interval of checks that the process lives, while its result is awaited.
 _LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """Source that each process reads from."""
+    """Data set that each process reads from."""
 
     code: Code
     wide: bool
@@ -52,21 +51,26 @@ class Loaders:
     """Loader processes for one data set."""
 
     def __init__(self, code: Code, *, wide: bool, key: str, processes: int) -> None:
-        """Fork the processes. The calling thread must live as long as this process: they end with
-        it."""
+        """Fork the processes.
+
+        The calling thread must live as long as this process: they end with it.
+        """
         self._key = key
         source = _Source(code=code, wide=wide, key=key)
         self._children = [_forked(source) for _ in range(processes)]
-        #: Those that read nothing now.
+        #: Processes that are reading nothing.
         self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
         for child in self._children:
             self._idle.put(child)
-        #: One for each, which asks it and waits. They start with the first task.
+        #: One thread per process, which sends it a request and waits. They start with the first
+        #: task.
         self._threads = ThreadPoolExecutor(processes)
 
     def stacked(self, numbers: Sequence[int], form: str) -> Samples:
-        """Return the samples `numbers`, in this order, which must look like `form`. From any
-        thread. Raises DataError, JobError, HelperLost."""
+        """Return the samples `numbers`, in this order; each must have the `form`.
+
+        May be called from any thread. Raise DataError, JobError or HelperLost.
+        """
         count = min(len(self._children), len(numbers))
         cuts = [len(numbers) * part // count for part in range(count + 1)]
         loads = [
@@ -76,7 +80,7 @@ class Loaders:
         return joined([_unpacked(load.result()) for load in loads])
 
     def _load(self, numbers: Sequence[int], form: str) -> "_Packed":
-        """Have an idle process load samples, and wait for them; runs in a thread of the pool."""
+        """Load samples in an idle process and wait for them; runs in a thread of the pool."""
         child = self._idle.get()
         try:
             child.pipe.send((numbers, form))
@@ -84,7 +88,7 @@ class Loaders:
                 if not child.process.is_alive():
                     raise self._lost(child)
             found = child.pipe.recv()
-        except (OSError, EOFError) as error:  # it ended, perhaps amid a result
+        except (OSError, EOFError) as error:  # the process ended, perhaps in the middle of a result
             raise self._lost(child) from error
         finally:
             self._idle.put(child)
@@ -98,8 +102,8 @@ class Loaders:
         if verdict := child.marker.verdict(child.process.exitcode):
             return Ended(verdict)
         return HelperLost(
-            f"{self._key}: a process that loads samples was killed on this node, or ended by "
-            "itself; where it was for want of memory, lower data.workers"
+            f"{self._key}: a process that loads samples on this node was killed or ended by "
+            "itself; if it ran out of memory, lower data.workers"
         )
 
     def close(self) -> None:
@@ -115,21 +119,21 @@ class Loaders:
 class _Child:
     process: ForkProcess
     pipe: "Connection[Any, Any]"
-    #: The user's code that the process runs.
+    #: Which code of the user the process is running.
     marker: Marker
 
 
 def _forked(source: _Source) -> _Child:
-    """A process that reads samples for who has the other end of its pipe."""
+    """Fork a process that reads samples for the other end of its pipe."""
     context = get_context("fork")
     here, there = context.Pipe()
     marker = Marker()
     process = context.Process(target=_serve, args=(os.getpid(), source, there, marker))
     with warnings.catch_warnings():
-        # Python's word on forks beside threads. The one that there is listens to the agent.
+        # Python warns of forks beside threads. The only one here listens to the agent.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
-    there.close()  # so that the pipe ends with the process, and the next one has no part in it
+    there.close()  # or the pipe would outlive the process, and later forks would inherit it
     return _Child(process, here, marker)
 
 
@@ -147,7 +151,7 @@ def _serve(parent_pid: int, source: _Source, pipe: "Connection[Any, Any]", marke
                 reader = Reader(source.code, wide=source.wide, key=source.key)
             reader.form = form
             found: _Packed | _Raised = _packed(reader.stacked(numbers))
-        except Exception as error:  # noqa: BLE001  # it is raised where it was asked for
+        except Exception as error:  # noqa: BLE001  # raised again in the process that asked
             found = _raised(error)
         pipe.send(found)
 
@@ -161,14 +165,14 @@ class _Raised:
 
 
 def _raised(error: Exception) -> _Raised:
-    told = "".join(traceback.format_exception(error))
+    text = "".join(traceback.format_exception(error))
     if not isinstance(error, DataError | JobError):  # others may not pass through a pipe
         error = JobError(f"{type(error).__name__}: {error}")
-    return _Raised(error, told)
+    return _Raised(error, text)
 
 
 class _Remote(Exception):
-    """Shows where in the process an exception was raised."""
+    """Traceback of an exception in a loader process, as the cause of the one raised here."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
@@ -176,10 +180,12 @@ class _Remote(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Packed:
-    """Samples on their way through a pipe. torch would send tensors as descriptors of shared
-    memory, of which containers have 64 MiB."""
+    """Samples encoded for a pipe.
 
-    #: Of inputs and targets.
+    torch would send tensors as descriptors of shared memory, of which containers have 64 MiB.
+    """
+
+    #: Structures of inputs and targets.
     structures: tuple[str, str]
     tensors: tuple[tuple["_PackedTensor", ...], tuple["_PackedTensor", ...]]
     digests: tuple[bytes, ...]

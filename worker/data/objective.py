@@ -1,8 +1,8 @@
 """Objectives of training on token rows: inputs and targets as a function of (seed, step, position).
 
-Causal: each token from those before it. Masked (BERT, Devlin et al. 2019 §3.1): 15% of a row's
-tokens from all the others. Owns the choice of tokens and the loss; a row gives the same on any
-worker.
+Causal: predict each token from those before it. Masked (BERT, Devlin et al. 2019 §3.1): predict 15%
+of a row's tokens from all the others. Owns the choice of tokens and the loss; a row gives the same
+result on any worker.
 """
 
 import torch
@@ -13,7 +13,7 @@ from oobleck.core.job.model import AnyModel, ModelSpec
 from oobleck.worker.models.cross_entropy import cross_entropy
 from oobleck.worker.runtime.random import RowKeys, generator
 
-#: Share of a row's tokens that are learned, and what becomes of these in the input.
+#: Share of a row's tokens to learn; of these, the shares masked and replaced at random.
 CHOSEN = 0.15
 MASKED = 0.8
 RANDOM = 0.1
@@ -22,7 +22,10 @@ IGNORED = -100
 
 
 def inputs_and_targets(spec: AnyModel, tokens: Tensor, rows: RowKeys) -> tuple[Tensor, Tensor]:
-    """Both (b, T), from token rows (b, T + 1); every row has the same number of targets."""
+    """Return inputs and targets, both (b, T), from token rows (b, T + 1).
+
+    Every row has the same number of targets.
+    """
     if not isinstance(spec, ModelSpec) or spec.objective == "causal":
         return tokens[:, :-1], tokens[:, 1:]
     return _masked(spec, tokens[:, :-1], rows)
@@ -46,6 +49,8 @@ def _masked(spec: ModelSpec, tokens: Tensor, rows: RowKeys) -> tuple[Tensor, Ten
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy over the micro-batch's targets, in float32 at least. Uses the logits up:
-    see `cross_entropy`."""
+    """Return the mean cross entropy over the micro-batch's targets, in float32 at least.
+
+    It overwrites the logits: see `cross_entropy`.
+    """
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignored=IGNORED)

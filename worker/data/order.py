@@ -1,7 +1,7 @@
 """Choice of the samples that a step uses.
 
-Every epoch goes through all of them in an order that is a stateless permutation of (seed, epoch),
-so any worker finds any sample of any step by itself. Must not know what a sample is.
+Every epoch goes through all of them in an order that is a stateless permutation of (seed, epoch).
+So any worker can compute the samples of any step by itself. Must not know what a sample is.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from oobleck.core.purpose import derive
 
 _FEISTEL_ROUNDS = 6
-#: No epoch: the order of samples of which the last ones are held out, whatever the job's seed.
+#: Number of the fixed shuffle whose last samples are held out; it is no epoch and ignores the seed.
 _SPLIT = -1
 
 
 def permute(values: NDArray[np.uint64], size: int, *, seed: int, epoch: int) -> NDArray[np.uint64]:
-    """Return where a shuffle of range(`size`), named by (seed, epoch), puts each of `values`.
+    """Return the places of `values` in the shuffle of range(`size`) named by (seed, epoch).
 
-    A Feistel network permutes the next power of four; values that fall outside of `size` walk on
-    through it until they are inside (Black and Rogaway 2002), less than four rounds on average.
+    A Feistel network permutes the next power of four. A value that lands outside `size` is permuted
+    again until it is inside (Black and Rogaway 2002): less than four rounds on average.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -38,7 +38,7 @@ def permute(values: NDArray[np.uint64], size: int, *, seed: int, epoch: int) -> 
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64."""
+    """Apply the finaliser of splitmix64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -46,15 +46,18 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Order in which a job's steps use its `samples`. The last `held_out` of a fixed shuffle are
-    not trained on; every epoch shuffles the others anew."""
+    """Order in which a job's steps use its `samples`.
+
+    The last `held_out` samples of a fixed shuffle are not trained on; every epoch shuffles the
+    others anew.
+    """
 
     samples: int
     held_out: int
 
     @staticmethod
     def of(samples: int, share: float) -> "Order":
-        """Hold out `share` of the samples; at least one if the share is more than 0."""
+        """Hold out `share` of the samples; at least one if the share is positive."""
         return Order(samples=samples, held_out=max(1, round(share * samples)) if share else 0)
 
     @property
@@ -64,7 +67,7 @@ class Order:
     def of_step(
         self, seed: int, step: int, positions: Sequence[int], global_batch: int
     ) -> NDArray[np.uint64]:
-        """The samples of step `step` (from 1) at `positions` of its batch."""
+        """Return the samples of `step` (from 1) at `positions` of its batch."""
         wanted = (step - 1) * global_batch + np.asarray(positions, dtype=np.int64)
         order = np.empty(len(wanted), dtype=np.uint64)
         epochs, places = np.divmod(wanted, self.trained)
@@ -76,10 +79,12 @@ class Order:
         return self._apart(order)
 
     def of_held_out(self, positions: Sequence[int]) -> NDArray[np.uint64]:
-        """The samples at `positions` of those held out: a function of their number and the share
-        alone."""
+        """Return the held-out samples at `positions` among those held out.
+
+        They depend only on the number of samples and the held-out share.
+        """
         return self._apart(np.asarray(positions, dtype=np.uint64) + np.uint64(self.trained))
 
     def _apart(self, places: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """The samples at `places` of the order in which those that are trained on come first."""
+        """Return the samples at `places` of the order that has all training samples first."""
         return permute(places, self.samples, seed=0, epoch=_SPLIT) if self.held_out else places

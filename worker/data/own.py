@@ -1,5 +1,6 @@
-"""A data set of the user's, as every worker sees it: which of its samples a step has, and who
-reads them. What a sample may be is `samples`'.
+"""The user's data set, as every worker sees it: the samples of a step, and who reads them.
+
+`samples` defines what a sample may be.
 """
 
 import hashlib
@@ -15,12 +16,12 @@ from oobleck.worker.data.loaders import Loaders
 from oobleck.worker.data.order import Order
 from oobleck.worker.data.samples import Reader, Samples
 
-#: Samples whose content says whether nodes have the same data.
+#: Samples whose content shows whether nodes have the same data.
 _FINGERPRINTED = 16
 
 
 #: Lock of all reads in this process, of any data set. An evaluation reads while the next step is
-#: read ahead, and both may move the position of one open file.
+#: prefetched, and both may move the position of one open file.
 _READING = threading.Lock()
 
 
@@ -36,9 +37,12 @@ class OwnDataset:
         key: str = "data",
         loaders: Loaders | None = None,
     ) -> None:
-        """`wide`: floats become float64, as the weights are; `held_out`: share of the samples, one
-        at least, that are not for training; `key`: of the job file; `loaders`: processes that read
-        the samples, None: this one does. Raises DataError, JobError, NodeError."""
+        """Open the data set.
+
+        `wide`: floats become float64, as the weights are. `held_out`: share of the samples, at
+        least one, that are not for training. `key`: key in the job file. `loaders`: processes that
+        read the samples; None: this process reads them. Raise DataError, JobError or NodeError.
+        """
         self._loaders = loaders
         self._reader = Reader(source, wide=wide, key=key)
         size = self._reader.size
@@ -49,21 +53,24 @@ class OwnDataset:
                 f"{key}: has {size} samples, too few to hold out a share of {held_out} and train "
                 "on the others; give more"
             )
-        #: 32 bytes, equal on nodes with equal data, of which they train on the same samples.
+        #: 32 bytes; nodes with equal ones train on the same samples of equal data.
         self.fingerprint = self._fingerprint()
 
     @property
     def form(self) -> str:
-        """Form of its samples, as people read it."""
+        """Form of its samples, as text."""
         return self._reader.form
 
     def sample(self, number: int) -> tuple[Any, Any]:
-        """(inputs, targets) of one sample, without rows."""
+        """Return (inputs, targets) of one sample, without rows."""
         return self._reader.read(number)
 
     def rows(self, seed: int, step: int, positions: Sequence[int], global_batch: int) -> Samples:
-        """Return the samples of step `step` (from 1) at `positions` of its batch. From any thread
-        if there are processes. Raises DataError, JobError, NodeError."""
+        """Return the samples of `step` (from 1) at `positions` of its batch.
+
+        With loader processes, it may be called from any thread. Raise DataError, JobError or
+        NodeError.
+        """
         return self._stacked(self.order.of_step(seed, step, positions, global_batch))
 
     def held_out_rows(self, positions: Sequence[int]) -> Samples:

@@ -1,8 +1,8 @@
-"""Reads and digests rows a step ahead, in a thread, while the worker computes.
+"""Reader of rows and their digests, a step ahead, in a thread, while the worker computes.
 
-Rows are a function of (seed, step, positions), so what was read ahead stays right when the plan
-changes. Where processes read, several threads wait for them. Threads die with the process. Must not
-know programs, stages or plans.
+Rows are a function of (seed, step, positions), so prefetched rows stay valid when the plan changes.
+With loader processes, several threads wait for them. Threads die with the process. Must not know
+programs, stages or plans.
 """
 
 from collections.abc import Iterable
@@ -23,26 +23,29 @@ class Loaded:
 
     #: Positions in the global batch, one per row.
     positions: range
-    #: (micro-batch, sequence_length + 1), or what a data set of the user's gave.
+    #: (micro-batch, sequence_length + 1), or samples of the user's data set.
     rows: Tokens | Samples
     digests: tuple[bytes, ...]
 
 
 class Prefetcher:
-    """The rows of one job for one worker, over all generations."""
+    """Prefetched rows of one job for one worker, across generations."""
 
     def __init__(
         self, dataset: Dataset | OwnDataset, training: TrainingSpec, threads: int = 1
     ) -> None:
-        """`threads`: more than one where the data set may be read by several at a time."""
+        """Start the threads.
+
+        `threads`: more than one only if the data set may be read concurrently.
+        """
         self._dataset = dataset
         self._training = training
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="prefetch")
-        #: By step and micro-batch.
+        #: Rows that are loading or loaded, by step and micro-batch.
         self._loads: dict[tuple[int, int], Future[Loaded]] = {}
 
     def begin(self, step: int, microbatches: Iterable[int], following: Iterable[int]) -> None:
-        """Read `microbatches` of `step`, in this order, and then `following` of the step after."""
+        """Read `microbatches` of `step`, in this order, then `following` of the next step."""
         wanted = [(step, m) for m in microbatches]
         if step < self._training.steps:
             wanted += [(step + 1, m) for m in following]
@@ -53,8 +56,10 @@ class Prefetcher:
                 self._loads[key] = self._threads.submit(self._load, *key)
 
     def take(self, step: int, microbatch: int) -> Loaded:
-        """Rows that `begin` was told of; they stay at hand until it is told of a later step. Raises
-        DataError where they cannot be read."""
+        """Return rows that `begin` has requested; they stay until it is called for a later step.
+
+        Raise DataError if they cannot be read.
+        """
         try:
             with pulse.FILES:
                 return self._loads[step, microbatch].result()

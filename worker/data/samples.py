@@ -1,7 +1,7 @@
-"""Samples of a data set of the user's: `len(data)` of them, `data[i]` of (inputs, targets).
+"""Samples of the user's data set: `len(data)` of them, `data[i]` of (inputs, targets).
 
-Owns what a sample may be, and that all are alike. Which of them are read, and by which process, is
-`oobleck.worker.data.own`'s.
+Owns what a sample may be, and the check that all are alike. `oobleck.worker.data.own` decides which
+are read, and by which process.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from oobleck.worker.runtime.errors import JobError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Samples, stacked: a tensor, tuple, list or dict of tensors each, with rows first."""
+    """Stacked samples: a tensor, tuple, list or dict of tensors each, with rows first."""
 
     inputs: Any
     targets: Any
@@ -42,7 +42,7 @@ class Samples:
 
 
 def joined(parts: Sequence[Samples]) -> Samples:
-    """The rows of `parts`, in order."""
+    """Return the rows of `parts`, in order."""
     if len(parts) == 1:
         return parts[0]
     return Samples(
@@ -53,14 +53,17 @@ def joined(parts: Sequence[Samples]) -> Samples:
 
 
 def _over(join: Any, trees: Sequence[Any]) -> Any:
-    """Return one tree of the tensors that `join` makes of those at the same place in `trees`."""
+    """Return a tree whose tensors are `join` of the tensors at the same place in `trees`."""
     columns = zip(*map(flatten, trees), strict=True)
     return unflatten(structure(trees[0]), [join(column) for column in columns])
 
 
 def as_tensors(value: Any, where: str) -> Any:
-    """Return `value` with numbers and arrays as tensors. `where`: its place in the sample, such as
-    inputs['mask']. Raises TypeError with that place and the fix."""
+    """Return `value` with numbers and arrays as tensors.
+
+    `where`: its place in the sample, such as inputs['mask']. Raise TypeError with that place and
+    the fix.
+    """
     if type(value) in (tuple, list):
         return type(value)(as_tensors(item, f"{where}[{n}]") for n, item in enumerate(value))
     if isinstance(value, dict):
@@ -93,12 +96,12 @@ def _tensor(value: Any, where: str) -> Tensor:
         return _plain(value, where)
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(
-            f"{where} is a masked array, whose mask a tensor has no place for; give "
+            f"{where} is a masked array, and a tensor has no place for its mask; give "
             "x.filled(value), and the mask as an array of its own"
         )
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "US":
         try:
-            # torch takes arrays in the machine's byte order only.
+            # torch accepts arrays only in the machine's byte order.
             return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
         except TypeError as error:
             raise TypeError(
@@ -114,8 +117,10 @@ def _tensor(value: Any, where: str) -> Tensor:
 
 
 def _plain(tensor: Tensor, where: str) -> Tensor:
-    """Return a copy of the tensor without its history. Raises TypeError unless it is a plain,
-    strided tensor in host memory."""
+    """Return a copy of the tensor without its autograd history.
+
+    Raise TypeError unless it is a plain, strided tensor in host memory.
+    """
     if tensor.is_nested:
         raise TypeError(f"{where} is a nested tensor; pad it to one length")
     if tensor.layout is not torch.strided:
@@ -127,13 +132,15 @@ def _plain(tensor: Tensor, where: str) -> Tensor:
         )
     if type(tensor) not in (Tensor, nn.Parameter):
         tensor = _stripped(tensor, where)
-    # Copy: a data set may reuse the memory for the next sample.
+    # Copied, because a data set may reuse the memory for the next sample.
     return tensor.detach().resolve_conj().resolve_neg().clone()
 
 
 def _stripped(tensor: Tensor, where: str) -> Tensor:
-    """Return a tensor of a subclass as a plain one. Raises TypeError unless a DataLoader would make
-    it plain too, as it does with torchvision's."""
+    """Return a tensor of a subclass as a plain one.
+
+    Raise TypeError unless a DataLoader would make it plain too, as it does with torchvision's.
+    """
     refused = TypeError(
         f"{where} is {type(tensor).__name__}, a subclass of torch.Tensor, which another worker "
         "would get as a plain one; give x.as_subclass(torch.Tensor)"
@@ -152,11 +159,11 @@ def _name_of(layout: torch.layout) -> str:
 
 
 def _described(value: Any) -> str:
-    """Return what `value` is, and what to give instead of it."""
+    """Return what `value` is, and what to give instead."""
     kind = type(value).__name__
     if value is None:
-        return "None; give a number where there is nothing, such as 0"
-    if isinstance(value, str | bytes | np.ndarray):  # arrays of text come here
+        return "None; give a number for a missing value, such as 0"
+    if isinstance(value, str | bytes | np.ndarray):  # arrays of text also reach this
         return "text; give numbers for it, such as its tokens or the number of its class"
     if isinstance(value, tuple | list):
         return f"{kind}, and not a plain tuple or list; give tuple(x), or a dict"
@@ -170,7 +177,7 @@ def _described(value: Any) -> str:
 
 
 def digest(sample: tuple[Any, Any]) -> bytes:
-    """SHA-256 over type, shape and numbers of a sample's tensors, in order."""
+    """Return SHA-256 over type, shape and numbers of a sample's tensors, in order."""
     found = hashlib.sha256()
     for tensor in [*flatten(sample[0]), *flatten(sample[1])]:
         found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
@@ -179,7 +186,7 @@ def digest(sample: tuple[Any, Any]) -> bytes:
 
 
 def _what(sample: object) -> str:
-    """Return a short description, for people, of a sample that is no pair."""
+    """Return a short description of a sample that is not a pair."""
     if isinstance(sample, tuple | list):
         return f"a {type(sample).__name__} of {len(sample)}"
     if isinstance(sample, Mapping):
@@ -188,7 +195,7 @@ def _what(sample: object) -> str:
 
 
 def _why_no_data_set(items: Any) -> str:
-    """Return why a job function's result is no data set, and the fix; empty if it is one."""
+    """Return why a job function's result is not a data set, and the fix; empty if it is one."""
     kind = type(items)
     if isinstance(items, DataLoader):
         return (
@@ -201,11 +208,11 @@ def _why_no_data_set(items: Any) -> str:
             "__len__ and __getitem__, such as a list of its samples"
         )
     if isinstance(items, Mapping):
-        return f"a mapping of {', '.join(map(str, items))}; give the data set that one of them is"
+        return f"a mapping of {', '.join(map(str, items))}; give one of these data sets"
     if isinstance(items, tuple | list) and items and isinstance(items[0], Tensor | np.ndarray):
-        return "whose items are no pairs; give torch.utils.data.TensorDataset(inputs, targets)"
+        return "whose items are not pairs; give torch.utils.data.TensorDataset(inputs, targets)"
     if not hasattr(kind, "__len__") or not hasattr(kind, "__getitem__"):
-        return "which is no map-style data set; give one, with __len__ and __getitem__"
+        return "which is not a map-style data set; give one, with __len__ and __getitem__"
     return ""
 
 
@@ -213,8 +220,11 @@ class Reader:
     """Reader of the data set that the job's function returned, in this process."""
 
     def __init__(self, source: Code, *, wide: bool, key: str) -> None:
-        """`wide`: floats become float64, as the weights are; `key`: of the job file. Raises
-        DataError, JobError, NodeError."""
+        """Call the job's function.
+
+        `wide`: floats become float64, as the weights are. `key`: key in the job file. Raise
+        DataError, JobError or NodeError.
+        """
         self._key = key
         self._wide = wide
         # A random split must be the same in all processes that read.
@@ -232,11 +242,11 @@ class Reader:
             ) from error
         if not self.size:
             raise DataError(f"{key}: {source.name} gave no samples on this node")
-        #: What all samples must look like, as people read it; empty: it is not known yet.
+        #: Form of the first sample, as text, which all must have; empty: unknown yet.
         self.form = ""
 
     def read(self, number: int) -> tuple[Any, Any]:
-        """(inputs, targets) of one sample, without rows. Raises DataError, JobError."""
+        """Return (inputs, targets) of one sample, without rows. Raise DataError or JobError."""
         what = f"{self._key}: sample {number}"
         try:
             with code.running(what, "", passing=(OSError,)):
@@ -257,7 +267,7 @@ class Reader:
             if not flatten(tree):
                 raise JobError(
                     f"{self._key}: sample {number}: {side} have no tensor; give at least one, "
-                    "such as the number 0 if there is nothing to give"
+                    "such as the number 0 if there is no value"
                 )
         form = " -> ".join(map(shown, (inputs, targets)))
         if self.form and form != self.form:
@@ -269,7 +279,7 @@ class Reader:
         return inputs, targets
 
     def stacked(self, numbers: Sequence[int]) -> Samples:
-        """Read the samples `numbers` and stack them, in this order. Raises DataError, JobError."""
+        """Read the samples `numbers` and stack them, in this order. Raise DataError or JobError."""
         samples = [self.read(number) for number in numbers]
         inputs, targets = (
             _over(self._stack, [sample[side] for sample in samples]) for side in (0, 1)

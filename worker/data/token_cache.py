@@ -1,8 +1,8 @@
-"""Text that is tokenised once per node: a directory of token files.
+"""Cache of tokenised text: a directory of token files, one set per node.
 
-A file's key stands for all that its tokens depend on (texts, tokenizer, separator), so a file in
-the cache is never out of date. Of several workers that want the same one, the first makes it and
-the others wait. A file appears when it is whole.
+A file's key is a digest of all that its tokens depend on (texts, tokenizer, separator), so a cached
+file is never stale. If several workers want the same file, the first one writes it and the others
+wait. A file appears when it is complete.
 """
 
 import fcntl
@@ -23,10 +23,10 @@ from oobleck.host.data.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-#: Where the job names no other place; below the home of the user whom the workers run as.
+#: Default directory; in the home of the user that runs the workers.
 DEFAULT_DIRECTORY = "~/.cache/oobleck/tokens"
 
-#: Grows with every change of what the same texts and tokenizer give.
+#: Increased whenever the same texts and tokenizer give other tokens.
 _FORMAT = 1
 _TELL_EVERY_S = 10.0
 
@@ -34,9 +34,9 @@ _TELL_EVERY_S = 10.0
 def cached_tokens(
     spec: DataSpec, paths: Sequence[str], digest: bytes, tokenizer: Tokenizer
 ) -> tuple[str, TokenFileInfo]:
-    """The token file of the texts in `paths`, made now if need be. Raises DataError.
+    """Return the token file of the texts in `paths`; write it first if needed. Raise DataError.
 
-    digest: over the names, sizes and content of `paths`.
+    `digest`: digest over the names, sizes and content of `paths`.
     """
     separator = tokenizer.separator(spec.separator)
     changed = [os.stat(path).st_mtime_ns for path in paths]
@@ -47,8 +47,8 @@ def cached_tokens(
     with _alone(directory / f"{key}.lock"):
         if (info := _whole(target)) is not None:
             return str(target), info
-        # One name for all on a host: what a killed worker left is overwritten. Where hosts share
-        # the directory and not its locks, each makes its own.
+        # One name per host, so that the remains of a killed worker are overwritten. Hosts that
+        # share the directory but not its locks write separate files.
         temporary = f".{key}.{os.uname().nodename}.making"
         with TokenWriter(target, narrowest(tokenizer.vocabulary), temporary) as writer:
             info = tokenise(
@@ -68,22 +68,22 @@ def _directory(spec: DataSpec) -> Path:
         return Path(spec.cache or DEFAULT_DIRECTORY).expanduser()
     except RuntimeError as error:
         raise DataError(
-            f"cannot keep tokens in {DEFAULT_DIRECTORY}: this node's workers run as a user without "
-            "a home; set cache to a directory that they may write to"
+            f"cannot keep tokens in {DEFAULT_DIRECTORY}: this node's workers run as a user "
+            "without a home directory; set cache to a directory that they may write to"
         ) from error
 
 
 def _whole(target: Path) -> TokenFileInfo | None:
     try:
         return read_info(target)
-    except DataError as error:  # cut off by something else than us: it is made anew
-        log.warning("a file of the token cache is useless", extra={"reason": str(error)})
+    except DataError as error:  # truncated by another program: written again
+        log.warning("invalid file in the token cache", extra={"reason": str(error)})
         return None
 
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """While no other process is in here with the same `path`."""
+    """Hold the lock on `path` during the block; no other process holds it meanwhile."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -96,7 +96,7 @@ def _alone(path: Path) -> Iterator[None]:
         _lock(descriptor, path)
         yield
     finally:
-        os.close(descriptor)  # which unlocks; the kernel does it for a process that dies
+        os.close(descriptor)  # which unlocks it; the kernel does so for a process that dies
 
 
 def _lock(descriptor: int, path: Path) -> None:
@@ -106,14 +106,14 @@ def _lock(descriptor: int, path: Path) -> None:
         except BlockingIOError:
             log.info("waiting for the worker that tokenises", extra={"lock": str(path)})
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError as error:  # some network file systems know no locks
+    except OSError as error:  # some network file systems do not support locks
         raise DataError(
             f"cannot lock {path}: {error.strerror}; set cache to a directory on a local disk"
         ) from error
 
 
 class _Telling:
-    """Log lines on the way through a large corpus."""
+    """Progress log of tokenising a large corpus."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._total = sum(os.path.getsize(path) for path in paths)

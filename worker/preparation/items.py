@@ -1,7 +1,8 @@
 """Items that a source of state sends to a worker of a coming plan, ahead of the plan.
 
-They form a stream: each item has a head; one for a piece of state or of a gradient has its numbers
-behind it, cut into frames. Must not know where items come from, nor what becomes of them."""
+They form a stream: each item has a head. If it is a piece of state or of a gradient, its numbers
+follow, cut into frames. Must not know where items come from, nor how they are used.
+"""
 
 from collections.abc import Mapping
 from fractions import Fraction
@@ -12,27 +13,29 @@ import torch
 from oobleck.core.ids import Generation
 from oobleck.worker.transport.links.frame import Kind, Label
 
-#: Of numbers in one frame: what is urgent waits for no more than this to go out first.
+#: Size of a frame of numbers; an urgent frame waits for at most one of these.
 FRAME_BYTES = 128 << 10
 HEAD = Label(Kind.FEED, 0, 0)
 NUMBERS = Label(Kind.FEED, 0, 1)
-#: A taker's answers: the step that it is at, and that it takes nothing any more.
+#: Answers of a taker: the step that it has reached, and that it accepts no more.
 ACKNOWLEDGED = Label(Kind.FED, 0, 0)
 REFUSED = Label(Kind.FED, 0, 1)
 
 
 class Offered(msgspec.Struct, frozen=True, kw_only=True, tag="offered"):
-    """Offer of the source, which has something to feed. A taker that has heard of the plan
-    acknowledges step 0."""
+    """Offer of the source, which has pieces to send.
+
+    A taker that knows the plan acknowledges step 0.
+    """
 
 
 class Copied(msgspec.Struct, frozen=True, kw_only=True, tag="copied"):
-    """A piece of a layer's state after `version` steps; (1 + moments, count) numbers follow."""
+    """Piece of a layer's state after `version` steps; (1 + moments, count) numbers follow."""
 
-    #: The source's number for it, from now on.
+    #: Number by which later items refer to the piece.
     piece: int
     layer: int
-    #: Numerators and denominators: the piece of the layer's flat state.
+    #: Bounds of the piece in the layer's flat state, as numerators and denominators.
     start: tuple[int, int]
     stop: tuple[int, int]
     version: int
@@ -44,8 +47,10 @@ class Copied(msgspec.Struct, frozen=True, kw_only=True, tag="copied"):
 
 
 class Reduced(msgspec.Struct, frozen=True, kw_only=True, tag="reduced"):
-    """Gradient that step `step` applies to a piece, before its scale; `count` numbers follow. The
-    step is committed once its `Applied` comes."""
+    """Gradient that `step` applies to a piece, before its scale; `count` numbers follow.
+
+    The step is committed once its `Applied` arrives.
+    """
 
     piece: int
     step: int
@@ -53,25 +58,27 @@ class Reduced(msgspec.Struct, frozen=True, kw_only=True, tag="reduced"):
 
 
 class Applied(msgspec.Struct, frozen=True, kw_only=True, tag="applied"):
-    """Commit of a step by the source. All pieces that come before are at that step then."""
+    """Commit of a step by the source. All pieces sent before it are at that step then."""
 
     step: int
-    #: Of the gradients; None: the step was skipped.
+    #: Scale of the gradients; None: the step was skipped.
     scale: float | None
-    #: As in `Omissions`: the parameters that the step left out, and the earlier counts.
+    #: As in `Omissions`: parameters that the step left out, and the earlier counts.
     unused: frozenset[str] = frozenset()
     missed: Mapping[str, int] = {}
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
-    """End of a piece's feeding: the piece is to be fetched when the plan is entered."""
+    """End of a piece's feeding: the piece is fetched when the plan is entered."""
 
     piece: int
 
 
 class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
-    """End of the stream: the source has left the plan before, and its pieces are as they were then.
-    What it had not sent by then it does not send any more."""
+    """End of the stream: the source has left the previous plan, and its pieces no longer change.
+
+    It sends nothing that was still unsent by then.
+    """
 
     step: int
     lineage: int
@@ -79,8 +86,8 @@ class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
     generation: Generation
     #: As `Position.missed`.
     missed: Mapping[str, int] = {}
-    #: What the vote on the step says, as bytes, and when it was held; none: the taker has it, or
-    #: the source has not.
+    #: Result of the vote on the step, as bytes, and its generation. Empty if the taker took part in
+    #: the vote or the source has no result.
     ballot: bytes = b""
     voted_generation: Generation = Generation(0)
 

@@ -1,10 +1,10 @@
-"""Make before break: what a coming plan needs is prepared while training goes on.
+"""Preparation of a coming plan while training goes on: make before break.
 
-A plan for a step boundary is announced to all its workers and those of the plan before. Each
-compiles its program, opens links that are missing, and sends layers that others will hold ahead of
-the plan (`source`, `sink`). A worker votes for the switch once it is ready; what is not there by
-then is fetched when the plan is entered, as after a loss. A plan that is overtaken takes all that
-was prepared for it along. Must not know how plans come about.
+A plan for a step boundary is announced to all its workers and those of the previous plan. Each
+compiles its program, opens missing links, and sends layers ahead of the plan to the workers that
+will hold them (`source`, `sink`). A worker votes for the switch once it is ready. State that has
+not arrived by then is fetched when the plan is entered, as after a loss. If a newer plan replaces
+the coming one, all preparation for it is dropped. Must not know how plans are made.
 """
 
 import logging
@@ -39,7 +39,7 @@ Compile = Callable[[Plan], OwnProgram]
 
 
 class _Answer(Incoming):
-    """A taker's word on how far it is, or that it takes no more."""
+    """Answer of a taker: the step that it has reached, or that it accepts no more."""
 
     def __init__(self, source: Source, label: Label) -> None:
         self._source = source
@@ -58,20 +58,20 @@ class _Answer(Incoming):
 
 
 class _Coming:
-    """Preparation of a single plan."""
+    """Preparation of one coming plan."""
 
     def __init__(self, context: WorkerContext, assign: Assign, present: Plan | None) -> None:
-        """`present`: the plan that is left for it; None: this worker is in none."""
+        """Begin with `assign`. `present`: the plan that it replaces; None: there is none."""
         self.plan = assign.plan
         self.epoch, self._secret = meeting_of(assign)
-        #: None as long as it is not worked out, and where this worker has no part in the plan.
+        #: This worker's program; None until it is compiled, or if the worker is not in the plan.
         self.own: OwnProgram | None = None
         self._context = context
         self._assign = assign
         self._present = present
-        #: Whether all has been said that the takers need to know.
+        #: Whether the takers have been sent the end of their streams.
         self._left = present is None
-        #: Whether this worker has taken over what has been fed to it.
+        #: Whether this worker has taken over the layers fed to it.
         self.taken = False
         self.sink = Sink(
             context.links,
@@ -85,7 +85,7 @@ class _Coming:
             for worker, card in zip(assign.plan.workers, assign.rendezvous.cards, strict=False)
             if card
         }
-        #: By taker. None: it is not known yet what is to be sent.
+        #: Sources by taker; None until the transfers are known.
         self._sources: dict[bytes, Source] | None = None
         context.links.favour(self.epoch, self._cards.values())
         context.links.expect(self._secret, self)
@@ -112,10 +112,10 @@ class _Coming:
                 self.own = own
             sources = self._make_sources()
         except Exception:
-            # The boundary of this thread: whoever enters the plan does it anew, and raises it.
+            # Thread boundary: entering the plan repeats the work and raises the error.
             log.exception("a plan cannot be prepared")
-        # Takers that have heard of the plan answer before the next step boundary; only with the
-        # sources in place, or the answer would find none.
+        # Takers that know the plan answer before the next step boundary. The sources must be in
+        # place first, or the answers would find none.
         with self._context.links.lock:
             self._sources = sources
             for source in sources.values():
@@ -135,8 +135,10 @@ class _Coming:
         return sources
 
     def _connect(self) -> None:
-        """Connect to the peers that the plan needs. Of two peers, the one with the larger identity
-        calls."""
+        """Connect to the peers that the plan needs.
+
+        Of two peers, the one with the larger identity connects.
+        """
         context, workers = self._context, self.plan.workers
         tied = context.job.model.ties
         wiring = wiring_of(self.plan, context.worker, tied=tied, ordered=False)
@@ -167,7 +169,7 @@ class _Coming:
         return found
 
     def sources(self) -> Sequence[Source]:
-        """Return the sources of everything that is known by now to be sent."""
+        """Return the sources, as far as they are known yet."""
         return tuple((self._sources or {}).values())
 
     def is_ready(self, committed: int) -> bool:
@@ -176,7 +178,10 @@ class _Coming:
         )
 
     def leave(self) -> None:
-        """Leave the plan before, after the newest committed step. May be repeated."""
+        """End the streams after the newest committed step, as the previous plan ends.
+
+        May be repeated.
+        """
         if self._left or self._present is None:
             return
         self._left = True
@@ -189,7 +194,7 @@ class _Coming:
 
 
 class Preparing:
-    """Everything that this worker has ready for the next plan. Used by the training thread."""
+    """Preparation of the next plan by this worker. Used by the training thread."""
 
     def __init__(self, context: WorkerContext, compile_own: Compile) -> None:
         self._context = context
@@ -198,7 +203,7 @@ class Preparing:
         self._thread: threading.Thread | None = None
 
     def look(self, present: Plan) -> None:
-        """Begin with a plan that has been announced, at a step boundary of `present`."""
+        """Begin to prepare a plan that has been announced, at a step boundary of `present`."""
         assign = self._context.control.announced(present.generation)
         if assign is not None and not self._is_for(assign):
             self._begin(assign, present)
@@ -222,13 +227,15 @@ class Preparing:
         self._context.faults.reached(point, generation=generation, step=step)
 
     def reduced(self, step: int, layers: Container[int]) -> None:
-        """Feed the reduced gradients of `layers` in `step`, which are there."""
+        """Feed the gradients of `layers` in `step`, which are reduced."""
         for source in self._sources():
             source.reduced(step, layers)
 
     def committed(self, step: int, scale: float | None, step_s: float, omitted: Omissions) -> None:
-        """Tell the sources that `step` is committed, with its gradients times `scale`; None: it was
-        skipped."""
+        """Report to the sources that `step` is committed.
+
+        `scale`: scale of its gradients; None: the step was skipped.
+        """
         for source in self._sources():
             source.committed(step, scale, step_s, omitted)
             self._reached("feeding")
@@ -237,8 +244,7 @@ class Preparing:
         return self._coming.sources() if self._coming is not None else ()
 
     def ready_for(self, step: int) -> Generation | None:
-        """Return the generation that this worker is ready to switch to after `step`, if there is
-        one."""
+        """Return the generation that this worker is ready to switch to after `step`, or None."""
         coming = self._coming
         if coming is None or not coming.is_ready(step - 1):
             return None
@@ -246,8 +252,10 @@ class Preparing:
         return coming.plan.generation
 
     def enter(self, assign: Assign) -> None:
-        """Enter the plan of `assign`: drop what is prepared for another. A worker that is in no
-        plan is fed from now on."""
+        """Enter the plan of `assign`, and drop preparation for any other plan.
+
+        A worker that is in no plan yet receives its layers from now on.
+        """
         if self._coming is not None and self._is_for(assign):
             self._coming.leave()
             return
@@ -266,9 +274,9 @@ class Preparing:
         return self._compile(plan)
 
     def take_over(self, host: LinkTransport) -> int:
-        """Hold the layers that have been fed, once all have come; returns their bytes.
+        """Adopt the layers that have been fed, once all have arrived; return their bytes.
 
-        Raises TransportError when one that has come is lost.
+        Raise TransportError if a feeding worker is lost meanwhile.
         """
         coming = self._coming
         if coming is None or coming.taken:
@@ -297,27 +305,30 @@ class Preparing:
         return count
 
     def _learn_vote(self, words: Sequence[Over]) -> None:
-        """Learn the vote on the step of the layers that this worker holds from now on. These layers
-        count only beside those of workers that can follow to that step."""
+        """Learn the vote on the step of the adopted layers.
+
+        These layers count only beside those of workers that can reach that step.
+        """
         for word in words:
             if word.ballot:
                 ballot = torch.frombuffer(bytearray(word.ballot), dtype=torch.float64)
                 self._context.progress.learn(word.step, word.voted_generation, ballot)
 
     def _stands_at(self, word: Over) -> bool:
-        """Return whether this worker's layers are of the same generation and step as the layers
-        fed."""
+        """Return whether this worker's layers have the generation and step of the fed layers."""
         progress = self._context.progress
-        # A step may yet be committed by who has its gradients, which a copy has not.
+        # Workers that have the gradients may still commit the step; a fed copy lacks them.
         return progress.reduced <= progress.committed and (
             (progress.joined, progress.lineage, progress.committed)
             == (word.generation, word.lineage, word.step)
         )
 
     def _may_count_beside(self, word: Over) -> bool:
-        """Return whether the others might still need the layers that this worker holds. No worker
-        goes back more than one step behind the sources, nor behind a checkpoint that all went back
-        to."""
+        """Return whether the others might still need the layers that this worker holds.
+
+        No worker goes back more than one step behind the sources, nor behind a checkpoint to which
+        all went back.
+        """
         progress = self._context.progress
         return (
             bool(self._context.state.layers)

@@ -1,8 +1,9 @@
-"""Receives the layers that a coming plan gives to this worker, ahead of the plan.
+"""Receiver of the layers that a coming plan gives to this worker, ahead of the plan.
 
-Each source feeds pieces of layers and the updates that follow; a thread replays these, so that the
-copies equal the sources' own to the last bit. The copies count for no worker until the plan is
-entered. Must not know plans."""
+Each source feeds pieces of layers and the updates that follow. A thread replays the updates, so
+that the copies equal the sources' own bit for bit. The copies count for no worker until the plan is
+entered. Must not know plans.
+"""
 
 import contextlib
 import logging
@@ -34,8 +35,9 @@ from oobleck.worker.preparation.items import (
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.model_state import ModelState
-from oobleck.worker.state.optimizer import Slice, update
+from oobleck.worker.state.optimizer import update
 from oobleck.worker.state.precision import state_dtype
+from oobleck.worker.state.slices import Slice
 from oobleck.worker.state.usage import Omissions
 from oobleck.worker.transport.links.frame import Label, bytes_of
 from oobleck.worker.transport.links.hub import Feeding, Links
@@ -47,20 +49,22 @@ _NOTHING = memoryview(b"")
 
 
 class _Piece:
-    """A part of a layer that one source feeds."""
+    """Part of a layer that one source feeds."""
 
     def __init__(self, state: LayerState, span: tuple[Fraction, Fraction], version: int) -> None:
         self.state = state
         self.span = span
         self.numbers = state.layout.share(*span)
         self.version = version
-        #: Of the step under way.
+        #: Gradient of the step under way.
         self.gradient: torch.Tensor | None = None
 
 
 class _Stream:
-    """Stream of frames and items from one source. Frames come in with the links' lock held, and
-    items leave it for the sink's thread."""
+    """Stream of frames and items from one source.
+
+    Frames arrive with the links' lock held; items are queued for the sink's thread.
+    """
 
     def __init__(
         self,
@@ -70,13 +74,15 @@ class _Stream:
         refuse: Callable[[], None],
         most_numbers: int,
     ) -> None:
-        """`refuse` tells the source to send no more. Called with the links' lock held.
-        `most_numbers`: of an item."""
+        """Begin a stream. Called with the links' lock held.
+
+        `refuse`: asks the source to send no more. `most_numbers`: most numbers in an item.
+        """
         self.source = source
         self.pieces: dict[int, _Piece] = {}
-        #: Its last word, once all before it is applied.
+        #: The source's last item, once all items before it are applied.
         self.over: Over | None = None
-        #: What came could not be used: it counts as if it had not.
+        #: Whether something invalid arrived; then the whole stream is ignored.
         self.broken = False
         self._rows = 1 + job.optimizer.moments
         self._dtype = state_dtype(job.precision)
@@ -93,7 +99,7 @@ class _Stream:
         return _Numbers(self) if label == NUMBERS else _Head(self)
 
     def read_head(self, content: bytes) -> None:
-        self._head, self._room = None, _NOTHING  # the rest of an item was withdrawn
+        self._head, self._room = None, _NOTHING  # or the rest of a withdrawn item would be expected
         try:
             head = decoder.decode(content)
         except msgspec.MsgspecError as error:
@@ -108,7 +114,7 @@ class _Stream:
         shape = (self._rows, head.count) if isinstance(head, Copied) else (head.count,)
         try:
             self._numbers = torch.empty(shape, dtype=self._dtype)
-        except RuntimeError as error:  # no memory
+        except RuntimeError as error:  # out of memory
             self._break(str(error))
             return
         self._head = head
@@ -131,14 +137,14 @@ class _Stream:
         self._check_whole()
 
     def _break(self, why: str) -> None:
-        log.error("what is fed makes no sense", extra={"detail": why})
+        log.error("invalid state received", extra={"detail": why})
         self.broken = True
         self._refuse()
 
 
 @dataclass(frozen=True, slots=True)
 class _Come:
-    """An item that is complete."""
+    """Complete item."""
 
     stream: _Stream
     head: Item
@@ -180,13 +186,13 @@ class Sink:
         training: TrainingSpec,
         shards: Iterable[Shard],
     ) -> None:
-        """`shards`: what the worker holds in the plan."""
+        """Begin without streams. `shards`: shards that the worker holds in the plan."""
         self._links = links
         self._feeding = feeding
         self._state = state
         self._training = training
         self._shards = {shard.layer: shard for shard in shards}
-        # No piece is larger than what this worker holds of a layer.
+        # No piece is larger than this worker's part of a layer.
         parts = [state.share(one.layer, one.start, one.stop) for one in self._shards.values()]
         self._most_numbers = max((sum(map(len, numbers)) for numbers in parts), default=0)
         self._layers: dict[int, LayerState] = {}
@@ -195,8 +201,7 @@ class Sink:
         self._thread: threading.Thread | None = None
 
     def frame(self, source: bytes, label: Label) -> Incoming | None:
-        """Return the place that a frame of `source` is read into. Called with the links' lock
-        held."""
+        """Return the destination of a frame from `source`. Called with the links' lock held."""
         stream = self._streams.get(source)
         if stream is None:
             refuse = partial(self._answer, source, REFUSED, _NOTHING)
@@ -208,8 +213,10 @@ class Sink:
         return stream.frame(label)
 
     def cut(self, source: bytes) -> None:
-        """Mark the stream of `source` as broken: frames were lost, and later ones do not make up
-        for them. Called with the links' lock held."""
+        """Mark the stream of `source` as broken, because frames were lost.
+
+        Called with the links' lock held.
+        """
         if (stream := self._streams.get(source)) is not None:
             stream.broken = True
 
@@ -219,14 +226,14 @@ class Sink:
         return frozenset(self._streams)
 
     def is_over(self) -> bool:
-        """Return whether no source has more to send. Called with the links' lock held."""
+        """Return whether no source will send more. Called with the links' lock held."""
         return all(
             stream.over is not None or stream.broken or not self._links.linked(stream.source)
             for stream in self._streams.values()
         )
 
     def last_words(self) -> list[Over]:
-        """Return the last item (`Over`) of each source that had the time to send it."""
+        """Return the last item (`Over`) of each source that sent it in time."""
         return [stream.over for stream in self._known() if stream.over is not None]
 
     def _known(self) -> list[_Stream]:
@@ -234,8 +241,10 @@ class Sink:
             return list(self._streams.values())
 
     def whole_layers(self, step: int, *, anew: bool) -> list[LayerState]:
-        """Return the layers that are complete at `step`, with what this worker already holds as the
-        rest. With `anew`, ignore what this worker holds."""
+        """Return the layers that are complete at `step`, including parts already held here.
+
+        With `anew`, ignore what this worker holds.
+        """
         own = () if anew else (self._state.layers, self._state.former)
         fed: dict[int, list[tuple[Fraction, Fraction]]] = {}
         for stream in self._known():
@@ -255,7 +264,7 @@ class Sink:
         return whole
 
     def close(self) -> None:
-        """Take nothing any more."""
+        """Stop taking items."""
         for stream in self._known():
             stream.broken = True
         self._items.put(None)
@@ -269,8 +278,8 @@ class Sink:
                 continue
             try:
                 self._take(stream, come.head, come.numbers)
-            except Exception:  # the source chose what is in it
-                log.exception("what is fed cannot be taken")
+            except Exception:  # the source controls its content
+                log.exception("received state cannot be applied")
                 stream.broken = True
                 self._answer(stream.source, REFUSED, _NOTHING)
             if stream.broken or stream.over is not None:
@@ -281,7 +290,7 @@ class Sink:
             case Offered():
                 self._acknowledge(stream, 0)
             case Copied():
-                assert numbers is not None, "they come with it"
+                assert numbers is not None, "a Copied item has numbers"
                 self._copy(stream, head, numbers)
             case Reduced(piece=number, step=step):
                 piece = stream.pieces.get(number)
@@ -335,7 +344,7 @@ class Sink:
         self._answer(stream.source, ACKNOWLEDGED, memoryview(step.to_bytes(8, "big")))
 
     def _answer(self, source: bytes, label: Label, content: memoryview) -> None:
-        # Without a link the source is told of its end, and this worker has been: nobody waits.
+        # Without a link, both sides know of its end, and nobody waits for the answer.
         with self._links.lock, contextlib.suppress(TransportError):
             self._links.send_ahead(self._feeding, source, label, content)
 

@@ -1,8 +1,9 @@
-"""Sends layers, ahead of a coming plan, to one worker that will hold them.
+"""Sender of layers, ahead of a coming plan, to one worker that will hold them.
 
-A layer is copied at a step boundary and goes out in the background; the applied gradients of each
-later step follow, so that the taker replays the same updates. Used by the training thread. Must not
-know what becomes of it."""
+A layer is copied at a step boundary and sent in the background. The applied gradients of each later
+step follow, so that the taker replays the same updates. Used by the training thread. Must not know
+how the taker uses them.
+"""
 
 import logging
 import time
@@ -37,19 +38,19 @@ from oobleck.worker.transport.links.link import Outgoing
 
 log = logging.getLogger(__name__)
 
-#: Of a step's time, for copies at its end; one is made in any case.
+#: Share of a step's time for copies at its end; at least one piece is copied.
 _COPYING_SHARE = 0.01
-#: How long a link to the taker is waited for, and its first answer.
+#: Longest wait for a link to the taker and for its first answer.
 _PATIENCE_S = 15.0
-#: So often it is asked at least: steps may be long.
+#: Fewest offers before giving up, because steps may be long.
 _LEAST_OFFERS = 3
-#: From the last copy on, this much has to pass before a taker that is still behind counts as one
-#: that gradients outrun.
+#: Steps and time since the last copy after which a taker that is still behind counts as outrun by
+#: gradients.
 _OUTRUN_STEPS = 8
 _OUTRUN_S = 10.0
-#: Gradients that a taker has not applied wait in its memory. What is more than those of so many
-#: steps, and than so many bytes, counts as outrun at once. While a layer is copied on a link that
-#: keeps up with gradients, no more gather than the layer has: three steps' with AdamW.
+#: Bounds on gradients that wait in the taker's memory: so many steps' or so many bytes, whichever
+#: is more. Beyond it the taker counts as outrun at once. If the link keeps up with gradients,
+#: copying a layer delays at most a layer's bytes: three steps' gradients with AdamW.
 _MOST_BEHIND_STEPS = 3
 _MOST_BEHIND_BYTES = 64 << 20
 
@@ -58,12 +59,12 @@ _MOST_BEHIND_BYTES = 64 << 20
 class _Piece:
     number: int
     transfer: Transfer
-    #: Of its state; 0 before it is copied.
+    #: Bytes of its state; 0 before it is copied.
     size: int = 0
 
 
 class Source:
-    """The feeding of one other worker."""
+    """Feeding of one other worker."""
 
     def __init__(
         self,
@@ -75,48 +76,49 @@ class Source:
         *,
         newcomer: bool,
     ) -> None:
-        """`taker`: the worker's identity; `transfers`: what it is to get of this one; `newcomer`:
-        it takes no part in the votes of the present plan."""
+        """Begin without sending.
+
+        `taker`: the worker's identity. `transfers`: what it receives from this worker. `newcomer`:
+        it takes no part in the votes of the present plan.
+        """
         self._links = links
         self._feeding = feeding
         self._state = state
         self._taker = taker
         self._waiting = deque(_Piece(n, transfer) for n, transfer in enumerate(transfers))
         self._fed: list[_Piece] = []
-        #: Frames that may not have gone out, and their bytes, which use memory.
+        #: Frames that may not have been sent yet, and their bytes, which occupy memory.
         self._unsent: deque[tuple[Outgoing, int]] = deque()
         self._newcomer = newcomer
-        #: Bytes of gradients that went into steps beyond the acknowledged one, and into the step
-        #: under way.
+        #: Gradient bytes of each step after the acknowledged one, and of the step under way.
         self._behind: deque[tuple[int, int]] = deque()
         self._gradient_bytes = 0
         self._began_at = time.monotonic()
         self._copied_at, self._copied_step = self._began_at, 0
-        #: The newest step that the taker has applied to all that it has; 0: none, and it would take
-        #: something; below: it may not have heard of the plan.
+        #: Newest step that the taker has applied to all its pieces; 0: none yet, but it accepts
+        #: pieces; -1: it may not know the plan.
         self.acknowledged = -1
-        #: The same when it was last given less; None: it never was.
+        #: `acknowledged` when its pieces were last halved; None: never.
         self._halved_at: int | None = None
         self._offers = 0
         #: Whether a link to the taker has ended.
         self.cut = False
-        #: Whether the taker has said that it takes nothing any more.
+        #: Whether the taker accepts no more.
         self.refused = False
 
     @property
     def pieces(self) -> int:
-        """Number of pieces that are on their way or have arrived."""
+        """Number of pieces that are in flight or have arrived."""
         return len(self._fed)
 
     def offer(self) -> None:
-        """Ask whether the taker would take something, where there is a link to it; from any
-        thread."""
+        """Ask whether the taker accepts pieces, if there is a link to it. From any thread."""
         self._offers += 1
         if self._links.linked(self._taker):
             self._send(Offered())
 
     def reduced(self, step: int, layers: Container[int]) -> None:
-        """Send the gradients that `step` will apply to `layers`, which are there."""
+        """Send the gradients that `step` will apply to `layers`, which are reduced."""
         for piece in self._fed:
             transfer = piece.transfer
             if transfer.layer not in layers:
@@ -129,7 +131,7 @@ class Source:
     def committed(
         self, step: int, scale: float | None, step_s: float, omitted: Omissions = NO_OMISSIONS
     ) -> None:
-        """Tell that `step`, which took `step_s`, is committed, and copy what comes next."""
+        """Report that `step`, which took `step_s`, is committed, and copy the next pieces."""
         self._behind.append((step, self._gradient_bytes))
         self._gradient_bytes = 0
         self._check_there()
@@ -141,12 +143,15 @@ class Source:
             self._send(applied)
 
     def is_ready(self, committed: int) -> bool:
-        """Return whether all that can be fed has arrived, up to the step before the current one."""
+        """Return whether all pieces have arrived, up to the step before the current one."""
         return not self._waiting and (not self._fed or self.acknowledged >= committed)
 
     def end(self, progress: TrainingProgress, generation: Generation) -> None:
-        """Leave the plan after the newest committed step. What has not gone out would hold up those
-        who enter the next one: it is sent only where what it completes is more."""
+        """End the stream after the newest committed step.
+
+        Unsent frames would delay workers that enter the next plan, so they are withdrawn if they
+        are larger than the pieces that they complete.
+        """
         self._waiting.clear()
         if self._unsent_bytes() > sum(piece.size for piece in self._fed):
             self._withdraw()
@@ -184,13 +189,12 @@ class Source:
         self._withdraw()
 
     def _withdraw(self) -> None:
-        """Withdraw everything that has not gone out yet."""
+        """Withdraw every frame that has not been sent yet."""
         self._links.withdraw(self._feeding, self._taker)
         self._unsent.clear()
 
     def _leave_what_is_outrun(self, step: int) -> None:
-        """Halve what is fed to a taker that stays behind; stop feeding one that has acknowledged
-        nothing since."""
+        """Halve the pieces for a taker that falls behind; stop if it then acknowledges nothing."""
         if self.acknowledged >= step - 1:
             return
         patient = (
@@ -212,7 +216,7 @@ class Source:
             self._send(Left(piece=piece.number))
 
     def _is_far_behind(self) -> bool:
-        """Return whether more waits for the taker than it should have to keep."""
+        """Return whether more gradients wait at the taker than its memory should hold."""
         while self._behind and self._behind[0][0] <= self.acknowledged:
             self._behind.popleft()
         sizes = [size for _, size in self._behind]
@@ -220,8 +224,10 @@ class Source:
         return sum(sizes) > bound
 
     def _copy(self, step: int, step_s: float) -> None:
-        """Copy the next pieces, where the taker has what it got before, as long as hardly
-        counts."""
+        """Copy the next pieces, if the taker has applied the previous ones.
+
+        It takes a fraction of a step's time.
+        """
         if not self._waiting:
             return
         if self.acknowledged < 0 or not self._links.linked(self._taker):

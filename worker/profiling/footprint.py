@@ -1,8 +1,9 @@
-"""Meter of the memory that torch's operations take, tensor by tensor: the most at a time.
+"""Meter of the memory that torch's operations take, tensor by tensor: the peak.
 
-On a CPU every result with memory of its own counts until its last user releases it; small and large
-blocks apart, since the heap keeps what small ones took (`oobleck.planner.profile.memory`). On a GPU
-torch's allocator counts. Must not know what is run."""
+On a CPU every result with memory of its own counts until its last user releases it. Small and large
+blocks are counted separately, because the heap keeps the memory of small ones
+(`oobleck.planner.profile.memory`). On a GPU torch's allocator counts. Must not know what is run.
+"""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +17,10 @@ from oobleck.planner.profile.memory import heap_and_mapped
 
 
 def peak_bytes(run: Callable[[], None], device: torch.device) -> tuple[int, int]:
-    """Return the peak bytes of what `run` makes on `device`, in the heap and mapped. A GPU has no
-    such difference, and the second is 0."""
+    """Return the peak bytes that `run` allocates on `device`, in the heap and mapped.
+
+    A GPU has no such difference; there the second is 0.
+    """
     if device.type == "cuda":
         before: int = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -31,7 +34,7 @@ def peak_bytes(run: Callable[[], None], device: torch.device) -> tuple[int, int]
 
 
 class Footprint(TorchDispatchMode):
-    """A context manager: the peaks of what this thread's operations within it have made."""
+    """Context manager that records the peaks of allocations by this thread's operations in it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not say

@@ -1,16 +1,18 @@
-"""Tries the job's code before the worker is ready: runs a micro-batch through a layer of each kind,
-on the worker's device, as training and evaluations run them.
+"""Trial of the job's code before the worker is ready: a micro-batch through each kind of layer.
 
-A user's layers get a row of the data and the initial weights. Layers of a kind take and give the
-same shapes, so the output of one is passed on where another one's output would be.
+It runs on the worker's device, as training and evaluations run layers. The user's layers get a row
+of the data and the initial weights. Layers of one kind have the same input and output shapes, so
+the output of one serves as that of another.
 
-So whatever this node alone lacks for the user's code (a package, a file, room on its device) costs
-no step. That code was looked at where the job was submitted. A failure here is therefore taken for
-the node's fault, and the master fails the job where most nodes report the same. The run also
-compiles whatever is to be compiled. A plan may put any layer on any worker, so all kinds are
-compiled, and no step waits for the compiler. Where the layers are the project's own, no step waits
-either for what a process spends on its first pass: a fork's pages are copied as they are touched,
-and torch sets up each operator at its first call. Must not know what compiling is."""
+So a package, a file or memory that only this node lacks costs no step. The code was checked where
+the job was submitted, so a failure here is taken for the node's fault; the master fails the job if
+most nodes report the same.
+
+The run also compiles the layers that are to be compiled. A plan may put any layer on any worker, so
+all kinds are compiled, and no step waits for the compiler. For the project's own layers, no step
+waits for first-pass costs either: a fork's pages are copied when first written, and torch sets up
+each operator at its first call. Must not know how compiling works.
+"""
 
 import faulthandler
 import logging
@@ -40,24 +42,28 @@ from oobleck.worker.state.layout import layer_sizes
 
 log = logging.getLogger(__name__)
 
-#: Of a layer's numbers and a micro-batch's tokens: what takes a core some 0.1 s.
+#: Numbers of a layer times tokens of a micro-batch that a core computes in about 0.1 s.
 _MOST_PRODUCTS = 1 << 29
-#: So long before it would be killed a worker that is not ready says why.
+#: Time before the deadline at which a worker that is not ready reports why.
 MARGIN_S = 10.0
 
 
 def has_own_code(job: JobSpec) -> bool:
-    """Return whether the job has code of the user's to try. Data have any only beside a model that
-    has."""
+    """Return whether the job has code of the user's to try.
+
+    A job's data has such code only if its model has, too.
+    """
     return isinstance(job.model, OwnModelSpec) or job.training.optimizer.code is not None
 
 
 @contextmanager
 def on_this_node(job: JobSpec, control: Control, ready_by: float | None) -> Iterator[None]:
-    """Take errors within for this node's fault, if the job has code of its user's. Code that has
-    not ended `MARGIN_S` before `ready_by` (on the monotonic clock) is the node's fault, too: the
-    agent is told so, and the process ends. Raises NodeError; passes Ended on, as that is the job's
-    fault."""
+    """Treat errors in the block as this node's fault, if the job has code of the user's.
+
+    Code that is still running `MARGIN_S` before `ready_by` (monotonic clock) is the node's fault
+    too: this is reported to the agent, and the process ends. Raise NodeError; let Ended pass,
+    which is the job's fault.
+    """
     if not has_own_code(job):
         yield
         return
@@ -73,7 +79,7 @@ def on_this_node(job: JobSpec, control: Control, ready_by: float | None) -> Iter
         raise
     except JobError as error:
         cause = error.__cause__
-        if cause is None:  # it says what to do
+        if cause is None:  # its message says what to do
             raise NodeError(str(error)) from error
         log.exception("the job's code failed on this node")
         raise NodeError(f"{error}; {_fix(cause)}") from error
@@ -89,12 +95,11 @@ def _fix(cause: BaseException) -> str:
 
 
 def _give_up(control: Control, most_s: float) -> None:
-    """Report that the job's code has not ended, and end the process. Runs in a thread of its
-    own."""
+    """Report that the job's code is still running, and end the process; runs in its own thread."""
     faulthandler.dump_traceback()
     message = (
-        f"the job's code has not ended on this node for {round(most_s, 1):g} s, before the first "
-        "step; the log has the lines that it is at"
+        f"the job's code is still running on this node after {round(most_s, 1):g} s, before the "
+        "first step; the log has its stack"
     )
     control.report(Failed(kind="node", message=message))
     end_process(1)
@@ -108,10 +113,12 @@ def preflight(
     passed: bool = False,
     workers: int = 1,
 ) -> None:
-    """Try the layers and the optimizer. `dataset`: the job's. `passed`: another process of this
-    host has done so; of what is the user's, all is tried again only where layers are compiled.
-    `workers`: of this node, among which a layer may be shared. Raises DataError, JobError where the
-    code fails, NodeError where this node lacks something else."""
+    """Try the layers and the optimizer.
+
+    `passed`: another process of this host has done so; then the user's code is tried again only if
+    layers are compiled. `workers`: workers of this node, which may share a layer. Raise DataError
+    or JobError if the code fails, NodeError if this node lacks something else.
+    """
     model = job.model
     compiled = set()
     if job.training.compile and isinstance(model, OwnModelSpec):
@@ -125,10 +132,10 @@ def preflight(
         else:
             short = [layer for layer in model.examples if _takes_a_moment(job, layer)]
             tried = len([_try(job, layer, device, workers, None) for layer in short])
-    heap.give_back()  # else it would count as what was there before the layers
+    heap.give_back()  # or it would count as memory in use before the layers
     seconds = round(time.monotonic() - began, 1)
-    told = {"kinds": tried, "compiled": len(compiled), "seconds": seconds}
-    log.info("tried layers", extra=told)
+    fields = {"kinds": tried, "compiled": len(compiled), "seconds": seconds}
+    log.info("tried layers", extra=fields)
 
 
 def _try_in_turn(
@@ -138,15 +145,15 @@ def _try_in_turn(
     workers: int,
     compiled: Container[int],
 ) -> int:
-    """Try a layer of each kind in turn. Return the number of layers tried."""
+    """Try a layer of each kind in turn; return how many were tried."""
     model, tried = job.model, 0
     inputs, targets = (_repeated(side, job) for side in first_row(job, dataset))
-    #: By kind, in host memory.
+    #: Outputs by kind, in host memory.
     outputs: dict[int, Tensor] = {}
     for layer in model.examples:
         given = outputs.get(model.order[layer - 1]) if layer else inputs
         if given is None and layer not in compiled:
-            continue  # the one below has no room here, and made-up numbers may not do
+            continue  # the layer below does not fit here, and random inputs may be invalid
         rows = None if given is None else (given, targets)
         output = _try(job, layer, device, workers, rows)
         tried += 1
@@ -173,8 +180,10 @@ def _try(
     workers: int,
     given: tuple[Tree, Tree] | None,
 ) -> Tensor | None:
-    """Return the layer's output, in host memory as if received. None: the layer has no room here
-    alone, but may be shared."""
+    """Return the layer's output in host memory, as if received.
+
+    None: the layer does not fit here alone, but workers may share it.
+    """
     try:
         return pass_once(job, layer, device, given).cpu().contiguous()
     except JobError as error:
@@ -184,7 +193,7 @@ def _try(
         reason = " ".join(str(error.__cause__).split())[:200]
         raise NodeError(
             f"training.compile: layer {layer} cannot be compiled on this node: {reason}; the log "
-            "has all of it; correct that, or leave the key out"
+            "has the whole error; correct it, or leave the key out"
         ) from error
     except (RuntimeError, MemoryError) as error:
         if not for_want_of_memory(error):
@@ -193,11 +202,11 @@ def _try(
             return None
         what = str(error).partition("\n")[0] or type(error).__name__
         raise NodeError(
-            f"model: layer {layer} alone has no room on this node's {device} ({what}); free its "
+            f"model: layer {layer} alone does not fit on this node's {device} ({what}); free its "
             "memory, or lower training.microbatch"
         ) from error
 
 
 def _is_of_the_compiler(error: BaseException | None) -> bool:
-    """Rather than of the layer: torch imports these modules where it compiles."""
+    """Return whether the compiler failed, not the layer: these torch modules compile."""
     return type(error).__module__.startswith(("torch._dynamo.", "torch._inductor."))

@@ -1,11 +1,14 @@
-"""Failures that a worker does not take for the job's or its node's at once.
+"""Failures that are not blamed on the job or the node at once.
 
-A step that fails for want of memory is done once more, and so is a worker's way into a generation.
-Where it fails again, the job is at fault, but its node where others hold memory of the GPU.
-Memory of another process that cannot be mapped may be that of one that has ended. The loss of a
-worker can make the device of another worker on its node fail, since NCCL writes into the lost one's
-memory. The failure may be seen first, so the verdict waits for news of a loss. Owns the evidence
-for these cases, over all generations of one worker; must not know how a generation is left.
+- A step that runs out of memory is repeated once, and so is entering a generation. If it fails
+  again, the job is at fault; or the node, if other processes hold memory of the GPU.
+- Memory of another process that cannot be mapped may belong to a process that has ended.
+- The loss of a worker can make the device of another worker on its node fail, because NCCL writes
+  into the lost worker's memory. The failure may be seen before the loss, so the verdict waits for
+  news of one.
+
+Owns the evidence for these cases, over all generations of one worker. Must not know how a
+generation is left.
 """
 
 import time
@@ -27,20 +30,20 @@ from oobleck.worker.runtime.errors import (
 )
 from oobleck.worker.state.progress import TrainingProgress
 
-#: Each time costs all workers a meeting and most of a step, so a job that is short of memory more
-#: often than that had better be changed: so many times within so many steps.
+#: Most retries for lack of memory within so many steps. Each costs all workers a meeting and most
+#: of a step, so a job that needs more should be changed.
 _MOST_SHORT = 3
 _SHORT_WITHIN = 100
 
 #: Longest time until a worker learns that another one on its node has ended. The kernel frees a
-#: process's memory before it closes its links, and a busy machine is slow. A sick GPU is reported
+#: process's memory before it closes its links, and a busy machine is slow. A faulty GPU is reported
 #: only after this wait.
 _LOSS_TOLD_S = 5.0
 _POLL_S = 0.05
 
 
 class Forgiven:
-    """Record of the failures that one worker may get over without losing its place."""
+    """Record of the failures that one worker may survive in its place."""
 
     def __init__(
         self,
@@ -48,19 +51,22 @@ class Forgiven:
         progress: TrainingProgress,
         held_by_others: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`held_by_others`: bytes that other processes have of the worker's own device."""
+        """Begin.
+
+        `held_by_others`: returns the bytes of this worker's device that other processes hold.
+        """
         self._worker = worker
         self._held_by_others = held_by_others
         self._progress = progress
-        #: The steps committed last when memory was short; what followed was tried once more.
+        #: Newest committed step at each lack of memory; the step after it was retried.
         self._short_after: deque[int] = deque(maxlen=_MOST_SHORT)
-        #: The newest step whose record was told, while this worker trains.
+        #: Newest step whose record was reported, while this worker trains.
         self.recorded = 0
-        #: The processes of the meeting in which one's memory could not be mapped; None: it could.
+        #: Processes of the last meeting in which memory could not be mapped; None: there was none.
         self._unmapped_with: tuple[str, ...] | None = None
-        #: The newest generation that this worker entered, if it has other workers of its node.
+        #: Membership of the newest generation, if it has other workers on this node.
         self._beside: Membership | None = None
-        #: The step committed last when a generation in `_beside` ended with a loss.
+        #: Newest committed step when a generation in `_beside` ended with a loss.
         self._lost_after: int | None = None
 
     def enter(self, membership: Membership) -> None:
@@ -68,22 +74,26 @@ class Forgiven:
         self._beside = membership if neighbours else None
 
     def leave(self, *, after_a_loss: bool) -> None:
-        """Record the end of the generation. `after_a_loss`: this worker saw a loss, or the master
-        pushed an abrupt change, which may arrive before the links close."""
+        """Record the end of the generation.
+
+        `after_a_loss`: this worker saw a loss, or the master pushed an abrupt change, which may
+        arrive before the links close.
+        """
         if self._beside is not None and after_a_loss:
             self._lost_after = self._progress.committed
 
     def short_of_memory(self, error: Exception, *, training: bool) -> bool:
-        """Return whether memory was short and the failed work is to be tried once more, with the
-        cache empty (`limit_allocator`). Then nothing that was computed of the step counts: a
-        layer's gradient may have a part of a micro-batch.
+        """Return whether memory was short and the failed work may be retried, with an empty cache.
 
-        Return False in the update, which cannot be taken back, and before its record is told. There
-        is no second try where memory was short since the last committed step, or too often.
-        `training`: in a generation, not on the way into it; there it is the node's fault.
+        The retry (see `limit_allocator`) discards all that was computed of the step, because a
+        gradient may include part of a micro-batch. Return False during the update, which cannot be
+        undone, and before its record is reported. There is only one retry per committed step, and a
+        limit over many steps.
 
-        Raises NodeError where the node is at fault, or torch.OutOfMemoryError that says how
-        often."""
+        `training`: the failure occurred in a generation; on entering one, it is the node's fault.
+        Raise NodeError if the node is at fault, or torch.OutOfMemoryError with the number of
+        failures.
+        """
         progress = self._progress
         in_update = progress.voted > progress.committed
         unrecorded = training and progress.committed > self.recorded
@@ -107,8 +117,8 @@ class Forgiven:
                 raise torch.OutOfMemoryError(f"{line}; {often}") from error
             raise NodeError(
                 f"{self._worker} was out of memory as it met the others, {often} ({line}); look at "
-                "what else uses its memory (nvidia-smi, free), or set resources.memory_per_worker "
-                "to what is free so that the plan uses more nodes"
+                "other users of its memory (nvidia-smi, free), or set resources.memory_per_worker "
+                "to the free amount, so that the plan uses more nodes"
             ) from error
         self._short_after.append(step)
         if training:
@@ -116,8 +126,7 @@ class Forgiven:
         return True
 
     def check_mapped(self, error: TransportError, assign: Assign) -> None:
-        """Raise NodeError where memory could not be mapped again, and none of the processes has
-        ended since."""
+        """Raise NodeError if memory cannot be mapped again, although no process has ended since."""
         if not isinstance(error, Unmapped):
             return
         present = assign.rendezvous.cards
@@ -132,8 +141,9 @@ class Forgiven:
     def follows_a_loss(self, error: torch.AcceleratorError, overruled: Callable[[], bool]) -> bool:
         """Return whether the device's failure may come from the loss of a worker on this node.
 
-        That is so if a loss was seen since the step committed last, or is seen within
-        `_LOSS_TOLD_S`. `overruled`: the master has pushed an abrupt change, as after a loss.
+        That is so if a loss was seen since the newest committed step, or is seen within
+        `_LOSS_TOLD_S`. `overruled`: returns whether the master pushed an abrupt change, as after a
+        loss.
         """
         if whose_fault(error) != "node":
             return False

@@ -1,9 +1,10 @@
-"""Brings a worker to the agreed state once the members of a generation can talk.
+"""Recovery of a worker to the agreed state, once the members of a generation are connected.
 
-All tell their recovery states as they meet, and draw the same agreement (`rejoin`). Then a worker
-applies a step that others have committed, finds out what counts of the step that was cut off, and
-fetches the layers that it lacks (`transfer`). Where no worker has a layer, all go back to a
-checkpoint (`restore`). Must not know how training goes on after."""
+All announce their recovery states as they meet, and compute the same agreement (`rejoin`). Then a
+worker applies a step that others have committed, determines which parts of the interrupted step
+count, and fetches the layers that it lacks (`transfer`). If no worker has a layer, all go back to a
+checkpoint (`restore`). Must not know how training continues.
+"""
 
 import logging
 from collections import Counter
@@ -39,31 +40,33 @@ from oobleck.worker.transport.words import joined, parts
 
 log = logging.getLogger(__name__)
 
-#: Records that an agent is given in one message.
+#: Most records in one message to the agent.
 _HANDED_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Inputs and recovery state that a worker tells the others when they meet, besides its
-    `Attempt`. Many workers tell the same."""
+    """Inputs and recovery state that a worker announces at a meeting, besides its `Attempt`.
 
-    #: Fingerprint of the data and the initial weights that it reads, hexadecimal.
+    Many workers announce the same.
+    """
+
+    #: Fingerprint, in hexadecimal, of the data and the initial weights that it reads.
     inputs: str
     state: RecoveryState
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """States and attempts that all members have told. Equal states are one object."""
+    """States and attempts announced by all members. Equal states are one object."""
 
     states: Mapping[WorkerId, RecoveryState]
-    #: Texts of `Attempt`s.
+    #: Encoded `Attempt`s.
     attempts: Mapping[WorkerId, bytes]
 
 
 class Recovery:
-    """Part that one worker takes in every agreement on where training goes on."""
+    """One worker's part in every agreement on the step to resume from."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -74,8 +77,7 @@ class Recovery:
         self._control = context.control
 
     def standing(self, plan: Plan) -> bytes:
-        """Return what the others must know of this worker when they meet. It must not change before
-        they have agreed."""
+        """Return this worker's announcement for the meeting; it must hold until all have agreed."""
         self._state.drop_partial()
         inputs, state = self._context.inputs.hex(), self._recovery_state(plan.layer_count)
         return joined([encode(Standing(inputs, state)), encode(self._attempt(plan))])
@@ -89,13 +91,14 @@ class Recovery:
         received: int = 0,
         fed: int = 0,
     ) -> Salvage | None:
-        """Agree where training stands, go there, and fetch missing layers; returns what there is of
-        the next step already. `standings`: what all have told, by rank; `received`: bytes that have
-        come before, of which `fed` ones while training went on.
+        """Agree on the step to resume from, move to it, and fetch missing layers.
 
-        Raises TransportError when a peer is lost, DataError when nodes read different data,
-        JobError and NodeError where no checkpoint can be used as the plan wants, and LayersGone
-        when nobody holds a layer and there is none.
+        Return the usable parts of the next step. `standings`: announcements of all, by rank.
+        `received`: bytes received in advance, of which `fed` arrived while training went on.
+
+        Raise TransportError if a peer is lost, and DataError if nodes read different data. Raise
+        JobError or NodeError if no checkpoint is usable as the plan requires. Raise LayersGone if a
+        layer has no holder and there is no checkpoint.
         """
         plan, progress = assign.plan, self._progress
         self._context.faults.reached(
@@ -139,8 +142,10 @@ class Recovery:
         return salvage
 
     def moving(self, plan: Plan, standings: Sequence[bytes]) -> Moving:
-        """Return the state that moves once the plan's workers have met, as far as it follows from
-        what all have told. Where that is wrong no state moves, and `run` raises the error."""
+        """Return the state that moves after the plan's workers have met, from all announcements.
+
+        If these are wrong, no state moves, and `run` raises the error.
+        """
         try:
             agreement = agree(read_standings(plan.workers, standings).states)
             transfers = transfers_to(self._job, agreement, plan) if agreement.step > 0 else ()
@@ -151,8 +156,10 @@ class Recovery:
         return Moving(plan.workers, transfers, [size * width for size in sizes])
 
     def hand_over(self, assign: Assign, transport: Transport, standings: Sequence[bytes]) -> int:
-        """Come to hold the plan's layers, those who leave among the sources; the bytes received.
-        What none of them holds is left to the plan's own meeting. Raises as `run` does."""
+        """Fetch the plan's layers, also from workers that leave; return the bytes received.
+
+        Layers that none of them holds are left to the plan's own meeting. Raise what `run` raises.
+        """
         plan, members = assign.plan, handover_members(assign)
         agreement = agree(read_standings(members, standings).states)
         if not is_whole(agreement.held, plan.layer_count):
@@ -163,12 +170,15 @@ class Recovery:
         received = fetch_layers(self._context, plan, members, agreement, transport)
         self._join(agreement, plan.generation, ballot)
         self.tell_received(plan, received)
-        transport.all_gather(torch.zeros(1))  # whoever leaves may end: all has arrived
+        # Workers that leave may end now: all state has arrived.
+        transport.all_gather(torch.zeros(1))
         return received
 
     def tell_received(self, plan: Plan, count: int) -> None:
-        """Have the master count on this worker, where `count` bytes have come: whoever sent them
-        may be gone before all have met in the plan."""
+        """Report to the master that this worker holds layers, if `count` bytes have arrived.
+
+        Their senders may be gone before all have met in the plan.
+        """
         held = {state.shard for state in self._state.layers.values()}
         layers = tuple(sorted(s.layer for s in held & plan.shards.get(self._worker, frozenset())))
         if count > 0 and layers:
@@ -179,8 +189,10 @@ class Recovery:
     def _join(
         self, agreement: Agreement, generation: Generation, ballot: torch.Tensor | None
     ) -> None:
-        """Hold what counts at the agreed step, and know the vote that made it where it was told
-        (`ballot`): whoever counts as having committed a step can have others roll forward to it."""
+        """Move to the agreed step, and record its vote if there is one (`ballot`).
+
+        Others may have to roll forward to the step, so whoever has committed it must know the vote.
+        """
         missed = agreement.missed
         if ballot is not None and agreement.missed_step < agreement.step:
             used = vote.count(ballot, self._job.training, workers=1).used
@@ -194,8 +206,10 @@ class Recovery:
             self._progress.learn(agreement.step, agreement.voted_generation, ballot)
 
     def _restore(self, assign: Assign, agreement: Agreement, transport: Transport) -> bool:
-        """Go on from a checkpoint where nobody has what is needed, or begin anew where there is
-        none and the master knows of none; whether either was done."""
+        """Resume from a checkpoint if state is missing, or begin anew; return whether it was done.
+
+        Training begins anew if there is no checkpoint and the master knows of none.
+        """
         spec = self._job.checkpoint
         if spec is None and not assign.anew:
             return False
@@ -234,7 +248,7 @@ class Recovery:
         return True
 
     def _begin_anew(self, plan: Plan) -> Restored:
-        """Hold the plan's layers as they were before the first step."""
+        """Initialise the plan's layers, as before the first step."""
         self._state.keep_only(())
         for shard in sorted(plan.shards[self._worker]):
             self._state.initialise(shard.layer, part=shard.part, parts=shard.parts)
@@ -250,13 +264,13 @@ class Recovery:
         )
 
     def _attempt(self, plan: Plan) -> Attempt:
-        """Return what this worker has of a step that it has begun and not committed."""
+        """Return this worker's results of a step that it has begun but not committed."""
         progress = self._progress
         wanted = plan.shards.get(self._worker)
         if progress.begun <= progress.committed or wanted is None:
             return NO_ATTEMPT
         layers, size = self._state.layers.items(), self._job.training.microbatch
-        # Of some micro-batches it may have had a part of the rows alone.
+        # It may have had only some rows of a micro-batch.
         counts = Counter(position // size for position in progress.row_digests)
         return Attempt.of(
             added={layer: state.added for layer, state in layers if state.shard in wanted},
@@ -266,8 +280,7 @@ class Recovery:
         )
 
     def _salvage(self, plan: Plan, agreement: Agreement, told: Told) -> Salvage | None:
-        """Return what counts of the step that was cut off; None if there is no such step, or
-        nothing of it counts."""
+        """Return the usable results of the interrupted step; None if there are none."""
         if not agreement.begun:
             return None
         layers, microbatches = plan.layer_count, self._job.training.microbatches
@@ -283,7 +296,7 @@ class Recovery:
                 attempt = decode(Attempt, told.attempts[member])
                 contributions[member] = Contribution.of(attempt, counting, layers, microbatches)
             except ValueError as error:
-                raise TransportError(f"what came from {member} is no attempt: {error}") from error
+                raise TransportError(f"invalid attempt from {member}: {error}") from error
         salvage = plan_salvage(contributions, plan)
         if not any(salvage.counted.values()):
             return None
@@ -296,8 +309,10 @@ class Recovery:
         agreement: Agreement,
         transport: Transport,
     ) -> torch.Tensor:
-        """Spread the vote of the newest committed step, and apply it where that is still due;
-        returns what it says."""
+        """Broadcast the vote on the newest committed step, and apply that step if still due.
+
+        Return the vote.
+        """
         assert agreement.vote_holder is not None, "only called when someone holds the vote"
         progress = self._progress
         root = members.index(agreement.vote_holder)
@@ -311,13 +326,14 @@ class Recovery:
         transport.broadcast(vector, root)
         if self._worker not in agreement.roll_forward:
             return vector
-        # The switch that this vote may have announced was overtaken, so the number of its
-        # workers, which only that part of the result needs, does not matter here.
+        # The number of workers matters only for a switch that this vote may announce, and a newer
+        # plan has replaced that switch.
         result = vote.count(vector, self._job.training, workers=1)
         progress.learn(agreement.step, agreement.voted_generation, vector)
         commit(self._state, self._job, progress, result, agreement.step)
         log.info("rolled forward", extra={"step": agreement.step})
-        # Of the generation that voted: a record of the new one says that its transfers are done.
+        # Names the generation that voted: a record of the new one would say that its transfers are
+        # done.
         record = make_record(self._job, progress.voted_generation, progress, result)
         self._context.records.add(record)
         self._control.report(Committed(record=record))
@@ -325,7 +341,7 @@ class Recovery:
 
 
 def _handed(generation: Generation, records: Records) -> Iterator[Handed | Evaluated]:
-    """Yield the records that were beside a checkpoint, as the agent is told of them."""
+    """Yield the records of a checkpoint, as reports to the agent."""
     for first in range(0, len(records.steps), _HANDED_AT_ONCE):
         some = records.steps[first : first + _HANDED_AT_ONCE]
         yield Handed(generation=generation, records=some)
@@ -334,8 +350,10 @@ def _handed(generation: Generation, records: Records) -> Iterator[Handed | Evalu
 
 
 def read_standings(members: Sequence[WorkerId], standings: Sequence[bytes]) -> Told:
-    """Decode the standings of `members`; both are in rank order. Raises DataError where members
-    read different inputs, TransportError where one is no standing."""
+    """Decode the standings of `members`; both are in rank order.
+
+    Raise DataError if members read different inputs, TransportError if a standing is invalid.
+    """
     known: dict[bytes, Standing] = {}
     states: dict[WorkerId, RecoveryState] = {}
     attempts: dict[WorkerId, bytes] = {}
@@ -346,7 +364,7 @@ def read_standings(members: Sequence[WorkerId], standings: Sequence[bytes]) -> T
             try:
                 said = known[text] = decode(Standing, text)
             except ValueError as error:
-                raise TransportError(f"what came from {member} is {error}") from error
+                raise TransportError(f"invalid standing from {member}: {error}") from error
         first = first or said
         if said.inputs != first.inputs:
             raise DataError(

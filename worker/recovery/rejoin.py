@@ -1,17 +1,18 @@
-"""Agreement of a new generation's workers, before they train, on where each of them stands.
+"""Agreement of a new generation's workers, before they train, on the step that each resumes from.
 
-Pure. Each worker tells its `RecoveryState`; from the same table every worker draws the same
-`Agreement`: the step from which training goes on, the workers that must still apply that step, and
-the workers whose layers count.
+Pure. Each worker announces its `RecoveryState`. From the same table every worker computes the same
+`Agreement`: the step to resume from, the workers that must still apply that step, and the workers
+whose layers count.
 
-A step is committed once any worker holds the result of its vote. The vote completes for one only
-after every worker has put in its share, and it puts it in only with every reduced gradient in hand.
-So if any worker has committed step s, those behind hold the reduced gradients of s and roll
-forward. If no survivor has, no live worker has changed a weight, and step s is done again.
+A step is committed once any worker holds the result of its vote. The vote completes for a worker
+only after every worker has contributed, and each contributes only with every reduced gradient in
+hand. So if any worker has committed step s, those behind hold the reduced gradients of s and roll
+forward. If no survivor has, no live worker has changed a weight, and step s is repeated.
 
-A worker that was away meanwhile may come back and have committed s in a generation before. The
-agreement that the others reached without it holds, except in two cases: all of them can still roll
-forward, or they have lost a layer since and those with s have all."""
+A worker that was away may return with s committed in an earlier generation. The agreement that the
+others reached without it holds, with two exceptions: all of them can still roll forward; or they
+have lost a layer since, and the workers with s have all layers.
+"""
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from oobleck.worker.state.usage import Missed
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A layer, or a share of it, at some version."""
+    """Version of a layer, or of a share of it, on one worker."""
 
     version: int
     part: int = 0
@@ -35,47 +36,47 @@ class Held:
 
 @dataclass(slots=True, kw_only=True)
 class RecoveryState(Position):
-    """State of one worker as it arrives in a new generation."""
+    """State of one worker as it enters a new generation."""
 
-    #: Of the whole model.
+    #: Layers of the whole model.
     layer_count: int
-    #: What it holds, by layer, and what another share has taken the place of since the last commit,
-    #: whose gradients are not those of `reduced`.
+    #: Layers that it holds, and shares replaced by others since the last commit. `reduced` does not
+    #: cover gradients of the latter.
     layers: Mapping[int, Held]
     former: Mapping[int, Held]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Conclusions that every worker draws from the states of all."""
+    """Agreement that every worker computes from the states of all."""
 
-    #: That of the workers whose state counts.
+    #: Lineage of the workers whose state counts.
     lineage: int
-    #: The last committed step; training goes on with the next one.
+    #: Newest committed step; training resumes with the next one.
     step: int
-    #: Workers that apply `step` now, from the reduced gradients they hold.
+    #: Workers that apply `step` now, from the reduced gradients that they hold.
     roll_forward: frozenset[WorkerId]
-    #: A worker that can tell the result of `step`'s vote; None when nobody needs it.
+    #: Worker that broadcasts the result of `step`'s vote; None if nobody needs it.
     vote_holder: WorkerId | None
-    #: The generation of that vote; 0: nobody knows it.
+    #: Generation of that vote; 0: unknown.
     voted_generation: Generation
-    #: What each worker holds at version `step` (after the roll-forward).
+    #: Shards of each worker at version `step`, after the roll-forward.
     held: ShardTable
-    #: Steps in a row up to `step` that were skipped, as far as those know who have committed it.
+    #: Consecutive skipped steps up to `step`, as far as workers that committed it know.
     skipped: int
-    #: Number of steps that left out each parameter (see `usage`), and the last step counted: `step`
-    #: or, if nobody has applied that yet, the one before.
+    #: Number of steps that left out each parameter (see `usage`), and the last step counted:
+    #: `step`, or the previous one if no worker has applied `step` yet.
     missed: Missed
     missed_step: int
-    #: Workers that have begun the step after `step`, which is done again: they may have some of it.
+    #: Workers that have begun the step after `step`, which is repeated; they may have parts of it.
     begun: frozenset[WorkerId]
 
 
 def agree(states: Mapping[WorkerId, RecoveryState]) -> Agreement:
-    """Draw the agreement; the same on every worker because the table is the same.
+    """Compute the agreement; it is equal on every worker because the table is.
 
-    Of workers whose states are one object the first stands for the others: however many hold the
-    same layers at the same step, they are looked at once.
+    Workers with one state object are represented by the first of them, so the cost depends on the
+    number of distinct states.
     """
     first: dict[int, WorkerId] = {}
     for worker in sorted(states):
@@ -93,7 +94,7 @@ def agree(states: Mapping[WorkerId, RecoveryState]) -> Agreement:
 
 
 def _agree(states: Mapping[WorkerId, RecoveryState]) -> Agreement:
-    # Since the others went back to a checkpoint, what a worker has that did not is of no use.
+    # After the others went back to a checkpoint, state from before it is useless.
     lineage = max(state.lineage for state in states.values())
     members, states = states, {w: s for w, s in states.items() if s.lineage == lineage}
     layer_count = max(state.layer_count for state in states.values())
@@ -124,9 +125,11 @@ def _agree(states: Mapping[WorkerId, RecoveryState]) -> Agreement:
 
 
 def _held(states: Mapping[WorkerId, RecoveryState]) -> dict[WorkerId, frozenset[Shard]]:
-    """Return the shards that workers hold at the newest step, including those that must roll
-    forward to it. A worker that is missing was left behind by an older generation: its layers are
-    worthless."""
+    """Return the shards that workers hold at the newest step, or roll forward to.
+
+    A worker that is missing in the result was left behind by an older generation; its layers are
+    useless.
+    """
     step = _newest(states)
     votes = {s.voted_generation for s in states.values() if s.voted == step and step > 0}
     held: dict[WorkerId, frozenset[Shard]] = {}
@@ -152,8 +155,11 @@ def is_whole(held: ShardTable, layer_count: int) -> bool:
 
 
 def _newest(states: Mapping[WorkerId, RecoveryState]) -> int:
-    """Return the newest committed step. A worker that has seen a vote counts as having committed
-    it: it can apply it alone."""
+    """Return the newest committed step.
+
+    A worker that has the result of a vote counts as having committed the step: it can apply it
+    alone.
+    """
     return max(max(s.committed, s.voted) for s in states.values())
 
 
@@ -163,9 +169,10 @@ def _newest_vote(step: int, states: Iterable[RecoveryState]) -> int:
 
 
 def _outrun(states: Mapping[WorkerId, RecoveryState]) -> frozenset[WorkerId]:
-    """Return the workers that have committed the newest step, and without which others have begun
-    it again since. Those others lack the gradients to follow, or have committed it in another
-    vote."""
+    """Return the workers whose newest step is outdated: others have begun it again without them.
+
+    Those others lack the gradients to follow, or have committed the step in another vote.
+    """
     step = _newest(states)
     ahead = {w: s for w, s in states.items() if max(s.committed, s.voted) == step}
     joined = max(s.joined for s in ahead.values())
@@ -178,7 +185,7 @@ def _outrun(states: Mapping[WorkerId, RecoveryState]) -> frozenset[WorkerId]:
 
 
 def _follows(state: RecoveryState, step: int, generation: int) -> bool:
-    """Return whether the worker has applied the step that was voted on in `generation`, or can."""
+    """Return whether the worker has applied, or can apply, the step voted on in `generation`."""
     return max(state.committed, state.voted) >= step or _rolls_forward(state, step, generation)
 
 
@@ -190,8 +197,7 @@ def _rolls_forward(state: RecoveryState, step: int, generation: int) -> bool:
 def _followers(
     states: Mapping[WorkerId, RecoveryState], outrun: Set[WorkerId]
 ) -> dict[WorkerId, RecoveryState]:
-    """Return the workers in `outrun`, and those that can roll forward to the newest step by
-    `outrun`'s newest vote on it."""
+    """Return the workers in `outrun`, and those that can roll forward by its newest vote."""
     step = _newest(states)
     voted = _newest_vote(step, [states[worker] for worker in outrun])
     return {
@@ -205,8 +211,10 @@ def _followers(
 def _without_newest(
     states: Mapping[WorkerId, RecoveryState], outrun: Set[WorkerId]
 ) -> dict[WorkerId, RecoveryState]:
-    """Return the states without the last vote of the workers in `outrun`. Those of them that have
-    applied the newest step are left out: they have nothing left."""
+    """Return the states without the last vote of the workers in `outrun`.
+
+    Workers of these that have applied the newest step are left out: none of their state is usable.
+    """
     step = _newest(states)
     return {
         worker: replace(state, voted=0, voted_generation=Generation(0))

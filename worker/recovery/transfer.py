@@ -1,14 +1,15 @@
-"""Fetches, sends and drops layers, until a worker holds those of its plan at an agreed step.
+"""Transfer of layers, until a worker holds those of its plan at an agreed step.
 
-Every worker plans the same transfers from the same table of who holds what, and does its own part.
-A transfer that broke off leaves no layer. Must not know how the agreement came about.
+Every worker plans the same transfers from the same table of holders, and does its own part. An
+interrupted transfer leaves no layer. Must not know how the agreement was reached.
 
-State goes in chunks, so neither end has a second copy of more than some of them. All workers go
-over all chunks in one order, each over its own: the first of every transfer, then the second, so
-that a worker receives from several at once. Before it begins one it waits for older ones with the
-same peer while these have more than so many bytes. Nobody waits for ever: take the earliest chunk
-in the order that somebody waits for. Its other end has begun it too, or waits for one that is
-earlier still, which it is not.
+State moves in chunks, so that neither end has a second copy of more than a few of them. All workers
+process the chunks in one order, each only its own: the first chunk of every transfer, then the
+second, so that a worker receives from several at once. Before it begins a chunk, it waits until
+older ones with the same peer have at most `chunk_bytes`.
+
+No deadlock: consider the earliest chunk in the order that a worker waits for. Its other end has
+begun it too, or waits for an earlier one, which contradicts the choice.
 """
 
 from collections import defaultdict, deque
@@ -38,9 +39,11 @@ def fetch_layers(
     agreement: Agreement,
     transport: Transport,
 ) -> int:
-    """Come to hold every layer of the plan at the agreed step; returns the bytes received.
-    `members`: who takes part, in rank order. Raises TransportError, and LayersGone when nobody
-    holds a layer."""
+    """Fetch every layer of the plan at the agreed step; return the bytes received.
+
+    `members`: participants in rank order. Raise TransportError, or LayersGone if a layer has no
+    holder.
+    """
     step, state, worker = agreement.step, context.state, context.worker
     generation = plan.generation
     probe = partial(context.faults.reached, generation=generation, step=step)
@@ -51,7 +54,7 @@ def fetch_layers(
     needed = wanted - {s.shard for s in state.layers.values()}
     transfers: tuple[Transfer, ...] = ()
     for shard in sorted(needed):
-        # Initial weights are a function of the seed and the layer: nothing to fetch.
+        # Initial weights are a function of the seed and the layer; none is fetched.
         if step == 0:
             state.initialise(shard.layer, part=shard.part, parts=shard.parts)
         else:
@@ -72,11 +75,11 @@ def fetch_layers(
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    """A chunk that was begun."""
+    """Chunk in flight."""
 
     operation: Pending
     values: torch.Tensor
-    #: Once it is there: puts it where it belongs.
+    #: Called on arrival: copies the chunk to its place.
     arrived: Callable[[], None] | None = None
 
     def finish(self) -> None:
@@ -94,9 +97,10 @@ def carry_out(
     chunk_bytes: int,
     probe: Callable[..., object],
 ) -> int:
-    """Send and receive what `worker` takes part in, in the order that all have; returns the bytes
-    received. Layers that come are allocated. `probe`: called before each chunk. Raises
-    TransportError."""
+    """Send and receive the chunks of `worker`, in the common order; return the bytes received.
+
+    Layers to receive are allocated. `probe`: called before each chunk. Raise TransportError.
+    """
     under_way: defaultdict[int, deque[_UnderWay]] = defaultdict(deque)
     sent = received = count = 0
     for transfer, numbers in chunks_of(own, state, chunk_bytes):
@@ -126,8 +130,10 @@ def carry_out(
 def chunks_of(
     transfers: Sequence[Transfer], state: ModelState, most_bytes: int
 ) -> Iterator[tuple[Transfer, Numbers]]:
-    """Yield the numbers that each transfer moves, at most `most_bytes` at a time: the first chunks
-    of all, then the second."""
+    """Yield the numbers that each transfer moves, at most `most_bytes` at a time.
+
+    The first chunks of all transfers come first, then the second ones.
+    """
     most = max(1, most_bytes // state.bytes_per_number)
     shares = [state.share(each.layer, each.start, each.stop) for each in transfers]
     largest = max((sum(map(len, numbers)) for numbers in shares), default=0)
@@ -140,7 +146,7 @@ def chunks_of(
 
 
 def transfers_to(job: JobSpec, agreement: Agreement, plan: Plan) -> tuple[Transfer, ...]:
-    """Return the transfers that the plan needs. Raises LayersGone when no worker holds a layer."""
+    """Return the transfers that the plan needs. Raise LayersGone if a layer has no holder."""
     try:
         return plan_transfers(
             agreement.held,

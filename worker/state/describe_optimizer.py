@@ -1,9 +1,10 @@
-"""Finds out what a user's optimizer keeps from step to step, and whether it can be used. Its class
-takes a few steps on two small parameters, and so do flat pieces of them, as workers update layers.
+"""Description of a user's optimizer: its state between steps, and whether it can be used.
 
-A class is refused, with the reason, where its update is not one of each number by itself (layers
-are cut over workers anywhere). It is refused, too, where it keeps anything but tensors of its
-parameters' shapes and single numbers that follow from the number of steps."""
+Its class takes a few steps on two small parameters, and again on flat pieces of them, as workers
+update layers. A class is refused, with the reason, unless its update is elementwise, because layers
+are cut anywhere between workers. Its state must be tensors of its parameters' shapes, and single
+numbers that follow from the number of steps.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,40 +22,41 @@ from oobleck.core.job.spec import TrainingSpec
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.state import own_optimizer
-from oobleck.worker.state.optimizer import Slice, rates_of, update
+from oobleck.worker.state.optimizer import rates_of, update
+from oobleck.worker.state.slices import Slice
 
-#: More than the period of what some classes do every few steps.
+#: More than the period of actions that some classes take every few steps.
 _STEPS = 12
 _SHAPES = ((3, 5), (4,))
-#: Where the flat parameters are cut into pieces.
+#: Positions at which the flat parameters are cut.
 _CUTS = (7, 1)
-#: The order of sums and fused operations differs with the place in a tensor; nothing else may.
+#: Rounding of sums and fused operations depends on the position in a tensor; all else must agree.
 _TOLERANCE = 1e-11
 
 
-#: torch's classes that cannot be used, and why; their own errors do not say it.
+#: torch's classes that cannot be used, and the reason; their own errors do not give it.
 _NOT_BY_NUMBER = {
     "torch.optim:LBFGS": "computes the loss several times in each step, by a closure",
     "torch.optim:Muon": "updates each matrix as a whole",
-    "torch.optim:SparseAdam": "takes sparse gradients alone, and layers have dense ones here",
+    "torch.optim:SparseAdam": "takes only sparse gradients, and layers have dense ones here",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """Steps on whole parameters, as a plain loop of torch takes them."""
+    """Run of steps on whole parameters, as in a plain torch loop."""
 
     weights: Sequence[Tensor]
-    #: Of each parameter, after the first step and after the last one.
+    #: State of each parameter, after the first step and after the last one.
     first: Sequence[dict[str, Any]]
     last: Sequence[dict[str, Any]]
 
 
 def describe(training: TrainingSpec) -> Json:
-    """Return the sketch of the job's class. Raises JobError with the reason, NodeError."""
+    """Return the sketch of the job's class. Raise JobError with the reason, or NodeError."""
     spec = training.optimizer
     assert spec.code is not None, "it is the job's own"
-    #: The real schedule may end at 0, where nothing is seen.
+    #: The real schedule may end at 0, which would hide differences.
     tried = replace(
         training, steps=_STEPS, schedule=ScheduleSpec(), optimizer=replace(spec, lr=spec.lr or 1e-3)
     )
@@ -90,12 +92,16 @@ class _Check:
             )
 
     def whole_run(self) -> _Run:
-        """Take the optimizer's steps, and again from the same and from other numbers. Refuse the
-        class where its weights differ when it is run again, or its numbers depend on the
-        gradients."""
+        """Run the optimizer's steps twice on the same numbers and once on others.
+
+        Refuse the class if the same numbers give different weights, or if its own numbers depend on
+        the gradients.
+        """
         run, again, other = (self._steps(source) for source in (0, 0, 1))
         if any(map(_differ, run.weights, again.weights)):
-            self._refuse("gives other weights when it is run again: it may not draw random numbers")
+            self._refuse(
+                "gives different weights when it is run again; it must not draw random numbers"
+            )
         for name in self.numbers(run):
             found = [state.get(name) for one in (run, other) for state in one.last]
             if any(_differ(found[0], value) for value in found[1:]):
@@ -106,7 +112,7 @@ class _Check:
         return run
 
     def rows(self, run: _Run) -> list[str]:
-        """Return the names of the tensors of its parameters' shapes."""
+        """Return the names of state tensors with their parameter's shape."""
         return [name for name, value in run.first[0].items() if _is_tensor(value)]
 
     def numbers(self, run: _Run) -> list[str]:
@@ -128,8 +134,10 @@ class _Check:
         return tuple(name for name in series if _differ(one[name], other[name]))
 
     def initial(self, name: str, rate: float) -> float:
-        """Return the value of such a tensor before the first update, found by one update with
-        gradients of 0, on zeros."""
+        """Return the value of a state tensor before the first update.
+
+        It is found by one update with zero gradients on zero weights.
+        """
         parameter = nn.Parameter(torch.zeros(_SHAPES[0], dtype=torch.float64))
         optimizer = own_optimizer.make(self.spec, [parameter])
         optimizer.param_groups[0]["lr"] = rate
@@ -141,17 +149,16 @@ class _Check:
         return float(found)
 
     def pieces(self, run: _Run, training: TrainingSpec) -> None:
-        """Take the same steps on flat pieces, whole and cut, and refuse the class where they
-        differ."""
+        """Run the same steps on flat pieces, whole and cut; refuse the class if results differ."""
         if any(map(_differ, run.weights, self._flat_steps(training, cut=False))):
             self._refuse(
-                "updates a parameter otherwise when it is flat, or keeps more from step to step "
+                "updates a flat parameter differently, or keeps more from step to step "
                 "than the state of each parameter"
             )
         if any(map(_differ, run.weights, self._flat_steps(training, cut=True))):
             self._refuse(
                 "does not update each number by itself: a norm or a mean over a parameter would "
-                "be another one where the parameter is cut over workers"
+                "differ if the parameter is cut over workers"
             )
 
     def _steps(self, source: int) -> _Run:
@@ -180,7 +187,7 @@ class _Check:
                 first = [self._state(optimizer, one) for one in parameters]
         last = [self._state(optimizer, one) for one in parameters]
         if any(one.keys() != first[0].keys() for one in (*first, *last)):
-            self._refuse("must keep the same of each parameter from its first step on")
+            self._refuse("must keep the same state of each parameter from its first step on")
         for group, settings in zip(optimizer.param_groups, before, strict=True):
             for name, value in _settings(group).items():
                 if name not in settings or value != settings[name]:
@@ -188,7 +195,7 @@ class _Check:
         return _Run(weights=[one.detach() for one in parameters], first=first, last=last)
 
     def _state(self, optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
-        """Return a copy of what it keeps of `parameter`; refused where that is of another kind."""
+        """Return a copy of its state of `parameter`; refuse state of other kinds."""
         found = {}
         for name, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.dim():
@@ -199,7 +206,9 @@ class _Check:
                         "be of the parameter's shape, since state is cut as its parameter is"
                     )
                 if value.dtype != parameter.dtype:
-                    self._refuse(f"keeps {name} as {value.dtype}; it must be as its parameter is")
+                    self._refuse(
+                        f"keeps {name} as {value.dtype}; it must have its parameter's type"
+                    )
             elif not (value is None or isinstance(value, Tensor | bool | int | float)):
                 self._refuse(
                     f"keeps {name}, a {type(value).__name__}; only tensors of a parameter's shape "
@@ -209,7 +218,7 @@ class _Check:
         return found
 
     def _flat_steps(self, training: TrainingSpec, *, cut: bool) -> Iterator[Tensor]:
-        """Yield the weights after the same steps, by parameter."""
+        """Yield each parameter's weights after the same steps on flat pieces."""
         spec, shapes = training.optimizer, _SHAPES
         stored = []
         for weights in _drawn(0, 0):
@@ -231,8 +240,7 @@ class _Check:
                 Parameter.VAR_KEYWORD,
             ):
                 self._refuse(
-                    f"needs {one.name} in each step; it must be one that takes a step without a "
-                    "closure"
+                    f"needs {one.name} in each step; it must take a step without a closure"
                 )
 
     def _stepping(self, which: str = "") -> code.running:

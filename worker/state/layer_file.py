@@ -1,7 +1,8 @@
 """Conversion of one layer's state to the bytes of a safetensors file, and back.
 
 Weights have the names of their parameters, moments `<parameter>.<moment>`. The flat state is in the
-order of the file's data, so writing copies nothing. Must not know where files are."""
+order of the file's data, so writing copies nothing. Must not know where files are.
+"""
 
 import json
 from collections.abc import Mapping
@@ -16,15 +17,17 @@ from oobleck.host.storage.weight_files import WeightsError, check_content
 from oobleck.worker.state.layout import Layout
 
 _DTYPES = {torch.float32: "F32", torch.float64: "F64"}
-#: The format wants its data to begin at a multiple of this.
+#: Alignment that the format requires of its data.
 _ALIGNMENT = 8
 
 
 def pack(
     snapshot: torch.Tensor, flat: Layout, moments: tuple[str, ...], metadata: Mapping[str, str]
 ) -> list[Content]:
-    """Return the file of a layer's state (1 + moments, n), contiguous and in host memory; its data
-    is a view of `snapshot`, where the layout has no gap."""
+    """Return the file of a layer's state (1 + moments, n), contiguous and in host memory.
+
+    Its data is a view of `snapshot`, if the layout has no gap.
+    """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     width = snapshot.element_size()
     end = 0
@@ -50,12 +53,12 @@ def pack(
 def unpack(
     content: bytes, flat: Layout, moments: tuple[str, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a layer's state (1 + moments, n) from its file. Raises InvalidCheckpoint."""
+    """Return a layer's state (1 + moments, n) from its file. Raise InvalidCheckpoint."""
     try:
         check_content(content, MOST_LAYER_HEADER_BYTES)
         tensors = load(content)
     except (WeightsError, SafetensorError) as error:
-        raise InvalidCheckpoint(f"is no safetensors file: {error}") from error
+        raise InvalidCheckpoint(f"is not a safetensors file: {error}") from error
     snapshot = torch.zeros(1 + len(moments), flat.size, dtype=dtype)
     for row, moment in enumerate(("", *moments)):
         for span in flat.parameters:

@@ -1,8 +1,8 @@
-"""The state of one layer on one worker: weights, moments, gradient and version, whole or a share.
+"""State of one layer on one worker: weights, moments, gradient and version, whole or a share.
 
-The state is one flat tensor, so that it travels as one message; the gradient, this worker's own sum
-over micro-batches, is another (`layout` has the order of numbers). An update applies the reduced
-gradients, which are summed over all workers. Must not know other layers.
+The state is one flat tensor, so that it moves as one message. The gradient, this worker's own sum
+over micro-batches, is another (`layout` defines the order of numbers). An update applies the
+reduced gradients, which are summed over all workers. Must not know other layers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,40 +14,41 @@ from oobleck.core.instructions import LayerPart
 from oobleck.core.routes import Shard
 from oobleck.worker.models import Layer
 from oobleck.worker.state.layout import Layout, Numbers
-from oobleck.worker.state.optimizer import Apart, Slice
+from oobleck.worker.state.slices import Apart, Slice
 
 
 @dataclass(slots=True, kw_only=True)
 class LayerState:
-    """State of a layer on this worker, or of the share of it that the worker keeps."""
+    """State of a layer on this worker, or of the worker's share of it."""
 
     shard: Shard
     layout: Layout
-    #: Of a whole layer its parameters are views into `storage` and `gradient`; of a share they have
-    #: no memory here (`oobleck.worker.step.exchange` gives them some).
+    #: If the layer is whole, its parameters are views into `storage` and `gradient`. Those of a
+    #: share have no memory here (`oobleck.worker.step.exchange` assigns some).
     module: Layer
-    #: (1 + moments, n): weights, then the optimizer's moments: AdamW's exp_avg and exp_avg_sq,
-    #: SGD's momentum_buffer, if it has momentum. n numbers: of the tied part, then of the own one.
+    #: (1 + moments, n): weights, then the optimizer's moments: AdamW's exp_avg and exp_avg_sq;
+    #: SGD's momentum_buffer, if it has momentum. The n numbers are the tied part's, then the own
+    #: part's.
     storage: Tensor
-    #: (n): the weights in the type that the layer computes with; None: that of `storage`.
+    #: (n): weights in the type that the layer computes with; None: the type of `storage`.
     narrow: Tensor | None = None
-    #: (n): the sum over micro-batches.
+    #: (n): sum over micro-batches.
     gradient: Tensor
-    #: The micro-batches of the step that are wholly in `gradient`.
+    #: Micro-batches of the step that are completely in `gradient`.
     added: set[int] = field(default_factory=set)
     #: Views of `gradient` by parameter, if a step may leave some out; empty for a share.
     gradients: tuple[Tensor, ...] = ()
-    #: Layout places of parameters that got a gradient in the step which `gradients` do not show.
+    #: Layout indices of parameters with a gradient in the step that `gradients` do not show.
     noted: set[int] = field(default_factory=set)
-    #: What the update applies; scaled in place by it. What is missing here is that of `gradient`.
+    #: Gradients that the update applies and scales in place; for missing parts it uses `gradient`.
     reduced: dict[LayerPart, Tensor] = field(default_factory=dict)
-    #: Steps applied.
+    #: Number of steps applied.
     version: int
-    #: Which of the layer's numbers are here, of the tied part and of the own one.
+    #: Which of the layer's numbers are here, of the tied part and of the own part.
     numbers: Numbers = field(init=False)
-    #: The version that `narrow` is of; None: it has not been made.
+    #: Version of `narrow`; None: not computed yet.
     _narrowed: int | None = field(init=False, default=None)
-    #: Versions of `gradients` at the step's beginning.
+    #: Versions of `gradients` at the start of the step.
     _versions: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -56,13 +57,16 @@ class LayerState:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that take up its memory."""
+        """Tensors that occupy its memory."""
         narrow = () if self.narrow is None else (self.narrow,)
         return (self.storage, self.gradient, *narrow)
 
     def computed(self) -> Tensor:
-        """Return the weights to compute with (n). Where they are a copy it is made anew once per
-        version; what is held is changed by updates alone."""
+        """Return the weights to compute with (n).
+
+        If they are a narrow copy, it is refreshed once per version; only updates change the
+        original.
+        """
         if self.narrow is None:
             return self.storage[0]
         if self._narrowed != self.version:
@@ -78,21 +82,23 @@ class LayerState:
         self._versions = [one._version for one in self.gradients]
 
     def used(self) -> set[int]:
-        """Return the layout places of parameters that got a gradient in the step."""
+        """Return the layout indices of parameters that got a gradient in the step."""
         versions = zip(self.gradients, self._versions, strict=True)
         return self.noted | {n for n, (one, was) in enumerate(versions) if one._version != was}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `ModelState.weights`."""
+        """Yield names and weights; see `ModelState.weights`."""
         spans = {span.name: span for span in self.layout.parameters}
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        for told, parameter in self.module.trained():
+        for name, parameter in self.module.trained():
             span = spans[names[id(parameter)]]
-            yield told, self.storage[0, span.offset : span.end].view(span.shape)
+            yield name, self.storage[0, span.offset : span.end].view(span.shape)
 
     def columns(self, numbers: range) -> slice:
-        """Return the columns of `storage` and `gradient` that have the held ones of `numbers`,
-        which are all of one part."""
+        """Return the columns of `storage` and `gradient` for the held ones of `numbers`.
+
+        All `numbers` are of one part.
+        """
         tied, own = self.numbers
         for held, offset in ((tied, 0), (own, len(tied))):
             start, stop = max(held.start, numbers.start), min(held.stop, numbers.stop)
@@ -101,8 +107,7 @@ class LayerState:
         return slice(0, 0)
 
     def copy_to(self, numbers: Numbers, into: Tensor) -> None:
-        """Copy the held ones of `numbers` to their columns in `into`, which has all of
-        `numbers`."""
+        """Copy the held ones of `numbers` to their columns in `into`, which has room for all."""
         offset = 0
         for wanted, held in zip(numbers, self.numbers, strict=True):
             both = range(max(wanted.start, held.start), min(wanted.stop, held.stop))
@@ -112,8 +117,7 @@ class LayerState:
             offset += len(wanted)
 
     def applied(self) -> Iterator[tuple[range, Tensor]]:
-        """Yield, piece by piece, a range of numbers and the gradient that the update applies to
-        it."""
+        """Yield ranges of numbers, each with the gradient that the update applies to it."""
         pieces = sorted(
             ((self.layout.part(part), reduced) for part, reduced in self.reduced.items()),
             key=lambda piece: piece[0].start,
@@ -133,11 +137,11 @@ class LayerState:
                 yield rest, self.gradient[self.columns(rest)]
 
     def slices(self, apart: Sequence[Apart] = ()) -> Iterator[Slice]:
-        """Yield what the optimizer updates, tensor by tensor. `apart`: in numbers of the layer.
+        """Yield the tensors that the optimizer updates. `apart`: in numbers of the layer.
 
-        Each part, and each piece of it that others hold in other cuts, is a tensor of its own:
-        vectorised kernels round the ends of a tensor unlike its middle, and all copies of a weight
-        must stay equal to the last bit (see `CUT_NUMBERS`).
+        Each part, and each piece that others hold in other cuts, is a tensor of its own: vectorised
+        kernels round the ends of a tensor differently from its middle, and all copies of a weight
+        must stay equal bit for bit (see `CUT_NUMBERS`).
         """
         for numbers, gradient in self.applied():
             yield from self.slices_of(numbers, gradient, apart)
@@ -145,7 +149,7 @@ class LayerState:
     def slices_of(
         self, numbers: range, gradient: Tensor, apart: Sequence[Apart] = ()
     ) -> Iterator[Slice]:
-        """Yield the same for `numbers`, all of one part, to which `gradient` is applied."""
+        """Yield the tensors for `numbers`, all of one part, to which `gradient` is applied."""
         flat = self.layout
         for start, end, decayed in (
             (0, flat.tied_decayed, True),
@@ -168,7 +172,7 @@ class LayerState:
                 )
 
     def gradient_of(self, wanted: Numbers, into: Tensor) -> None:
-        """Put what the update will apply to `wanted`, which are all here, into `into`, flat."""
+        """Write the gradient to be applied to `wanted`, all held here, into `into`, flat."""
         offset = 0
         for numbers in wanted:
             for applied, gradient in self.applied():

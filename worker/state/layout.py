@@ -1,9 +1,9 @@
-"""The flat order of a layer's numbers, and which of them belong to a share of the layer.
+"""Flat order of a layer's numbers, and which of them belong to a share of the layer.
 
-First the part that is tied to other layers, then the own one; in each, what weight decay acts on
-comes first, so these are four slices. A share of a layer, such as the second of three, is that
-share of the tied part and that of the own one. Knows the model and what of it the job does not
-decay, alone.
+The part that is tied to other layers is first, then the own part. In each, the numbers subject to
+weight decay are first, so there are four slices. A share of a layer, such as the second of three,
+is that share of the tied part and that of the own part. Knows only the model and the job's
+exceptions from weight decay.
 """
 
 import math
@@ -24,11 +24,11 @@ from oobleck.planner.programs.transfer import CUT_NUMBERS, cut
 from oobleck.worker.models import Layer, build_layer, place_parameters, tied_parameters
 from oobleck.worker.runtime.errors import JobError
 
-#: Of a model's parameters, where one is asked for that there is not.
+#: Most names of parameters in an error about an unknown name.
 _NAMES_TOLD = 6
 
 
-#: Some of a layer's numbers: of the tied part, and of the own one.
+#: Some of a layer's numbers: of the tied part, and of the own part.
 Numbers = tuple[range, range]
 
 
@@ -47,18 +47,20 @@ class ParameterRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The flat order of one layer: [0, tied_decayed) [tied_decayed, tied) [tied, decayed)
-    [decayed, size)."""
+    """Flat order of one layer: four slices.
+
+    They are [0, tied_decayed), [tied_decayed, tied), [tied, decayed) and [decayed, size).
+    """
 
     parameters: tuple[ParameterRange, ...]
     tied: int
     decayed: int
     size: int
-    #: Numbers of the tied part, from its begin, that weight decay acts on.
+    #: End of the decayed numbers in the tied part.
     tied_decayed: int
 
     def share(self, start: Fraction, stop: Fraction) -> Numbers:
-        """Return the numbers from `start` to `stop` of the tied part and of the own one."""
+        """Return the numbers from `start` to `stop` of the tied part and of the own part."""
         own = self.size - self.tied
         return (
             range(cut(start, self.tied), cut(stop, self.tied)),
@@ -76,9 +78,12 @@ class Layout:
 
 @lru_cache(maxsize=4096)
 def layout(spec: AnyModel, layer: int, no_decay: tuple[str, ...] = ()) -> Layout:
-    """Return the flat layout of `layer`: a function of the job alone, the same for all holders.
-    What is not decayed begins at a multiple of `CUT_NUMBERS`, as shares do; the gap before it stays
-    zero. `no_decay`: the job's patterns; a tied parameter is spared by its name in any layer."""
+    """Return the flat layout of `layer`: a function of the job alone, equal for all holders.
+
+    The numbers without decay begin at a multiple of `CUT_NUMBERS`, as shares do; the gap before
+    them stays zero. `no_decay`: the job's patterns; a tied parameter is exempt by its name in any
+    layer.
+    """
     with torch.device("meta"):
         module = build_layer(spec, layer)
     shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad}
@@ -94,7 +99,7 @@ def layout(spec: AnyModel, layer: int, no_decay: tuple[str, ...] = ()) -> Layout
             end = parameters[-1].end
         return end
 
-    # The order is the same in all layers that share them.
+    # The order must be equal in all layers that share them.
     tied_rest = [name for name in tied if name not in decayed]
     end = append([name for name in tied if name in decayed], 0)
     tied_decayed = _whole_cuts(end, tied_rest)
@@ -113,25 +118,22 @@ def layout(spec: AnyModel, layer: int, no_decay: tuple[str, ...] = ()) -> Layout
 
 
 def _whole_cuts(numbers: int, following: list[str]) -> int:
-    """Return where `following` begins after `numbers` numbers; with nothing following there is no
-    gap."""
+    """Return where `following` begins after `numbers` numbers; there is no gap if it is empty."""
     return numbers + -numbers % CUT_NUMBERS if following else numbers
 
 
 def _names(module: Layer) -> dict[str, str]:
-    """Return the names that an output uses for a layer's parameters: the layer's number, then the
-    parameter's name."""
-    told = {id(parameter): f"{module.layer}.{name}" for name, parameter in module.trained()}
-    return {n: told[id(p)] for n, p in module.named_parameters() if id(p) in told}
+    """Return each parameter's name in an output: the layer's number, then the name."""
+    output = {id(parameter): f"{module.layer}.{name}" for name, parameter in module.trained()}
+    return {n: output[id(p)] for n, p in module.named_parameters() if id(p) in output}
 
 
 def _matching(names: Mapping[str, str], patterns: tuple[str, ...]) -> set[str]:
-    return {n for n, told in names.items() if any(fnmatchcase(told, one) for one in patterns)}
+    return {n for n, name in names.items() if any(fnmatchcase(name, one) for one in patterns)}
 
 
 def _sharing(spec: AnyModel, layer: int) -> tuple[int, ...]:
-    """Return the layers that share parameters with `layer`, itself too; none if it shares
-    nothing."""
+    """Return the layers that share parameters with `layer`, including itself, or none."""
     return next((g for g in groups(spec.ties, spec.layer_count) if layer in g), ())
 
 
@@ -139,8 +141,10 @@ def _sharing(spec: AnyModel, layer: int) -> tuple[int, ...]:
 def _spared_ties(
     spec: AnyModel, sharing: tuple[int, ...], no_decay: tuple[str, ...]
 ) -> frozenset[int]:
-    """Return which of the parameters that these layers share match a pattern, by a parameter's name
-    in any of the layers: places in `tied_parameters`."""
+    """Return the indices in `tied_parameters` of those exempt from decay.
+
+    A parameter is exempt if its name in any of these layers matches a pattern.
+    """
     spared: set[int] = set()
     for layer in sharing if no_decay else ():
         with torch.device("meta"):
@@ -151,7 +155,7 @@ def _spared_ties(
 
 
 def check_no_decay(spec: AnyModel, no_decay: tuple[str, ...]) -> None:
-    """Raise JobError with a pattern of the job that no parameter has."""
+    """Raise JobError with a pattern of the job that matches no parameter."""
     if not no_decay:
         return
     with torch.device("meta"):
@@ -160,7 +164,7 @@ def check_no_decay(spec: AnyModel, no_decay: tuple[str, ...]) -> None:
         if not any(_matching(names, (pattern,)) for names in layers):
             known = [name for names in layers for name in names.values()]
             raise JobError(
-                f"training.optimizer.no_decay: no parameter's name fits {pattern}; names are "
+                f"training.optimizer.no_decay: no parameter's name matches {pattern}; names are "
                 f"{', '.join(known[:_NAMES_TOLD])} and so on"
             )
 
@@ -175,19 +179,19 @@ def point_parameters(
 ) -> tuple[Tensor, ...]:
     """Make the parameters of `module`, and their gradients, views into flat tensors.
 
-    Return the gradients, if any, in the layout's order. Each has a version of its own, which rises
-    when autograd adds to it.
+    Return the gradients, if any, in the layout's order. Each has a version of its own, which
+    increases when autograd adds to it.
     """
     memory = {s.name: weights[s.offset : s.end].view(s.shape) for s in flat.parameters}
     place_parameters(module, memory)
     for span in flat.parameters:
-        # Autograd adds a gradient of another type as it is, without a copy in that of the sum.
+        # Without this, autograd would first copy a gradient of another type to the type of the sum.
         module.get_parameter(span.name).grad_dtype = None
     return () if gradient is None else point_gradients(module, flat, gradient)
 
 
 def point_gradients(module: Layer, flat: Layout, gradient: Tensor) -> tuple[Tensor, ...]:
-    """Make the gradients of `module` views into `gradient`. Returns as `point_parameters`."""
+    """Make the gradients of `module` views into `gradient`; return them in the layout's order."""
     views = []
     for span in flat.parameters:
         view = gradient[span.offset : span.end].view(span.shape).data

@@ -1,6 +1,6 @@
-"""The layers that this worker holds: weights, moments, gradients and versions.
+"""Layers that this worker holds: weights, moments, gradients and versions.
 
-Owns which layers, or shares of them, are held or on their way, and the update; `layer_state` has
+Owns which layers, or shares of them, are held or being received, and the update; `layer_state` has
 one layer's numbers. Must not know stages, peers or plans.
 """
 
@@ -24,25 +24,27 @@ from oobleck.worker.models import (
 from oobleck.worker.runtime.errors import InvariantViolation
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import Layout, Numbers, layout, point_parameters
-from oobleck.worker.state.optimizer import Apart, update
+from oobleck.worker.state.optimizer import update
 from oobleck.worker.state.precision import state_dtype, weights_dtype
+from oobleck.worker.state.slices import Apart
 from oobleck.worker.state.usage import NO_OMISSIONS, Omissions, Parameters, parameters_of
 
-#: Numbers of a gradient whose norm is taken at once, where they are copied for it.
+#: Numbers of a gradient that are copied at a time to compute the norm.
 _NORM_PIECE = 1 << 18
 
 
 class StateError(InvariantViolation):
-    """Use of a layer that is not in the state that the caller relies on."""
+    """Use of a layer in a state that the caller did not expect."""
 
 
 def norms_of(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the norms in float64 of all pieces of `tensors`.
+    """Return the norms, in float64, of pieces of `tensors`.
 
-    A GPU takes those of many tensors in a few kernels, which add in float64 what they read. On a
-    CPU a norm in another type makes a copy of the whole tensor first, so it is taken piece by piece
-    through one that stays in the cache. Pieces differ from one plan to the next on either, since
-    shares do: it is the vote that gives all workers the same norm."""
+    A GPU computes those of many tensors in a few kernels, which sum in float64. On a CPU a norm in
+    another type would first copy the whole tensor, so it is computed piece by piece, in a buffer
+    that fits the cache. The pieces depend on the plan, because shares do. All workers have the same
+    norm because the vote distributes it.
+    """
     if device.type == "cuda":
         return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)) if tensors else []
     wide = torch.empty(_NORM_PIECE, dtype=torch.float64, device=device)
@@ -58,14 +60,14 @@ class ModelState:
 
     def __init__(self, job: JobSpec, device: torch.device) -> None:
         self.layers: dict[int, LayerState] = {}
-        #: Other shares of layers, at the same version, until the next commit.
+        #: Other shares of held layers, at the same version, until the next commit.
         self.former: dict[int, LayerState] = {}
-        #: On their way here.
+        #: Layers that are being received.
         self._partial: dict[int, LayerState] = {}
         self._job = job
         self._device = device
         self._dtype = state_dtype(job.training.precision)
-        #: Each returns when somebody has read what is held, beside training.
+        #: Each waits until a reader beside training has read the held state.
         self._readers: list[Callable[[], object]] = []
 
     def initialise(self, layer: int, *, part: int = 0, parts: int = 1) -> LayerState:
@@ -99,15 +101,17 @@ class ModelState:
         parts: int = 1,
         module: Layer | None = None,
     ) -> LayerState:
-        """Room for `layer`, or a share of it, after `version` steps, to be received into its
-        `storage`. It is held from `complete` on, so a transfer that breaks off leaves nothing.
-        `module`: the layer's, where it was built already."""
+        """Allocate `layer`, or a share of it, after `version` steps, to receive its `storage`.
+
+        It is held from `complete` on, so an interrupted transfer leaves nothing. `module`: the
+        layer's module, if it exists.
+        """
         made = self.make(Shard(layer, part, parts), version=version, module=module)
         self._partial[layer] = made
         return made
 
     def make(self, shard: Shard, *, version: int, module: Layer | None = None) -> LayerState:
-        """Room for a layer, or a share of it, that is not on its way to be held yet."""
+        """Allocate a layer, or a share of it, without registering it as being received."""
         layer, parts = shard.layer, shard.parts
         flat, module = self._layout(layer), self._empty(layer) if module is None else module
         size = sum(map(len, flat.shard(shard)))
@@ -140,7 +144,7 @@ class ModelState:
         return layout(self._job.model, layer, self._job.training.optimizer.no_decay)
 
     def _empty(self, layer: int) -> Layer:
-        """Return the module of `layer`, whose parameters are still to be pointed somewhere."""
+        """Return the module of `layer`, whose parameters still have no memory."""
         module = empty_layer(self._job.model, self._job.training.seed, layer)
         for part in module.modules():
             for name, value in part.named_buffers(recurse=False):
@@ -157,15 +161,18 @@ class ModelState:
         return constant.to(self._device, dtype)
 
     def adopt(self, made: LayerState) -> None:
-        """Hold what was made before, and is there as far as it was not held in another share."""
+        """Hold a layer made by `make`, whose missing numbers are held here in another share."""
         layer = made.shard.layer
         self._partial[layer] = made
         self.write_own(layer)
         self.complete(layer)
 
     def complete(self, layer: int) -> None:
-        """Take the `storage` of an allocated layer as complete. Another share of the layer is kept
-        as `former` until the next commit: others may need it where a transfer breaks off."""
+        """Hold an allocated layer, whose `storage` is complete.
+
+        Another share of the layer stays as `former` until the next commit: others may need it if a
+        transfer is interrupted.
+        """
         state = self._partial.pop(layer)
         before = self.layers.get(layer)
         if before is not None and before.version == state.version:
@@ -184,14 +191,16 @@ class ModelState:
         return self.layers[layer].storage.detach().to("cpu", copy=True)
 
     def read_until(self, done: Callable[[], object]) -> None:
-        """Have the next update wait until `done` returns: what is held is read until then."""
+        """Delay the next update until `done` returns, because the state is being read."""
         self._readers.append(done)
 
     def load(
         self, layer: int, snapshot: Tensor, *, version: int, part: int = 0, parts: int = 1
     ) -> None:
-        """Hold `layer`, or a share of it, as `snapshot` (of the whole), taken after `version`
-        steps, says."""
+        """Hold `layer`, or a share of it, with the values of `snapshot`.
+
+        `snapshot` is of the whole layer, taken after `version` steps.
+        """
         state = self.allocate(layer, version=version, part=part, parts=parts)
         for numbers in state.numbers:
             piece = snapshot[:, numbers.start : numbers.stop]
@@ -208,8 +217,10 @@ class ModelState:
         return self._layout(layer).share(start, stop)
 
     def read(self, layer: int, numbers: Numbers) -> Tensor:
-        """Return the state (1 + moments, n) of those `numbers` of `layer`, of which all must be
-        held, to be sent: contiguous, and no copy where it is all that is held."""
+        """Return the state (1 + moments, n) of those `numbers` of `layer`, for sending.
+
+        All must be held. The result is contiguous, and not a copy if it is all that is held.
+        """
         sources = [held[layer] for held in (self.layers, self.former) if layer in held]
         for state in sources:
             if state.numbers == numbers:
@@ -220,15 +231,14 @@ class ModelState:
         return found
 
     def room(self, layer: int, numbers: Numbers) -> Tensor:
-        """Return the tensor into which to receive `numbers` of an allocated layer; then `write`
-        them."""
+        """Return the tensor into which to receive `numbers` of an allocated layer, for `write`."""
         state = self._partial[layer]
         if state.numbers == numbers:
             return state.storage
         return state.storage.new_empty(state.storage.shape[0], sum(map(len, numbers)))
 
     def write(self, layer: int, numbers: Numbers, values: Tensor) -> None:
-        """Put the `values` of those into an allocated layer."""
+        """Write the received `values` into an allocated layer."""
         state = self._partial[layer]
         if values is state.storage:
             return
@@ -238,7 +248,7 @@ class ModelState:
             offset += len(some)
 
     def write_own(self, layer: int) -> None:
-        """Put what is held of an allocated layer already into its place."""
+        """Copy the held numbers of an allocated layer into it."""
         state = self._partial[layer]
         for held in (self.layers, self.former):
             if layer in held:
@@ -252,8 +262,7 @@ class ModelState:
         return state.module
 
     def weights(self, layer: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of `layer`, which must be whole, as they are trained, with the names
-        that an output uses."""
+        """Yield the trained weights of `layer`, which must be whole, with their output names."""
         return self._held(layer).weights()
 
     def _held(self, layer: int) -> LayerState:
@@ -263,29 +272,30 @@ class ModelState:
         return state
 
     def drop(self, layer: int) -> None:
-        """Forget `layer`; one that is not there is no error."""
+        """Forget `layer`, if it is held."""
         self.layers.pop(layer, None)
         self._partial.pop(layer, None)
 
     def drop_partial(self) -> None:
-        """Forget every layer whose transfer broke off."""
+        """Forget every layer whose transfer was interrupted."""
         self._partial.clear()
 
     def held(self) -> dict[int, int]:
-        """Layer to version, of every layer of which all is there that it should be."""
+        """Return the version of each layer that is held completely."""
         return {layer: state.version for layer, state in sorted(self.layers.items())}
 
     def zero_gradients(self, *, keeping: Container[int] = ()) -> None:
-        """Begin a step: backward adds to what is there. The layers `keeping` keep what they have
-        of an earlier attempt at the step."""
+        """Begin a step with zero gradients; layers `keeping` keep those of an earlier attempt."""
         for layer, state in self.layers.items():
             state.reduced.clear()
             if layer not in keeping:
                 state.clear_gradient()
 
     def used(self) -> list[bool]:
-        """Return whether each parameter that a step may leave out got a gradient here, in the order
-        of votes."""
+        """Return whether each parameter that a step may leave out got a gradient here.
+
+        They are in the order of votes.
+        """
         keys = self._parameters
         found = {
             keys.by_layer[layer][place]
@@ -308,8 +318,7 @@ class ModelState:
         return found
 
     def read_gradient(self, layer: int, start: Fraction, stop: Fraction) -> Tensor:
-        """Return a copy in host memory of what the update will apply to that share of `layer`,
-        which is held (n)."""
+        """Return the gradient (n) to be applied to a held share of `layer`, in host memory."""
         held = self.layers[layer]
         numbers = held.layout.share(start, stop)
         found = held.gradient.new_empty(sum(map(len, numbers)))
@@ -317,34 +326,35 @@ class ModelState:
         return found.cpu()
 
     def gradient_part(self, part: LayerPart) -> Tensor:
-        """Return the slice of a layer's own gradient that is summed over one set of workers: a
-        view."""
+        """Return a view of a layer's own gradient: the part summed over one set of workers."""
         state = self.layers[part.layer]
         return state.gradient[state.columns(state.layout.part(part))]
 
     def reduced_part(self, part: LayerPart) -> Tensor:
-        """Return what the update will apply of this part's gradient."""
+        """Return the gradient that the update will apply to this part."""
         reduced = self.layers[part.layer].reduced.get(part)
         return self.gradient_part(part) if reduced is None else reduced
 
     def set_reduced(self, part: LayerPart, reduced: Tensor) -> None:
-        """Have the update apply `reduced`, flat, instead of the own sum of `part`."""
+        """Set the gradient that the update applies to `part`, flat, instead of the own sum."""
         self.layers[part.layer].reduced[part] = reduced
 
     def squared_norm(self, parts: Iterable[LayerPart]) -> float:
-        """Sum of the squares of the reduced gradients of `parts`, in float64."""
+        """Return the sum of squares of the reduced gradients of `parts`, in float64."""
         norms = norms_of([self.reduced_part(part) for part in parts], self._device)
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
     def apply(self, step: int, *, scale: float, omitted: Omissions = NO_OMISSIONS) -> None:
-        """Take every held layer from version `step` - 1 to `step` with its reduced gradient times
-        `scale`. Layers at `step` already, and parameters that `omitted` calls unused, stay as they
-        are."""
+        """Apply the reduced gradients, times `scale`, to every held layer at version `step` - 1.
+
+        Layers at `step` already, and parameters that `omitted` calls unused, do not change.
+        """
         due = self._due(step)
         while self._readers:
             self._readers.pop()()
         if scale != 1.0:
-            # All places of a tied weight on one worker have one reduced gradient.
+            # All instances of a tied weight on one worker share one reduced gradient: scale it
+            # once.
             reduced = {
                 gradient.data_ptr(): gradient for state in due for _, gradient in state.applied()
             }

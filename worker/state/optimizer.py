@@ -1,17 +1,15 @@
-"""The arithmetic of an update: learning rate by step, clipping by norm, and the optimizer.
+"""Arithmetic of an update: learning rate by step, clipping by norm, and the optimizer.
 
-All are functions of their arguments: an optimizer's state is the moments that are handed in and the
-number of the step. Must not know layers, or who holds them.
+All are functions of their arguments: an optimizer's state is the moments passed in and the number
+of the step. Must not know layers, or who holds them.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
@@ -19,14 +17,16 @@ from oobleck.core.job.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.core.job.spec import TrainingSpec
 from oobleck.planner.programs.transfer import CUT_NUMBERS
 from oobleck.worker.state import own_optimizer
+from oobleck.worker.state.slices import Apart, Slice
 
 
 def learning_rate(schedule: ScheduleSpec, step: int, steps: int, base: float) -> float:
-    """Return the rate of step `step` (from 1) of `steps`.
+    """Return the learning rate of step `step` (from 1) of `steps`.
 
     Linear warm-up reaches `base` in the step after the last warm-up step. Then the rate is
     constant, or a line or half a cosine that would reach `min_lr` in the step after the last one.
-    These are torch.optim.lr_scheduler's LinearLR and CosineAnnealingLR."""
+    These are torch.optim.lr_scheduler's LinearLR and CosineAnnealingLR.
+    """
     if step <= schedule.warmup:
         return base * step / (schedule.warmup + 1)
     if schedule.name == "constant":
@@ -45,41 +45,19 @@ def rates_of(training: TrainingSpec) -> Callable[[int], float]:
 
 
 def clip_scale(grad_norm: float, clip: float | None) -> float:
-    """Factor that brings a gradient of `grad_norm` to at most `clip`, as
-    torch.nn.utils.clip_grad_norm_ computes it."""
+    """Return the factor that reduces a gradient of norm `grad_norm` to at most `clip`.
+
+    torch.nn.utils.clip_grad_norm_ computes the same.
+    """
     return 1.0 if clip is None else min(1.0, clip / (grad_norm + 1e-6))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
-    """Numbers of a parameter that this update, or an earlier one, leaves out."""
-
-    numbers: range
-    unused: bool
-    #: Number of earlier updates that left them out.
-    missed: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
-    """A piece of flat state that is updated as one tensor, in place."""
-
-    #: (1 + moments, n): weights, then the moments in the optimizer's order.
-    storage: Tensor
-    #: (n), of the mean loss, clipped.
-    gradient: Tensor
-    #: Whether weight decay acts on it.
-    decayed: bool
-    #: Numbers to treat separately, counted from the slice's first one.
-    apart: Sequence[Apart] = ()
 
 
 def update(slices: Iterable[Slice], training: TrainingSpec, step: int) -> None:
     """Take step `step` (from 1) of the job's optimizer on all slices.
 
-    Numbers that are `apart` are copied first, and updated by themselves or not at all. After the
-    update of the rest they are written back. A copy has whole cuts, since rounding depends on the
-    place in a tensor (see `CUT_NUMBERS`).
+    Numbers that are `apart` are copied first, and updated separately or not at all. They are
+    written back after the update of the rest. A copy extends to whole cuts, because rounding
+    depends on the position in a tensor (see `CUT_NUMBERS`).
     """
     pieces = list(slices)
     aside = [(piece, one, *_cover(piece, one)) for piece in pieces for one in piece.apart]
@@ -96,7 +74,7 @@ def update(slices: Iterable[Slice], training: TrainingSpec, step: int) -> None:
 
 
 def _cover(piece: Slice, one: Apart) -> tuple[int, Slice]:
-    """Return the first number of the whole cuts around those numbers, and a copy of the cuts."""
+    """Return a copy of the whole cuts around those numbers, and the number that it begins at."""
     first = one.numbers.start // CUT_NUMBERS * CUT_NUMBERS
     columns = slice(first, -(-one.numbers.stop // CUT_NUMBERS) * CUT_NUMBERS)
     copied = piece.storage[:, columns].clone()
@@ -106,9 +84,9 @@ def _cover(piece: Slice, one: Apart) -> tuple[int, Slice]:
 def _update(slices: Iterable[Slice], training: TrainingSpec, step: int, taken: int) -> None:
     """Take the step on slices that have taken `taken` steps before.
 
-    It calls torch.optim's functions: the first object of its classes loads the compiler
-    (torch._dynamo), which costs each process a second and 100 MB. A momentum of zeros gives what
-    torch's SGD does in its first step. `own_optimizer` updates by a class that the job names.
+    It calls torch.optim's functions: the first object of its classes would load the compiler
+    (torch._dynamo), which costs each process a second and 100 MB. A momentum of zeros has the
+    effect of the first step of torch's SGD. `own_optimizer` updates by a class that the job names.
     """
     spec = training.optimizer
     if spec.code is not None:
@@ -125,7 +103,7 @@ def _update(slices: Iterable[Slice], training: TrainingSpec, step: int, taken: i
                 take(group, spec, taken, rate, decayed)
 
 
-# Fused: one kernel reads and writes everything once. CPU and CUDA have it for both.
+# Fused kernels read and write everything once. CPU and CUDA have them for both optimizers.
 
 
 def _adamw(group: list[Slice], spec: OptimizerSpec, taken: int, rate: float, decayed: bool) -> None:
@@ -139,7 +117,7 @@ def _adamw(group: list[Slice], spec: OptimizerSpec, taken: int, rate: float, dec
         [piece.storage[1] for piece in group],
         [piece.storage[2] for piece in group],
         [],
-        # Filled where they are: a copy from the host would wait for all that a GPU has to do.
+        # Filled on the device: a copy from the host would wait for all work queued on a GPU.
         [torch.full((), float(taken), device=piece.storage.device) for piece in group],
         fused=True,
         amsgrad=False,

@@ -1,11 +1,10 @@
-"""The update by a class that the job names, any torch.optim.Optimizer that keeps its state per
-parameter.
+"""Update by a class that the job names: any torch.optim.Optimizer with state per parameter.
 
-An object of the class is made anew for each update, gets one flat piece of a layer at a time as its
-parameter, and finds in its state what the rows of the piece hold: so an update is a function of the
-pieces and of the step, and whatever moves, saves or cuts rows need not know the class. Single
-numbers that a class keeps beside rows, as a count of steps, follow from the number of the step.
-`describe_optimizer` finds out, before the job, whether a class can be used so.
+A new object of the class is made for each update. It gets one flat piece of a layer at a time as
+its parameter, and its state is set from the rows of the piece. So an update is a function of the
+pieces and of the step, and the code that moves, saves or cuts rows need not know the class. Single
+numbers that a class keeps beside rows, such as a step count, follow from the number of the step.
+`describe_optimizer` decides before the job whether a class can be used this way.
 """
 
 import math
@@ -14,7 +13,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,27 +22,29 @@ from oobleck.core.job.code import Code
 from oobleck.core.job.optimization import OptimizerSketch, OptimizerSpec
 from oobleck.worker.runtime import code
 from oobleck.worker.runtime.errors import JobError, NodeError
-
-if TYPE_CHECKING:
-    from oobleck.worker.state.optimizer import Slice
+from oobleck.worker.state.slices import Slice
 
 #: Learning rate by step, from 1.
 Rates = Callable[[int], float]
 
 
 def load() -> bool:
-    """Import what torch's optimizers need, which the first step of one does: 1.5 s and many
-    modules; whether it was not there. It starts no thread."""
+    """Import the modules that the first step of a torch optimizer needs.
+
+    They take 1.5 s. It starts no thread. Return whether any was new.
+    """
     new = "torch._dynamo" not in sys.modules
     torch.optim.SGD([nn.Parameter(torch.zeros(()))]).step()
     return new
 
 
 def update(
-    slices: "Iterable[Slice]", spec: OptimizerSpec, step: int, rates: Rates, taken: int
+    slices: Iterable[Slice], spec: OptimizerSpec, step: int, rates: Rates, taken: int
 ) -> None:
-    """Take step `step` (from 1) of the job's class on all slices, in place. `taken`: the steps that
-    these have taken before. Raises JobError if the class cannot do that."""
+    """Take step `step` (from 1) of the job's class on all slices, in place.
+
+    `taken`: steps that these have taken before. Raise JobError if the class cannot do it.
+    """
     pieces = list(slices)
     if not pieces:
         return
@@ -65,7 +66,7 @@ def update(
 
 def _take(
     optimizer: torch.optim.Optimizer,
-    piece: "Slice",
+    piece: Slice,
     sketch: OptimizerSketch,
     numbers: Mapping[str, Any],
 ) -> None:
@@ -76,7 +77,7 @@ def _take(
     group["params"] = [parameter]
     held = {row.name: view for row, view in zip(sketch.rows, rows, strict=True)}
     optimizer.state.clear()
-    if numbers:  # else it makes its state in its first step
+    if numbers:  # otherwise it creates its state in its first step
         optimizer.state[parameter] = {
             name: held.get(name, value) for name, value in numbers.items()
         }
@@ -86,7 +87,7 @@ def _take(
         raise JobError(
             f"optimizer: {type(optimizer).__name__} keeps {', '.join(after)} of a parameter, and "
             f"kept {', '.join(sketch.names)} where the job was submitted; it must keep the same "
-            "from its first step on"
+            "state from its first step on"
         )
     with torch.no_grad():
         for name, view in held.items():
@@ -100,15 +101,16 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _store(value: Tensor, view: Tensor) -> None:
-    """Copy `value` into the view, where the class has put another tensor into the place of the one
-    that it found."""
+    """Copy `value` into the view, if the class replaced its tensor by a new one."""
     if value.data_ptr() != view.data_ptr():
         view.copy_(value)
 
 
 def make(spec: OptimizerSpec, parameters: list[Any]) -> torch.optim.Optimizer:
-    """Make an object of the job's class for `parameters`, or groups of them. Raises JobError,
-    NodeError."""
+    """Make an object of the job's class for `parameters`, or groups of them.
+
+    Raise JobError or NodeError.
+    """
     made = code.call(_code(spec), "optimizer", parameters, lr=spec.lr)
     if isinstance(made, torch.optim.Optimizer):
         return made
@@ -119,16 +121,18 @@ def make(spec: OptimizerSpec, parameters: list[Any]) -> torch.optim.Optimizer:
 
 
 def check(spec: OptimizerSpec) -> None:
-    """Load the class, and check that it is the one that was looked at where the job was submitted.
-    Raises NodeError, JobError."""
+    """Load the class, and check that its code is the one described where the job was submitted.
+
+    Raise NodeError or JobError.
+    """
     if spec.code is None:
         return
     if not spec.described:
-        raise JobError("optimizer: the class was not looked at; submit it with 'oobleck submit'")
+        raise JobError("optimizer: the class was not checked; submit the job with 'oobleck submit'")
     make(spec, [_dummy(torch.float32, torch.device("cpu"))])
     if code.fingerprint(spec.code) != spec.sketch.code:
         raise NodeError(
-            f"optimizer: the code of {spec.label} on this node is not what it was where the job "
+            f"optimizer: the code of {spec.label} on this node differs from that where the job "
             "was submitted; give every node the same code, and submit again"
         )
 
@@ -146,31 +150,33 @@ def _dummy(dtype: torch.dtype, device: torch.device) -> nn.Parameter:
 
 
 class _Series:
-    """The single numbers that the class keeps of every parameter, by the number of the step.
+    """Single numbers that the class keeps of every parameter, by the number of the step.
 
-    A parameter of one number yields them. If all are counters, it takes the first step only.
-    Others, such as the product of NAdam's momenta, need every step, once in a process. All values
-    are kept, since some parameters may have taken far fewer steps than others.
+    A parameter of one number yields them. If all are counters, it takes only the first step.
+    Others, such as the product of NAdam's momenta, need every step, once per process. All values
+    are kept, because some parameters may have taken far fewer steps than others.
     """
 
     def __init__(
         self, spec: OptimizerSpec, rates: Rates, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._sketch, self._rates = spec.sketch, rates
-        #: Feeds are applied by a thread of their own.
+        #: Needed because updates of fed layers run in another thread.
         self._lock = threading.Lock()
         self._parameter = _dummy(dtype, device)
         self._optimizer = make(spec, [self._parameter])
         self._steps = 0
-        #: The state of `_parameter` before its first step, and after it.
+        #: State of `_parameter` before its first step, and after it.
         self._begun = self._numbers()
         self._first: dict[str, Any] = {}
-        #: The numbers of `sketch.series` after each step.
+        #: Numbers of `sketch.series` after each step.
         self._series = {name: array("d") for name in self._sketch.series}
 
     def before(self, step: int) -> dict[str, Any]:
-        """Return the entries of a parameter's state before `step`, rows too, whose values mean
-        nothing; empty where there are none yet."""
+        """Return the entries of a parameter's state before `step`; empty if there are none yet.
+
+        The values of rows in it are meaningless.
+        """
         taken = step - 1
         with self._lock:
             while self._steps < (taken if self._series else min(taken, 1)):

@@ -1,12 +1,12 @@
-"""Types of a job's numbers: of those trained, of those that layers compute with, and of those
-passed on.
+"""Types of a job's numbers: those trained, those that layers compute with, those passed on.
 
 Trained numbers are in float32 at least. In a bf16 job the blocks and the head of a built-in model
 compute with a copy of their weights in bfloat16, made once per step, and pass bfloat16 on. Norms,
-softmax and the loss take their sums in float32. The embedding keeps float32: it looks rows up,
-which no type makes faster, and its gradient is a sum of many rows. A user's model runs under
-autocast instead, which rounds the inputs of each operation: it is not known which of its weights
-bear to be rounded."""
+softmax and the loss sum in float32. The embedding stays in float32: a lookup is no faster in
+another type, and its gradient is a sum over many rows. A user's model runs under autocast instead,
+which rounds the inputs of each operation, because it is unknown which of its weights tolerate
+rounding.
+"""
 
 import torch
 
@@ -26,7 +26,7 @@ def autocasts(job: JobSpec) -> bool:
 
 
 def check(job: JobSpec) -> None:
-    """Raise NodeError where this torch adds no gradient to a sum of another type."""
+    """Raise NodeError if this torch cannot add a gradient to a sum of another type."""
     if stream_dtype(job) == torch.bfloat16 and not hasattr(torch.Tensor, "grad_dtype"):
         raise NodeError(
             f"training.precision: bf16 of a built-in model needs a torch whose tensors have "
@@ -35,13 +35,13 @@ def check(job: JobSpec) -> None:
 
 
 def stream_dtype(job: JobSpec) -> torch.dtype:
-    """Return the type of what passes between the layers of a built-in model."""
+    """Return the type of values passed between the layers of a built-in model."""
     narrow = job.training.precision == "bf16" and isinstance(job.model, ModelSpec)
     return torch.bfloat16 if narrow else state_dtype(job.training.precision)
 
 
 def sums_dtype(job: JobSpec) -> torch.dtype:
-    """Return the type of gradients that travel to be summed."""
+    """Return the type of gradients that are sent to be summed."""
     rounded = job.training.gradient_sums == "bf16"
     return torch.bfloat16 if rounded else state_dtype(job.training.precision)
 

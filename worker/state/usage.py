@@ -1,8 +1,8 @@
 """Parameters that a step's update leaves out because, as in torch, they have no gradient.
 
 A parameter is used in a step if any micro-batch gave it a gradient, on any worker, in any of the
-layers that share it. The vote on the step names the used ones, so every worker that commits the
-step knows them. The number of steps that left out each parameter is training state, since
+layers that share it. The vote on the step lists the used ones, so every worker that commits the
+step knows them. The number of steps that left out each parameter is training state, because
 optimizers count the updates of each. Only a user's model can leave one out.
 """
 
@@ -16,16 +16,17 @@ from oobleck.core.job.own import OwnModelSpec
 from oobleck.core.job.spec import JobSpec
 from oobleck.worker.state.layout import layout
 
-#: Number of committed steps that left a parameter out, by key; without those never left out.
+#: Number of committed steps that left a parameter out, by key; parameters never left out are
+#: absent.
 Missed = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Omissions:
-    """The parameters that an update leaves out, and the counts of earlier omissions."""
+    """Parameters that an update leaves out, and the counts of earlier omissions."""
 
     unused: frozenset[str] = frozenset()
-    #: The counts before this update.
+    #: Counts before this update.
     missed: Missed = field(default_factory=dict)
 
     def after(self) -> Missed:
@@ -45,11 +46,11 @@ NO_OMISSIONS = Omissions()
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The keys of a model's parameters: `LAYER.NAME`; a shared one has its first layer's."""
+    """Keys of a model's parameters: `LAYER.NAME`; a shared one is named after its first layer."""
 
-    #: The keys of each layer, in its layout's order.
+    #: Keys of each layer, in its layout's order.
     by_layer: tuple[tuple[str, ...], ...]
-    #: Every key once, in the order of votes.
+    #: All keys once, in the order of votes.
     keys: tuple[str, ...]
 
     def unused(self, used: Iterable[bool]) -> frozenset[str]:

@@ -21,7 +21,7 @@ from oobleck.core.messages import Evaluated, EvaluationRecord
 from oobleck.core.plan import Plan
 from oobleck.planner.programs.compiler.own import compile_own_evaluation
 from oobleck.worker.context import WorkerContext
-from oobleck.worker.data.held_out import HeldOut
+from oobleck.worker.data.opening import HeldOut
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.step.hops import SPANS, Hops, Microbatches

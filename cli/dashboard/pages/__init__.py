@@ -1,1 +1,1 @@
-"""The pages: each says what it consists of at the moment."""
+"""Pages, each of which lists its current parts."""

@@ -1,12 +1,12 @@
-"""*Cluster*: nodes, jobs, rates, and what can still be lost."""
+"""Page *Cluster*: nodes, jobs, rates, and how many nodes may still be lost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oobleck.cli.dashboard.parts import Part
 from oobleck.cli.dashboard.site import ClusterBased
+from oobleck.cli.output.colour import tone
 from oobleck.cli.view.cluster import NodeRow, cluster
-from oobleck.cli.view.tone import tone
 
 _MOST_JOBS = 50
 

@@ -1,4 +1,4 @@
-"""*Incident*: what failed, who saw it, where the time went, and whether that was to be expected."""
+"""Page *Incident*: its cause and witnesses, its time by phase, and the expected time."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,10 +21,10 @@ class IncidentPage(JobBased):
 
     def __init__(self, site: Site, session: Session, job_id: str, number: str) -> None:
         super().__init__(site, session, job_id)
-        # An event may be here before the status that counts it.
+        # An event may arrive before the status that counts it.
         most = max(self.status().incidents, *self.feed.history(0.0).incidents, 0)
         if not number.isdecimal() or len(number) > 9 or not 1 <= int(number) <= most:
-            told = f"{job_id} has had {count(most, 'incident')}; {number[:20]} is none"
+            told = f"{job_id} has had {count(most, 'incident')}; {number[:20]} is not one of them"
             raise Problem(404, told, "No such incident")
         self.number = int(number)
         self.title = f"Incident {self.number} of {job_id}"
@@ -62,8 +62,7 @@ class IncidentPage(JobBased):
         ]
 
     def _record(self) -> Mapping[str, Any] | None:
-        """Return the incident's record; None if it is not over, or is too old to be remembered
-        here."""
+        """Return the incident's record; None if it is open, or too old to be kept here."""
         return self.feed.history(0.0).incidents.get(self.number)
 
     def _is_open(self) -> bool:

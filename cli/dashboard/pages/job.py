@@ -1,4 +1,4 @@
-"""*Job*: how far it is, its loss and speed, where it runs, and what has happened to it."""
+"""Page *Job*: its progress, loss and speed, its nodes, and its events."""
 
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ _MOST_INCIDENTS = 20
 
 
 class JobBased(ClusterBased):
-    """A page of one job. Raises Problem where there is none."""
+    """Page of one job. Raises Problem if the job does not exist."""
 
     def __init__(self, site: Site, session: Session, job_id: str) -> None:
         super().__init__(site, session)
@@ -35,7 +35,7 @@ class JobBased(ClusterBased):
         self.status()
 
     def status(self) -> pb.JobStatus:
-        """Raises Problem."""
+        """Return the job's status. Raise Problem."""
         snapshot = self.site.snapshot()
         found = snapshot.job(self.job_id)
         if found is None:
@@ -46,7 +46,7 @@ class JobBased(ClusterBased):
 
     @property
     def feed(self) -> JobFeed:
-        """Raises Problem."""
+        """Feed of the job's steps and events. Raises Problem."""
         try:
             return self.site.hub.job(self.status())
         except TooMany as error:
@@ -128,7 +128,7 @@ class JobPage(JobBased):
 
 
 def _worth_telling(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The newest first; of the checkpoints, which others would drown in, the newest one."""
+    """Return the events, newest first; only the newest checkpoint, because there are many."""
     saved = next((e for e in reversed(events) if e["event"] == "checkpoint_saved"), None)
     return [e for e in reversed(events) if e["event"] != "checkpoint_saved" or e is saved]
 
@@ -156,6 +156,6 @@ def _marks(job_id: str, job: pb.JobStatus, history: JobHistory) -> Iterator[Mark
 
 
 def _step_at(points: Sequence[Point], at: float) -> int:
-    """The last step that was committed before a Unix time."""
+    """Return the last step that was committed before a Unix time."""
     before = bisect_right(points, at, key=lambda point: point.time)
     return points[before - 1].last if before else 0

@@ -1,4 +1,4 @@
-"""*Logs*: what a job's workers print, as it comes; by node and by what is in a line."""
+"""Page *Logs*: live output of a job's workers, filtered by node and text."""
 
 from collections.abc import Hashable, Sequence
 
@@ -19,7 +19,7 @@ class LogsPage(JobBased):
     active = "logs"
 
     def __init__(self, site: Site, session: Session, job_id: str, node: str, having: str) -> None:
-        """`having`: what a line that is shown has in it, whatever its case."""
+        """Make the page. `having`: text that a shown line contains, ignoring case."""
         super().__init__(site, session, job_id)
         self.title = f"Logs of {job_id}"
         self.node = node[:_MOST_CHARACTERS]
@@ -28,7 +28,7 @@ class LogsPage(JobBased):
 
     @property
     def logs(self) -> LogFeed:
-        """Raises Problem."""
+        """Feed of the job's output. Raises Problem."""
         try:
             return self.site.hub.logs(self.status())
         except TooMany as error:
@@ -36,7 +36,7 @@ class LogsPage(JobBased):
 
     @property
     def nodes(self) -> list[str]:
-        """Nodes with a log line here, and the one that is chosen."""
+        """Nodes with a log line here, and the chosen one."""
         found = {line.node for line in self.logs.lines()} | ({self.node} - {""})
         return sorted(found)
 

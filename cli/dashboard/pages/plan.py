@@ -1,4 +1,4 @@
-"""*Plan*: what would become of a job if some of its nodes were lost, by the planner."""
+"""Page *Plan*: the planner's answer if some of a job's nodes were lost."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from oobleck.planner.report.planning import Planning
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.plans import plan_message
 
-#: Questions at a time, and how long one may take.
+#: Most concurrent questions, and the time limit of one.
 _AT_ONCE = 2
 _LONGEST_S = 60.0
 _LOOK_S = 1.0
@@ -28,10 +28,10 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The planner's answer, as `WhatIf.data` has it."""
+    """Answer of the planner, as `WhatIf.data` returns it."""
 
     data: Mapping[str, Any]
-    #: The plan that would come; None: there is none.
+    #: The resulting plan; None: there is none.
     plan: pb.Plan | None
 
 
@@ -68,7 +68,7 @@ class PlanPage:
         )
 
     async def _ask(self, request: Request, planning: Planning, lost: Sequence[str]) -> Found:
-        """Raises Problem."""
+        """Return the planner's answer. Raise Problem."""
         question = json.dumps({"lost": lost}).encode() + b"\n" + encode(planning)
         async with self._turn:
             child = await asyncio.create_subprocess_exec(
@@ -81,7 +81,7 @@ class PlanPage:
                 async with asyncio.timeout(_LONGEST_S):
                     while not (await asyncio.wait({asked}, timeout=_LOOK_S))[0]:
                         if await request.is_disconnected():
-                            raise Problem(499, "the browser has gone")
+                            raise Problem(499, "the browser has disconnected")
                 answer, _ = asked.result()
             except TimeoutError as error:
                 told = f"the planner has no answer after {_LONGEST_S:.0f} s; ask about fewer nodes"
@@ -92,9 +92,7 @@ class PlanPage:
                 await child.wait()
         head, _, plan = answer.partition(b"\n")
         if child.returncode != 0 or not head:
-            raise Problem(
-                500, "the planner failed; the dashboard's standard error has why", "Error"
-            )
+            raise Problem(500, "the planner failed; see the dashboard's standard error", "Error")
         data = json.loads(head)
         if "refused" in data:
             raise Problem(409, data["refused"], "No such question")

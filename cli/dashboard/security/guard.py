@@ -1,5 +1,4 @@
-"""Checks of every request, whatever it is for: by which names the dashboard is called, how much may
-be sent, and what a browser is told to refuse.
+"""Checks of every request: its host name, its size, and the browser's restrictions.
 
 Must not know who is logged in.
 """
@@ -18,11 +17,11 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-#: Of what a form sends.
+#: Most bytes of a form.
 MOST_BODY_BYTES = 16 << 10
 
-#: With no-referrer browsers would not say either which site a form is of. Strict-Transport-Security
-#: would hold for all ports of the host, as those of Grafana.
+#: With no-referrer, browsers would not name the site of a form. Strict-Transport-Security would
+#: apply to all ports of the host, such as Grafana's.
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -38,10 +37,10 @@ _HEADERS = {
 
 
 class Guard:
-    """Around the application."""
+    """Middleware that checks every request."""
 
     def __init__(self, app: App, *, listen_host: str, names: Iterable[str]) -> None:
-        """`names`: by which it may be called beside this host's own."""
+        """Wrap `app`. `names`: allowed host names besides this host's own."""
         self._app = app
         self._local = is_loopback(listen_host)
         own = () if self._local else (own_hostname(), own_hostname().partition(".")[0])
@@ -67,9 +66,7 @@ class Guard:
     def _refusal(self, headers: Headers) -> PlainTextResponse | None:
         host = headers.get("host", "")
         if not self._is_own(_without_port(host).lower()):
-            told = (
-                f"this dashboard is not called {host[:100]!r}; --host NAME of it lets a name in\n"
-            )
+            told = f"{host[:100]!r} is no name of this dashboard; its --host NAME allows one\n"
             return PlainTextResponse(told, 421)
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > MOST_BODY_BYTES:
@@ -77,7 +74,11 @@ class Guard:
         return None
 
     def _is_own(self, host: str) -> bool:
-        """A site whose own name leads here would have a browser on this host read for it."""
+        """Return whether `host` names this dashboard.
+
+        Otherwise a site whose own name resolves to here could read it through a browser on this
+        host.
+        """
         if host in self._names:
             return True
         return is_number(host) and (not self._local or is_loopback(host))

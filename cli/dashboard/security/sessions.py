@@ -1,11 +1,11 @@
-"""Sessions: who is logged in, until when, and what each may do.
+"""Sessions: who is logged in, until when, and with which rights.
 
-Sessions are in memory alone: a dashboard that starts anew knows nobody. Time is an argument.
+They exist only in memory: a restarted dashboard has none. Time is an argument.
 
-Browsers send a cookie to every port of a host, so to services of other users too. A session has two
-parts therefore: its id, which is in the path of its pages, `/~ID/`, and a cookie for that path
-alone. A server on another port does not know a path for which the browser would send the cookie,
-and the id without the cookie opens nothing.
+Browsers send a cookie to every port of a host, so also to services of other users. Therefore a
+session has two parts: its id, in the path of its pages, `/~ID/`, and a cookie for that path only. A
+server on another port does not know a path for which the browser would send the cookie, and the id
+without the cookie opens nothing.
 """
 
 import hashlib
@@ -16,20 +16,20 @@ from pathlib import Path
 
 from oobleck.cli.dashboard.security.tokens import Role, check, spend
 
-#: So many at a time; with one more the oldest is logged out.
+#: Most sessions; one more logs the oldest out.
 _MOST = 1000
 
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    #: In the path of its pages.
+    #: Part of the path of its pages.
     id: str
     role: Role
-    #: What a form of this session shows, and no other site knows.
+    #: Secret in every form of this session, which no other site knows.
     csrf: str
     #: Unix time.
     expires_at: float
-    #: What the next page says of what was done by a form before it; empty: nothing.
+    #: Message for the next page about a form's effect; empty: none.
     told: str = ""
 
     def proves(self, csrf: str) -> bool:
@@ -38,16 +38,16 @@ class Session:
 
 class Sessions:
     def __init__(self, key: bytes, folder: Path, *, lasts_s: float) -> None:
-        """`folder`: where the tokens that were used are noted."""
+        """Begin without sessions. `folder`: where used tokens are recorded."""
         self._key = key
         self._folder = folder
         self._lasts_s = lasts_s
-        #: By a hash of what the browser shows, oldest first: who reads memory or a log of it cannot
-        #: show that.
+        #: Sessions by a hash of the browser's cookie, oldest first: a copy of memory reveals no
+        #: cookie.
         self._open: dict[str, Session] = {}
 
     def log_in(self, text: str, now: float) -> tuple[str, str]:
-        """Return the session's id, and what its cookie shows from now on. Raises BadToken."""
+        """Return the session's id and its new cookie. Raise BadToken."""
         token = check(self._key, text, now)
         spend(self._folder, token, now)
         if len(self._open) >= _MOST:

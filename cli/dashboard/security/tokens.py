@@ -1,8 +1,8 @@
-"""Tokens to log in with: made by `oobleck dashboard token`, proven by the dashboard.
+"""Log-in tokens: made by `oobleck dashboard token`, checked by the dashboard.
 
-Both read one secret in a folder that only their user may read, so no token need be kept anywhere.
-A token says what its holder may do, until when it is good, and is good for one log-in: a file of
-that folder is made for each that was used, and kept until the token's end.
+Both read one secret in a folder that only their user may read, so no token is stored. A token
+contains its holder's role and its expiry, and is valid for one log-in: a used token leaves a file
+in that folder until it expires.
 """
 
 import base64
@@ -19,7 +19,7 @@ from typing import Literal, cast
 from oobleck.host.security.credentials import create_private, make_private, read_secret
 from oobleck.host.system.home import below_home
 
-#: A viewer reads; an operator also drains nodes, cancels jobs and has them recorded.
+#: A viewer reads; an operator also drains nodes, cancels jobs and records timelines.
 Role = Literal["viewer", "operator"]
 ROLES: tuple[Role, ...] = ("viewer", "operator")
 
@@ -31,7 +31,7 @@ _MOST_CHARACTERS = 500
 
 
 class BadToken(ValueError):
-    """Refusal of a token that is not good here; the text says why."""
+    """Refusal of an invalid token; the text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +43,16 @@ class Token:
 
 
 def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the dashboard's folder in the user's XDG state directory. Raises ValueError if this
-    user has no home."""
+    """Return the dashboard's folder in the user's XDG state directory.
+
+    Raise ValueError if this user has no home.
+    """
     base = environment.get("XDG_STATE_HOME") or below_home("~/.local/state")
     return Path(base) / "oobleck" / "dashboard"
 
 
 def read_key(folder: Path) -> bytes:
-    """The secret; made if there is none. Raises ValueError with the file and the fix."""
+    """Return the secret, made if missing. Raise ValueError with the file and the fix."""
     path = folder / _FILE
     try:
         make_private(folder)
@@ -60,13 +62,15 @@ def read_key(folder: Path) -> bytes:
         raise ValueError(f"{path}: {reason}; name another folder with --dir") from error
     key = read_secret(path)
     if len(key) != _SECRET_BYTES:
-        raise ValueError(f"{path}: is damaged; remove it, and all log in anew")
+        raise ValueError(f"{path}: is damaged; remove it, and everybody must log in again")
     return key
 
 
 def spend(folder: Path, token: Token, now: float) -> None:
-    """Use the token up, for good and for every dashboard of this folder. `now`: Unix time. Raises
-    BadToken if it was used before, or if that cannot be recorded."""
+    """Use the token up, for every dashboard of this folder. `now`: Unix time.
+
+    Raise BadToken if it was used before, or if its use cannot be recorded.
+    """
     spent = folder / _SPENT
     try:
         make_private(spent)
@@ -77,7 +81,7 @@ def spend(folder: Path, token: Token, now: float) -> None:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise BadToken(
-            f"the dashboard cannot note that this token is used: {spent}: {reason}"
+            f"the dashboard cannot record the use of this token: {spent}: {reason}"
         ) from error
     if not first:
         raise BadToken("this token was used; 'oobleck dashboard token' prints a new one")
@@ -90,10 +94,12 @@ def make(key: bytes, role: Role, expires_at: float) -> str:
 
 
 def check(key: bytes, text: str, now: float) -> Token:
-    """`now`: Unix time. Raises BadToken."""
+    """Return the token in `text`. `now`: Unix time. Raise BadToken."""
     body, _, mac = "".join(text.split())[:_MOST_CHARACTERS].partition(".")
     if not hmac.compare_digest(mac.encode(), _mac(key, body).encode()):
-        raise BadToken("this is no token of this dashboard; 'oobleck dashboard token' prints one")
+        raise BadToken(
+            "this is not a token of this dashboard; 'oobleck dashboard token' prints one"
+        )
     payload = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
     if payload["until"] <= now:
         raise BadToken("this token has expired; 'oobleck dashboard token' prints a new one")

@@ -1,4 +1,4 @@
-// Says what a line has under the pointer. The lines themselves are drawn by the server.
+// Shows the value of a line under the pointer. The server draws the lines.
 "use strict";
 
 (() => {

@@ -1,6 +1,6 @@
-// Keeps an open page up to date: applies what the server sends, and says when nothing comes.
-// No dependencies. Works on elements that have an id; without scripts the page shows the moment
-// at which it was loaded.
+// Keeps an open page up to date: applies the changes from the server, and reports its silence.
+// No dependencies. It changes elements by their id; without scripts the page shows its state at
+// the time of loading.
 "use strict";
 
 (() => {
@@ -9,7 +9,7 @@
   const banner = document.getElementById("connection");
   if (!url) return;
 
-  const SILENT_MS = 15000; // the server says something every 5 s
+  const SILENT_MS = 15000; // the server sends something every 5 s
   const HIDDEN_MS = 10000; // browsers have few connections to one host for all pages
   let source = null;
   let heard = Date.now();
@@ -52,7 +52,7 @@
     if (source !== null) return;
     const more = url.includes("?") ? "&" : "?";
     source = new EventSource(`${url}${more}seen=${encodeURIComponent(digest)}`);
-    digest = ""; // a stream that opens anew sends everything
+    digest = ""; // a reopened stream sends everything
     source.addEventListener("change", (event) => {
       fine();
       JSON.parse(event.data).forEach(apply);
@@ -67,7 +67,7 @@
     source.onopen = fine;
     source.onerror = () => {
       if (source.readyState === EventSource.CLOSED) {
-        // The server has answered, and refuses: the session may be over.
+        // The server refuses: the session may have expired.
         source = null;
         say("this page is no longer live; load it again");
         setTimeout(() => page.dataset.stopped || open(), 5000);

@@ -1,5 +1,5 @@
-// Remembers the address of this browser's session, for addresses that name none, as bookmarks do.
-// Scripts of other ports of this host cannot read it, where they do get cookies.
+// Remembers the path of this browser's session, for addresses without one, such as bookmarks.
+// Scripts of other ports of this host cannot read it, although they receive cookies.
 "use strict";
 
 (() => {
@@ -9,6 +9,6 @@
   const at = window.location;
   if (own !== "/") localStorage.setItem(KEY, own);
   else if (!known || at.pathname.startsWith("/login")) return;
-  else if (at.pathname.startsWith(known)) localStorage.removeItem(KEY); // it is over
+  else if (at.pathname.startsWith(known)) localStorage.removeItem(KEY); // the session is over
   else if (/^\/~[\w-]+\/$/.test(known)) at.replace(known + at.pathname.slice(1) + at.search);
 })();

@@ -102,7 +102,7 @@ def test_hosts_that_cannot_be_struck_are_told_before_anything_is(
     hosts: SshHosts, node: pb.NodeInfo, tmp_path: Path, master: str
 ) -> None:
     hosts.refuse("n1")
-    with pytest.raises(CommandFailed, match=r"n1 .*: nobody listens at its ssh port"):
+    with pytest.raises(CommandFailed, match=r"n1 .*: its ssh port is closed"):
         striker(hosts).check([node], ["stop-agent"])
     hosts.serve("n1", asyncssh.generate_private_key("ssh-ed25519"))
     with pytest.raises(CommandFailed, match=r"n1 .*: its host key HAS CHANGED"):

@@ -49,7 +49,7 @@ def test_all_but_the_key_is_in_it_and_what_is_told_is_true(
     assert not [path for path in there if key in path.read_bytes()]
     assert {path.stat().st_mode & 0o777 for path in there} == {0o600}
     again = refused(run("backup", str(tmp_path / "b"), "--master", secured.address), 2)
-    assert "is not empty; name a folder that is" in again
+    assert "is not empty; name an empty folder" in again
 
 
 def test_output_may_be_left_out_and_the_authority_be_there(
@@ -88,9 +88,9 @@ def test_a_backup_that_is_cut_or_comes_damaged_is_none(tmp_path: Path) -> None:
     part = functools.partial(pb.BackupPart, path="journal.log", data=b"abc")
     cases = (
         ([part(sha256=whole)], "the master ended before the backup did"),
-        ([part(sha256="0" * 64), end], "journal.log came damaged"),
+        ([part(sha256="0" * 64), end], "journal.log was damaged in transfer"),
         ([part(path="../escaped", sha256=whole), end], "'../escaped' is no file of a backup"),
-        ([pb.BackupPart(data=b"abc"), end], "a part of no file"),
+        ([pb.BackupPart(data=b"abc"), end], "data outside any file"),
     )
     for number, (parts, why) in enumerate(cases):
         folder = tmp_path / str(number)

@@ -30,10 +30,10 @@ def test_a_host_without_a_gpu_is_told_so_and_what_can_be_looked_at_is() -> None:
 
 
 def test_wrong_usage_is_one_line() -> None:
-    assert "--here: is about this host" in refused(run("doctor", "--here", "--pairs"), 2)
-    assert "--gpu: is about" in refused(run("doctor", "--gpu", "--node", "n1"), 2)
-    assert "--gpus: goes with --gpu" in refused(run("doctor", "--gpus", "0"), 2)
-    assert "0 is given twice" in refused(run("doctor", "--gpu", "--gpus", "0,0"), 2)
+    assert "--here: checks only this host" in refused(run("doctor", "--here", "--pairs"), 2)
+    assert "--gpu: checks only" in refused(run("doctor", "--gpu", "--node", "n1"), 2)
+    assert "--gpus: requires --gpu" in refused(run("doctor", "--gpus", "0"), 2)
+    assert "0 stands there twice" in refused(run("doctor", "--gpu", "--gpus", "0,0"), 2)
 
 
 def test_this_host_alone_is_looked_at_without_a_master(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_what_a_check_says_is_passed_on() -> None:
     [
         ("import time; time.sleep(99)", "no answer within 0.2 s: it hangs"),
         ("raise SystemExit('no kernel image')", "ends with exit code 1: no kernel image"),
-        ("import os; os.abort()", "ends with exit code -6: it says nothing"),
+        ("import os; os.abort()", "ends with exit code -6: no output"),
         ("print('what?')", "ends with exit code 0: what?"),
     ],
 )
@@ -80,7 +80,7 @@ def test_all_checks_end_within_their_time_whichever_hang() -> None:
     found = list(checks({"forks": 0.2, "memory": 60}, ["cpu"], os.environ, most_s=0.2))
     assert [(one.check, one.what) for one in found] == [
         ("forks", "no answer within 0.2 s: it hangs"),
-        ("memory", "not tried: those before it took 0.2 s"),
+        ("memory", "not run: the checks before it took 0.2 s"),
     ]
     assert found[1].fix == "run 'python -m oobleck.worker.doctor memory cpu'"
 

@@ -146,7 +146,7 @@ def look_at_as_stranger(address: str, state: Path) -> None:
     told = json.loads(done.stdout)
     for code, error in told["commands"].values():
         assert (code, error.count("\n")) == (5, 1), told
-        assert f"denied: the master at {address} wants credentials" in error
+        assert f"denied: the master at {address} requires credentials" in error
         assert "another user's 'oobleck local', start your own and name it with --master" in error
     assert (told["asked"], told["readable"]) == ("", [])
 
@@ -177,7 +177,7 @@ def test_an_authority_that_another_user_put_there_is_not_used(tmp_path: Path) ->
     os.chown(tmp_path / "pki", 65_534, 65_534)
     state = ("--state-dir", str(tmp_path), "--listen", "127.0.0.1:0")
     line = refused(run("local", "--nodes", "1", *state), 2)
-    assert "pki belongs to another user (uid 65534), who could command the cluster" in line
+    assert "pki belongs to another user (uid 65534), who could control the cluster" in line
 
 
 def test_which_code_agents_load_is_said_of_each_flag(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_an_agent_that_dies_is_started_again_with_its_flags(local: Local) -> Non
     command = psutil.Process(dead["n2"]).cmdline()
     local.remember()
     os.kill(dead["n2"], signal.SIGKILL)
-    local.until(r"agent n2 \(pid \d+\) was killed by SIGKILL; it is started again in 2 s")
+    local.until(r"agent n2 \(pid \d+\) was killed by SIGKILL; it restarts in 2 s")
     again = int(local.until(r"agent n2 pid (\d+)")[1])
     wait_for_nodes(address, {"n1": dead["n1"], "n2": again})
     assert psutil.Process(again).cmdline() == command
@@ -236,7 +236,7 @@ def test_the_last_daemon_is_started_again_too(tmp_path: Path) -> None:
             cluster.watch()
     finally:
         cluster.stop()
-    assert "agent n1 (pid #) was killed by SIGKILL; it is started again in 2 s" in told
+    assert "agent n1 (pid #) was killed by SIGKILL; it restarts in 2 s" in told
 
 
 def test_who_keeps_dying_is_started_again_later_each_time() -> None:
@@ -246,7 +246,7 @@ def test_who_keeps_dying_is_started_again_later_each_time() -> None:
 def test_an_agent_that_was_told_to_end_stays_away(local: Local) -> None:
     local.until("ready")
     os.kill(local.daemons()["n2"], signal.SIGTERM)
-    local.until(r"agent n2 \(pid \d+\) ended with exit code 0.*; to start it again: .*")
+    local.until(r"agent n2 \(pid \d+\) ended with exit code 0.*; to restart it: .*")
 
 
 @pytest.mark.parametrize("local", [["--no-restart"]], indirect=True)
@@ -255,7 +255,7 @@ def test_an_agent_that_dies_is_told_and_can_be_started_again(local: Local) -> No
     local.until("ready")
     os.kill(local.daemons()["n2"], signal.SIGKILL)
     told = local.until(
-        r"agent n2 \(pid \d+\) was killed by SIGKILL; to start it again: (oobleck-agent .*)"
+        r"agent n2 \(pid \d+\) was killed by SIGKILL; to restart it: (oobleck-agent .*)"
     )
     assert local.process.poll() is None
     assert " --memory-per-worker " in told[1]
@@ -273,7 +273,7 @@ def test_the_cluster_goes_on_without_its_master(local: Local, tmp_path: Path) ->
     os.kill(local.daemons()["master"], signal.SIGKILL)
     told = local.until(
         r"master \(pid \d+\) was killed by SIGKILL; training goes on without it; "
-        r"to start it again: (oobleck-master .*)"
+        r"to restart it: (oobleck-master .*)"
     )
     assert address in told[1]
     command = [sys.executable, "-m", "oobleck.master", *shlex.split(told[1])[1:]]

@@ -11,7 +11,7 @@ pytest.importorskip("uvicorn")
 import uvicorn
 from uvicorn.server import ServerState
 
-from oobleck.cli.dashboard.security import connection
+from oobleck.cli.dashboard import server as dashboard
 from support import loops
 
 _LONGEST_S = 30.0
@@ -29,7 +29,7 @@ _LONGEST_S = 30.0
 def test_what_sends_no_whole_request_is_cut_off(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "REQUEST_S", 0.05)
+    monkeypatch.setattr(dashboard, "REQUEST_S", 0.05)
 
     async def visit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(sent)
@@ -40,7 +40,7 @@ def test_what_sends_no_whole_request_is_cut_off(
 
 
 def test_a_stream_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "REQUEST_S", 0.05)
+    monkeypatch.setattr(dashboard, "REQUEST_S", 0.05)
 
     async def visit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -55,7 +55,7 @@ async def _served(
     config = uvicorn.Config(_stream, ws="none", lifespan="off", timeout_keep_alive=1)
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(
-        lambda: connection.Connection(config, state, {}), "127.0.0.1", 0
+        lambda: dashboard.Connection(config, state, {}), "127.0.0.1", 0
     )
     async with server, asyncio.timeout(_LONGEST_S):
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())

@@ -141,7 +141,7 @@ def test_an_incident_appears_on_the_open_page_and_has_one_of_its_own(
     assert 'class="phase-detect"' in page.text
     assert f"agent of n3: pid {worker.pid} was killed by signal 9" in shown
     # Stand-ins do not train in step, so it may not be known when the last step was.
-    assert re.search(r"generation \d: standstill 0\.000 s (\d\.\d{3} s|not known)", shown), shown
+    assert re.search(r"generation \d: standstill 0\.000 s (\d\.\d{3} s|unknown)", shown), shown
     assert "worker n3/0 faults" in shown  # its last words
     chart = viewer.get(f"/jobs/{stand.job}").text
     assert f'<a href="jobs/{stand.job}/incidents/{number}">' in chart
@@ -149,7 +149,7 @@ def test_an_incident_appears_on_the_open_page_and_has_one_of_its_own(
     missing = viewer.get(f"/jobs/{stand.job}/incidents/99")
     assert (missing.status, missing.told) == (
         404,
-        f"{stand.job} has had {count(number, 'incident')}; 99 is none",
+        f"{stand.job} has had {count(number, 'incident')}; 99 is not one of them",
     )
 
 
@@ -173,7 +173,7 @@ def test_what_if_nodes_were_lost(stand: Stand, viewer: Visitor) -> None:
     found = viewer.get(f"{path}?lose=n1&lose=n3")
     assert (found.status, found.told) == (
         200,
-        "Training would go on, but the next loss may take a layer.",
+        "Training would continue, but the next loss may take a layer.",
     )
     shown = plain(found.text)
     assert re.search(r"now 3 pipelines of 1 node \S+ s \S \S 2 nodes", shown)
@@ -304,7 +304,7 @@ def test_tokens_sessions_and_cookies(stand: Stand) -> None:
     wrong = visitor.log_in("eyJ9.abc")
     assert (wrong.status, wrong.told.partition(";")[0]) == (
         403,
-        "this is no token of this dashboard",
+        "this is not a token of this dashboard",
     )
     token = stand.dashboard.token()
     assert visitor.log_in(token, f"/jobs/{stand.job}").text.count('<svg class="chart"') == 2
@@ -369,10 +369,7 @@ def test_forms_of_other_sites_and_other_names_are_refused(stand: Stand, operator
     assert [answer.status for answer in cross] == [403] * 4
     named = operator.get("/", Host="evil.example")
     assert named.status == 421
-    assert (
-        named.text
-        == "this dashboard is not called 'evil.example'; --host NAME of it lets a name in\n"
-    )
+    assert named.text == "'evil.example' is no name of this dashboard; its --host NAME allows one\n"
     port = stand.dashboard.address.rpartition(":")[2]
     assert operator.get("/", Host=f"localhost:{port}").status == 200
     assert operator.get("/", Host=f"10.1.2.3:{port}").status == 421
@@ -487,7 +484,7 @@ def test_bad_usage_is_told_in_a_line(stand: Stand, tmp_path: Path) -> None:
     assert "--listen" in taken
     assert "Address already in use" in taken
     assert "--certificate and --key" in told("--listen", "0.0.0.0:0")
-    assert "go together" in told("--certificate", "c.pem")
+    assert "give both, or neither" in told("--certificate", "c.pem")
     pair = told("--certificate", str(tmp_path / "c"), "--key", str(tmp_path / "k"))
     assert "No such file" in pair
     assert "is not HOST:PORT" in told("--listen", "here")

@@ -141,7 +141,7 @@ def test_a_token_is_of_one_secret_and_ends(tmp_path: Path) -> None:
         check(KEY, text, 1000.0)
     body, _, mac = text.partition(".")
     for bad in ("", ".", text[:-1], f"{body}x.{mac}", f"{body}.", "é.é", "x" * 10_000):
-        with pytest.raises(BadToken, match="no token of this dashboard"):
+        with pytest.raises(BadToken, match="not a token of this dashboard"):
             check(KEY, bad, 0.0)
     with pytest.raises(BadToken):
         check(b"o" * 32, text, 0.0)
@@ -167,7 +167,7 @@ def test_a_token_is_used_up_for_every_dashboard_of_its_folder(tmp_path: Path) ->
     )
     (tmp_path / "file").touch()
     blocked = Sessions(KEY, tmp_path / "file", lasts_s=100.0)
-    with pytest.raises(BadToken, match="cannot note"):
+    with pytest.raises(BadToken, match="cannot record"):
         blocked.log_in(make(KEY, "viewer", 500.0), 60.0)
 
 

@@ -44,7 +44,7 @@ def test_each_problem_is_a_line(tmp_path: Path) -> None:
     done = run("check", written(tmp_path, "counted", "Jittered"))
     assert done.returncode == 2
     data, model = done.stderr.splitlines()
-    assert data.startswith("oobleck: data: sample 0 is another one when it is read again")
+    assert data.startswith("oobleck: data: sample 0 differs when it is read again")
     assert model.startswith("oobleck: layer 1 (Counted): changes its calls in forward")
     assert "ok" not in done.stdout.splitlines()
 
@@ -55,7 +55,7 @@ def test_the_data_of_an_evaluation_are_looked_at(tmp_path: Path) -> None:
     path.write_text(f"{path.read_text()}evaluation: {{every: 1, data: {data}}}\n")
     done = run("check", str(path))
     assert done.returncode == 2
-    told = "oobleck: evaluation.data: sample 0 is another one when it is read again"
+    told = "oobleck: evaluation.data: sample 0 differs when it is read again"
     assert done.stderr.startswith(told)
 
 
@@ -165,7 +165,7 @@ def test_a_pattern_that_spares_no_parameter_is_refused_for_models_by_their_kind_
     assert (good.returncode, good.stderr) == (0, "")
     bad = run("check", str(path), "--set", f"{key}=['*.bias', '*.scale']")
     assert bad.returncode == 2
-    assert bad.stderr.startswith(f"oobleck: {key}: no parameter's name fits *.scale; names are 0.")
+    assert bad.stderr.startswith(f"oobleck: {key}: no parameter's name matches *.scale; names")
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_prepare_and_inspect(folder):
     assert info["separator"] == [ids[-1]]
 
     again = refused(run("data", "prepare", f"{folder}/a.txt", "-o", str(out)), 2)
-    assert "--force replaces it" in again
+    assert "--force to replace it" in again
     assert np.array_equal(np.fromfile(out, dtype="<u2"), ids)
     wrong = run(
         *("data", "prepare", f"{folder}/a.txt", "-o", f"{folder}/x", "--dtype", "uint8"),
@@ -59,8 +59,8 @@ def test_prepare_and_inspect(folder):
     )
     assert "leave it out, or choose uint16" in refused(wrong, 2)
     none = run("data", "prepare", f"{folder}/*.md", "-o", f"{folder}/x")
-    assert f"no file is {folder}/*.md" in refused(none, 2)
-    assert "is not there" in refused(run("data", "inspect", f"{folder}/x"), 3)
+    assert f"no file matches {folder}/*.md" in refused(none, 2)
+    assert "does not exist" in refused(run("data", "inspect", f"{folder}/x"), 3)
     assert "oobleck data prepare" in refused(run("data", "inspect", f"{folder}/a.txt"), 2)
     assert sorted(path.name for path in folder.iterdir()) == [
         *("a.txt", "out.bin", "out.bin.json", "t.json")
@@ -168,7 +168,7 @@ def test_ids_of_another_type_than_is_said_are_told(tmp_path):
         "tokens": 4000,
         "begins": words[:16].tolist(),
     }
-    assert "say its type with --dtype" in refused(run("data", "inspect", str(wide)), 2)
+    assert "give its type with --dtype" in refused(run("data", "inspect", str(wide)), 2)
 
     def check(file: Path, dtype: str):
         job = tmp_path / "job.yaml"

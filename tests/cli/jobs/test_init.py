@@ -52,7 +52,7 @@ def test_own_model_is_the_default_and_here(tmp_path: Path, monkeypatch: pytest.M
 def test_nothing_is_written_over_nor_beside_what_is_there(there: str, tmp_path: Path) -> None:
     path = tmp_path / there
     path.write_text("mine")
-    assert f"{path} is there already; move it" in refused(run("init", str(tmp_path)), 2)
+    assert f"{path} exists already; move it" in refused(run("init", str(tmp_path)), 2)
     assert [(left.name, left.read_text()) for left in tmp_path.iterdir()] == [(there, "mine")]
 
 

@@ -52,7 +52,7 @@ def test_a_job_from_submit_to_its_end(cluster: str, job_file: Callable[..., Path
     readable = run("events", "demo-1", *master).stdout.splitlines()
     failures = run("events", "demo-1", "--incidents", *master)
     assert (failures.returncode, failures.stdout) == (0, "")
-    assert failures.stderr.startswith("no incident of demo-1 is over")
+    assert failures.stderr.startswith("no incident of demo-1 is closed")
     assert len(readable) == len(records)
     assert readable[-1].endswith("  succeeded")
 
@@ -177,7 +177,7 @@ def test_a_node_that_is_forgotten_while_its_drain_is_waited_for_is_told_of() -> 
     ) as address:
         done = run("node", "drain", "n1", "--wait", "--master", address)
     assert done.returncode == 3
-    assert done.stderr == "oobleck: node n1 was lost, and is forgotten by now\n"
+    assert done.stderr == "oobleck: node n1 was lost, and the master has forgotten it\n"
 
 
 def test_a_drain_is_not_waited_for_beyond_its_time_while_the_master_is_away() -> None:

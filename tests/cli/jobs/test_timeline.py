@@ -7,10 +7,9 @@ import pytest
 from click.testing import CliRunner, Result
 from msgspec import structs
 
-from oobleck.cli.jobs.timeline import summary
 from oobleck.cli.output.timeline import steps_table
 from oobleck.cli.planning.profile import profile
-from oobleck.cli.reading.timeline import timeline
+from oobleck.cli.reading.timeline import summary, timeline
 from oobleck.core.ids import Generation, NodeName, WorkerId
 from oobleck.core.messages import Recording, Span
 from oobleck.host.timeline import Track, chrome_trace
@@ -23,8 +22,8 @@ from support.operators_master import answering
     [
         ((), "Missing argument 'JOB.yaml'"),
         (("--timeline", "out.json"), "oobleck profile --timeline OUT.json --job ID"),
-        (("job.yaml", "--timeline", "out.json", "--job", "demo-1"), "a timeline is of a running"),
-        (("job.yaml", "--job", "demo-1"), "--job and --steps go with --timeline"),
+        (("job.yaml", "--timeline", "out.json", "--job", "demo-1"), "a timeline needs a running"),
+        (("job.yaml", "--job", "demo-1"), "--job and --steps require --timeline"),
         (("--timeline", "out.json", "--job", "demo-1", "--steps", "0"), "1<=x<=100"),
     ],
 )
@@ -88,7 +87,7 @@ def test_a_timeline_is_shown_as_a_table_and_written(tmp_path: Path) -> None:
         assert json.loads(told("--json").stdout) == trace
         nowhere = told(str(tmp_path / "no" / "out.json"))
     assert asked == [2, 1], "a folder that is not there is told of first"
-    assert (nowhere.exit_code, "there is no such folder" in nowhere.stderr) == (2, True)
+    assert (nowhere.exit_code, "its folder does not exist" in nowhere.stderr) == (2, True)
     assert [" ".join(line.split()) for line in done.stdout.splitlines()[2:5]] == [
         "WORKER LOAD COMPUTE RECEIVE SEND SUM VOTE OTHER STEP STAGE",
         "n1/0 0.0 2.0 1.0 0.0 0.0 1.5 5.5 10.0 pipeline 0, stage 0",

@@ -188,9 +188,9 @@ def test_elsewhere_an_incident_is_one_line() -> None:
 
 SLOW_BLOCK = """\
 incident 1: slow worker n2/0 (rank 1): 0.25 of the others' pace;
-              well again after 22.6 s
+              recovered after 22.6 s
               slow          +0.000 s n2/0 at 0.25 of the others' pace, 4.390 s a
-                            step instead of 1.098 s, for 22.6 s, then well
+                            step instead of 1.098 s, for 22.6 s, then normal
               answered      generation 2, uneven: n2/0 at 0.5 of the profiled
                             speed: partial reroute: a step takes 2.368 s in
                             place of 3.1 s, and 0 B move
@@ -240,9 +240,9 @@ def test_slow_workers_that_no_plan_answers_say_so_and_how_it_ended() -> None:
     )
     assert [line.strip() for line in lines[1:]] == [
         "slow          +0.000 s n2/0 at 0.50 of the others' pace, 2.927 s a step instead of "
-        "1.463 s, for 16.0 s, then well",
+        "1.463 s, for 16.0 s, then normal",
         "+3.000 s n1/0 at 0.35 of the others' pace, 4.360 s a step instead of 1.453 s, for 15.1 s",
-        "answered      by no plan",
+        "answered      with no plan",
         "generation    1",
     ]
     assert "; cancelled after 5.0 s" in incident.block(cancelled)

@@ -99,7 +99,7 @@ def test_status_of_a_job_draws_its_pipelines() -> None:
     assert "pipeline 0              9  n1 [0..4] -> n2/1 [5..9]" in shown
     assert "can lose" not in text.job_text(job(state="succeeded"))
     assert "skipped" not in shown
-    assert "skipped     1 step whose" in text.job_text(job(skipped_steps=1))
+    assert "skipped     1 step with" in text.job_text(job(skipped_steps=1))
 
 
 def test_status_of_a_job_draws_the_routes_of_a_plan_without_whole_pipelines() -> None:
@@ -300,7 +300,7 @@ def test_elsewhere_a_line_comes_each_second_or_with_a_change_of_state() -> None:
         ({"event": "node_undrained", "node": "n4"}, "node n4 may take part again"),
         (
             {"event": "node_quarantined", "node": "n4", "reason": "failed", "seconds": 120.0},
-            "node n4 is put aside for 2 min 00 s: failed",
+            "node n4 is quarantined for 2 min 00 s: failed",
         ),
         (
             {"event": "node_released", "node": "n4", "reason": "its time is over"},
@@ -316,7 +316,7 @@ def test_elsewhere_a_line_comes_each_second_or_with_a_change_of_state() -> None:
             },
             "node n4 left: its agent has ended",
         ),
-        ({"event": "put_back", "instead": "b-2"}, "b-2 has the turn meanwhile"),
+        ({"event": "put_back", "instead": "b-2"}, "b-2 runs meanwhile"),
         (
             {"event": "versions_differ", "versions": {"torch": {"2.12": ["n4"], "2.13": ["n1"]}}},
             "versions differ among the job's nodes: torch 2.12 on n4, 2.13 on n1",
@@ -371,11 +371,11 @@ def test_elsewhere_a_line_comes_each_second_or_with_a_change_of_state() -> None:
         ),
         (
             {"event": "checkpoint_failed", "step": 100, "reason": "No space left on device"},
-            "no checkpoint of step 100: No space left on device; training goes on",
+            "no checkpoint of step 100: No space left on device; training continues",
         ),
         (
             {"event": "output_failed", "step": 100, "reason": "it is full"},
-            "the result is kept and tried again to be written: it is full",
+            "the result is kept, and writing it is retried: it is full",
         ),
         (
             {"event": "resumed", "step": 100, "path": "/saved/a", "passed_over": ["b is cut"]},
@@ -387,7 +387,7 @@ def test_elsewhere_a_line_comes_each_second_or_with_a_change_of_state() -> None:
         ),
         (
             {"event": "restored", "step": 0, "path": "", "lost_steps": 5},
-            "all begin anew at step 1 (5 steps again): the state was lost",
+            "all restart at step 1 (5 steps again): the state was lost",
         ),
     ],
     ids=lambda value: value["event"] if isinstance(value, dict) else "",
@@ -463,6 +463,6 @@ def test_a_data_plane_in_the_clear_is_shown_wherever_the_job_is() -> None:
         shown = text.job_text(job(data_plane=plane))
         assert f"data plane  {plane}\n" in shown
         assert "CLEAR" not in shown + text.jobs_table([job(data_plane=plane)])
-    assert "data plane  sealed, but for what GPUs send by NCCL" in text.job_text(
+    assert "data plane  encrypted, except for NCCL messages of GPUs" in text.job_text(
         job(data_plane="nccl")
     )

@@ -128,7 +128,7 @@ def test_a_profile_that_does_not_fit_is_refused(
         assert message in refused(run("submit", str(path), *at), 2)
         assert message in refused(run("plan", str(path), "--nodes", "2"), 2)
     for output, message in (
-        ("/nowhere/p.json", "there is no such folder; make it first"),
+        ("/nowhere/p.json", "its folder does not exist; make it first"),
         ("/proc/p.json", "name a file that can be written"),
     ):
         line = refused(run("profile", str(path), "--output", output), 2)

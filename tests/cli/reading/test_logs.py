@@ -74,9 +74,9 @@ def test_since_is_asked_of_the_master_in_its_words() -> None:
     [
         (("--grep", "a(b"), "missing ), unterminated subpattern, at character 2"),
         (("--grep", "*"), "nothing to repeat, at character 1"),
-        (("--since", "yesterday"), "'yesterday' is no time; write 10m (ago), 14:30, or '2026-"),
-        (("--since", "25:00"), "'25:00' is no time"),
-        (("--since", "99999999999d"), "is no time"),
+        (("--since", "yesterday"), "'yesterday' is not a time; write 10m (ago), 14:30, or '2026-"),
+        (("--since", "25:00"), "'25:00' is not a time"),
+        (("--since", "99999999999d"), "is not a time"),
         (("--tail", "-1"), "-1 is not in the range 0<=x<=100000"),
     ],
 )

@@ -15,8 +15,8 @@ import yaml
 from click.testing import CliRunner, Result
 
 from oobleck.cli.output import colour
-from oobleck.cli.output.screen import Screen
 from oobleck.cli.reading.show import nodes, status
+from oobleck.cli.reading.watch import Screen
 from oobleck.proto import control_pb2 as pb
 from support.operators_master import answering
 from support.waiting import PATIENCE_S
@@ -93,7 +93,7 @@ def test_a_block_is_drawn_over_the_last_one(sized: pytest.MonkeyPatch) -> None:
     assert shown("one\ntwo\nthree") == ["one", "two", "three", ""]
     assert shown("o\ntwo") == ["o", "two", ""]
     assert shown("x" * 20 + "\n" + "y" * 21) == ["x" * 20, "y" * 19 + "…", ""]
-    assert shown("1\n2\n3\n4\n5") == ["1", "2", "3", "… 2 more lines; the…", ""]
+    assert shown("1\n2\n3\n4\n5") == ["1", "2", "3", "… 2 more lines; mak…", ""]
     assert shown("") == ["", ""]
     sized.setenv("COLUMNS", "10")
     screen.draw("after the size has changed")
@@ -165,7 +165,7 @@ def test_every_form_has_the_same_and_two_that_differ_are_refused() -> None:
         for flags, said in (
             (("--json", "-o", "yaml"), "--output yaml and --json differ; leave one out"),
             (("--wide", "-o", "yaml"), "--output yaml and --wide differ; leave one out"),
-            (("-w", "1ms"), "is too often for a master; say 0.1s or more"),
+            (("-w", "1ms"), "is too often for a master; use 0.1s or more"),
         ):
             done = told(*flags)
             assert (done.exit_code, done.stdout) == (2, "")
@@ -196,7 +196,7 @@ def test_on_a_terminal_a_view_outlives_the_master_and_ends_with_ctrl_c() -> None
                 terminal.write(part.replace("\r\n", "\n"))
 
         see("n1")
-    see("the master is away; what runs goes on without it")
+    see("the master is away; running jobs continue without it")
     assert any(line.startswith("n1") for line in terminal.lines), "the last answer is kept"
     with answering(listen=address, **answers):
         while any("away" in line for line in terminal.lines):

@@ -59,7 +59,7 @@ def test_roots_unit_has_all_that_deploys_has(tmp_path: Path) -> None:
     assert "\nUser=oobleck\n" in text
     assert f'\nReadWritePaths="{tmp_path / "state"}" "{tmp_path}"\n' in text
     assert f'\nEnvironment="HOME={tmp_path / "state"}"\n' in text
-    with pytest.raises(Refused, match="--writable /nowhere: there is no such folder"):
+    with pytest.raises(Refused, match="--writable /nowhere: the folder does not exist"):
         remote.unit(DEPLOY, place(tmp_path), COMMAND, "system", ["/nowhere"])
 
 

@@ -88,7 +88,7 @@ def test_a_cluster_comes_up_goes_on_and_goes_down(number: int, tmp_path: Path) -
         assert [bool(host["problem"]) for host in told] == [False, True] + [False] * (number - 2)
         assert (
             told[1]["problem"]
-            == "no answer to ssh in time; is it up, and its name or address right?"
+            == "no answer to ssh in time; check that it is up, and its name or address"
         )
         net.plug("n2")
 

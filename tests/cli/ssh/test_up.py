@@ -127,16 +127,16 @@ def test_what_can_be_done_is_done_and_the_rest_is_told(operator: Operator) -> No
 
     port = operator.hosts.ports
     assert problems["away"] == (
-        "nobody listens at its ssh port; start sshd there, or give the port as host:port"
+        "its ssh port is closed; start sshd there, or give the port as host:port"
     )
     known = operator.hosts.known_hosts
-    assert "is not known; compare it with the host's own" in problems["stranger"]
+    assert "is unknown; compare it with the host's own" in problems["stranger"]
     assert f"'ssh-keyscan -p {port['stranger']} 127.0.0.1 >> {known}'" in problems["stranger"]
     assert "its host key HAS CHANGED (ssh-ed25519 SHA256:" in problems["changed"]
     assert f"-R '[127.0.0.1]:{port['changed']}'" in problems["changed"]
-    assert problems["bare"].startswith(f"there is no '{PYTHON}' that can be run; install Python")
+    assert problems["bare"].startswith(f"'{PYTHON}' cannot be run; install Python")
     assert problems["old"] == (
-        f"{PYTHON} is 3.9, and 3.11 is the oldest that will do; name another with --python"
+        f"{PYTHON} is 3.9; at least 3.11 is needed: name another with --python"
     )
     if "full" in problems:
         assert "has room for 64.0 KiB, and " in problems["full"]
@@ -184,7 +184,7 @@ def test_where_root_logs_in_agents_run_as_another_user_who_can_change_no_program
     assert {path.relative_to(operator.place("apart")).parts[0] for path in others} == {"state"}
     assert operator.up("apart", run_as=OTHER)["apart"]["done"] == []
     # What that user's jobs wrote is not taken away, nor its certificate taken for root's.
-    assert "may hold what jobs wrote" in str(operator.up("apart")["apart"]["problem"])
+    assert "may contain files of jobs" in str(operator.up("apart")["apart"]["problem"])
     assert set(operator.agent("apart").uids()) == {uid}, "and it goes on"
     assert operator.down("apart", purge=True)["apart"]["done"] == ["stopped", "purged"]
     assert not operator.place("apart").exists()
@@ -197,9 +197,9 @@ def test_what_is_wrong_with_a_call_is_told_before_any_host_is_asked(
     hosts.write_text("10.0.0.3\n")
     show = ("--credentials", str(secured.operator))
     asked = ("up", str(hosts), "--master", secured.address)
-    assert "10.0.0.3 cannot reach that" in refused(run(*asked, *show), 2)
+    assert "10.0.0.3 cannot reach it" in refused(run(*asked, *show), 2)
     hosts.write_text("localhost\nlocalhost name=n2\n")
     assert f"{hosts}: line 2: localhost is on line 1 too" in refused(run(*asked, *show), 2)
     hosts.write_text("localhost\n")
-    assert "'oobleck up' gives it" in refused(run(*asked, *show, "--", "--name", "x"), 2)
+    assert "'oobleck up' sets it" in refused(run(*asked, *show, "--", "--name", "x"), 2)
     assert "runs from its sources" in refused(run(*asked, *show), 2)

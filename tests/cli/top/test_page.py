@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.cli.top.story import MOST_CHARACTERS, MOST_EVENTS, MOST_INCIDENTS, MOST_LINES, Story
+from oobleck.cli.top.feed import MOST_CHARACTERS, MOST_EVENTS, MOST_INCIDENTS, MOST_LINES, Story
 from oobleck.host.ipc.endpoint import choose_endpoint
 from oobleck.proto import control_pb2 as pb
 from support import loops
@@ -197,7 +197,7 @@ def test_a_thousand_nodes_and_no_job() -> None:
         await page.press("end")
         await page.see("n999")
         await page.press("c")
-        await page.see("there is no job to cancel here")
+        await page.see("no job to cancel")
 
     on_a_page(look, **answers([], many))
 
@@ -225,7 +225,7 @@ def test_the_page_outlives_the_master() -> None:
             page = await context.__aenter__()
             await page.see("3 live, 1 lost", "node n4 lost")
         try:
-            await page.see("the master is away for ", "jobs go on")
+            await page.see("the master is away for ", "jobs continue")
             assert "n4  lost" in page.text, "the last answer is kept"
             await page.press("d", "y")
             await page.see("cannot reach a master at ")
@@ -264,7 +264,7 @@ def test_what_a_viewer_may_not_do_is_said_in_one_line(
             await page.press("c")
             await page.see("Cancel job demo-1?", "y yes   n no")
             await page.press("enter")
-            await page.see("nothing is done")
+            await page.see("nothing was changed")
             await page.press("c", "y")
             await page.see("denied: ")
             (line,) = [line for line in page.lines if "denied: " in line]

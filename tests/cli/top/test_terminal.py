@@ -88,7 +88,7 @@ def test_keys_are_obeyed_and_the_terminal_is_given_back(master: str) -> None:
     terminal = Terminal("--master", master)
     terminal.see("no jobs; queue one")
     terminal.type("c")
-    terminal.see("there is no job to cancel here")
+    terminal.see("no job to cancel")
     terminal.type("q")
     assert terminal.end() == 0
     assert _COLOUR.search(terminal.said)
@@ -107,7 +107,7 @@ def test_a_signal_gives_the_terminal_back_too(master: str, number: int, code: in
 
 
 def test_what_it_needs_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, master: str) -> None:
-    assert "standard input, output and error have to be a terminal" in refused(run("top"), 2)
+    assert "standard input, output and error must be a terminal" in refused(run("top"), 2)
     monkeypatch.setattr(command, "_check_terminal", lambda: None)
     assert find_spec("textual") is not None
     monkeypatch.setitem(sys.modules, "textual", None)

@@ -187,6 +187,6 @@ def test_a_writer_that_dies_between_any_two_files(
 
 def test_a_run_has_one_writer(tmp_path: Path) -> None:
     tracker = MLflow(tmp_path, "a.b-1")
-    with pytest.raises(CommandFailed, match="is written by another process"):
+    with pytest.raises(CommandFailed, match="is being written by another process"):
         MLflow(tmp_path, "a.b-1")
     tracker.close()

@@ -99,7 +99,7 @@ def test_a_file_that_was_cut_anywhere_becomes_the_same(tmp_path: Path) -> None:
 
 def test_a_file_has_one_writer(tmp_path: Path) -> None:
     tracker = TensorBoard(tmp_path, "demo-1")
-    with pytest.raises(CommandFailed, match="is written by another process"):
+    with pytest.raises(CommandFailed, match="is being written by another process"):
         TensorBoard(tmp_path, "demo-1")
     tracker.close()
 
@@ -107,7 +107,9 @@ def test_a_file_has_one_writer(tmp_path: Path) -> None:
 def test_a_folder_is_of_one_clusters_job(tmp_path: Path) -> None:
     for _ in range(2):
         claim(tmp_path / "demo-1", 1000.25)
-    with pytest.raises(CommandFailed, match=r"demo-1 is of another cluster's job of that id; name"):
+    with pytest.raises(
+        CommandFailed, match=r"demo-1 belongs to another cluster's job with that id; name"
+    ):
         claim(tmp_path / "demo-1", 1000.5)
 
 

@@ -227,6 +227,6 @@ def test_what_was_expected_is_held_against_what_was_measured() -> None:
     assert told == [
         ("generation 2: a step", "0.100 s", "0.125 s"),
         ("generation 2: standstill", "0.250 s", "0.500 s"),
-        ("generation 3: a step", "not told", "not known"),
-        ("generation 3: standstill", "not told", "not known"),
+        ("generation 3: a step", "unknown", "unknown"),
+        ("generation 3: standstill", "unknown", "unknown"),
     ]

@@ -390,7 +390,7 @@ def test_a_folder_that_not_all_see_fails_the_save_with_the_node(job):
     while saving.busy:
         pass
     (failed,) = reports
-    assert "what b/0 wrote there does not appear on a; checkpoint.path must be" in failed.reason
+    assert "files of b/0 do not appear on a; checkpoint.path must be" in failed.reason
     assert failed.request == 2
     assert list_checkpoints(folder).torn == (), "nothing half stays"
 
@@ -517,7 +517,8 @@ def test_the_command_lists_verifies_and_exports(make_job, tmp_path):
     assert [item["file"] for item in json.loads(bad.output)] == [victim.name]
     refused = run("export", str(path), "-o", str(tmp_path / "model"))
     assert f"{victim.name}: has" in str(refused.exception)
-    instead = f"; the newest whole one is of step 3: oobleck checkpoint export {listed[1]['path']} "
+    other = listed[1]["path"]
+    instead = f"; the newest undamaged one is of step 3: oobleck checkpoint export {other} "
     assert str(refused.exception).endswith(f"{instead}-o {tmp_path}/model")
     Path(listed[0]["path"], "damaged.json").unlink()
     refused = run("export", str(path), "-o", str(tmp_path / "model"))

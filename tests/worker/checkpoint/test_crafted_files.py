@@ -45,7 +45,7 @@ from oobleck.host.storage.checkpoints import (
 from oobleck.host.storage.folder import LocalFolder, bounded_names
 from oobleck.host.storage.weight_files import WeightsError, open_weights
 from oobleck.master.storage.ledger import read_profiles
-from oobleck.worker.data.corpus import Corpus
+from oobleck.worker.data.dataset import Corpus
 from oobleck.worker.runtime.records import describe_file, read_lines
 from oobleck.worker.state.layer_file import pack, unpack
 from oobleck.worker.state.layout import layout
@@ -267,7 +267,7 @@ BAD_HEADERS = {
 
 @pytest.mark.parametrize("crafted", BAD_HEADERS.values(), ids=list(BAD_HEADERS))
 def test_a_crafted_layer_with_a_right_hash_is_a_bad_checkpoint(crafted: bytes) -> None:
-    with pytest.raises(InvalidCheckpoint, match="is no safetensors file") as raised:
+    with pytest.raises(InvalidCheckpoint, match="is not a safetensors file") as raised:
         unpack(crafted, layout(MODEL, 1), SGD.state, torch.float32)
     assert "\n" not in str(raised.value)
 

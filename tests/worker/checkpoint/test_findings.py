@@ -3,7 +3,7 @@
 import pytest
 
 from oobleck.core.ids import NodeName, WorkerId
-from oobleck.worker.checkpoint.findings import (
+from oobleck.worker.checkpoint.location import (
     Finding,
     at_fault,
     distinct_reasons,

@@ -78,7 +78,7 @@ def test_what_is_missing_is_named(make_job, tmp_path):
     with pytest.raises(JobError, match="the job has not finished"):
         read_output(tmp_path)
     write_manifest(tmp_path, job, "small-1", 6)
-    with pytest.raises(JobError, match=r"layer-00000\.safetensors is not there"):
+    with pytest.raises(JobError, match=r"layer-00000\.safetensors does not exist"):
         read_output(tmp_path)
 
 
@@ -97,7 +97,7 @@ def test_a_directory_that_takes_no_files_is_refused_before_the_training(tmp_path
     with pytest.raises(JobError, match=r"^output: cannot write to \S+file.*name another"):
         check_writable(tmp_path / "file")
     (tmp_path / "link").symlink_to("gone")
-    with pytest.raises(JobError, match="link is a link to gone, which is not there"):
+    with pytest.raises(JobError, match="link is a link to gone, which does not exist"):
         check_writable(tmp_path / "link")
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from oobleck.core.job.spec import DataSpec
 from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.channel import frame
-from oobleck.worker.data.corpus import Corpus
-from oobleck.worker.data.dataset import Dataset, row_digest, samples_digest
+from oobleck.worker.data.dataset import Corpus, Dataset, row_digest, samples_digest
 from oobleck.worker.data.order import permute
 
 
@@ -167,7 +166,7 @@ def test_refusals_name_the_pattern_and_the_fix(tmp_path):
     assert f"cannot read {tmp_path}/no.bin" in refused(DataSpec(tokens=f"{tmp_path}/no.bin"))
     odd = write(tmp_path / "odd.bin", bytes(33))
     text = refused(DataSpec(tokens=str(odd), dtype="uint16"))
-    assert "33 bytes, no whole number of uint16 tokens" in text
+    assert "33 bytes, not a whole number of uint16 tokens" in text
     text = refused(DataSpec(tokens=str(odd)))
     assert f"the type of the ids in {odd} is unknown" in text
     assert "set dtype to uint8, uint16 or uint32" in text

@@ -86,7 +86,7 @@ def test_targets_that_are_the_inputs_at_all_places(
     found = opened("arrays", path=str(tmp_path))
     assert check_data(found) == [], "a model of the user's may learn what it likes"
     problems = check_data(found, next_tokens=True)
-    assert ["targets are the inputs" in str(problem) for problem in problems] == [True] * copies
+    assert ["targets equal the inputs" in str(problem) for problem in problems] == [True] * copies
 
 
 @pytest.mark.parametrize("inputs", [[[3, 3, 3]], [[1, 2, 3]]])

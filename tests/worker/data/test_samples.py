@@ -34,13 +34,13 @@ REFUSED = {
     "marked": "inputs is Marked, a subclass of torch.Tensor, which another worker would get as a "
     "plain one; give x.as_subclass(torch.Tensor)",
     "wrapped": "inputs is Wrapped, a subclass of torch.Tensor",
-    "masked": "inputs is a masked array, whose mask a tensor has no place for; give x.filled",
+    "masked": "inputs is a masked array, and a tensor has no place for its mask; give x.filled",
     "objects": "inputs is an array of object, which no tensor can hold; give numbers, all rows of "
     "one length",
     "dates": "inputs is an array of datetime64[D], which no tensor can hold; give numbers",
     "text": "inputs['label'] is text; give numbers for it, such as its tokens or the number of",
     "texts": "inputs is text; give numbers for it",
-    "nothing": "inputs[1] is None; give a number where there is nothing, such as 0",
+    "nothing": "inputs[1] is None; give a number for a missing value, such as 0",
     "named": "inputs is Pair, and not a plain tuple or list; give tuple(x), or a dict",
     "record": "inputs is Record, a dataclass; give a dict, as dataclasses.asdict(x)",
     "mapping": "inputs is UserDict; give a plain dict, as dict(x)",
@@ -57,10 +57,10 @@ NO_DATA = {
     "Unlabelled": "sample 0: targets have no tensor; give at least one",
     "loader": "support.refused_models:loader gave DataLoader, which makes batches of its own; "
     "give its data set, as loader.dataset",
-    "splits": "support.refused_models:splits gave dict, a mapping of train, test; give the data",
-    "two_tensors": "support.refused_models:two_tensors gave tuple, whose items are no pairs; give "
+    "splits": "support.refused_models:splits gave dict, a mapping of train, test; give one",
+    "two_tensors": "support.refused_models:two_tensors gave tuple, whose items are not pairs; give "
     "torch.utils.data.TensorDataset(inputs, targets)",
-    "no_data": "support.refused_models:no_data gave NoneType, which is no map-style data set; give",
+    "no_data": "support.refused_models:no_data gave NoneType, which is not a map-style data set",
     "Stream": "support.refused_models:Stream gave Stream, an iterable data set; samples are read "
     "by number",
     "DATA": "support.refused_models:DATA is Samples; name a class or function that gives it",

@@ -10,7 +10,7 @@ import pytest
 
 from oobleck.core.job.spec import DataSpec
 from oobleck.host.data.token_file import DataError
-from oobleck.worker.data.corpus import Corpus
+from oobleck.worker.data.dataset import Corpus
 from support.tokenizers import train_tokenizer
 
 TEXT = "".join(f"Sentence number {n}.\n" for n in range(400))
@@ -19,7 +19,7 @@ TEXT = "".join(f"Sentence number {n}.\n" for n in range(400))
 OPEN = """
 import sys
 from oobleck.core.job.spec import DataSpec
-from oobleck.worker.data import corpus, token_cache
+from oobleck.worker.data import dataset, token_cache
 made = 0
 def counting(*arguments, **named):
     global made
@@ -29,7 +29,7 @@ tokenise, token_cache.tokenise = token_cache.tokenise, counting
 print("loaded", flush=True)
 sys.stdin.readline()
 text, tokenizer, cache = sys.argv[1:]
-found = corpus.Corpus(DataSpec(text=(text,), tokenizer=tokenizer, cache=cache), 300)
+found = dataset.Corpus(DataSpec(text=(text,), tokenizer=tokenizer, cache=cache), 300)
 print(made, found.tokens, found.fingerprint.hex(), int(found.read(0, found.tokens).sum()))
 """
 

@@ -109,7 +109,7 @@ BAD = {
     "ranked_metric": ["metrics: row 0's rank changes with the other rows; compute it by row"],
 }
 BAD_DATA = {
-    "Jittered": "data: sample 0 is another one when it is read again; data[i] must depend on i",
+    "Jittered": "data: sample 0 differs when it is read again; data[i] must depend on i",
     "Flipped": "data: sample ",
     "Ragged": "data: sample 63 is float32[7] -> int64[], and sample 0 is float32[8] -> int64[]",
     "Boastful": "data: sample 64: IndexError: ",
@@ -204,10 +204,8 @@ def test_targets_that_are_the_inputs_are_refused_where_the_next_token_is_learned
         arguments = f"{{path: {tmp_path}, inputs: input_ids, {aims}: labels}}"
         return parse_job(CAUSAL.format(data=f"{{plugin: arrays, arguments: {arguments}}}"))
 
-    found = [line.partition(", so that")[0] for line in said(of("targets"))]
-    assert found == [
-        f"{key}: targets are the inputs themselves" for key in ("data", "evaluation.data")
-    ]
+    found = [line.partition(", so ")[0] for line in said(of("targets"))]
+    assert found == [f"{key}: targets equal the inputs" for key in ("data", "evaluation.data")]
     assert said(of("labels")) == []
 
 

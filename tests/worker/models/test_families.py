@@ -17,7 +17,7 @@ from oobleck.worker.models.base import keyed
 from oobleck.worker.models.families.foreign import attend
 from oobleck.worker.models.linear import DeferredGradients, deferring
 from oobleck.worker.models.registry import tied_parameter
-from oobleck.worker.profiling.measure_layers import _Bench
+from oobleck.worker.profiling.bench import Bench
 from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.random import RowKeys
 from support import foreign
@@ -149,7 +149,7 @@ def test_layers_keep_as_much_as_planning_estimates(kind, dropout, precision):
     )
     layers = estimate_profile(job, gpus_per_node=1, memory_per_worker_bytes=1 << 30).layers
     for number in (0, 1, 3):
-        measured = _Bench(job, [number], torch.device("cpu"), rows=2).kept_blocks()
+        measured = Bench(job, [number], torch.device("cpu"), rows=2).kept_blocks()
         assert layers[number].activation_bytes == pytest.approx(sum(measured), rel=0.1)
 
 

@@ -109,7 +109,7 @@ def test_a_pattern_without_a_parameter_is_found_before_anything_starts() -> None
     assert said("from_generator", no_decay='"*.inner.bias", "0.*"') == []
     (line,) = said("from_generator", no_decay='"*.inner.bias", "7.*"')
     assert line == (
-        "training.optimizer.no_decay: no parameter's name fits 7.*; names are 0.weight, 0.bias, "
+        "training.optimizer.no_decay: no parameter's name matches 7.*; names are 0.weight, 0.bias, "
         "1.inner.weight, 1.inner.bias, 2.weight, 2.bias and so on"
     )
 

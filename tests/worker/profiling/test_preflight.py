@@ -118,7 +118,7 @@ LINE = r"\(unlike_nodes\.py:\d+\)"
         ("samples", rf"data: sample 0: KeyError: 0 {LINE}; give every node .*"),
         (
             "memory",
-            r"model: layer 1 alone has no room on this node's cpu \(.*\); free its memory, or "
+            r"model: layer 1 alone does not fit on this node's cpu \(.*\); free its memory, or "
             r"lower training\.microbatch",
         ),
     ],
@@ -226,5 +226,5 @@ def test_code_that_does_not_end_is_the_nodes_fault_too(
     failed = agent.receive()
     assert isinstance(failed, Failed)
     assert failed.kind == "node"
-    assert failed.message.startswith("the job's code has not ended on this node for 0.1 s")
+    assert failed.message.startswith("the job's code is still running on this node after 0.1 s")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1

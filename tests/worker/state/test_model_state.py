@@ -225,7 +225,7 @@ def test_a_pattern_that_no_parameter_has_is_refused(make_job):
     model = make_job().model
     check_no_decay(model, ("*.bias", "0.*"))
     with pytest.raises(
-        JobError, match=r"no parameter's name fits 9\.\*; names are 0\.token\.weight, "
+        JobError, match=r"no parameter's name matches 9\.\*; names are 0\.token\.weight, "
     ):
         check_no_decay(model, ("*.bias", "9.*"))
 

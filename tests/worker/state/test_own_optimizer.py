@@ -220,15 +220,15 @@ REFUSED = {
     "torch.optim:LBFGS": "cannot be used: it computes the loss several times in each step",
     "torch.optim:Adafactor": r"keeps row_var of shape \[3, 1\] of a parameter of shape \[3, 5\]",
     "torch.optim:Muon": "cannot be used: it updates each matrix as a whole; choose another",
-    "torch.optim:SparseAdam": "cannot be used: it takes sparse gradients alone",
+    "torch.optim:SparseAdam": "cannot be used: it takes only sparse gradients",
     "torch.optim:lr_scheduler": "is module; name a class or function that gives it",
     "Lamb": "does not update each number by itself",
-    "Noisy": "may not draw random numbers",
+    "Noisy": "must not draw random numbers",
     "Normed": "keeps norm, a number that depends on the gradients",
     "Remembering": "keeps more from step to step",
     "Grouping": "keeps k in its group",
     "Writing": "writes into its parameters' gradients",
-    "Late": "the same of each parameter from its first step on",
+    "Late": "the same state of each parameter from its first step on",
     "History": "keeps gradients, a list",
     "Half": "keeps momentum as torch.bfloat16",
     "Asking": "needs closure in each step",
@@ -263,7 +263,7 @@ def test_another_code_than_was_looked_at_is_refused() -> None:
     spec = described(given("Lion"))
     own_optimizer.check(spec)
     other = replace(spec, described=Json(spec.described.replace(spec.sketch.code, "0" * 64)))
-    with pytest.raises(NodeError, match="is not what it was where the job was submitted"):
+    with pytest.raises(NodeError, match="differs from that where the job was submitted"):
         own_optimizer.check(other)
-    with pytest.raises(JobError, match="submit it with 'oobleck submit'"):
+    with pytest.raises(JobError, match="submit the job with 'oobleck submit'"):
         own_optimizer.check(given("Lion"))
